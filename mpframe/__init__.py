@@ -1,0 +1,42 @@
+"""mpframe: training in which precision is a first-class, inspectable choice.
+
+The public names are loaded when first used, so that a command line can be checked, and `--help`
+answered, without importing torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpframe.loss_scaling import Backoff, LogMax, Static
+    from mpframe.precision import MasterWeights, OpLists, Precision
+    from mpframe.step import StepResult
+    from mpframe.trainer import Trainer
+
+_HOMES = {
+    "Backoff": "mpframe.loss_scaling",
+    "LogMax": "mpframe.loss_scaling",
+    "MasterWeights": "mpframe.precision",
+    "OpLists": "mpframe.precision",
+    "Precision": "mpframe.precision",
+    "Static": "mpframe.loss_scaling",
+    "StepResult": "mpframe.step",
+    "Trainer": "mpframe.trainer",
+}
+
+__all__ = [
+    "Backoff",
+    "LogMax",
+    "MasterWeights",
+    "OpLists",
+    "Precision",
+    "Static",
+    "StepResult",
+    "Trainer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mpframe' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,229 @@
+"""From a checked configuration to a run: the one place that knows the options and makes the objects.
+
+Nothing else instantiates a `_target_`, and no part below reads an option.
+"""
+
+import inspect
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from mpframe.config import Config
+from mpframe.data.loader import Loader
+from mpframe.data.task import Task
+from mpframe.ema import Ema
+from mpframe.errors import ConfigError, MpframeError, nearest
+from mpframe.loss_scaling import Backoff, LogMax, Static
+from mpframe.precision import MasterWeights, OpLists, Precision
+from mpframe.step import LossScaler
+from mpframe.trainer import Plan, Trainer
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator that weights, dropout or a user's own code may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def device_of(name: str) -> torch.device:
+    """The device an option names; `auto` takes CUDA, then MPS, then the CPU.
+
+    Raises:
+        ConfigError: there is no such device; nothing falls back.
+    """
+    if name == "auto":
+        mps = torch.backends.mps.is_available()
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdigit())):
+        hint = nearest(name, ["auto", "cpu", "cuda", "mps"])
+        raise ConfigError(
+            f"device={name}: choose auto, cpu, cuda, cuda:N or mps" + f"; {hint}" * bool(hint)
+        )
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; use device=cpu"
+        )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device=mps: this machine has no MPS device; use device=cpu")
+    return torch.device(name)
+
+
+def build_task(config: Config) -> Task:
+    """The dataset's samples, loss and metric."""
+    task = make("dataset", config.dataset)
+    if not isinstance(task, Task):
+        raise ConfigError(
+            f"dataset._target_={config.dataset['_target_']}: must return a mpframe.data.Task, "
+            f"got {type(task).__name__}"
+        )
+    return task
+
+
+def build_loaders(config: Config, task: Task) -> tuple[Loader, Loader]:
+    """The training loader (shuffled, whole batches only) and the validation loader."""
+    size, workers, seed = config.data.batch_size, config.data.workers, config.run.seed
+    train = Loader(task.train, size, seed=seed, shuffle=True, workers=workers, drop_last=True)
+    val = Loader(task.val, size, seed=seed, shuffle=False, workers=workers, drop_last=False)
+    return train, val
+
+
+def build_precision(config: Config) -> Precision:
+    """The dtype mode with its op lists."""
+    dtype, ops = config.dtype, config.ops
+    lists = OpLists.from_mapping(
+        {
+            "allow": ops.allow,
+            "deny": ops.deny,
+            "infer": ops.infer,
+            "move": ops.move,
+            "modules": ops.modules,
+        }
+    )
+    return Precision(
+        dtype.mode,
+        dtype.half,
+        ops=lists,
+        compute=dtype.compute,
+        master_weights=dtype.master_weights,
+    )
+
+
+def scaling_name(config: Config) -> str:
+    """The scaling that `auto` stands for: Backoff where half is float16, none otherwise."""
+    name = str(config.loss_scaling.name)
+    if name != "auto":
+        return name
+    float16 = config.dtype.mode != "fp32" and config.dtype.half == "float16"
+    return "Backoff" if float16 else "none"
+
+
+def build_scaler(config: Config) -> LossScaler | None:
+    """The loss scaler; None where the loss is not scaled."""
+    arguments = {k: v for k, v in vars(config.loss_scaling).items() if k != "name"}
+    half = {"half": getattr(torch, config.dtype.half)}
+    makers: dict[str, Callable[..., LossScaler]] = {
+        "static": Static,
+        "Backoff": Backoff,
+        "LogMax": LogMax,
+    }
+    name = scaling_name(config)
+    if name == "none":
+        return None
+    return makers[name](**arguments, **(half if name != "static" else {}))
+
+
+def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
+    """Model, optimizer, schedule and scaler, in the dtype mode and on the device.
+
+    Args:
+        config: the options.
+        task: gives the loss and the metric.
+        batches: micro-batches per epoch, for the schedule.
+    """
+    device = device_of(config.run.device)
+    model: nn.Module = make("model", config.model).to(device)
+    optimizer: Optimizer = make("optimizer", config.optimizer, model.parameters())
+    plan = build_plan(config)
+    schedule = _build_schedule(config, optimizer, max(1, plan.total_steps(batches)))
+    precision = build_precision(config)
+    model, masters = precision.prepare(model, optimizer)
+    scaler = build_scaler(config)
+    return Trainer(
+        model=model,
+        optimizer=masters,
+        loss=task.loss,
+        precision=precision,
+        scaler=None if scaler is None else scaler.to(device),
+        schedule=schedule,
+        ema=_build_ema(config, model, masters),
+        plan=plan,
+        metric=task.metric,
+    )
+
+
+def build_plan(config: Config) -> Plan:
+    """How long to train and how often to look."""
+    options = config.trainer
+    return Plan(
+        epochs=options.epochs,
+        max_steps=options.max_steps,
+        accumulate=options.accumulate,
+        clip_norm=options.clip_norm,
+        eval_every=options.eval_every,
+        compile=options.compile,
+    )
+
+
+def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
+    """Call an open section's `_target_` with its options.
+
+    Raises:
+        ConfigError: there is no such target, or it does not take these options.
+    """
+    target = node["_target_"]
+    _refuse_unknown_arguments(section, target, node)
+    try:
+        return instantiate(node, _partial_=True, _convert_="all")(*arguments)
+    except MpframeError:
+        raise
+    except InstantiationException as error:
+        if isinstance(error.__cause__, MpframeError):
+            raise error.__cause__ from None
+        raise ConfigError(f"{section}: {str(error).splitlines()[0]}") from error
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{section}: {target} refused its options: {_first_line(error)}"
+        ) from error
+
+
+def _refuse_unknown_arguments(section: str, target: str, node: dict[str, Any]) -> None:
+    try:
+        parameters = inspect.signature(get_object(target)).parameters
+    except ValueError:
+        return  # A C function that does not tell its parameters.
+    except Exception as error:  # Whatever importing the user's module raises.
+        raise ConfigError(f"{section}._target_={target}: {_first_line(error)}") from error
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in node:
+        if name not in parameters and not str(name).startswith("_"):
+            hint = nearest(str(name), parameters)
+            raise ConfigError(
+                f"{section}.{name}={node[name]}: {target} takes no such argument; "
+                f"{hint or 'it takes ' + ', '.join(parameters)}"
+            )
+
+
+def _build_schedule(config: Config, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
+    if config.scheduler is None:
+        return None
+    node = dict(config.scheduler)
+    try:
+        takes_total = "total_steps" in inspect.signature(get_object(node["_target_"])).parameters
+    except Exception as error:  # Whatever importing the user's module raises.
+        raise ConfigError(f"scheduler._target_={node['_target_']}: {_first_line(error)}") from error
+    if takes_total:
+        node.setdefault("total_steps", total_steps)
+    return make("scheduler", node, optimizer)  # type: ignore[no-any-return]
+
+
+def _build_ema(config: Config, model: nn.Module, optimizer: MasterWeights) -> Ema | None:
+    decay = config.trainer.ema_decay
+    if decay is None:
+        return None
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return Ema({p: optimizer.master_of(p) for p in trained}, decay)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

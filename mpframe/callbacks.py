@@ -1,0 +1,177 @@
+"""What watches a run: curves, checkpoints, the progress bar, and the guard against endless skips."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mpframe import checkpoint
+from mpframe.errors import DivergedError
+from mpframe.memory import peak_memory
+from mpframe.step import StepResult
+from mpframe.tracking import Tag, Tracker, metric_tag
+from mpframe.trainer import Callback, Evaluation, Trainer
+
+
+class Curves(Callback):
+    """Writes the run's scalars to TensorBoard; the x axis is the number of steps tried.
+
+    Args:
+        tracker: where they go.
+        log_every: steps between two writes of the training scalars; a skipped step is always
+            written.
+        batch_size: samples per micro-batch, for the speed.
+    """
+
+    def __init__(self, tracker: Tracker, log_every: int, batch_size: int) -> None:
+        self.last: StepResult | None = None
+        self.samples_per_second: float | None = None
+        self._tracker = tracker
+        self._log_every = log_every
+        self._batch_size = batch_size
+        self._since = time.perf_counter()
+        self._samples = 0
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Log the step where it is due."""
+        self.last = result
+        self._samples += self._batch_size * trainer.plan.accumulate
+        attempts = trainer.progress.attempts
+        if attempts % self._log_every == 0 or trainer.progress.skipped_in_a_row:
+            self._tracker.scalars(attempts, self._of_step(trainer, result))
+
+    def after_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Log the validation."""
+        values = {Tag.LOSS_VAL: evaluation.loss, metric_tag(evaluation.metric): evaluation.value}
+        self._tracker.scalars(trainer.progress.attempts, values)
+        self._restart_clock()
+
+    def _of_step(self, trainer: Trainer, result: StepResult) -> dict[str, float | Tensor]:
+        values: dict[str, float | Tensor] = {
+            Tag.LR: trainer.optimizer.param_groups[0]["lr"],
+            Tag.GRAD_NORM: result.grad_norm,
+            Tag.GRAD_AMAX: result.amax,
+            Tag.SCALE: result.scale,
+            Tag.SKIPPED_TOTAL: trainer.progress.skipped,
+            Tag.PEAK_BYTES: peak_memory(),
+        }
+        if result.loss is not None:
+            values[Tag.LOSS_TRAIN] = result.loss
+        for tag, name in ((Tag.LOG2_MEAN, "log2_mean"), (Tag.LOG2_STD, "log2_std")):
+            statistic = getattr(trainer.scaler, name, None)
+            if statistic is not None:
+                values[tag] = statistic
+        elapsed = time.perf_counter() - self._since
+        self.samples_per_second = self._samples / elapsed
+        values[Tag.SAMPLES_PER_SECOND] = self.samples_per_second
+        self._restart_clock()
+        return values
+
+    def _restart_clock(self) -> None:
+        """Speed is that of training alone: the time spent validating does not count."""
+        self._since, self._samples = time.perf_counter(), 0
+
+
+class Checkpoints(Callback):
+    """Saves the run every so many steps, or after each epoch.
+
+    Args:
+        folder: the run's folder.
+        every: steps between two checkpoints; None: after each epoch.
+        keep_last: how many to keep.
+        tracker: flushed before a checkpoint, so that no curve is older than it.
+    """
+
+    def __init__(self, folder: Path, every: int | None, keep_last: int, tracker: Tracker) -> None:
+        self._folder = folder
+        self._every = every
+        self._keep_last = keep_last
+        self._tracker = tracker
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Save where it is due, but never from a step that was skipped: the last good one stays."""
+        if (
+            self._every
+            and trainer.progress.attempts % self._every == 0
+            and not bool(result.skipped)
+        ):
+            self._save(trainer)
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        """Save after an epoch, unless saving goes by steps or the run is failing."""
+        if not self._every and not trainer.progress.skipped_in_a_row:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        self._tracker.flush()
+        state = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
+        checkpoint.save(self._folder, trainer.progress.attempts, state, self._keep_last)
+
+
+class SkipGuard(Callback):
+    """Ends a run that only skips.
+
+    Args:
+        limit: skipped steps in a row that end it.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Raise where the limit is reached.
+
+        Raises:
+            DivergedError: says whether the forward pass or only the gradients were not finite.
+        """
+        if trainer.progress.skipped_in_a_row < self._limit:
+            return
+        forward = result.loss is not None and not bool(torch.isfinite(result.loss))
+        cause = (
+            "the loss itself is not finite, so scaling cannot help: lower optimizer.lr, look at "
+            "the data, or pin the overflowing module to fp32 in ops.modules"
+            if forward
+            else f"the loss is finite and its gradients overflow at scale {float(result.scale):g}: "
+            "lower loss_scaling.min_scale or pin the overflowing module to fp32 in ops.modules"
+        )
+        raise DivergedError(f"trainer.max_consecutive_skips={self._limit} reached: {cause}")
+
+
+class Bar(Callback):
+    """A progress bar on stderr: steps, loss, scale, skipped steps, and the last validation.
+
+    Args:
+        total: planned steps.
+        done: steps already tried, for a resumed run.
+        shown: False draws nothing.
+    """
+
+    def __init__(self, total: int, done: int, shown: bool) -> None:
+        self._bar: Any = tqdm(
+            total=total,
+            initial=done,
+            unit="step",
+            disable=not shown,
+            dynamic_ncols=True,
+            leave=False,
+        )
+        self._validated: dict[str, str] = {}
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Move on; the texts are refreshed only as often as the bar is drawn."""
+        drawn = self._bar.update(1)
+        if drawn and result.loss is not None:
+            words = {"loss": f"{float(result.loss):.4g}", "scale": f"{float(result.scale):g}"}
+            words["skipped"] = str(trainer.progress.skipped)
+            self._bar.set_postfix({**words, **self._validated}, refresh=False)
+
+    def after_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Show the validation's result from now on."""
+        self._validated = {f"val_{evaluation.metric}": f"{evaluation.value:.4f}"}
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        self._bar.close()

@@ -1,0 +1,205 @@
+"""Looks a command line over before Hydra sees it: every mistake in it is one line, at once.
+
+Hydra would answer a misspelt key with the hint to add `+`, and a key added so trains with the
+default and says nothing. Here each override is held against the groups, the schema and the
+composed configuration of every job of a sweep; the nearest name is given.
+
+Three forms are rewritten for Hydra:
+
+    ops.allow+=[softmax]       ->  ++ops.move.softmax=allow
+    ops.deny-=[exp]            ->  ++ops.move.exp=none
+    model._target_=my.Net      ->  model=own ++model._target_=my.Net   (likewise dataset, ...)
+"""
+
+import itertools
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from mpframe.check import check
+from mpframe.config import OPEN, Config
+from mpframe.errors import ConfigError, nearest
+from mpframe.locations import CONF
+
+_MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
+_JOBS_CHECKED = 512
+
+
+def prepare(arguments: list[str]) -> list[str]:
+    """The arguments as Hydra is to see them, after every override has been checked.
+
+    Args:
+        arguments: the command line without the program's name.
+
+    Raises:
+        ConfigError: an override is not one of this program's, or its value is not allowed.
+    """
+    parsed, _ = get_args_parser().parse_known_args(arguments)
+    given = list(parsed.overrides)
+    flags = [argument for argument in arguments if argument not in given]
+    if parsed.help or parsed.hydra_help or parsed.version or parsed.shell_completion:
+        return arguments
+    overrides = _with_own_targets(_with_moves(given))
+    if parsed.config_name or parsed.config_path or parsed.config_dir:
+        return [*flags, *overrides]  # A configuration of the user's own: checked once composed.
+    multirun = bool(parsed.multirun)
+    for job in _jobs(_parsed(overrides), multirun):
+        _check_job(job, multirun)
+    return [*flags, *overrides]
+
+
+def _with_moves(overrides: list[str]) -> list[str]:
+    """Replace additions to and removals from an op list by single moves."""
+    written: list[str] = []
+    for override in overrides:
+        match = _MOVE.match(override)
+        if match is None:
+            written.append(override)
+            continue
+        name, sign, ops = match.groups()
+        to = name if sign == "+" else "none"
+        written += [f"++ops.move.{op.strip()}={to}" for op in ops.split(",")]
+    return written
+
+
+def _with_own_targets(overrides: list[str]) -> list[str]:
+    """Let a user's own class stand alone: none of the shipped choice's arguments go with it."""
+    own = {g for g in OPEN for o in overrides if o.lstrip("+").startswith(f"{g}._target_=")}
+    chosen = {g for g in OPEN for o in overrides if o.startswith(f"{g}=")}
+    written = [f"{group}=own" for group in sorted(own - chosen)]
+    for override in overrides:
+        free = any(override.startswith(f"{group}.") for group in own)
+        written.append(f"++{override}" if free else override)
+    return written
+
+
+def _parsed(overrides: list[str]) -> list[Override]:
+    parser = OverridesParser.create()
+    parsed = []
+    for text in overrides:
+        try:
+            parsed.append(parser.parse_override(text))
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{text}: not of the form option=value; {reason}") from None
+    return parsed
+
+
+def _jobs(overrides: list[Override], multirun: bool) -> list[list[str]]:
+    """The overrides of each job: one list, or one for each combination of a sweep."""
+    axes: list[list[str]] = []
+    for override in overrides:
+        if override.is_sweep_override():
+            if not multirun:
+                raise ConfigError(f"{override.input_line}: several values make a sweep; add -m")
+            values = list(override.sweep_string_iterator())
+            axes.append([f"{override.get_key_element()}={value}" for value in values])
+        else:
+            axes.append([str(override.input_line)])
+    return [list(job) for job in itertools.islice(itertools.product(*axes), _JOBS_CHECKED)]
+
+
+def _check_job(overrides: list[str], multirun: bool) -> None:
+    parsed = _parsed(overrides)
+    for override in parsed:
+        _refuse_unknown_choice(override)
+    choices = [o for o in parsed if _is_group(o.key_or_group) or o.key_or_group == "run_name"]
+    base = _composed([str(o.input_line) for o in choices])
+    for override in parsed:
+        _refuse_unknown_key(override, base)
+    composed = _composed(overrides)
+    folder = composed.hydra.sweep.dir if multirun else composed.hydra.run.dir
+    checked(composed)
+    _refuse_unwritable("hydra.sweep.dir" if multirun else "hydra.run.dir", Path(folder))
+
+
+def checked(composed: DictConfig) -> Config:
+    """The typed configuration behind a composed one that may still hold Hydra's own section."""
+    own = {key: composed._get_node(key) for key in composed if key != "hydra"}
+    return check(OmegaConf.create(own))
+
+
+def _composed(overrides: list[str]) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+        try:
+            return compose("config", overrides=overrides, return_hydra_config=True)
+        except HydraException as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            raise ConfigError("; ".join(lines[:2])) from None
+
+
+def _is_group(key: str) -> bool:
+    return "." not in key and not key.startswith("hydra") and (CONF / key).is_dir()
+
+
+def _refuse_unknown_choice(override: Override) -> None:
+    group = override.key_or_group
+    if not _is_group(group) or override.type is OverrideType.DEL:
+        return
+    choices = sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+    choice = override.value()
+    if choice is None and group == "experiment":
+        return
+    if choice not in choices:
+        hint = nearest(str(choice), choices)
+        raise ConfigError(
+            f"{group}={choice}: choose {', '.join(choices)}" + (f"; {hint}" if hint else "")
+        )
+
+
+def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
+    key = override.key_or_group
+    if _is_group(key) or key.startswith("hydra"):
+        return
+    section, _, rest = key.partition(".")
+    known = _paths(base)
+    adds = override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)
+    inside_mapping = key.startswith(("ops.move.", "ops.modules."))
+    if key in known or inside_mapping or (adds and section in OPEN and rest):
+        return
+    if any(path.startswith(f"{key}.") for path in known):
+        return
+    hint = nearest(key, known)
+    advice = hint or "known: " + ", ".join(sorted({path.split(".")[0] for path in known}))
+    if section in OPEN and rest and not adds:
+        advice += f"; an argument of your own class: +{key}=..."
+    raise ConfigError(f"{key}: no such option; {advice}")
+
+
+def _paths(node: DictConfig, prefix: str = "") -> set[str]:
+    """The dotted path of every option of a composed configuration, sections included."""
+    paths: set[str] = set()
+    for key in node:
+        if prefix or key != "hydra":
+            paths.add(f"{prefix}{key}")
+            child: Any = node._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+                paths |= _paths(child, f"{prefix}{key}.")
+    return paths
+
+
+def _refuse_unwritable(option: str, folder: Path) -> None:
+    """Refuse an output folder before anything is computed that could not be written into it."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"{option}={folder}: {existing} is a file; choose a folder")
+    if not os.access(existing, os.W_OK) or not _takes_files(existing):
+        raise ConfigError(f"{option}={folder}: {existing} cannot be written; choose another folder")
+
+
+def _takes_files(folder: Path) -> bool:
+    probe = folder / f".write-probe-{os.getpid()}"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,254 @@
+"""The schema: every option mpframe owns, its type, default, unit, range and one sentence.
+
+The values a run starts from stand in `conf/`; this file says what each may be, and check.py holds
+a composed configuration against it. Neither imports torch, so a wrong option is refused at once.
+
+Closed sections (`dtype`, `loss_scaling`, `ops`, `trainer`, the run itself) take the options listed
+here and no others. Open sections (`model`, `dataset`, `optimizer`, `scheduler`) name a `_target_`
+and take whatever that takes, plus the options listed here.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+OPEN = ("model", "dataset", "optimizer", "scheduler")
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a value may be, beyond its type.
+
+    Attributes:
+        low, high: inclusive ends.
+        above: exclusive lower end.
+        choices: the only values allowed.
+        words: further words allowed beside numbers.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    choices: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+
+    def holds(self, value: Any) -> bool:
+        """True where `value` lies within; None (an option switched off) always does."""
+        if value is None or value in self.words:
+            return True
+        if self.choices:
+            return value in self.choices
+        if isinstance(value, str) and self.numeric:
+            return False
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return self._holds_number(value)
+        return True
+
+    @property
+    def numeric(self) -> bool:
+        """True where the option is a number."""
+        return any(end is not None for end in (self.low, self.high, self.above))
+
+    def _holds_number(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        return (
+            (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+        )
+
+    def __str__(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        ends = [f"> {self.above:g}"] if self.above is not None else []
+        ends += [f">= {self.low:g}"] if self.low is not None else []
+        ends += [f"<= {self.high:g}"] if self.high is not None else []
+        return " or ".join([" and ".join(ends), *self.words]) if ends else ""
+
+
+def option(default: Any, sentence: str, *, unit: str = "", **limits: Any) -> Any:
+    """A field of the schema: its default, its one sentence, its unit and its `Range`."""
+    metadata = {"sentence": sentence, "unit": unit, "range": Range(**limits)}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class Dtype:
+    """`dtype`: in which format weights are stored and ops computed."""
+
+    mode: str = option(
+        "mixed", "What is stored and computed in half.", choices=("fp32", "mixed", "amp")
+    )
+    half: str = option("float16", "The 16-bit format of the run.", choices=("float16", "bfloat16"))
+    compute: str = option(
+        "auto",
+        "How half ops compute on a CPU: its instructions, or fp32 with one rounding.",
+        choices=("auto", "native", "emulated"),
+    )
+    master_weights: bool = option(
+        True, "Keep fp32 masters of half weights; false only to study what they are for."
+    )
+
+
+@dataclass
+class NoScaling:
+    """`loss_scaling=none`: the loss is not scaled; a step with a non-finite gradient is skipped."""
+
+    name: str = option("none", "The scaler.", choices=("none",))
+
+
+@dataclass
+class AutoScaling:
+    """`loss_scaling=auto`: Backoff for float16, none otherwise."""
+
+    name: str = option("auto", "The scaler.", choices=("auto",))
+
+
+@dataclass
+class StaticScaling:
+    """`loss_scaling=static`: one scale for the whole run."""
+
+    name: str = option("static", "The scaler.", choices=("static",))
+    scale: float = option(1024.0, "The loss scale; a power of two rounds nothing.", above=0.0)
+
+
+@dataclass
+class BackoffScaling:
+    """`loss_scaling=Backoff`: halve on overflow, double after a run of clean steps."""
+
+    name: str = option("Backoff", "The scaler.", choices=("Backoff",))
+    init_scale: Any = option(65536.0, "The first scale, or `probe`.", above=0.0, words=("probe",))
+    growth_factor: float = option(2.0, "Factor of a growth.", above=1.0)
+    backoff_factor: float = option(0.5, "Factor of a backoff, below 1.", above=0.0, high=1.0)
+    growth_interval: int = option(2000, "Clean steps before a growth.", unit="steps", low=1)
+    hysteresis: int = option(
+        1, "The overflow since the last growth that first backs off.", unit="overflows", low=1
+    )
+    min_scale: float = option(1.0, "The floor of the scale.", above=0.0)
+    max_scale: float = option(2.0**24, "The ceiling of the scale.", above=0.0)
+
+
+@dataclass
+class LogMaxScaling:
+    """`loss_scaling=LogMax`: the largest scale that rarely overflows, from statistics of amax."""
+
+    name: str = option("LogMax", "The scaler.", choices=("LogMax",))
+    init_scale: Any = option(65536.0, "The first scale, or `probe`.", above=0.0, words=("probe",))
+    overflow_probability: float = option(
+        0.001, "How often a step may overflow.", unit="fraction", above=0.0, high=0.5
+    )
+    mean_decay: float = option(0.99, "Decay of the mean of log2(amax).", low=0.0, high=1.0)
+    variance_decay: float = option(0.999, "Decay of its variance.", low=0.0, high=1.0)
+    min_scale: float = option(1.0, "The floor of the scale, a power of two.", above=0.0)
+    max_scale: float = option(2.0**24, "The ceiling of the scale, a power of two.", above=0.0)
+
+
+@dataclass
+class Ops:
+    """`ops`: which op runs in which format."""
+
+    allow: list[str] = option([], "Ops that run in half.")
+    deny: list[str] = option([], "Ops that run in fp32.")
+    infer: list[str] = option([], "Ops that run in the widest format of their inputs.")
+    move: dict[str, str] = option({}, "Single ops put in another list: allow, deny, infer, none.")
+    modules: dict[str, str] = option({}, "Module name patterns pinned to fp32 or half.")
+
+
+@dataclass
+class TrainerOptions:
+    """`trainer`: how long, how often, and what a step does."""
+
+    epochs: int = option(20, "Passes over the training data.", unit="epochs", low=1)
+    max_steps: int | None = option(
+        None,
+        "Stop after this many optimizer steps; 0 only shows the dtype map.",
+        unit="steps",
+        low=0,
+    )
+    accumulate: int = option(1, "Micro-batches per optimizer step.", unit="batches", low=1)
+    clip_norm: float | None = option(
+        None, "Clip the global 2-norm of the unscaled gradients to this.", above=0.0
+    )
+    ema_decay: float | None = option(
+        None,
+        "Keep an exponential moving average of the weights and validate with it.",
+        unit="per step",
+        above=0.0,
+        high=1.0,
+    )
+    eval_every: int | None = option(
+        None, "Validate every so many steps; null: after each epoch.", unit="steps", low=1
+    )
+    checkpoint_every: int | None = option(
+        None, "Save every so many steps; null: after each epoch.", unit="steps", low=1
+    )
+    keep_last: int = option(2, "Checkpoints kept, the newest ones.", unit="checkpoints", low=1)
+    log_every: int = option(
+        10, "Write scalars to TensorBoard every so many steps.", unit="steps", low=1
+    )
+    max_consecutive_skips: int = option(
+        50, "Stop as diverged after this many skipped steps in a row.", unit="steps", low=1
+    )
+    compile: bool = option(False, "Compile model and casts into one graph (torch.compile).")
+    progress: bool = option(True, "Show a progress bar.")
+
+
+@dataclass
+class DatasetOptions:
+    """`dataset`: options that belong to every dataset, beside its own arguments."""
+
+    batch_size: int = option(64, "Samples in a micro-batch.", unit="samples", low=1)
+    workers: int = option(0, "Processes that load data; 0: the main one.", unit="processes", low=0)
+
+
+@dataclass
+class OptimizerOptions:
+    """`optimizer`: options that belong to every optimizer, beside its own arguments."""
+
+    lr: float = option(1e-3, "Learning rate.", above=0.0)
+
+
+@dataclass
+class Run:
+    """The run itself."""
+
+    run_name: str = option("", "The folder under runs/ that the run goes into.")
+    device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
+    seed: int = option(0, "Fixes weights, order and augmentation.", low=0, high=2**63 - 1)
+    resume: str = option("none", "auto: the run folder's newest checkpoint; a path; or none.")
+    init_from: str | None = option(None, "Start from the weights of this checkpoint folder.")
+
+
+SCALERS = {
+    cls().name: cls
+    for cls in (AutoScaling, NoScaling, StaticScaling, BackoffScaling, LogMaxScaling)
+}
+SECTIONS: dict[str, type] = {
+    "dtype": Dtype,
+    "ops": Ops,
+    "trainer": TrainerOptions,
+    "dataset": DatasetOptions,
+    "optimizer": OptimizerOptions,
+}
+RUN_OPTIONS = {f.name for f in dataclasses.fields(Run)}
+
+
+@dataclass
+class Config:
+    """A checked configuration. Open sections are plain mappings with their `_target_`."""
+
+    run: Run
+    dtype: Dtype
+    loss_scaling: Any
+    ops: Ops
+    trainer: TrainerOptions
+    data: DatasetOptions
+    model: dict[str, Any]
+    dataset: dict[str, Any]
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any] | None
+    flat: dict[str, Any]

@@ -1,0 +1,27 @@
+"""Datasets as tasks (samples, loss, metric) and the loader that orders them reproducibly."""
+
+from mpframe.data.cifar10 import cifar10
+from mpframe.data.digits import digits
+from mpframe.data.fashion_mnist import fashion_mnist
+from mpframe.data.image_folder import image_folder
+from mpframe.data.images import ArrayImages, Images, Normalize
+from mpframe.data.loader import Loader
+from mpframe.data.metrics import RMSE, Accuracy
+from mpframe.data.task import Batch, Metric, Task, classification
+
+__all__ = [
+    "RMSE",
+    "Accuracy",
+    "ArrayImages",
+    "Batch",
+    "Images",
+    "Loader",
+    "Metric",
+    "Normalize",
+    "Task",
+    "cifar10",
+    "classification",
+    "digits",
+    "fashion_mnist",
+    "image_folder",
+]

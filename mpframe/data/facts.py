@@ -1,0 +1,47 @@
+"""What a config states about a dataset (its channels, size and classes), held against the data.
+
+Models read these numbers from the config before any file is opened; a wrong one would build a
+network that fits nothing, so it is refused in the dataset's own words.
+"""
+
+from torch import Tensor
+
+from mpframe.errors import ConfigError, DataError
+
+
+def require_facts(dataset: str, **facts: tuple[object, object]) -> None:
+    """Compare stated with true values.
+
+    Args:
+        dataset: the dataset's name, for the message.
+        facts: option name -> (stated, true).
+
+    Raises:
+        ConfigError: the first that differs.
+    """
+    for option, (stated, true) in facts.items():
+        if stated != true:
+            raise ConfigError(
+                f"dataset.{option}={stated}: {dataset} has {true}; set dataset.{option}={true}"
+            )
+
+
+def require_labels(source: object, labels: Tensor, images: int, classes: int) -> None:
+    """Check that there is one label in 0..classes-1 for each image.
+
+    Args:
+        source: the file, for the message.
+        labels: [N] integers.
+        images: how many images there are.
+        classes: how many classes.
+
+    Raises:
+        DataError: a wrong count, or a label out of range.
+    """
+    if len(labels) != images:
+        raise DataError(f"{source}: {len(labels)} labels for {images} images; get the files again")
+    if images and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise DataError(
+            f"{source}: labels reach from {int(labels.min())} to {int(labels.max())}, "
+            f"allowed is 0 to {classes - 1}; get the file again"
+        )

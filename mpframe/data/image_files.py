@@ -1,0 +1,101 @@
+"""A tree of image files, <split>/<class>/<image>, listed and decoded with distrust.
+
+Only JPEG and PNG are decoded, whatever a file calls itself: other formats of the imaging library
+have started external programs. A symbolic link may point within the tree and nowhere else, and a
+picture that claims an absurd size is refused from its header.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from mpframe.errors import DataError
+
+_SUFFIXES = {".jpg", ".jpeg", ".png"}
+_MOST_PIXELS = 2**26
+_MODES = {1: "L", 3: "RGB"}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The images of one split.
+
+    Attributes:
+        classes: folder names, sorted.
+        paths: image files, by class and then by name.
+        targets: [N] int64, each file's place in `classes`.
+    """
+
+    classes: tuple[str, ...]
+    paths: tuple[str, ...]
+    targets: Tensor
+
+
+def list_images(root: Path, split: str, limit_per_class: int | None) -> Listing:
+    """List `root`/`split`.
+
+    Args:
+        root: the tree.
+        split: the folder within it that holds one folder per class.
+        limit_per_class: take the first so many of each class; None takes all.
+
+    Raises:
+        DataError: a class without images, or a link that leaves `root`.
+    """
+    folders = [path for path in _entries(root, root / split) if path.is_dir()]
+    paths: list[str] = []
+    counts = []
+    for folder in folders:
+        files = [str(path) for path in _entries(root, folder) if _is_image(path)]
+        if not files:
+            raise DataError(f"{folder}: has no .jpg or .png; add images or remove the folder")
+        paths += files[:limit_per_class]
+        counts.append(len(files[:limit_per_class]))
+    targets = torch.arange(len(folders)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    return Listing(tuple(folder.name for folder in folders), tuple(paths), targets)
+
+
+def decode(path: str, channels: int, side: int) -> Tensor:
+    """One image, its shorter side scaled to `side` and its middle kept.
+
+    Args:
+        path: a JPEG or PNG file.
+        channels: 1 (grey) or 3 (RGB).
+        side: pixels.
+
+    Returns:
+        uint8 [channels, side, side].
+
+    Raises:
+        DataError: not a readable JPEG or PNG, or above 2^26 pixels.
+    """
+    try:
+        with Image.open(path, formats=("JPEG", "PNG")) as image:
+            if image.width * image.height > _MOST_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels are too many")
+            pixels = image.convert(_MODES[channels])
+            if pixels.size != (side, side):
+                pixels = ImageOps.fit(pixels, (side, side), Image.Resampling.BILINEAR)
+    except Exception as error:  # A damaged file fails in the decoder's own many ways.
+        raise DataError(
+            f"{path}: not a readable JPEG or PNG ({error}); replace or remove it"
+        ) from error
+    array = np.asarray(pixels).reshape(side, side, channels)
+    return torch.from_numpy(array.copy()).permute(2, 0, 1)
+
+
+def _entries(root: Path, folder: Path) -> list[Path]:
+    """What `folder` holds, sorted by name, hidden names left out."""
+    entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    for path in entries:
+        if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
+            raise DataError(f"{path}: a link that leaves {root}; put the files themselves there")
+    return entries
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in _SUFFIXES and path.is_file()

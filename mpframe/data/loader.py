@@ -1,0 +1,164 @@
+"""Batches in an order that depends on (seed, epoch) alone, from any batch on.
+
+A run that stops in the middle of an epoch goes on with `loader.epoch(epoch, start)` and sees
+exactly the batches it would have seen: the order is a permutation computed from its key, not the
+state of a generator, and so is each sample's augmentation (see fetch).
+"""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from mpframe.data.fetch import Fetcher
+from mpframe.data.finite import require_finite
+from mpframe.data.keyed_random import keyed_state
+from mpframe.data.task import Batch
+from mpframe.errors import ConfigError, DataError, MpframeError
+
+T = TypeVar("T")
+
+
+class Loader:
+    """Batches of a map-style dataset, one epoch at a time.
+
+    Args:
+        dataset: anything with `__len__` and `__getitem__`, giving (input, target) pairs.
+        batch_size: samples per batch, >= 1.
+        seed: decides order and augmentation, together with the epoch.
+        shuffle: a new order in every epoch; otherwise the dataset's own.
+        workers: processes that load; 0 loads in this one. The batches are the same.
+        drop_last: leave out an incomplete last batch. Training wants True, validation False.
+        option: the path of the batch size in the configuration, for messages.
+
+    Raises:
+        ConfigError: batch_size or workers out of range, or `drop_last` would leave no batch.
+        DataError: the dataset is empty or is not map-style.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool,
+        workers: int = 0,
+        drop_last: bool = False,
+        option: str = "dataset.batch_size",
+    ) -> None:
+        self.size = _size_of(dataset)
+        _require_whole(option, batch_size, least=1)
+        _require_whole("dataset.workers", workers, least=0)
+        if drop_last and self.size < batch_size:
+            raise ConfigError(
+                f"{option}={batch_size}: the training set has {self.size} samples; "
+                f"use {self.size} or fewer"
+            )
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self._option = option
+        self._order: tuple[int, Tensor] | None = None
+        self._plan = _Plan()
+        self._batches = DataLoader(
+            Fetcher(dataset, seed),
+            batch_sampler=self._plan,
+            num_workers=workers,
+            collate_fn=_unchanged,
+            persistent_workers=workers > 0,
+            # Without one of its own it would draw from the global generator, the model's.
+            generator=torch.Generator(),
+        )
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        if self.drop_last:
+            return self.size // self.batch_size
+        return -(-self.size // self.batch_size)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of `epoch`, from number `start` on.
+
+        A loader reads one epoch at a time: asking for another ends the one before.
+
+        Args:
+            epoch: >= 0.
+            start: the first batch wanted, 0 to `len(self)`.
+
+        Raises:
+            DataError: `start` lies outside the epoch; or, while reading, a sample cannot be read
+                or holds NaN or inf.
+        """
+        if not 0 <= start <= len(self):
+            raise DataError(
+                f"{self._option}={self.batch_size}: an epoch has {len(self)} batches and cannot "
+                f"start at batch {start}; use the batch size and the data the run began with"
+            )
+        return self._read(epoch, start)
+
+    def batch_ids(self, epoch: int, batch: int) -> Tensor:
+        """The dataset's indices of the samples in one batch: [N] int64, in the batch's order."""
+        first = batch * self.batch_size
+        return self._order_of(epoch)[first : first + self.batch_size]
+
+    def _read(self, epoch: int, start: int) -> Iterator[Batch]:
+        numbers = range(start, len(self))
+        plan = [[epoch, *self.batch_ids(epoch, number).tolist()] for number in numbers]
+        self._plan.requests = plan
+        for number, fetched in zip(numbers, self._batches, strict=True):
+            if self._plan.requests is not plan:
+                raise RuntimeError(f"epoch {epoch} was ended: the loader has begun another epoch")
+            if isinstance(fetched, MpframeError):
+                raise fetched
+            require_finite(fetched, self.batch_ids(epoch, number), epoch, number)
+            yield fetched
+
+    def _order_of(self, epoch: int) -> Tensor:
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, self._permutation(epoch)
+        return self._order[1]
+
+    def _permutation(self, epoch: int) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(self.size)
+        key = int(keyed_state(self.seed, epoch)[0])
+        return torch.randperm(self.size, generator=torch.Generator().manual_seed(key))
+
+
+class _Plan:
+    """The requests of the epoch being read. A DataLoader keeps its sampler for life; this varies."""
+
+    requests: list[list[int]]
+
+    def __init__(self) -> None:
+        self.requests = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.requests)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
+def _unchanged(batch: T) -> T:
+    return batch
+
+
+def _size_of(dataset: Any) -> int:
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"dataset: {type(dataset).__name__} has no __len__ and __getitem__; "
+            "give a map-style dataset (a stream cannot be resumed exactly)"
+        )
+    if len(dataset) == 0:
+        raise DataError(f"dataset: {type(dataset).__name__} has no samples; give at least one")
+    return len(dataset)
+
+
+def _require_whole(option: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{option}={value}: must be a whole number >= {least}")

@@ -1,0 +1,47 @@
+"""What a dataset hands to a trainer: the samples, the loss to lower and the metric to report."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from mpframe.data.metrics import Accuracy
+
+Batch = tuple[Tensor, Tensor]
+"""(inputs, targets), both with the samples along dimension 0."""
+
+
+class Metric(Protocol):
+    """A running value over one validation pass."""
+
+    name: str
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Take in one batch; must not wait for the device."""
+
+    def value(self) -> Tensor:
+        """The metric so far: 0-d float64 on the device of the outputs."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A learning problem, complete.
+
+    Attributes:
+        train: map-style samples (input, target) to learn from.
+        val: map-style samples to measure on, never augmented.
+        loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch.
+        metric: makes a fresh `Metric` for each validation pass.
+    """
+
+    train: Dataset[Any]
+    val: Dataset[Any]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    metric: Callable[[], Metric]
+
+
+def classification(train: Dataset[Any], val: Dataset[Any]) -> Task:
+    """A task with one class per sample: cross-entropy on logits [N, classes], and accuracy."""
+    return Task(train, val, nn.CrossEntropyLoss(), Accuracy)

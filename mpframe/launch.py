@@ -1,0 +1,63 @@
+"""The program behind `scripts/train.py`: Hydra composes, the command line is checked, a run starts.
+
+A mistake ends in one line on stderr and exit code 1; `HYDRA_FULL_ERROR=1` shows the traceback.
+torch is imported only once the command line has been found good.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from mpframe.command_line import checked, prepare
+from mpframe.errors import MpframeError
+from mpframe.locations import CONF
+
+
+class JobError(CompactHydraException):
+    """A job of a sweep that ended in an error; Hydra prints its text and goes on."""
+
+
+def main() -> None:
+    """Train as the command line says; the exit code is 1 where it could not."""
+    try:
+        sys.argv[1:] = prepare(sys.argv[1:])
+        failures: list[MpframeError] = []
+        _hydra_main(failures)
+        if failures:
+            raise failures[0]
+    except MpframeError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(_printed(error))
+
+
+def _hydra_main(failures: list[MpframeError]) -> None:
+    """Run Hydra; the error of a single run is kept in `failures`, for one clean line.
+
+    A job of a sweep raises instead, as Hydra's launchers expect: the sweep goes on, and its exit
+    code is 1 in the end.
+    """
+
+    def job(composed: DictConfig) -> None:
+        try:
+            config = checked(composed)
+            from mpframe.run import Run  # torch comes in here, and not before.
+
+            Run(config, composed, Path(HydraConfig.get().runtime.output_dir)).train()
+        except MpframeError as error:
+            if HydraConfig.get().mode is RunMode.MULTIRUN:
+                raise JobError(str(error)) from error
+            failures.append(error)
+
+    hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(job)()
+
+
+def _printed(error: MpframeError) -> int:
+    print(f"mpframe: {error}", file=sys.stderr)
+    return 1

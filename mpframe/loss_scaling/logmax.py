@@ -1,0 +1,172 @@
+"""LogMax: the scale follows from a model of the gradients instead of trial and error.
+
+Let a be the largest |unscaled gradient| of a step, s = 2^e the scale, T = log2 of the half format's
+largest number. All that matters is where the scaled gradients lie, in octaves:
+
+    x = log2(s a)                               an overflow: x = max(T + 1, μ), see below
+    r = x - μ                                   the surprise, around the mean in use
+    σ² <- σ² + max(1/(n+ν), 1-β₂) (r² - σ²)     σ₀² at the first observation
+    μ  <- μ  + max(1/(n+1), 1-β₁) r
+    n  <- n + 1
+
+x is taken as normal. The scale rests at the largest power of two that leaves room for the quantile
+z of `overflow_probability` (3.09 for 0.001), and retreats from there by d octaves on overflows:
+
+    rest = e + ⌊T - μ - z σ⌋                    clamped to [min, max]
+    d <- 2 d + 1 on overflow, ⌊d/2⌋ on a clean step
+    e <- max(rest - d, min)                     μ moves along, as x would have
+
+Why it is so:
+
+- Only s a enters, never a alone, and s moves by whole octaves: gradients 2^k times as large give a
+  scale 2^k times as small, bit for bit.
+- The gains are plain averages that turn into moving averages with decays β₁ and β₂. σ is that of
+  the errors that μ really made, so it covers a lagging mean; ν observations of σ₀ octaves stand in
+  for it at first and fade, for nothing can be said about a spread from a handful of samples.
+- An overflow is a censored observation: all it says is that the gradient was above what s could
+  hold. It counts as one octave above that, or as the mean where the mean is higher already.
+- One overflow must not be paid for long, many in a row must end soon: the retreats fall by 1, 2,
+  4, 8 octaves and are taken back in the reverse order.
+- `RESTART_AFTER` observations in a row beyond `SURPRISE` σ on the same side are another level, not
+  chance (7e-8 per step and side for normal x): the model forgets, and starts from the next
+  gradient it sees. Until it has seen one, an overflow only makes the scale retreat.
+- a = 0 is no observation: a frozen or masked batch has no largest gradient.
+"""
+
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from mpframe.loss_scaling.adaptive import DEFAULT_SCALE, AdaptiveScaler, InitScale
+from mpframe.loss_scaling.powers import exponent_of, power_of_two
+from mpframe.loss_scaling.ranges import Interval, number, whole_octaves
+
+PRIOR_STD = 1.0
+"""σ₀ in octaves: a guess on the safe side, batches differ by less in most training."""
+PRIOR_WEIGHT = 4.0
+"""ν: after 50 equal gradients the prior asks for z √(4/53) = 0.85 octaves of room, below one."""
+SURPRISE = 2.0
+"""In σ. One normal observation in 44 lies beyond it on one side."""
+RESTART_AFTER = 4
+"""Enough that chance is ruled out, and few enough that a jump costs about this many skips."""
+MAX_RETREAT = 255.0
+"""Octaves: 8 overflows in a row. More than float32 has, and 8 clean steps take it back."""
+
+_PROBABILITIES = Interval(0.0, 0.5, low_open=True, high_open=True)
+_DECAYS = Interval(0.0, 1.0, high_open=True)
+
+
+class LogMax(AdaptiveScaler):
+    """The largest power of two that overflows with less than `overflow_probability`.
+
+    Args:
+        init_scale: the first scale, a power of two, or "probe".
+        overflow_probability: the share of steps that may overflow, in (0, 0.5).
+        mean_decay: β₁, in [0, 1): the mean remembers about 1/(1-β₁) steps.
+        variance_decay: β₂, in [0, 1): the spread remembers about 1/(1-β₂) steps.
+        min_scale: the floor, a power of two.
+        max_scale: the ceiling, a power of two.
+        half: the run's 16-bit format; its largest number is what s a must not pass.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        init_scale: InitScale = DEFAULT_SCALE,
+        overflow_probability: float = 0.001,
+        mean_decay: float = 0.99,
+        variance_decay: float = 0.999,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+        half: torch.dtype = torch.float16,
+    ) -> None:
+        probability = number("overflow_probability", overflow_probability, _PROBABILITIES)
+        self._quantile = -NormalDist().inv_cdf(probability)
+        self._mean_gain = 1 - number("mean_decay", mean_decay, _DECAYS)
+        self._variance_gain = 1 - number("variance_decay", variance_decay, _DECAYS)
+        super().__init__(init_scale, min_scale, max_scale, half)
+        self._floor = whole_octaves("min_scale", self._min)
+        self._ceiling = whole_octaves("max_scale", self._max)
+        if not self.wants_probe:
+            whole_octaves("init_scale", float(init_scale))
+
+    def _initial_state(self, scale: Tensor) -> dict[str, Tensor]:
+        zero = torch.zeros_like(scale, dtype=torch.float64)
+        # Half an octave below the edge: `scale` is where the scale rests, however this rounds.
+        mean = zero + (self._top - self._quantile * PRIOR_STD - 0.5)
+        moments = {"mean": mean, "variance": zero + PRIOR_STD**2, "count": zero}
+        return {"scale": scale, **moments, "highs": zero, "lows": zero, "retreat": zero}
+
+    @property
+    def log2_mean(self) -> Tensor:
+        """The modelled mean of log2(largest |unscaled gradient|): 0-d float64, octaves."""
+        return self._state["mean"] - exponent_of(self.scale)
+
+    @property
+    def log2_std(self) -> Tensor:
+        """The modelled standard deviation of the same: 0-d float64, octaves."""
+        return self._state["variance"].sqrt()
+
+    def update(self, amax: Tensor) -> None:
+        """Observe and choose anew. `amax`: 0-d float32, the largest |unscaled gradient|."""
+        self._wants_probe = False
+        now = self._state
+        overflow = ~(amax < torch.inf)  # nan compares false, so it counts as an overflow
+        surprise = self._octave(amax, overflow) - now["mean"]
+        highs, lows = self._streaks(surprise, overflow)
+        restart = (highs + lows) >= RESTART_AFTER
+        count = now["count"].masked_fill(restart, 0)
+        seen = ~overflow | (count > 0)  # an overflow alone cannot say where the gradients are
+        new = {
+            **self._moments(surprise, count, seen),
+            "highs": highs.masked_fill(restart, 0),
+            "lows": lows.masked_fill(restart, 0),
+            "retreat": _retreat(now["retreat"], overflow),
+        }
+        new |= self._placed(new)
+        ignored = amax == 0
+        self._state = {name: torch.where(ignored, now[name], new[name]) for name in now}
+
+    def _octave(self, amax: Tensor, overflow: Tensor) -> Tensor:
+        """x: where the largest scaled gradient lies, or at least lies after an overflow."""
+        held = torch.log2(amax.double() * self.scale)  # float64, where no product overflows
+        return torch.where(overflow, self._state["mean"].clamp(min=self._top + 1), held)
+
+    def _streaks(self, surprise: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
+        """How many observations in a row, this one included, were surprisingly high, or low."""
+        now = self._state
+        bound = SURPRISE * self.log2_std
+        known = now["count"] > 0
+        high = (overflow | (surprise > bound)) & known
+        low = (surprise < -bound) & known
+        return (now["highs"] + 1) * high, (now["lows"] + 1) * low
+
+    def _moments(self, surprise: Tensor, count: Tensor, seen: Tensor) -> dict[str, Tensor]:
+        """Mean, variance and count after an observation; unchanged where nothing was `seen`."""
+        mean, variance = self._state["mean"], self._state["variance"]
+        mean_gain = (count + 1).reciprocal().clamp(min=self._mean_gain)
+        variance_gain = (count + PRIOR_WEIGHT).reciprocal().clamp(min=self._variance_gain)
+        learned = variance.lerp(surprise.square(), variance_gain)
+        learned = learned.masked_fill(count == 0, PRIOR_STD**2)
+        return {
+            "mean": torch.where(seen, mean.addcmul(mean_gain, surprise), mean),
+            "variance": torch.where(seen, learned, variance),
+            "count": count + seen,
+        }
+
+    def _placed(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The scale that the new state asks for, and the mean as seen from that scale."""
+        exponent = exponent_of(self.scale)
+        room = self._top - new["mean"] - self._quantile * new["variance"].sqrt()
+        rest = (exponent + room.floor()).clamp(self._floor, self._ceiling)
+        chosen = (rest - new["retreat"]).clamp(min=self._floor)
+        return {"scale": power_of_two(chosen), "mean": new["mean"] + (chosen - exponent)}
+
+
+def _retreat(octaves: Tensor, overflow: Tensor) -> Tensor:
+    """Falls by 1, 2, 4, 8 octaves on overflows in a row, taken back in the reverse order."""
+    further = (2 * octaves + 1).clamp(max=MAX_RETREAT)
+    return torch.where(overflow, further, (octaves / 2).floor())

@@ -1,0 +1,29 @@
+"""Exact powers of two on any device.
+
+`exp2` and `pow` promise an error bound, not exactness, and the bound differs between devices. A
+scale that is off by one bit would make every unscaling round, so these read and write the bits.
+"""
+
+import torch
+from torch import Tensor
+
+_FP32_BIAS = 127
+_FP32_MANTISSA_BITS = 23
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in float32, for whole exponents from -126 to 127 in any dtype."""
+    bits = (exponent.int() + _FP32_BIAS) << _FP32_MANTISSA_BITS
+    return bits.view(torch.float32)
+
+
+def exponent_of(power: Tensor) -> Tensor:
+    """e of 2^e, as int32."""
+    return torch.frexp(power).exponent - 1  # frexp gives a mantissa in [0.5, 1)
+
+
+def largest_power_below(limit: float, amax: Tensor) -> Tensor:
+    """The largest e with 2^e * amax <= limit, as int32; `amax` is finite and > 0."""
+    room = torch.frexp(torch.as_tensor(limit, dtype=torch.float64, device=amax.device))
+    used = torch.frexp(amax.double())  # float64 holds the subnormal float32 as normal numbers
+    return room.exponent - used.exponent - (used.mantissa > room.mantissa).int()

@@ -1,0 +1,79 @@
+"""Is an argument of a scaler allowed? Every refusal names `loss_scaling.<argument>`."""
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import TypeGuard
+
+import torch
+
+from mpframe.errors import ConfigError
+
+HALF_FORMATS = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The numbers from `low` to `high`; each end belongs to it unless it is open."""
+
+    low: float
+    high: float
+    low_open: bool = False
+    high_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = self.low < value if self.low_open else self.low <= value
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below  # both are False for nan
+
+    def __str__(self) -> str:
+        left, right = "(["[not self.low_open], ")]"[not self.high_open]
+        return f"{left}{self.low:g}, {self.high:g}{right}"
+
+
+_FP32 = torch.finfo(torch.float32)
+SCALES = Interval(_FP32.tiny, _FP32.max)
+"""What a loss scale may be: a normal, finite float32. A subnormal one may be flushed to zero."""
+
+
+def refused(argument: str, value: object, allowed: str) -> ConfigError:
+    """The error for a `value` that is not `allowed`."""
+    return ConfigError(
+        f"loss_scaling.{argument}={value!r} is not allowed: it must be {allowed}; "
+        "leave it out for the default"
+    )
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is a real number; a bool is none, `growth_interval: yes` is a slip."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def number(argument: str, value: object, interval: Interval) -> float:
+    """`value` as a float, if it is a real number in `interval`."""
+    if not is_number(value) or float(value) not in interval:
+        raise refused(argument, value, f"a number in {interval}")
+    return float(value)
+
+
+def count(argument: str, value: object) -> int:
+    """`value`, if it is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise refused(argument, value, "a whole number of at least 1")
+    return value
+
+
+def half_format(value: object) -> torch.dtype:
+    """`value`, if it is one of the 16-bit formats a run can use."""
+    if not isinstance(value, torch.dtype) or value not in HALF_FORMATS:
+        raise refused("half", value, "torch.float16 or torch.bfloat16")
+    return value
+
+
+def whole_octaves(argument: str, scale: float) -> int:
+    """e, if `scale` is 2^e."""
+    mantissa, exponent = math.frexp(scale)
+    if mantissa != 0.5:
+        below, above = 2.0 ** (exponent - 1), 2.0**exponent
+        raise refused(argument, scale, f"a power of two, for example {below:g} or {above:g}")
+    return exponent - 1

@@ -1,0 +1,30 @@
+"""Static loss scaling: one scale, chosen by hand, for the whole run.
+
+    s_t = s_0
+
+The cheapest choice and the only one that keeps two runs comparable bit for bit. An overflow still
+skips the step, so inf never reaches the weights; the scale stays, for there is nothing to adapt.
+"""
+
+import torch
+from torch import Tensor
+
+from mpframe.loss_scaling.ranges import SCALES, number
+from mpframe.loss_scaling.scaler import Scaler
+
+
+class Static(Scaler):
+    """A constant loss scale.
+
+    Args:
+        scale: a positive, finite float32. A power of two makes scaling and unscaling exact.
+
+    Raises:
+        ConfigError: `scale` is out of its range.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__({"scale": torch.tensor(number("scale", scale, SCALES))})
+
+    def update(self, amax: Tensor) -> None:
+        """Nothing to learn from `amax`."""

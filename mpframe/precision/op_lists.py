@@ -1,0 +1,149 @@
+"""Which operation runs in which format: the lists as a value, read from `conf/ops/*.yaml`.
+
+An op belongs to at most one list:
+
+    allow   runs in half            matrix products, convolutions, attention
+    deny    runs in fp32            losses, exponentials, softmax, norms, large reductions
+    infer   the widest of its inputs   element-wise ops, concatenation, pooling
+    none    follows PyTorch's own promotion
+
+Names are PyTorch's, and one name stands for every spelling: `matmul` is also `torch.matmul(a, b)`,
+`a.matmul(b)` and `a @ b`. The lists know nothing of devices: the same ones hold on all of them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self, cast
+
+import torch
+from omegaconf import OmegaConf
+from torch.overrides import get_overridable_functions
+
+from mpframe.errors import ConfigError, nearest
+from mpframe.locations import CONF
+
+LISTS = ("allow", "deny", "infer")
+PINS = ("fp32", "half")
+
+
+@cache
+def known_ops() -> frozenset[str]:
+    """The names of every function PyTorch lets us intercept, one name for all spellings."""
+    functions = (f for group in get_overridable_functions().values() for f in group)
+    named = {getattr(function, "__name__", "") for function in functions}
+    builtin = {*dir(torch._C._VariableFunctions), *dir(torch._C._nn)}
+    return frozenset(name for name in named | builtin if name and not name.startswith("__"))
+
+
+@dataclass(frozen=True)
+class OpLists:
+    """Three disjoint sets of op names, and modules pinned by name pattern.
+
+    Args:
+        allow: ops that run in half.
+        deny: ops that run in fp32.
+        infer: ops that run in the widest format of their inputs.
+        modules: glob pattern of module names -> `fp32` or `half`; the last match wins.
+
+    Raises:
+        ConfigError: an op is unknown or in two lists, or a pin is neither `fp32` nor `half`.
+    """
+
+    allow: frozenset[str] = field(default_factory=frozenset)
+    deny: frozenset[str] = field(default_factory=frozenset)
+    infer: frozenset[str] = field(default_factory=frozenset)
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in LISTS:
+            object.__setattr__(self, name, frozenset(getattr(self, name)))
+            _refuse_unknown(f"ops.{name}", getattr(self, name))
+        _refuse_overlap(self)
+        _refuse_bad_pins(self.modules)
+        object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
+
+    @classmethod
+    def named(cls, name: str = "default") -> Self:
+        """The shipped lists `conf/ops/<name>.yaml`.
+
+        Raises:
+            ConfigError: there is no such file.
+        """
+        return cls.from_mapping(_read(name))
+
+    @classmethod
+    def from_mapping(cls, node: Mapping[str, Any]) -> Self:
+        """Lists from a mapping with the keys `allow`, `deny`, `infer`, `move` and `modules`."""
+        allow, deny, infer = (frozenset(node.get(name) or ()) for name in LISTS)
+        lists = cls(allow, deny, infer, modules=node.get("modules") or {})
+        return lists.moved(node.get("move") or {})
+
+    def moved(self, move: Mapping[str, str]) -> Self:
+        """A copy in which each op of `move` stands in the named list (`none`: in no list).
+
+        Raises:
+            ConfigError: an op is unknown, or its destination is not a list.
+        """
+        _refuse_unknown("ops.move", move)
+        for op, destination in move.items():
+            if destination not in (*LISTS, "none"):
+                raise ConfigError(
+                    f"ops.move.{op}={destination}: choose allow, deny, infer or none (= no list)"
+                )
+        kept = {name: getattr(self, name) - move.keys() for name in LISTS}
+        return replace(
+            self,
+            **{
+                name: ops | {op for op, to in move.items() if to == name}
+                for name, ops in kept.items()
+            },
+        )
+
+    def list_of(self, op: str) -> str:
+        """The list that holds `op`: `allow`, `deny`, `infer`, or `none`."""
+        return next((name for name in LISTS if op in getattr(self, name)), "none")
+
+    @property
+    def empty(self) -> bool:
+        """True where no op is listed at all (`ops=none`)."""
+        return not (self.allow or self.deny or self.infer)
+
+
+def _read(name: str) -> dict[str, Any]:
+    folder = Path(CONF) / "ops"
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        shipped = sorted(file.stem for file in folder.glob("*.yaml"))
+        raise ConfigError(f"ops={name}: choose {', '.join(shipped)}")
+    node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    merged: dict[str, Any] = {}
+    for base in node.pop("defaults", ("_self_",)):
+        merged |= node if base == "_self_" else _read(base)
+    return merged
+
+
+def _refuse_unknown(path: str, ops: Iterable[str]) -> None:
+    for op in ops:
+        if op not in known_ops():
+            hint = nearest(op, known_ops())
+            raise ConfigError(
+                f"{path}: {op!r} is not an op of PyTorch" + (f"; {hint}" if hint else "")
+            )
+
+
+def _refuse_overlap(lists: OpLists) -> None:
+    for first, second in (("allow", "deny"), ("allow", "infer"), ("deny", "infer")):
+        for op in sorted(getattr(lists, first) & getattr(lists, second)):
+            raise ConfigError(
+                f"ops.{first} and ops.{second} both hold {op!r}: an op runs in one format; "
+                f"to move it set ops.move.{op}={first} or {second}"
+            )
+
+
+def _refuse_bad_pins(modules: Mapping[str, str]) -> None:
+    for pattern, pin in modules.items():
+        if pin not in PINS:
+            raise ConfigError(f"ops.modules[{pattern!r}]={pin}: choose {' or '.join(PINS)}")

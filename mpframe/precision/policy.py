@@ -1,0 +1,132 @@
+"""The precision policy: a frozen value that decides; `cast.py` applies what it decides.
+
+A policy knows the dtype mode, the half format, the op lists and how half is computed. Asked about
+an op it answers with a `Compute`; asked about a module it answers with a storage format and the
+reason. It holds no tensor and no state, so it can be printed, compared and kept.
+
+    mode    weights stored as                  ops
+    fp32    fp32                               nothing is cast
+    amp     fp32                               cast at run time by the lists
+    mixed   half where the op is in `allow`    cast at run time by the lists
+"""
+
+import fnmatch
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from mpframe.errors import ConfigError, nearest
+from mpframe.precision.op_lists import OpLists
+
+MODES = ("fp32", "mixed", "amp")
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+COMPUTES = ("auto", "native", "emulated")
+
+
+class Compute(Enum):
+    """The format an op computes in."""
+
+    HALF = "half"
+    FP32 = "fp32"
+    WIDEST = "widest input"
+    PYTORCH = "as PyTorch"
+
+
+_COMPUTE_OF_LIST = {
+    "allow": Compute.HALF,
+    "deny": Compute.FP32,
+    "infer": Compute.WIDEST,
+    "none": Compute.PYTORCH,
+}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What runs and what is stored in which format.
+
+    Args:
+        mode: `fp32`, `mixed` or `amp`.
+        half: `float16` or `bfloat16`, the 16-bit format of the run.
+        ops: the op lists and module pins.
+        compute: how half ops compute on a CPU: `native` kernels, `emulated` (half inputs, fp32
+            accumulation, one rounding), or `auto`: native where the CPU has the instructions.
+
+    Raises:
+        ConfigError: a value is not one of those named here.
+    """
+
+    mode: str = "fp32"
+    half: str = "float16"
+    ops: OpLists = field(default_factory=OpLists.named)
+    compute: str = "auto"
+
+    def __post_init__(self) -> None:
+        _refuse_unless("dtype.mode", self.mode, MODES)
+        _refuse_unless("dtype.half", self.half, HALVES)
+        _refuse_unless("dtype.compute", self.compute, COMPUTES)
+
+    @property
+    def casts(self) -> bool:
+        """False where no op is ever cast, so that no interception is needed."""
+        return self.mode != "fp32" and not (self.ops.empty and not self.ops.modules)
+
+    @property
+    def half_dtype(self) -> torch.dtype:
+        """The half format as a torch dtype."""
+        return HALVES[self.half]
+
+    def compute_of(self, op: str, pin: str | None = None) -> Compute:
+        """The format `op` computes in, inside a module pinned to `pin` (None: not pinned).
+
+        A pin to fp32 takes half ops to fp32; a pin to half takes fp32 ops to half.
+        """
+        compute = _COMPUTE_OF_LIST[self.ops.list_of(op)]
+        if pin is None or compute not in (Compute.HALF, Compute.FP32):
+            return compute
+        return Compute.FP32 if pin == "fp32" else Compute.HALF
+
+    def pin_of(self, module: str) -> tuple[str, str] | None:
+        """The pattern and the format that pin a module by its qualified name, or None.
+
+        A pattern matches a module or anything that contains it; the last matching entry wins.
+        """
+        parts = module.split(".")
+        owners = [".".join(parts[: end + 1]) for end in range(len(parts))]
+        matches = [
+            (pattern, pin)
+            for pattern, pin in self.ops.modules.items()
+            if any(fnmatch.fnmatchcase(owner, pattern) for owner in owners)
+        ]
+        return matches[-1] if matches else None
+
+    def emulates(self, device: torch.device) -> bool:
+        """True where half ops on `device` compute in fp32 with one rounding of the result.
+
+        CPUs have no fast float16 product (torch's own is 40 to 160 times slower than fp32), and
+        some have bfloat16 instructions; accelerators always compute natively.
+        """
+        if device.type != "cpu" or self.compute == "native":
+            return False
+        return self.compute == "emulated" or not has_native_half(self.half)
+
+    def __str__(self) -> str:
+        return self.mode if self.mode == "fp32" else f"{self.mode}({self.half})"
+
+
+def has_native_half(half: str) -> bool:
+    """True where this CPU multiplies `half` matrices with instructions of its own."""
+    if half == "float16":
+        return False
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return bool(supported())
+
+
+def _refuse_unless(
+    path: str, value: str, allowed: "tuple[str, ...] | dict[str, torch.dtype]"
+) -> None:
+    if value not in allowed:
+        hint = nearest(str(value), allowed)
+        raise ConfigError(
+            f"{path}={value}: choose {', '.join(allowed)}" + (f"; {hint}" if hint else "")
+        )

@@ -1,0 +1,33 @@
+"""Tensors inside the arguments and results of a call: found, and replaced, at any depth.
+
+Covers what PyTorch's own functions take and give: tuples (named ones too), lists and dicts.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(node: Any) -> Iterator[Tensor]:
+    """Every tensor in `node`, depth first."""
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, (tuple, list)):
+        for item in node:
+            yield from tensors_in(item)
+    elif isinstance(node, dict):
+        for item in node.values():
+            yield from tensors_in(item)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:
+    """`node` with each tensor replaced by `change(tensor)`; containers keep their type."""
+    if isinstance(node, Tensor):
+        return change(node)
+    if isinstance(node, (tuple, list)):
+        items = [map_tensors(change, item) for item in node]
+        return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
+    if isinstance(node, dict):
+        return {key: map_tensors(change, item) for key, item in node.items()}
+    return node

@@ -1,0 +1,53 @@
+"""Learning-rate schedules from torch, sized to the planned number of steps.
+
+Each is stepped once after every optimizer step that was not skipped.
+"""
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+)
+
+
+def constant(optimizer: Optimizer) -> LRScheduler:
+    """The optimizer's own learning rate throughout."""
+    return ConstantLR(optimizer, factor=1.0)
+
+
+def warmup_cosine(
+    optimizer: Optimizer, total_steps: int, warmup: float = 0.1, min_factor: float = 0.0
+) -> LRScheduler:
+    """Linear warm-up to the learning rate, then half a cosine down.
+
+    Args:
+        optimizer: whose groups are scheduled.
+        total_steps: planned optimizer steps, >= 1.
+        warmup: share of the steps spent rising, 0 to 1.
+        min_factor: the last learning rate as a fraction of the first group's, 0 to 1.
+    """
+    rising = int(total_steps * warmup)
+    lowest = min_factor * float(optimizer.param_groups[0]["lr"])
+    falling = max(1, total_steps - rising)
+    if rising < 1:
+        return CosineAnnealingLR(optimizer, T_max=falling, eta_min=lowest)
+    rise = LinearLR(optimizer, start_factor=1.0 / (rising + 1), total_iters=rising)
+    fall = CosineAnnealingLR(optimizer, T_max=falling, eta_min=lowest)
+    return SequentialLR(optimizer, [rise, fall], milestones=[rising])
+
+
+def onecycle(optimizer: Optimizer, total_steps: int, pct_start: float = 0.3) -> LRScheduler:
+    """torch's 1cycle policy with the optimizer's learning rate as its peak.
+
+    Args:
+        optimizer: whose groups are scheduled.
+        total_steps: planned optimizer steps, >= 1.
+        pct_start: share of the steps spent rising, 0 to 1.
+    """
+    peaks = [float(group["lr"]) for group in optimizer.param_groups]
+    # One step more than planned: the schedule is advanced after the last step too.
+    return OneCycleLR(optimizer, max_lr=peaks, total_steps=total_steps + 1, pct_start=pct_start)

@@ -1,0 +1,66 @@
+"""What the parts of one training step say to each other.
+
+A leaf: the optimizer wrapper, the scalers and the trainer all speak these words, and none of them
+needs to import another.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+
+class LossScaler(Protocol):
+    """A state machine that chooses the loss scale and lives on the device.
+
+    `update` is called once per step with what that step's gradients were; it must not wait for
+    the device (no `.item()`, no `bool(tensor)`).
+    """
+
+    @property
+    def scale(self) -> Tensor:
+        """The present scale: 0-d, float32, finite, > 0, on the scaler's device."""
+
+    def update(self, amax: Tensor) -> None:
+        """Tell the scaler the largest |unscaled gradient| of a step.
+
+        Args:
+            amax: 0-d float32, >= 0; inf or nan says that the step overflowed.
+        """
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the state to `device`, in place; returns self."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that can change the scaler's future: plain tensors and numbers."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state` bit for bit.
+
+        Raises:
+            CheckpointError: the state was made by another kind of scaler.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did. Every value stays on the device until somebody reads it.
+
+    Attributes:
+        skipped: 0-d bool; True where the gradients were not finite and nothing was changed.
+        amax: 0-d float32, the largest |gradient|, unscaled, before clipping; inf on overflow.
+        grad_norm: 0-d float32, the global 2-norm of the gradients, unscaled, before clipping.
+        scale: 0-d float32, the loss scale this step was computed with.
+        dropped: 0-d int64, micro-batches of the step left out because they overflowed; None
+            where the step was not accumulated.
+        loss: 0-d float32, the unscaled mean loss of the step; None outside the trainer.
+    """
+
+    skipped: Tensor
+    amax: Tensor
+    grad_norm: Tensor
+    scale: Tensor
+    dropped: Tensor | None = None
+    loss: Tensor | None = None

@@ -1,0 +1,138 @@
+"""How a run ended: `summary.json`, written once at the end and on any stop.
+
+The file is strict JSON. JSON has no nan and no inf, and a loss of nan must not look like no loss:
+a number that is not finite is written as the string "nan", "inf" or "-inf"; null means "not known".
+"""
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+from mpframe.errors import MpframeError
+
+FILE_NAME = "summary.json"
+
+
+class Status(StrEnum):
+    """Why a run stopped."""
+
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    DIVERGED = "diverged"
+    FAILED = "failed"
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """A run's last word. None stands for what the run never measured.
+
+    Attributes:
+        status: why the run stopped; `reason` says more where that is not `finished`, in one line.
+        steps: optimizer steps that moved the weights.
+        skipped_steps: steps whose gradients were not finite; they are not among `steps`.
+        epochs: whole passes over the training data.
+        train_loss: unscaled mean loss of the last logged step.
+        val_loss: mean loss of the last validation.
+        metric: name of the validation metric, e.g. `accuracy`; the file calls the value
+            `val_<metric>`.
+        val_metric: its value at the last validation.
+        seconds: wall time of the run, validation included.
+        samples_per_second: training samples over the time spent training.
+        peak_memory_bytes: the most memory in use at once.
+        dtype: `fp32`, `mixed` or `amp`; `half` is its 16-bit format, None for `fp32`.
+        loss_scaling: name of the scaling; `final_scale` is its last scale, None for `none`.
+        seed, device, torch: what it takes to repeat the run.
+    """
+
+    status: Status
+    steps: int
+    skipped_steps: int
+    epochs: int
+    train_loss: float | None = None
+    val_loss: float | None = None
+    metric: str | None = None
+    val_metric: float | None = None
+    seconds: float
+    samples_per_second: float | None = None
+    peak_memory_bytes: int | None = None
+    dtype: str
+    half: str | None = None
+    loss_scaling: str
+    final_scale: float | None = None
+    seed: int
+    device: str
+    torch: str
+    reason: str | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write `summary.json` into `folder`: after a crash there is the old file or the new one.
+
+        Raises:
+            OSError: the folder cannot be written; nothing is left behind.
+        """
+        entries = asdict(self)
+        name, value = entries.pop("metric"), entries.pop("val_metric")
+        if name is not None:
+            entries[f"val_{name}"] = value
+        text = json.dumps({key: _to_json(value) for key, value in entries.items()}, indent=2)
+        write_atomically(folder / FILE_NAME, text + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the `summary.json` of `folder`.
+
+        Raises:
+            FileNotFoundError: there is none.
+            MpframeError: it is damaged.
+        """
+        path = folder / FILE_NAME
+        try:
+            entries = {k: _from_json(v) for k, v in json.loads(path.read_text()).items()}
+            metrics = [key for key in entries if key.startswith("val_") and key != "val_loss"]
+            for key in metrics:
+                entries |= {"metric": key.removeprefix("val_"), "val_metric": entries.pop(key)}
+            return cls(**entries | {"status": Status(entries["status"])})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise MpframeError(
+                f"{path}: not a run's summary ({error}); allowed is what mpframe wrote: delete "
+                "the file or run the job again"
+            ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Put `text` at `path` so that a reader or a crash meets the old content or the new one.
+
+    Raises:
+        OSError: the folder cannot be written; `path` is as before and nothing is left behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name is on the disk only after its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _to_json(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _from_json(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
