@@ -177,4 +177,5 @@ def _resolved(composed: DictConfig) -> dict[str, Any]:
         return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     except OmegaConfBaseException as error:
         first = str(error).splitlines()[0]
-        raise ConfigError(f"{error.full_key or 'config'}: {first}") from None
+        path = error.full_key or "config"
+        raise ConfigError(f"{path}: {first}; set {path}=VALUE") from None

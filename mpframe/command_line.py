@@ -45,7 +45,7 @@ def prepare(arguments: list[str]) -> list[str]:
     parsed, _ = get_args_parser().parse_known_args(arguments)
     given = list(parsed.overrides)
     flags = [argument for argument in arguments if argument not in given]
-    if parsed.help or parsed.hydra_help or parsed.version or parsed.shell_completion:
+    if parsed.help or parsed.hydra_help or parsed.shell_completion:
         return arguments
     overrides = _with_own_targets(_with_moves(given))
     if parsed.config_name or parsed.config_path or parsed.config_dir:

@@ -22,7 +22,7 @@ class Range:
 
     Attributes:
         low, high: inclusive ends.
-        above: exclusive lower end.
+        above, below: exclusive ends.
         choices: the only values allowed.
         words: further words allowed beside numbers.
     """
@@ -30,6 +30,7 @@ class Range:
     low: float | None = None
     high: float | None = None
     above: float | None = None
+    below: float | None = None
     choices: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
 
@@ -48,7 +49,7 @@ class Range:
     @property
     def numeric(self) -> bool:
         """True where the option is a number."""
-        return any(end is not None for end in (self.low, self.high, self.above))
+        return any(end is not None for end in (self.low, self.high, self.above, self.below))
 
     def _holds_number(self, value: float) -> bool:
         if not math.isfinite(value):
@@ -57,6 +58,7 @@ class Range:
             (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
             and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
         )
 
     def __str__(self) -> str:
@@ -65,6 +67,7 @@ class Range:
         ends = [f"> {self.above:g}"] if self.above is not None else []
         ends += [f">= {self.low:g}"] if self.low is not None else []
         ends += [f"<= {self.high:g}"] if self.high is not None else []
+        ends += [f"< {self.below:g}"] if self.below is not None else []
         return " or ".join([" and ".join(ends), *self.words]) if ends else ""
 
 
@@ -123,7 +126,7 @@ class BackoffScaling:
     name: str = option("Backoff", "The scaler.", choices=("Backoff",))
     init_scale: Any = option(65536.0, "The first scale, or `probe`.", above=0.0, words=("probe",))
     growth_factor: float = option(2.0, "Factor of a growth.", above=1.0)
-    backoff_factor: float = option(0.5, "Factor of a backoff, below 1.", above=0.0, high=1.0)
+    backoff_factor: float = option(0.5, "Factor of a backoff.", above=0.0, below=1.0)
     growth_interval: int = option(2000, "Clean steps before a growth.", unit="steps", low=1)
     hysteresis: int = option(
         1, "The overflow since the last growth that first backs off.", unit="overflows", low=1
@@ -139,10 +142,10 @@ class LogMaxScaling:
     name: str = option("LogMax", "The scaler.", choices=("LogMax",))
     init_scale: Any = option(65536.0, "The first scale, or `probe`.", above=0.0, words=("probe",))
     overflow_probability: float = option(
-        0.001, "How often a step may overflow.", unit="fraction", above=0.0, high=0.5
+        0.001, "How often a step may overflow.", unit="fraction", above=0.0, below=0.5
     )
-    mean_decay: float = option(0.99, "Decay of the mean of log2(amax).", low=0.0, high=1.0)
-    variance_decay: float = option(0.999, "Decay of its variance.", low=0.0, high=1.0)
+    mean_decay: float = option(0.99, "Decay of the mean of log2(amax).", low=0.0, below=1.0)
+    variance_decay: float = option(0.999, "Decay of its variance.", low=0.0, below=1.0)
     min_scale: float = option(1.0, "The floor of the scale, a power of two.", above=0.0)
     max_scale: float = option(2.0**24, "The ceiling of the scale, a power of two.", above=0.0)
 
@@ -178,7 +181,7 @@ class TrainerOptions:
         "Keep an exponential moving average of the weights and validate with it.",
         unit="per step",
         above=0.0,
-        high=1.0,
+        below=1.0,
     )
     eval_every: int | None = option(
         None, "Validate every so many steps; null: after each epoch.", unit="steps", low=1
@@ -218,7 +221,7 @@ class Run:
 
     run_name: str = option("", "The folder under runs/ that the run goes into.")
     device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
-    seed: int = option(0, "Fixes weights, order and augmentation.", low=0, high=2**63 - 1)
+    seed: int = option(0, "Fixes weights, order and augmentation.", low=0)
     resume: str = option("none", "auto: the run folder's newest checkpoint; a path; or none.")
     init_from: str | None = option(None, "Start from the weights of this checkpoint folder.")
 

@@ -11,6 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from mpframe import build, checkpoint
+from mpframe.check import flatten
 from mpframe.callbacks import Bar, Checkpoints, Curves, SkipGuard
 from mpframe.config import Config
 from mpframe.environment import environment_text
@@ -52,7 +53,7 @@ class Run:
         self.curves: Curves | None = None
         self.evaluation = LastEvaluation()
         _refuse_used_folder(folder, config.run.resume)
-        write_atomically(folder / "config_resolved.yaml", OmegaConf.to_yaml(composed, resolve=True))
+        write_atomically(folder / "config_resolved.yaml", _resolved_text(composed))
 
     def train(self) -> Summary:
         """Train, and write the summary however it ends.
@@ -205,6 +206,19 @@ class Run:
             device=str(build.device_of(config.run.device)) if trainer else config.run.device,
             torch=torch.__version__,
         )
+
+
+def _resolved_text(composed: DictConfig) -> str:
+    """The resolved configuration as YAML; what comes from the environment stays a reference.
+
+    An environment variable may hold a secret, and the file is meant to be passed on.
+    """
+    raw = flatten(OmegaConf.to_container(composed, resolve=False))  # type: ignore[arg-type]
+    shown = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
+    for path, value in raw.items():
+        if "${oc.env" in str(value):
+            OmegaConf.update(shown, path, str(value).replace("$", "\\$"), force_add=True)
+    return OmegaConf.to_yaml(shown)
 
 
 def _resume_from(resume: str, folder: Path) -> Path | None:

@@ -27,11 +27,10 @@ _TEXT = {"SHORT_BINSTRING", "BINSTRING", "BINUNICODE", "SHORT_BINBYTES", "BINBYT
 _INTEGERS = {"BININT", "BININT1", "BININT2"}
 _LISTS = {"EMPTY_LIST", "MARK", "APPEND", "APPENDS", "BINPUT", "LONG_BINPUT"}
 _FLAGS = {"NEWFALSE", "NEWTRUE"}
-_REST = set(
-    "PROTO STOP NONE EMPTY_DICT SETITEM SETITEMS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 "
-    "BINGET LONG_BINGET GLOBAL REDUCE BUILD".split()
-)
-_OPCODES = _TEXT | _INTEGERS | _LISTS | _FLAGS | _REST
+_TUPLES = {"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
+_DICTS = {"EMPTY_DICT", "SETITEM", "SETITEMS"}
+_REST = {"PROTO", "STOP", "NONE", "BINGET", "LONG_BINGET", "GLOBAL", "REDUCE", "BUILD"}
+_OPCODES = _TEXT | _INTEGERS | _LISTS | _FLAGS | _TUPLES | _DICTS | _REST
 _GLOBALS = {
     "numpy.core.multiarray _reconstruct",
     "numpy._core.multiarray _reconstruct",
@@ -110,8 +109,12 @@ def _pixels(path: Path, opcodes: list[tuple[str, Any]]) -> bytes:
     if len(found) != 1 or found[0][1]:
         raise _refused(path, f"it does not hold one row-major array of {RECORDS} x {_PIXELS} bytes")
     pixels = found[0][0]
-    # Pickles of Python 2 and of protocol 2 spell bytes as text, one character a byte.
-    return pixels.encode("latin-1") if isinstance(pixels, str) else bytes(pixels)
+    if isinstance(pixels, bytes):
+        return pixels
+    try:
+        return str(pixels).encode("latin-1")  # Protocol 2 spells bytes as text.
+    except UnicodeEncodeError as error:
+        raise _refused(path, "its images are text") from error
 
 
 def _labels(opcodes: list[tuple[str, Any]]) -> list[int]:
@@ -119,7 +122,7 @@ def _labels(opcodes: list[tuple[str, Any]]) -> list[int]:
     labels: list[int] = []
     inside = False
     for name, argument in opcodes:
-        if name in _TEXT:
+        if name in _TEXT and argument != "latin1":  # Written beside a word that was bytes.
             inside = argument in ("labels", b"labels")
         elif inside and name in _INTEGERS:
             labels.append(argument)

@@ -5,7 +5,7 @@ travels with the indices, so workers live on from epoch to epoch and none can ho
 
 Randomness has two homes, and both depend on (seed, epoch, index) alone:
 
-- a dataset with `fetch(indices) -> (inputs, targets)` makes whole batches and draws its own
+- a dataset with `fetch_batch(indices) -> (inputs, targets)` makes whole batches and draws its own
   numbers from what `set_epoch(seed, epoch)` told it;
 - any other is asked sample by sample, and the global generators of torch, numpy and random are
   set to the sample's key before each and put back after the batch. Random transforms written
@@ -32,7 +32,7 @@ class Fetcher(Dataset[Any]):
     """Answers requests for batches of `dataset`.
 
     Args:
-        dataset: map-style; `set_epoch` and `fetch` are used where it has them.
+        dataset: map-style; `set_epoch` and `fetch_batch` are used where it has them.
         seed: the run's seed.
     """
 
@@ -52,8 +52,8 @@ class Fetcher(Dataset[Any]):
         if epoch != self._epoch:
             self._view, self._epoch = at_epoch(self._dataset, self._seed, epoch), epoch
         try:
-            if hasattr(self._view, "fetch"):
-                return _as_pair(self._view.fetch(indices))
+            if hasattr(self._view, "fetch_batch"):
+                return _as_pair(self._view.fetch_batch(indices))
             return _stack(_samples(self._view, indices, (self._seed, epoch)), indices)
         except MpframeError as error:
             return error
@@ -65,12 +65,14 @@ def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
     A copy, so that a dataset two loaders share is in the right epoch for each. torch's Subset and
     ConcatDataset are looked through.
     """
+    if not isinstance(dataset, Subset | ConcatDataset) and not hasattr(dataset, "set_epoch"):
+        return dataset
     view = copy.copy(dataset)
     if isinstance(view, Subset):
         view.dataset = at_epoch(view.dataset, seed, epoch)
     elif isinstance(view, ConcatDataset):
         view.datasets = [at_epoch(part, seed, epoch) for part in view.datasets]
-    elif hasattr(view, "set_epoch"):
+    else:
         view.set_epoch(seed, epoch)
     return view
 

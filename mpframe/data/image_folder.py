@@ -5,15 +5,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mpframe.data.facts import require_facts
+from mpframe.data.facts import require_facts, require_whole
 from mpframe.data.image_files import Listing, decode, list_images
-from mpframe.data.images import ArrayImages, Images, Normalize
+from mpframe.data.images import ArrayImages, Images, Normalize, spread
 from mpframe.data.task import Task, classification
 from mpframe.errors import ConfigError, DataError
 
 _VAL = ("val", "test")
-_MEASURED = 2000
-"""Images whose mean and deviation stand for the training set's."""
 
 
 def image_folder(
@@ -47,8 +45,8 @@ def image_folder(
     files = len(train.paths) + len(val.paths)
     in_memory = files * channels * image_size**2 <= cache_bytes
     shape = channels, image_size
-    stride = max(1, len(train.paths) // _MEASURED)
-    normalize = Normalize.measured(_decode_all(train.paths[::stride], shape))
+    sample = train.paths[spread(len(train.paths))]
+    normalize = Normalize.measured(_decode_all(sample, shape))
     return classification(
         _images(train, shape, normalize, augment, in_memory),
         _images(val, shape, normalize, "none", in_memory),
@@ -115,9 +113,7 @@ def _require_options(
 ) -> None:
     if channels not in (1, 3):
         raise ConfigError(f"dataset.channels={channels}: allowed are 1 (grey) and 3 (RGB)")
-    at_least = {"image_size": (image_size, 1), "cache_bytes": (cache_bytes, 0)}
+    require_whole("dataset.image_size", image_size, least=1)
+    require_whole("dataset.cache_bytes", cache_bytes, least=0)
     if limit_per_class is not None:
-        at_least["limit_per_class"] = limit_per_class, 1
-    for option, (value, least) in at_least.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"dataset.{option}={value}: must be a whole number >= {least}")
+        require_whole("dataset.limit_per_class", limit_per_class, least=1)

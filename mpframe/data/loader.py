@@ -6,19 +6,18 @@ state of a generator, and so is each sample's augmentation (see fetch).
 """
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from mpframe.data.facts import require_whole
 from mpframe.data.fetch import Fetcher
 from mpframe.data.finite import require_finite
 from mpframe.data.keyed_random import keyed_state
 from mpframe.data.task import Batch
 from mpframe.errors import ConfigError, DataError, MpframeError
-
-T = TypeVar("T")
 
 
 class Loader:
@@ -50,8 +49,8 @@ class Loader:
         option: str = "dataset.batch_size",
     ) -> None:
         self.size = _size_of(dataset)
-        _require_whole(option, batch_size, least=1)
-        _require_whole("dataset.workers", workers, least=0)
+        require_whole(option, batch_size, least=1)
+        require_whole("dataset.workers", workers, least=0)
         if drop_last and self.size < batch_size:
             raise ConfigError(
                 f"{option}={batch_size}: the training set has {self.size} samples; "
@@ -107,10 +106,10 @@ class Loader:
 
     def _read(self, epoch: int, start: int) -> Iterator[Batch]:
         numbers = range(start, len(self))
-        plan = [[epoch, *self.batch_ids(epoch, number).tolist()] for number in numbers]
-        self._plan.requests = plan
+        requests = ([epoch, *self.batch_ids(epoch, number).tolist()] for number in numbers)
+        self._plan.requests = requests
         for number, fetched in zip(numbers, self._batches, strict=True):
-            if self._plan.requests is not plan:
+            if self._plan.requests is not requests:
                 raise RuntimeError(f"epoch {epoch} was ended: the loader has begun another epoch")
             if isinstance(fetched, MpframeError):
                 raise fetched
@@ -130,21 +129,16 @@ class Loader:
 
 
 class _Plan:
-    """The requests of the epoch being read. A DataLoader keeps its sampler for life; this varies."""
-
-    requests: list[list[int]]
+    """The requests of the epoch being read: a DataLoader keeps one sampler for life."""
 
     def __init__(self) -> None:
-        self.requests = []
+        self.requests: Iterator[list[int]] = iter(())
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.requests)
-
-    def __len__(self) -> int:
-        return len(self.requests)
+        return self.requests
 
 
-def _unchanged(batch: T) -> T:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -157,8 +151,3 @@ def _size_of(dataset: Any) -> int:
     if len(dataset) == 0:
         raise DataError(f"dataset: {type(dataset).__name__} has no samples; give at least one")
     return len(dataset)
-
-
-def _require_whole(option: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{option}={value}: must be a whole number >= {least}")

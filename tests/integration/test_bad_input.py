@@ -1,0 +1,166 @@
+"""Every mistake ends in exit code 1, one line that says the way out, and nothing left behind."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Case:
+    """A command line, what its one line must hold, and what may be left in the output folder."""
+
+    arguments: str
+    says: str
+    leaves: str = ""
+
+
+CASES = [
+    # a choice that does not exist
+    Case("dtype=mixd", r"^mpframe: dtype=mixd: choose amp, amp_bf16, fp32, mixed, mixed_bf16; nearest: mixed"),
+    Case("loss_scaling=Backof", r"loss_scaling=Backof: choose .*; nearest: Backoff"),
+    Case("model=resnet19", r"model=resnet19: choose .*nearest: resnet18"),
+    Case("experiment=nope", r"experiment=nope: choose "),
+    Case("-m dtype=fp32,mixd", r"dtype=mixd: choose "),
+    # a key that does not exist
+    Case("trainr.epochs=2", r"trainr\.epochs: no such option; nearest: trainer\.epochs"),
+    Case("trainer.max_stepz=3", r"trainer\.max_stepz: no such option; nearest: trainer\.max_steps"),
+    Case("+trainer.max_stepz=3", r"trainer\.max_stepz: no such option; nearest: trainer\.max_steps"),
+    Case("++trainer.max_stepz=3", r"trainer\.max_stepz: no such option; nearest: trainer\.max_steps"),
+    Case("+sed=3", r"sed: no such option; nearest: seed"),
+    Case("loss_scaling=static loss_scaling.growth_interval=5", r"loss_scaling\.growth_interval: no such option"),
+    Case("model.widht=3", r"model\.widht: no such option; nearest: model\.width"),
+    Case("+model.widht=3", r"model\.widht=3: .* takes no such argument; nearest: width", "failed"),
+    # a value of the wrong type or out of its range
+    Case("dataset.batch_size=0", r"dataset\.batch_size=0: must be a whole number samples >= 1"),
+    Case("dataset.batch_size=many", r"dataset\.batch_size=many: must be a whole number"),
+    Case("optimizer.lr=nan", r"optimizer\.lr=nan: must be a number > 0"),
+    Case("optimizer.lr=-1", r"optimizer\.lr=-1: must be a number > 0"),
+    Case("trainer.epochs=1.5", r"trainer\.epochs=1\.5: must be a whole number epochs >= 1"),
+    Case("trainer.compile=perhaps", r"trainer\.compile=perhaps: must be true or false"),
+    Case("dtype.half=float8", r"dtype\.half=float8: must be one of float16, bfloat16"),
+    Case("loss_scaling=Backoff loss_scaling.growth_factor=0.5", r"loss_scaling\.growth_factor=0\.5: must be a number > 1"),
+    Case("loss_scaling=Backoff loss_scaling.min_scale=8 loss_scaling.max_scale=4", r"loss_scaling\.", "failed"),
+    Case("seed=-1", r"seed=-1: must be a whole number >= 0"),
+    Case("seed=1,2", r"seed=1,2: several values make a sweep; add -m"),
+    Case("trainer.epochs", r"trainer\.epochs: not of the form option=value"),
+    Case("optimizer.lr=${nope}", r"optimizer\.lr: .*nope"),
+    Case("optimizer.lr=???", r"optimizer\.lr: must be given"),
+    # ops
+    Case("ops.allow+=[sofmax]", r"ops\.move: 'sofmax' is not an op of PyTorch; nearest: softmax", "failed"),
+    Case("ops.allow=[conv2d,exp]", r"ops\.allow and ops\.deny both hold 'exp'", "failed"),
+    Case("ops.modules={nope:fp32}", r"ops\.modules\['nope'\] matches no module; the model has ", "failed"),
+    # targets
+    Case("model._target_=nowhere.Net", r"model\._target_=nowhere\.Net: ", "failed"),
+    Case("optimizer=sgd +optimizer.betas=[0.9,0.99]", r"optimizer\.betas=\[0\.9, 0\.99\]: torch\.optim\.SGD takes no such argument", "failed"),
+    # the machine and the data
+    Case("device=gpu", r"device=gpu: choose auto, cpu, cuda, cuda:N or mps", "failed"),
+    Case("dataset=fashion_mnist dataset.root=/nonexistent", r"dataset\.root=/nonexistent", "failed"),
+    Case("dataset.batch_size=5000", r"dataset\.batch_size=5000: the training set has 1437 samples; use 1437 or fewer", "failed"),
+    Case("resume=/nonexistent", r"resume=/nonexistent: no such folder"),
+    Case("init_from=/nonexistent", r"/nonexistent: no readable checkpoint", "failed"),
+]  # fmt: skip
+
+
+def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "train.py"), "trainer.progress=false", *arguments],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.arguments)
+def test_a_mistake_is_one_line(case: Case, tmp_path: Path) -> None:
+    done = run(case.arguments.split(), tmp_path)
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert done.returncode == 1
+    assert len(lines) == 1, done.stderr
+    assert re.search(case.says, lines[0]), lines[0]
+    assert "Traceback" not in done.stderr
+    assert_left_behind(tmp_path, case.leaves)
+
+
+def assert_left_behind(folder: Path, status: str) -> None:
+    """Nothing at all where the mistake was in the command line; never anything to resume from."""
+    assert not list(folder.rglob("checkpoints/*"))
+    if not status:
+        assert list(folder.iterdir()) == []
+        return
+    (summary,) = folder.rglob("summary.json")
+    assert f'"status": "{status}"' in summary.read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_is_not_replaced_by_a_cpu(tmp_path: Path) -> None:
+    done = run(["device=cuda"], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        "mpframe: device=cuda: this machine has 0 CUDA devices; use device=cpu"
+    )
+
+
+def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    done = run(["hydra.run.dir=file/run"], tmp_path)
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"mpframe: hydra\.run\.dir=file/run: .*file is a file; choose a folder", done.stderr.strip()
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_used_folder_is_not_trained_over(tmp_path: Path) -> None:
+    arguments = ["hydra.run.dir=run", "trainer.max_steps=2", "dtype=fp32"]
+    assert run(arguments, tmp_path).returncode == 0
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    done = run(arguments, tmp_path)
+    assert done.returncode == 1
+    assert "holds the checkpoints of a run; continue it with resume=auto" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == kept
+
+
+NAN_DATA = '''
+import torch
+from torch.utils.data import TensorDataset
+from mpframe.data.task import classification
+
+def task():
+    inputs = torch.randn(64, 8)
+    inputs[37, 2] = float("nan")
+    targets = torch.randint(0, 3, (64,))
+    return classification(TensorDataset(inputs, targets), TensorDataset(inputs[:8], targets[:8]))
+
+def net():
+    return torch.nn.Linear(8, 3)
+'''
+
+
+def test_nan_in_the_data_names_the_sample(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(NAN_DATA)
+    arguments = ["dataset._target_=own.task", "model._target_=own.net", "dataset.batch_size=16"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "train.py"), "trainer.progress=false", *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    assert "37" in line
+    assert "inputs" in line
+    assert_left_behind(tmp_path, "failed")

@@ -1,0 +1,171 @@
+"""The seven properties of LogMax. The published algorithm is the negative control of each.
+
+`replay` runs a scaler over a table of gradients, steps x streams: `update` is element-wise, so one
+scaler fed a row per step is as many independent scalers as there are columns. Whether a step
+overflows follows from the scale the scaler chose, as it does in training.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from published_logmax import PublishedLogMax
+from torch import Tensor
+
+from mpframe.loss_scaling import LogMax
+
+LIMIT = torch.finfo(torch.float16).max
+WIDE = {"min_scale": 2.0**-40, "max_scale": 2.0**60}  # so far out that no clamp takes part
+PROBABILITY = 0.001
+
+Scaler = LogMax | PublishedLogMax
+Make = Callable[..., Scaler]
+
+
+class Replay(NamedTuple):
+    """Per step and stream: the scale used, and whether the step overflowed with it."""
+
+    scale: Tensor
+    overflow: Tensor
+
+
+def replay(scaler: Scaler, amax: Tensor) -> Replay:
+    """Train over `amax` (steps, streams): each step overflows if scale * amax is above LIMIT."""
+    scales, overflows = [], []
+    for row in amax:
+        scale = scaler.scale.expand(row.shape)
+        overflow = row.double() * scale > LIMIT
+        scaler.update(torch.where(overflow, torch.inf, row))
+        scales.append(scale)
+        overflows.append(overflow)
+    return Replay(torch.stack(scales), torch.stack(overflows))
+
+
+def log_normal(steps: int, log2_mean: Tensor, std: Tensor | float, seed: int = 0) -> Tensor:
+    """Largest gradients whose log2 is normal, one stream per mean: (steps, streams) float32."""
+    noise = torch.randn(steps, len(log2_mean), generator=torch.Generator().manual_seed(seed))
+    return (log2_mean + std * noise).exp2()
+
+
+def octaves_between(scale: Tensor, other: Tensor) -> Tensor:
+    return (scale.log2() - other.log2()).abs()
+
+
+# Each property is a function that raises AssertionError where a scaler lacks it.
+
+
+def constant_gradients_fit(make: Make) -> None:
+    """1: after a first clean step no overflow; from the 50th on limit/4 < s a <= limit."""
+    amax = torch.linspace(-12, 12, 500).exp2().expand(1000, -1)
+    scale, overflow = replay(make(**WIDE), amax)
+    clean_before = torch.cumsum(~overflow, 0) - (~overflow).long()
+    assert not (overflow & (clean_before >= 1)).any()
+    scaled = (amax.double() * scale)[clean_before >= 50]
+    assert ((scaled > LIMIT / 4) & (scaled <= LIMIT)).all()
+
+
+def keeps_its_promise(make: Make) -> None:
+    """2: log-normal: share of overflows <= 2 p, median unused room <= 3.1 std + 1.5 octaves."""
+    std = torch.tensor([0.5, 1.0, 2.0]).repeat_interleave(24)
+    mean = torch.linspace(-6, 6, 24).repeat(3)
+    amax = log_normal(20_100, mean, std)
+    scale, overflow = (table[100:] for table in replay(make(**WIDE), amax))
+    assert (overflow.double().mean(0) <= 2 * PROBABILITY).all()
+    room = math.log2(LIMIT) - (amax[100:] * scale).log2()
+    assert (room.median(0).values <= 3.1 * std + 1.5).all()
+
+
+def forgives_one_overflow(make: Make, bad: float = torch.nan, std: float = 0.5) -> None:
+    """3: one nan or inf halves the scale at once; within 50 clean steps it is back, or nearly."""
+    mean = torch.linspace(-6, 6, 200)
+    for steps in (10, 30, 100, 1000):
+        scaler = make(**WIDE)
+        replay(scaler, log_normal(steps, mean, std))
+        before = scaler.scale
+        scaler.update(torch.full_like(mean, bad))
+        assert (scaler.scale <= before / 2).all()
+        after = replay(scaler, log_normal(50, mean, std, seed=1)).scale
+        assert (after.amax(0) >= before / 2).all()
+
+
+def ignores_zero(make: Make) -> None:
+    """4: amax = 0 changes nothing, at the start or later; the ends of float32 do no harm."""
+    fresh, used = make(), make()
+    replay(used, log_normal(20, torch.tensor([-3.0]), 0.5))
+    for scaler in (fresh, used):
+        before = scaler.scale
+        scaler.update(torch.zeros(1))
+        assert torch.equal(scaler.scale, before.expand(1))
+    float32 = torch.finfo(torch.float32)
+    for extreme in (float32.smallest_normal * 2.0**-23, float32.max):
+        scaler = make()
+        for _ in range(100):
+            scaler.update(torch.tensor([extreme]))
+            assert 1 <= scaler.scale <= 2.0**24
+
+
+def follows_a_jump(make: Make, std: float = 0.5) -> None:
+    """5: 2^8 up costs at most 10 skips; 2^8 down is within a factor 4 of rest in 500 steps."""
+    mean = torch.linspace(-4, 0, 100)
+    scaler = make(**WIDE)
+    replay(scaler, log_normal(2000, mean, std))
+    up = replay(copy.deepcopy(scaler), log_normal(500, mean + 8, std, seed=1))
+    # Up to 4 of 500 steps overflow by chance alone: 0.5 are expected.
+    assert (up.overflow.sum(0) <= 10).all()
+    down = replay(scaler, log_normal(501, mean - 8, std, seed=2)).scale[-1]
+    quantile = 3.09 * std
+    rest = (math.log2(LIMIT) - (mean - 8) - quantile).floor().exp2()
+    assert (octaves_between(down, rest) <= 2).all()
+
+
+def is_equivariant(make: Make) -> None:
+    """6: gradients and start shifted by 2^k shift every scale by 2^-k; all are powers of two."""
+    amax = log_normal(400, torch.linspace(-3, 3, 64), 1.5)
+    amax[torch.rand(amax.shape, generator=torch.Generator().manual_seed(3)) < 0.03] = torch.inf
+    plain = _scales(make(init_scale=2.0**16, **WIDE), amax)
+    assert (torch.frexp(plain).mantissa == 0.5).all()
+    for k in range(-10, 11):
+        shifted = _scales(make(init_scale=2.0 ** (16 - k), **WIDE), amax * 2.0**k)
+        assert torch.equal(shifted, plain * 2.0**-k)
+
+
+def starts_cold(make: Make) -> None:
+    """7: any true amax from 2^-20 to 2^15 costs at most 6 skips in the first 100 steps."""
+    amax = log_normal(100, torch.linspace(-20, 15, 2000), 0.5)
+    # At amax = 2^15 a floor of 1 leaves two std of room: 2 more overflows that no scaler can
+    # avoid. So the floor is lower here.
+    overflow = replay(make(min_scale=2.0**-24), amax).overflow
+    assert (overflow.sum(0) <= 6).all()
+
+
+def _scales(scaler: Scaler, amax: Tensor) -> Tensor:
+    scales = []
+    for row in amax:
+        scaler.update(row)
+        scales.append(scaler.scale)
+    return torch.stack(scales)
+
+
+PROPERTIES = (
+    constant_gradients_fit,
+    keeps_its_promise,
+    forgives_one_overflow,
+    ignores_zero,
+    follows_a_jump,
+    is_equivariant,
+    starts_cold,
+)
+
+
+@pytest.mark.parametrize("holds", PROPERTIES, ids=lambda check: check.__name__)
+def test_logmax_has_the_property(holds: Callable[[Make], None]) -> None:
+    holds(LogMax)
+
+
+@pytest.mark.parametrize("holds", PROPERTIES, ids=lambda check: check.__name__)
+def test_the_published_algorithm_lacks_it(holds: Callable[[Make], None]) -> None:
+    with pytest.raises(AssertionError):
+        holds(PublishedLogMax)

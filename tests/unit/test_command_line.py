@@ -1,0 +1,36 @@
+"""What becomes of a command line before Hydra sees it."""
+
+import pytest
+
+from mpframe.command_line import prepare
+from mpframe.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        (["dtype=mixed", "seed=3"], ["dtype=mixed", "seed=3"]),
+        (["ops.allow+=[softmax]"], ["++ops.move.softmax=allow"]),
+        (["ops.allow+=softmax"], ["++ops.move.softmax=allow"]),
+        (["ops.deny-=[exp,log]"], ["++ops.move.exp=none", "++ops.move.log=none"]),
+        (["model._target_=my.Net"], ["model=own", "++model._target_=my.Net"]),
+        (
+            ["model._target_=my.Net", "model.width=3", "seed=1"],
+            ["model=own", "++model._target_=my.Net", "++model.width=3", "seed=1"],
+        ),
+        (["-m", "dtype=fp32,amp", "seed=1,2"], ["-m", "dtype=fp32,amp", "seed=1,2"]),
+        (["--help", "nonsense=1"], ["--help", "nonsense=1"]),
+    ],
+)
+def test_what_hydra_sees(given: list[str], seen: list[str]) -> None:
+    assert prepare(given) == seen
+
+
+def test_every_job_of_a_sweep_is_checked() -> None:
+    """An option that only some of the scalers take is refused before the first job starts."""
+    with pytest.raises(ConfigError, match=r"loss_scaling\.growth_interval: no such option"):
+        prepare(["-m", "loss_scaling=Backoff,LogMax", "loss_scaling.growth_interval=5"])
+
+
+def test_an_argument_of_ones_own_class_may_be_added() -> None:
+    assert prepare(["+model.depth=3"]) == ["+model.depth=3"]

@@ -1,0 +1,144 @@
+"""The schema, the checks behind it, and every shipped file of conf/ held against them."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from mpframe.check import check
+from mpframe.command_line import checked
+from mpframe.config import SCALERS, SECTIONS, Config, Range
+from mpframe.errors import ConfigError
+from mpframe.locations import CONF
+from mpframe.options_page import options_page
+
+GROUPS = ("dataset", "dtype", "experiment", "loss_scaling", "model", "ops", "optimizer", "scheduler", "trainer")  # fmt: skip
+FILES = sorted(path for path in CONF.rglob("*.yaml") if path.parent.name in GROUPS)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def composed(*overrides: str) -> Config:
+    with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+        return checked(compose("config", overrides=list(overrides)))
+
+
+def test_every_group_has_files() -> None:
+    assert {path.parent.name for path in FILES} == set(GROUPS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_every_shipped_file_composes(path: Path) -> None:
+    group = path.parent.name
+    own = [f"{group}._target_=my_pkg.Thing"] if path.stem == "own" else []
+    if group == "dataset" and own:  # The shipped models are sized by the dataset's facts.
+        own += ["model=own", "model._target_=my_pkg.Net"]
+    config = composed(f"{group}={path.stem}", *own)
+    assert config.dtype.mode in ("fp32", "mixed", "amp")
+
+
+@pytest.mark.parametrize("name", ["dtype", "trainer"])
+def test_a_default_file_states_the_defaults_of_the_schema(name: str) -> None:
+    stem = {"dtype": "mixed", "trainer": "default"}[name]
+    values = OmegaConf.to_container(OmegaConf.load(CONF / name / f"{stem}.yaml"))
+    assert values == dataclasses.asdict(SECTIONS[name]())
+
+
+@pytest.mark.parametrize("name", sorted(SCALERS))
+def test_a_scaling_file_states_the_defaults_of_the_schema(name: str) -> None:
+    values = OmegaConf.to_container(OmegaConf.load(CONF / "loss_scaling" / f"{name}.yaml"))
+    assert values == dataclasses.asdict(SCALERS[name]())
+
+
+def test_every_option_has_a_sentence_and_a_default_within_its_range() -> None:
+    sections: list[Any] = [*SECTIONS.values(), *SCALERS.values()]
+    for section in sections:
+        for option in dataclasses.fields(section):
+            assert option.metadata["sentence"].endswith("."), option.name
+            assert option.metadata["range"].holds(getattr(section(), option.name)), option.name
+
+
+def test_the_page_of_options_is_current() -> None:
+    """Mend with `python scripts/options.py`."""
+    assert (ROOT / "docs" / "options.md").read_text() == options_page()
+
+
+@pytest.mark.parametrize(
+    ("limits", "inside", "outside"),
+    [
+        (Range(low=1), [1, 7], [0, -1]),
+        (Range(above=0.0), [1e-9], [0.0, float("nan"), float("inf")]),
+        (Range(above=0.0, below=1.0), [0.5], [0.0, 1.0]),
+        (Range(choices=("a", "b")), ["a"], ["c"]),
+        (Range(above=0.0, words=("probe",)), ["probe", 2.0], ["prob", 0.0]),
+    ],
+)
+def test_ranges(limits: Range, inside: list[Any], outside: list[Any]) -> None:
+    assert all(limits.holds(value) for value in inside)
+    assert not any(limits.holds(value) for value in outside)
+    assert limits.holds(None)
+
+
+def tree(**changes: Any) -> Any:
+    base = OmegaConf.to_container(
+        OmegaConf.create(
+            {
+                "dtype": {"mode": "mixed"},
+                "loss_scaling": {"name": "Backoff"},
+                "ops": {},
+                "trainer": {},
+                "dataset": {"_target_": "a.b", "batch_size": 4},
+                "model": {"_target_": "a.b"},
+                "optimizer": {"_target_": "a.b", "lr": 0.1},
+                "scheduler": None,
+            }
+        )
+    )
+    for path, value in changes.items():
+        section, _, name = path.partition("__")
+        base[section][name] = value  # type: ignore[index, call-overload]
+    return OmegaConf.create(base)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"trainer__epochs": "x"}, "trainer.epochs=x: must be a whole number epochs >= 1"),
+        ({"trainer__epochs": True}, "trainer.epochs=true: must be a whole number epochs >= 1"),
+        ({"trainer__max_step": 1}, "trainer.max_step: no such option; nearest: max_steps"),
+        ({"dtype__mode": "fp16"}, "dtype.mode=fp16: must be one of fp32, mixed, amp"),
+        (
+            {"loss_scaling__name": "backof"},
+            "loss_scaling=backof: choose auto, none, static, Backoff, LogMax; nearest: Backoff",
+        ),
+        (
+            {"loss_scaling__init_scale": "prob"},
+            "loss_scaling.init_scale=prob: must be a value > 0 or probe",
+        ),
+        ({"optimizer__lr": float("inf")}, "optimizer.lr=inf: must be a number > 0"),
+        ({"model___target_": 3}, "model._target_=3: must be the dotted name of a class or function"),
+    ],
+)
+def test_a_wrong_value_is_refused_in_one_line(change: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(tree(**change))
+    assert str(refused.value).startswith(line)
+    assert "\n" not in str(refused.value)
+
+
+def test_values_arrive_typed() -> None:
+    config = check(tree(trainer__clip_norm=1, trainer__max_steps="12"))
+    assert config.trainer.clip_norm == 1.0
+    assert isinstance(config.trainer.clip_norm, float)
+    assert config.trainer.max_steps == 12
+    assert config.data.batch_size == 4
+    assert "batch_size" not in config.dataset
+
+
+def test_the_scaling_that_fits_is_chosen() -> None:
+    from mpframe.build import scaling_name
+
+    chosen = {d: scaling_name(composed(f"dtype={d}")) for d in ("fp32", "mixed", "amp", "mixed_bf16")}
+    assert chosen == {"fp32": "none", "mixed": "Backoff", "amp": "Backoff", "mixed_bf16": "none"}

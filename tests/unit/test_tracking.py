@@ -1,0 +1,392 @@
+"""What the tracker writes is read back with TensorBoard's own reader."""
+
+import inspect
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mpframe import tracking
+from mpframe.environment import environment_text, shown_command
+from mpframe.errors import MpframeError
+from mpframe.tracking import NullTracker, Tag, Tracker, metric_tag
+
+
+def read(folder: Path) -> EventAccumulator:
+    everything = {"scalars": 0, "tensors": 0}
+    return EventAccumulator(str(folder), size_guidance=everything).Reload()
+
+
+def curve(folder: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read(folder).Scalars(tag)]
+
+
+def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
+    events = read(folder).Tensors(tag)
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events]
+
+
+def hparams_data(folder: Path) -> dict[str, HParamsPluginData]:
+    contents = read(folder).PluginTagToContent("hparams")
+    return {tag: HParamsPluginData.FromString(content) for tag, content in contents.items()}
+
+
+class CountedTransfers(TorchFunctionMode):
+    """Counts the calls that wait for a device, each on the shape of what it reads."""
+
+    WAITING = (Tensor.tolist, Tensor.item, Tensor.cpu, Tensor.numpy, Tensor.__float__)
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.WAITING:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+# --- scalars
+
+
+def test_scalars_of_a_step_share_one_event_and_come_back(tmp_path: Path) -> None:
+    values = {tag: float(i) for i, tag in enumerate(Tag) if not tag.startswith("text/")}
+    with Tracker(tmp_path) as tracker:
+        tracker.scalars(3, values)
+    assert {tag: curve(tmp_path, tag) for tag in values} == {t: [(3, v)] for t, v in values.items()}
+    walltimes = {read(tmp_path).Scalars(tag)[0].wall_time for tag in values}
+    assert len(walltimes) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool],
+)
+def test_tensors_of_any_dtype_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.scalars(1, {"a": torch.ones((), dtype=dtype), "b": torch.ones(()), "c": 3})
+    assert [curve(tmp_path, tag) for tag in "abc"] == [[(1, 1.0)], [(1, 1.0)], [(1, 3.0)]]
+
+
+def test_a_loss_that_requires_grad_is_read_without_a_warning(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.scalars(1, {"a": torch.ones((), requires_grad=True) * 2})
+    assert curve(tmp_path, "a") == [(1, 2.0)]
+
+
+def test_all_tensors_are_read_in_one_transfer(tmp_path: Path) -> None:
+    dtypes = [torch.float32, torch.float16, torch.float64]
+    values = {f"t{i}": torch.tensor(i, dtype=dtypes[i % 3]) for i in range(9)}
+    with Tracker(tmp_path) as tracker, CountedTransfers() as transfers:
+        tracker.scalars(1, values | {"number": 1.0})
+    assert transfers.shapes == [(9,)]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_values_that_are_not_finite_are_logged_as_they_are(tmp_path: Path, as_tensor: bool) -> None:
+    wrap: Callable[[float], float | Tensor] = torch.tensor if as_tensor else float
+    with Tracker(tmp_path) as tracker:
+        tracker.scalars(1, {"n": wrap(math.nan), "p": wrap(math.inf), "m": wrap(-math.inf)})
+    assert math.isnan(curve(tmp_path, "n")[0][1])
+    assert [curve(tmp_path, tag) for tag in "pm"] == [[(1, math.inf)], [(1, -math.inf)]]
+
+
+def test_numbers_keep_float32_precision(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.scalars(1, {"third": torch.tensor(1 / 3, dtype=torch.float64), "count": 2**24})
+    assert curve(tmp_path, "third") == [(1, torch.tensor(1 / 3).item())]
+    assert curve(tmp_path, "count") == [(1, 2.0**24)]
+
+
+# --- tags
+
+
+def test_every_tag_says_what_it_is_in_which_unit() -> None:
+    assert all(tag.meaning and tag.unit for tag in Tag)
+
+
+def test_tags_are_the_published_names() -> None:
+    published = """loss/train loss/val optim/lr grad/norm grad/amax loss_scale/scale
+        loss_scale/skipped_total loss_scale/log2_mean loss_scale/log2_std speed/samples_per_second
+        memory/peak_bytes text/config text/dtype_map text/environment"""
+    assert sorted(Tag) == sorted(published.split())
+    assert metric_tag("accuracy") == "metric/accuracy/val"
+
+
+def test_no_tag_is_the_start_of_another() -> None:
+    """The charts match tags as regular expressions from their start."""
+    assert not [(a, b) for a in Tag for b in Tag if a is not b and b.startswith(a)]
+
+
+# --- text, hyperparameters, charts
+
+
+def test_text_is_markdown_without_a_table_around_it(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.text(Tag.TEXT_CONFIG, "seed: **é**")
+    (event,) = read(tmp_path).Tensors("text/config")
+    assert texts(tmp_path, "text/config") == [(0, "seed: **é**")]
+    assert len(event.tensor_proto.tensor_shape.dim) == 0
+    assert read(tmp_path).SummaryMetadata("text/config").plugin_data.plugin_name == "text"
+
+
+def test_hparams_are_in_the_runs_own_event_file(tmp_path: Path) -> None:
+    config = {"lr": 0.1, "n": 3, "ema": None, "nesterov": True, "betas": [0.9, None], "name": "a"}
+    with Tracker(tmp_path) as tracker:
+        tracker.hparams(config, [Tag.LOSS_VAL, metric_tag("accuracy")])
+    data = hparams_data(tmp_path)
+    start = data["_hparams_/session_start_info"].session_start_info.hparams
+    numbers = {key: start[key].number_value for key in ("lr", "n")}
+    strings = {key: start[key].string_value for key in ("ema", "nesterov", "betas", "name")}
+    assert numbers == {"lr": 0.1, "n": 3}
+    assert strings == {"ema": "none", "nesterov": "true", "betas": "[0.9, none]", "name": "a"}
+    experiment = data["_hparams_/experiment"].experiment
+    assert {info.name for info in experiment.hparam_infos} == set(config)
+    tags = [info.name.tag for info in experiment.metric_infos]
+    assert tags == ["loss/val", "metric/accuracy/val"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_only_a_finished_run_is_marked_a_success(tmp_path: Path, finished: bool) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.hparams({"lr": 0.1}, [Tag.LOSS_VAL])
+        if finished:
+            tracker.finished()
+    assert ("_hparams_/session_end_info" in hparams_data(tmp_path)) is finished
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, torch.tensor(1.0), [{"a": 1}], 1j])
+def test_a_hyperparameter_of_another_type_is_refused(tmp_path: Path, value: object) -> None:
+    with Tracker(tmp_path) as tracker, pytest.raises(MpframeError) as error:
+        tracker.hparams({"optimizer.x": value}, [])
+    inner = value[0] if isinstance(value, list) else value
+    assert str(error.value) == (
+        f"optimizer.x={inner!r}: a {type(inner).__name__} cannot be a hyperparameter; allowed are "
+        "bool, int, float, str, None and lists of those: pass a mapping's entries one by one"
+    )
+    assert "hparams" not in read(tmp_path)._plugin_to_tag_to_content
+
+
+def test_layout_draws_every_curve_that_belongs_on_the_page(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.layout(["accuracy"])
+    (event,) = read(tmp_path).Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    charts = {c.title: list(c.multiline.tag) for page in layout.category for c in page.chart}
+    assert charts == {
+        "loss": ["loss/train", "loss/val"],
+        "accuracy": ["metric/accuracy/val"],
+        "learning rate": ["optim/lr"],
+        "samples per second": ["speed/samples_per_second"],
+        "scale": ["loss_scale/scale"],
+        "skipped steps": ["loss_scale/skipped_total"],
+        "norm and amax": ["grad/norm", "grad/amax"],
+    }
+
+
+# --- kill and resume
+
+
+def logged_run(folder: Path, steps: range, purge_step: int | None, offset: float) -> Tracker:
+    tracker = Tracker(folder, purge_step)
+    tracker.text(Tag.TEXT_CONFIG, f"from {steps.start}")
+    tracker.hparams({"lr": 0.1}, [Tag.LOSS_VAL])
+    tracker.layout()
+    for step in steps:
+        tracker.scalars(step, {Tag.LOSS_TRAIN: offset + step})
+        if step % 4 == 0:
+            tracker.scalars(step, {Tag.LOSS_VAL: offset + step})
+    tracker.flush()
+    return tracker
+
+
+def test_steps_strictly_increase_after_kill_and_resume(tmp_path: Path) -> None:
+    killed = logged_run(tmp_path, range(1, 19), None, 0.0)  # a checkpoint at 10, killed at 18
+    logged_run(tmp_path, range(11, 15), 11, 100.0).close()  # killed again, before its checkpoint
+    logged_run(tmp_path, range(11, 21), 11, 200.0).close()
+    killed.close()
+    expected = [(s, float(s)) for s in range(1, 11)] + [(s, 200.0 + s) for s in range(11, 21)]
+    assert curve(tmp_path, Tag.LOSS_TRAIN) == expected
+    assert curve(tmp_path, Tag.LOSS_VAL) == [point for point in expected if point[0] % 4 == 0]
+
+
+def test_text_of_a_resume_stands_after_the_first(tmp_path: Path) -> None:
+    logged_run(tmp_path, range(1, 8), None, 0.0).close()
+    logged_run(tmp_path, range(5, 8), 5, 0.0).close()
+    assert texts(tmp_path, Tag.TEXT_CONFIG) == [(0, "from 1"), (5, "from 5")]
+
+
+def test_a_new_run_in_an_old_folder_hides_the_old_curve(tmp_path: Path) -> None:
+    logged_run(tmp_path, range(1, 8), None, 0.0).close()
+    logged_run(tmp_path, range(1, 3), None, 100.0).close()
+    assert curve(tmp_path, Tag.LOSS_TRAIN) == [(1, 101.0), (2, 102.0)]
+
+
+def test_a_resume_within_the_same_second_sorts_last(tmp_path: Path) -> None:
+    names = []
+    for _ in range(2):
+        Tracker(tmp_path).close()
+        names = sorted(path.name for path in tmp_path.iterdir())
+    seconds = [int(name.split(".")[3]) for name in names]
+    assert seconds[0] < seconds[1]
+
+
+def test_killed_process_keeps_what_was_flushed(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, pathlib; from mpframe.tracking import Tracker\n"
+        "tracker = Tracker(pathlib.Path(sys.argv[1]))\n"
+        "for step in range(1, 51): tracker.scalars(step, {'a': float(step)})\n"
+        "tracker.flush(); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=120)
+    assert curve(tmp_path, "a") == [(step, float(step)) for step in range(1, 51)]
+
+
+# --- bad input
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    with pytest.raises(MpframeError) as error:
+        Tracker(folder)
+    assert str(error.value) == (
+        f"run folder {folder}: the event file cannot be written (Not a directory); "
+        "free space or set hydra.run.dir to a writable folder"
+    )
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Tracker(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tracker._events.event_writer, "add_event", full)
+    with pytest.raises(MpframeError, match=r"cannot be written \(No space left on device\); free"):
+        tracker.scalars(1, {"a": 1.0})
+    tracker.close()
+
+
+def test_event_files_from_the_future_are_refused(tmp_path: Path) -> None:
+    (tmp_path / f"events.out.tfevents.{time.time() + 1000:.0f}.host.1.0").touch()
+    with pytest.raises(MpframeError) as error:
+        Tracker(tmp_path)
+    text = str(error.value)
+    assert text.startswith(f"run folder {tmp_path}: its newest event file is dated 100")
+    assert text.endswith("the curves would mix; set the clock or move that file away")
+
+
+# --- the null tracker, cost, imports
+
+
+def test_null_tracker_answers_every_call_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with NullTracker() as tracker:
+        tracker.scalars(1, {Tag.LOSS_TRAIN: torch.ones(())})
+        tracker.text(Tag.TEXT_CONFIG, "")
+        tracker.hparams({"a": {}}, [])
+        tracker.layout(["accuracy"])
+        tracker.finished()
+        tracker.flush()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_null_tracker_overrides_every_public_method() -> None:
+    public = [n for n, _ in inspect.getmembers(Tracker, inspect.isfunction) if n[0] != "_"]
+    assert len(public) == 7
+    assert all(getattr(NullTracker, name) is not getattr(Tracker, name) for name in public)
+
+
+def test_null_tracker_waits_for_no_device() -> None:
+    with CountedTransfers() as transfers:
+        NullTracker().scalars(1, {"a": torch.ones(())})
+    assert transfers.shapes == []
+
+
+def test_logging_nine_tags_stays_cheap(tmp_path: Path) -> None:
+    """The budget is 150 us; ten times that is a change of kind, however busy the machine."""
+    values = {f"t{i}": torch.tensor(float(i)) for i in range(9)}
+    seconds = []
+    with Tracker(tmp_path) as tracker:
+        for step in range(200):
+            start = time.perf_counter()
+            tracker.scalars(step, values)
+            seconds.append(time.perf_counter() - start)
+    assert sorted(seconds)[100] < 1.5e-3
+
+
+def test_import_warns_of_nothing() -> None:
+    command = [sys.executable, "-W", "error", "-c", f"import {tracking.__name__}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- the environment's page
+
+
+def test_environment_is_a_table_without_environment_variables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MPFRAME_TEST_VARIABLE", "must-not-appear")
+    monkeypatch.setattr(sys, "argv", ["scripts/train.py", "ops.modules={a|b: fp32}"])
+    monkeypatch.chdir(tmp_path)  # no repository here
+    text = environment_text()
+    rows = dict(line.strip("| ").split(" | ", 1) for line in text.splitlines()[2:])
+    assert rows["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert rows["torch"] == torch.__version__
+    assert rows["git commit"] == "none"
+    assert rows["command"] == r"`scripts/train.py 'ops.modules={a\|b: fp32}'`"
+    assert all(rows.values())
+    assert "must-not-appear" not in text
+
+
+def test_environment_names_the_commit_and_whether_files_differ(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def git(*arguments: str) -> str:
+        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *name, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.chdir(tmp_path)
+    git("init", "-q")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-qm", "first")
+    commit = git("rev-parse", "HEAD")
+    assert f"| git commit | {commit} |" in environment_text()
+    (tmp_path / "file").write_text("2")
+    assert f"| git commit | {commit}-dirty |" in environment_text()
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("optimizer.lr=0.1", "optimizer.lr=0.1"),
+        ("+hub.token=abc", "+hub.token=***"),
+        ("+hub={API_KEY: abc}", "+hub=***"),
+        ("--password", "***"),
+        ("model.max_tokens=8", "model.max_tokens=8"),
+        ("model.tokenizer=bpe", "model.tokenizer=bpe"),
+        ("url=https://me:pw@host/x", "url=https://***@host/x"),
+        ("name=filled-in-by-the-shell", "name=***"),
+        ("name=short", "name=short"),
+    ],
+)
+def test_command_line_is_shown_without_its_secrets(argument: str, shown: str) -> None:
+    environment = {"MY_SECRET": "filled-in-by-the-shell", "A_TOKEN": "short", "HOME": "0.1"}
+    assert shown_command([argument], environment).strip("'") == shown
