@@ -4,10 +4,11 @@ Hydra would answer a misspelt key with the hint to add `+`, and a key added so t
 default and says nothing. Here each override is held against the groups, the schema and the
 composed configuration of every job of a sweep; the nearest name is given.
 
-Three forms are rewritten for Hydra:
+Four forms are rewritten for Hydra:
 
     ops.allow+=[softmax]       ->  ++ops.move.softmax=allow
     ops.deny-=[exp]            ->  ++ops.move.exp=none
+    ops.modules={head:fp32}    ->  ++ops.modules={head:fp32}
     model._target_=my.Net      ->  model=own ++model._target_=my.Net   (likewise dataset, ...)
 """
 
@@ -30,6 +31,7 @@ from mpframe.errors import ConfigError, nearest
 from mpframe.locations import CONF
 
 _MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
+_MAPPINGS = ("ops.move", "ops.modules")
 _JOBS_CHECKED = 512
 
 
@@ -42,12 +44,12 @@ def prepare(arguments: list[str]) -> list[str]:
     Raises:
         ConfigError: an override is not one of this program's, or its value is not allowed.
     """
-    parsed, _ = get_args_parser().parse_known_args(arguments)
-    given = list(parsed.overrides)
+    parsed, rest = get_args_parser().parse_known_args(arguments)
+    given = [*parsed.overrides, *(text for text in rest if not text.startswith("-"))]
     flags = [argument for argument in arguments if argument not in given]
     if parsed.help or parsed.hydra_help or parsed.shell_completion:
         return arguments
-    overrides = _with_own_targets(_with_moves(given))
+    overrides = _with_mappings(_with_own_targets(_with_moves(given)))
     if parsed.config_name or parsed.config_path or parsed.config_dir:
         return [*flags, *overrides]  # A configuration of the user's own: checked once composed.
     multirun = bool(parsed.multirun)
@@ -68,6 +70,11 @@ def _with_moves(overrides: list[str]) -> list[str]:
         to = name if sign == "+" else "none"
         written += [f"++ops.move.{op.strip()}={to}" for op in ops.split(",")]
     return written
+
+
+def _with_mappings(overrides: list[str]) -> list[str]:
+    """Let entries be added to the options that are mappings, which hold none at first."""
+    return [f"++{o}" if o.startswith(_MAPPINGS) else o for o in overrides]
 
 
 def _with_own_targets(overrides: list[str]) -> list[str]:
@@ -162,7 +169,7 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     section, _, rest = key.partition(".")
     known = _paths(base)
     adds = override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)
-    inside_mapping = key.startswith(("ops.move.", "ops.modules."))
+    inside_mapping = key.startswith(tuple(f"{mapping}." for mapping in _MAPPINGS))
     if key in known or inside_mapping or (adds and section in OPEN and rest):
         return
     if any(path.startswith(f"{key}.") for path in known):

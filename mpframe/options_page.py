@@ -32,7 +32,13 @@ def _row(path: str, field: Any) -> str:
     kind = getattr(field.type, "__name__", str(field.type)).replace("Any", "float or word")
     unit = f" ({field.metadata['unit']})" if field.metadata["unit"] else ""
     name = f"{path}.{field.name}" if path else field.name
-    cells = [f"`{name}`", f"{kind}{unit}", f"`{_default(field)}`", str(limits), field.metadata["sentence"]]
+    cells = [
+        f"`{name}`",
+        f"{kind}{unit}",
+        f"`{_default(field)}`",
+        str(limits),
+        field.metadata["sentence"],
+    ]
     return "| " + " | ".join(cell.replace("|", "or") for cell in cells) + " |"
 
 

@@ -225,6 +225,10 @@ def _resume_from(resume: str, folder: Path) -> Path | None:
     if resume == "none":
         return None
     if resume != "auto":
+        if not Path(resume).exists():
+            raise CheckpointError(
+                f"resume={resume}: no such folder; name a run's folder or a checkpoint"
+            )
         return Path(resume)
     found = checkpoint.all_in(folder)
     if not found:
@@ -238,8 +242,4 @@ def _refuse_used_folder(folder: Path, resume: str) -> None:
         raise ConfigError(
             f"hydra.run.dir={folder}: holds the checkpoints of a run; "
             "continue it with resume=auto or choose another folder"
-        )
-    if resume not in ("none", "auto") and not Path(resume).exists():
-        raise CheckpointError(
-            f"resume={resume}: no such folder; name a run's folder or a checkpoint"
         )

@@ -98,8 +98,7 @@ class Summary:
             return cls(**entries | {"status": Status(entries["status"])})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise MpframeError(
-                f"{path}: not a run's summary ({error}); allowed is what mpframe wrote: delete "
-                "the file or run the job again"
+                f"{path}: not a run's summary ({error}): delete the file or run the job again"
             ) from error
 
 

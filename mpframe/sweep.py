@@ -7,13 +7,14 @@ A Hydra callback, wired in the config as
         sweep_table:
           _target_: mpframe.sweep.SweepTable
 
-`hydra.sweep.dir` must be the same for all jobs; how `hydra.sweep.subdir` names their folders does
-not matter.
+It also keeps a sweep in one folder, whatever `hydra.sweep.dir` is made of; how `hydra.sweep.subdir`
+names the jobs' folders does not matter.
 """
 
 import atexit
 import csv
 import io
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from mpframe.errors import MpframeError
 from mpframe.summary import FILE_NAME, Summary, write_atomically
@@ -50,6 +51,7 @@ class SweepTable(Callback):
         self._started = 0.0
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _pin_sweep_dir(config)
         self._folder = Path(config.hydra.sweep.dir).absolute()
         self._started = time.time()
         # Hydra leaves out on_multirun_end where a job failed: the table is due then all the more.
@@ -111,8 +113,19 @@ def report(folder: Path, jobs: Sequence[Job]) -> str:
     title = f"every job: {shared}\n\n" if shared else ""
     write_atomically(folder / "sweep.md", title + _markdown(rows))
     finished = sum(job.summary is not None and job.summary.status == "finished" for job in jobs)
-    last = f"{finished} of {len(jobs)} jobs finished; this table: {folder / 'sweep.md'} and .csv"
+    where = os.path.relpath(folder / "sweep.md")
+    last = f"{finished} of {len(jobs)} jobs finished; this table: {where} and sweep.csv beside it"
     return f"\n{title}{_aligned(rows)}\n{last}"
+
+
+def _pin_sweep_dir(config: DictConfig) -> None:
+    """Give every job the sweep's folder: Hydra composes it anew for each job.
+
+    A folder named after an option that is swept would otherwise scatter the jobs.
+    """
+    folder = config.hydra.sweep.dir.replace("'", "\\'")
+    with read_write(config.hydra):
+        config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{folder}'")
 
 
 def _read_job(hydra_folder: Path, since: float) -> Job:

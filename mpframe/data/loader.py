@@ -106,15 +106,15 @@ class Loader:
 
     def _read(self, epoch: int, start: int) -> Iterator[Batch]:
         numbers = range(start, len(self))
-        requests = ([epoch, *self.batch_ids(epoch, number).tolist()] for number in numbers)
+        requests = _requests(epoch, self._order_of(epoch), self.batch_size, numbers)
         self._plan.requests = requests
-        for number, fetched in zip(numbers, self._batches, strict=True):
+        answers = iter(self._batches)
+        for number in numbers:
             if self._plan.requests is not requests:
                 raise RuntimeError(f"epoch {epoch} was ended: the loader has begun another epoch")
-            if isinstance(fetched, MpframeError):
-                raise fetched
-            require_finite(fetched, self.batch_ids(epoch, number), epoch, number)
-            yield fetched
+            batch = _batch_or_raise(next(answers))
+            require_finite(batch, self.batch_ids(epoch, number), epoch, number)
+            yield batch
 
     def _order_of(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:
@@ -136,6 +136,22 @@ class _Plan:
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.requests
+
+
+def _requests(epoch: int, order: Tensor, size: int, numbers: range) -> Iterator[list[int]]:
+    # Apart from the loader: a generator that held it would tie a knot, and the loader's workers
+    # would live until the garbage collector came by, which may be within a newly forked one.
+    for number in numbers:
+        yield [epoch, *order[number * size : (number + 1) * size].tolist()]
+
+
+def _batch_or_raise(answer: Batch | MpframeError) -> Batch:
+    if isinstance(answer, MpframeError):
+        try:
+            raise answer
+        finally:
+            del answer  # The same knot: error, traceback, this frame, error.
+    return answer
 
 
 def _unchanged(batch: Any) -> Any:

@@ -64,7 +64,7 @@ CASES = [
     Case("device=gpu", r"device=gpu: choose auto, cpu, cuda, cuda:N or mps", "failed"),
     Case("dataset=fashion_mnist dataset.root=/nonexistent", r"dataset\.root=/nonexistent", "failed"),
     Case("dataset.batch_size=5000", r"dataset\.batch_size=5000: the training set has 1437 samples; use 1437 or fewer", "failed"),
-    Case("resume=/nonexistent", r"resume=/nonexistent: no such folder"),
+    Case("resume=/nonexistent", r"resume=/nonexistent: no such folder", "failed"),
     Case("init_from=/nonexistent", r"/nonexistent: no readable checkpoint", "failed"),
 ]  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_a_used_folder_is_not_trained_over(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == kept
 
 
-NAN_DATA = '''
+NAN_DATA = """
 import torch
 from torch.utils.data import TensorDataset
 from mpframe.data.task import classification
@@ -144,7 +144,7 @@ def task():
 
 def net():
     return torch.nn.Linear(8, 3)
-'''
+"""
 
 
 def test_nan_in_the_data_names_the_sample(tmp_path: Path) -> None:

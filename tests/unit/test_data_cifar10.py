@@ -1,0 +1,267 @@
+"""CIFAR-10 from small files made here, and files that want to run something."""
+
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mpframe.data import ArrayImages, cifar10, cifar_files
+from mpframe.data.cifar_files import read_binary, read_python
+from mpframe.errors import DataError
+
+COUNT = 20
+NAMES = [*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"]
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar_files, "RECORDS", COUNT)
+
+
+def content(part: int = 0) -> tuple[np.ndarray, list[int]]:
+    """Pixels [COUNT, 3072] and labels of one file."""
+    generator = np.random.default_rng(part)
+    pixels = generator.integers(0, 256, (COUNT, 3072), dtype=np.uint8)
+    return pixels, generator.integers(0, 10, COUNT).tolist()
+
+
+def as_binary(part: int = 0) -> bytes:
+    pixels, labels = content(part)
+    return b"".join(
+        bytes([label]) + row.tobytes() for label, row in zip(labels, pixels, strict=True)
+    )
+
+
+def as_dict(part: int = 0, *, text: bool = False) -> dict[Any, Any]:
+    pixels, labels = content(part)
+    plain = {
+        "batch_label": "training batch 1 of 5",
+        "labels": labels,
+        "data": pixels,
+        "filenames": [f"leptodactylus_s_{number:06}.png" for number in range(COUNT)],
+    }
+    return plain if text else {key.encode(): value for key, value in plain.items()}
+
+
+def python2_string(text: bytes) -> bytes:
+    if len(text) < 256:
+        return b"U" + bytes([len(text)]) + text
+    return b"T" + struct.pack("<i", len(text)) + text
+
+
+def as_python2(part: int = 0) -> bytes:
+    """The published files' own spelling: protocol 2 as Python 2 wrote it."""
+    pixels, labels = content(part)
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85q\x09U\x01bq"
+        b"\x0a\x87q\x0bRq\x0c(K\x01" + b"K" + bytes([COUNT]) + b"M\x00\x0c\x86q\x0dcnumpy\ndtype\n"
+        b"q\x0eU\x02u1q\x0fK\x00K\x01\x87q\x10Rq\x11(K\x03U\x01|q\x12NNNJ\xff\xff\xff\xffJ\xff\xff"
+        b"\xff\xffK\x00tq\x13b\x89" + python2_string(pixels.tobytes()) + b"q\x14tq\x15b"
+    )
+    return (
+        b"\x80\x02}q\x01("
+        + python2_string(b"batch_label")
+        + python2_string(b"training batch 1 of 5")
+        + python2_string(b"labels")
+        + b"]q\x05("
+        + b"".join(b"K" + bytes([label]) for label in labels)
+        + b"e"
+        + python2_string(b"data")
+        + array
+        + python2_string(b"filenames")
+        + b"]q\x16("
+        + b"".join(python2_string(b"a_%d.png" % number) for number in range(COUNT))
+        + b"eu."
+    )
+
+
+def without_first_key(part: int = 0) -> bytes:
+    """Labels first: the word is then the one written beside its encoding."""
+    return pickle.dumps({k: v for k, v in as_dict(part).items() if k != b"batch_label"}, 2)
+
+
+SPELLINGS: dict[str, Callable[[int], bytes]] = {
+    "python 2": as_python2,
+    "protocol 2": lambda part: pickle.dumps(as_dict(part), 2),
+    "protocol 2, text keys": lambda part: pickle.dumps(as_dict(part, text=True), 2),
+    "protocol 3": lambda part: pickle.dumps(as_dict(part), 3),
+    "protocol 3, text keys": lambda part: pickle.dumps(as_dict(part, text=True), 3),
+    "labels first": without_first_key,
+}
+
+
+def test_the_python_2_spelling_made_here_is_a_true_pickle() -> None:
+    loaded = pickle.loads(as_python2(), encoding="latin1")
+    pixels, labels = content()
+    assert np.array_equal(loaded["data"], pixels)
+    assert loaded["labels"] == labels
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_python_version_is_read_without_unpickling(
+    tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(SPELLINGS[spelling](3))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    images, labels = read_python(path)
+    pixels, expected = content(3)
+    assert images.shape == (COUNT, 3, 32, 32)
+    assert torch.equal(images, torch.from_numpy(pixels).view(-1, 3, 32, 32))
+    assert labels.tolist() == expected
+
+
+def test_binary_version_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "data_batch_1.bin"
+    path.write_bytes(as_binary(3))
+    images, labels = read_binary(path)
+    pixels, expected = content(3)
+    assert torch.equal(images, torch.from_numpy(pixels).view(-1, 3, 32, 32))
+    assert labels.tolist() == expected
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("version", ["bin", "py"])
+def test_the_task_joins_five_files_and_tests_on_the_sixth(
+    tmp_path: Path, version: str, direct: bool
+) -> None:
+    folder = tmp_path / f"cifar-10-batches-{version}"
+    folder.mkdir()
+    for part, name in enumerate(NAMES):
+        if version == "bin":
+            (folder / f"{name}.bin").write_bytes(as_binary(part))
+        else:
+            (folder / name).write_bytes(as_python2(part))
+    task = cifar10(str(folder if direct else tmp_path))
+    assert isinstance(task.train, ArrayImages)
+    assert isinstance(task.val, ArrayImages)
+    pixels = np.concatenate([content(part)[0] for part in range(5)])
+    labels = sum((content(part)[1] for part in range(5)), [])
+    assert torch.equal(task.train.images, torch.from_numpy(pixels).view(-1, 3, 32, 32))
+    assert task.train.targets.tolist() == labels
+    assert task.val.targets.tolist() == content(5)[1]
+    assert (task.train.augment, task.val.augment) == ("crop_flip", "none")
+
+
+# Untrusted files
+
+
+class RunsCommand:
+    """What an attacker's object says on being unpickled: run this."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.witness}",)
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+def test_an_attack_is_refused_and_not_run(tmp_path: Path, protocol: int) -> None:
+    witness = tmp_path / "it_ran"
+    attack = pickle.dumps(as_dict() | {b"extra": RunsCommand(witness)}, protocol)
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(attack)
+    with pytest.raises(DataError) as caught:
+        read_python(path)
+    assert str(caught.value).startswith(f"{path}: refused, not a file of CIFAR-10's Python version")
+    assert not witness.exists()
+    pickle.loads(attack)  # The attack is a real one.
+    assert witness.exists()
+
+
+def test_the_refusal_names_what_the_file_wants_to_call(tmp_path: Path) -> None:
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(pickle.dumps(as_dict() | {b"extra": RunsCommand(tmp_path)}, 2))
+    with pytest.raises(DataError) as caught:
+        read_python(path)
+    assert "it names 'posix system', which was not called" in str(caught.value)
+
+
+def changed(**changes: Any) -> bytes:
+    return pickle.dumps(as_dict(text=True) | changes, 3)
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (b"", "pickle exhausted before seeing STOP"),
+        (b"\xff\xfe nothing", "at position 0, opcode"),
+        (as_python2()[:-40], "expected"),
+        (changed(labels=[1, 2, 3]), "it has 3 labels, wanted are 20"),
+        (changed(labels=content()[1] + [1]), "it has 21 labels"),
+        (changed(data=content()[0][:-1]), "does not hold one row-major array of 20 x 3072 bytes"),
+        (changed(data=np.asfortranarray(content()[0])), "does not hold one row-major array"),
+        (changed(more=content()[0]), "does not hold one row-major array"),
+        (changed(data="é" * COUNT * 3072), "its images are text"),
+        (changed(data="\u20ac" * COUNT * 3072), "its images are text"),
+        (pickle.dumps(as_dict(), 4), "is not used by CIFAR-10's files"),
+        (pickle.dumps(as_dict(), 5), "is not used by CIFAR-10's files"),
+    ],
+)
+def test_other_pickles_are_refused(tmp_path: Path, raw: bytes, text: str) -> None:
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(raw)
+    with pytest.raises(DataError) as caught:
+        read_python(path)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [-1, 1, -3073])
+def test_binary_files_of_another_length_are_refused(tmp_path: Path, change: int) -> None:
+    path = tmp_path / "data_batch_1.bin"
+    path.write_bytes((as_binary() + b"\0")[: len(as_binary()) + change])
+    with pytest.raises(DataError) as caught:
+        read_binary(path)
+    assert str(caught.value) == (
+        f"{path}: must be 61460 bytes, 20 records of 3073, but has {61460 + change}; "
+        "get the file again"
+    )
+
+
+def test_labels_out_of_range_are_refused(tmp_path: Path) -> None:
+    for name in NAMES:
+        (tmp_path / f"{name}.bin").write_bytes(b"\x0b" + as_binary()[1:])
+    with pytest.raises(DataError, match="labels reach from 0 to 11, allowed is 0 to 9"):
+        cifar10(str(tmp_path))
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    for read in (read_binary, read_python):
+        with pytest.raises(DataError, match=rf"^{tmp_path}/gone: cannot be read \(No such file"):
+            read(tmp_path / "gone")
+
+
+def test_missing_files_say_how_to_get_them(tmp_path: Path) -> None:
+    (tmp_path / "data_batch_1.bin").write_bytes(as_binary())  # One file is not enough.
+    with pytest.raises(DataError) as caught:
+        cifar10(str(tmp_path))
+    text = str(caught.value)
+    assert text.startswith(f"dataset.root={tmp_path}: no complete CIFAR-10 (data_batch_1 to 5 and")
+    assert f"CIFAR10 as C; C('{tmp_path}', download=True)" in text
+    assert "\n" not in text
+
+
+@pytest.mark.skipif("MPFRAME_DATA" not in os.environ, reason="MPFRAME_DATA names no data folder")
+def test_the_real_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar_files, "RECORDS", 10_000)
+    try:
+        task = cifar10(os.environ["MPFRAME_DATA"])
+    except DataError as error:
+        pytest.skip(f"MPFRAME_DATA holds no CIFAR-10: {error}")
+    assert isinstance(task.train, ArrayImages)
+    assert isinstance(task.val, ArrayImages)
+    assert task.train.targets.bincount().tolist() == [5000] * 10
+    assert task.val.targets.bincount().tolist() == [1000] * 10

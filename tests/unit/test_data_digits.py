@@ -1,0 +1,100 @@
+"""The digits: complete, split for good, normalised."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mpframe.data import ArrayImages, Task, digits
+from mpframe.data.digits import stratified_fifth
+from mpframe.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return digits()
+
+
+def arrays(task: Task) -> tuple[ArrayImages, ArrayImages]:
+    assert isinstance(task.train, ArrayImages)
+    assert isinstance(task.val, ArrayImages)
+    return task.train, task.val
+
+
+def test_sizes_and_shapes(task: Task) -> None:
+    train, val = arrays(task)
+    assert (len(train), len(val)) == (1437, 360)
+    inputs, target = train[0]
+    assert inputs.shape == (1, 8, 8)
+    assert inputs.dtype == torch.float32
+    assert target.dtype == torch.int64
+
+
+def test_every_digit_is_in_exactly_one_split(task: Task) -> None:
+    from sklearn.datasets import load_digits
+
+    stored = torch.cat([part.images for part in arrays(task)]).flatten(1)
+    published = torch.from_numpy(load_digits().data).float() / 16
+    assert sorted(stored.tolist()) == sorted(published.tolist())
+
+
+def test_every_class_gives_a_fifth_to_validation(task: Task) -> None:
+    train, val = (part.targets.bincount(minlength=10) for part in arrays(task))
+    # Counting off in fives over all classes in a row: each class is off by less than one.
+    assert ((val - (train + val) / 5).abs() < 1).all()
+
+
+def test_the_split_is_random_and_never_changes() -> None:
+    targets = torch.arange(100) % 4
+    train, val = stratified_fifth(targets)
+    assert val.tolist() == stratified_fifth(targets)[1].tolist()
+    assert sorted(train.tolist() + val.tolist()) == list(range(100))
+    assert val.tolist() == VAL_OF_100
+    torch.manual_seed(1)
+    assert val.tolist() == stratified_fifth(targets)[1].tolist()
+
+
+# The split of 100 samples in four classes: pinned, for a changed split would move every result.
+VAL_OF_100 = [0, 6, 11]
+
+
+def test_training_images_are_normalised(task: Task) -> None:
+    train, _ = arrays(task)
+    inputs, _ = train.fetch_batch(range(len(train)))
+    # 92,000 float32 values up to 2: their mean's rounding is far below one unit of 2^-22.
+    assert abs(inputs.double().mean().item()) < 2.0**-22
+    assert abs(inputs.double().std(correction=0).item() - 1) < 1e-6
+
+
+def test_only_training_images_are_augmented() -> None:
+    train, val = arrays(digits(augment="crop"))
+    assert (train.augment, val.augment) == ("crop", "none")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("root", "data", "dataset.root=data: the digits come with scikit-learn and are read from"),
+        ("channels", 3, "dataset.channels=3: digits has 1; set dataset.channels=1"),
+        ("image_size", 28, "dataset.image_size=28: digits has 8; set dataset.image_size=8"),
+        ("classes", 11, "dataset.classes=11: digits has 10; set dataset.classes=10"),
+        ("augment", "flip", "dataset.augment=flip: allowed are none, crop, crop_flip"),
+    ],
+)
+def test_wrong_facts_are_refused(option: str, value: Any, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        digits(**{option: value})
+    assert str(caught.value).startswith(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_loss_and_metric(task: Task) -> None:
+    logits = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
+    targets = torch.tensor([0, 1])
+    # Two equal logits: -log(1/2), to the last float32 place.
+    assert task.loss(logits, targets).item() == pytest.approx(0.6931471805599453, rel=2.0**-23)
+    metrics = task.metric(), task.metric()
+    metrics[0].update(logits, targets)
+    assert metrics[0].name == "accuracy"
+    assert metrics[0].value() == 0.5
+    assert metrics[1].value().isnan()

@@ -1,0 +1,86 @@
+"""Metrics against sums done by hand, in every dtype an output can have."""
+
+import math
+
+import pytest
+import torch
+
+from mpframe.data import RMSE, Accuracy, Metric
+from mpframe.errors import DataError
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accuracy_over_uneven_batches(dtype: torch.dtype) -> None:
+    metric = Accuracy()
+    logits = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0], [1.0, 0.0], [0.0, 1.0]], dtype=dtype)
+    targets = torch.tensor([0, 1, 1, 0, 0])  # right, right, wrong, right, wrong
+    metric.update(logits[:4], targets[:4])
+    metric.update(logits[4:], targets[4:])
+    assert metric.name == "accuracy"
+    assert torch.equal(metric.value(), torch.tensor(0.6, dtype=torch.float64))
+
+
+def test_accuracy_of_dense_predictions() -> None:
+    metric = Accuracy()
+    logits = torch.zeros(2, 3, 4, 4)
+    logits[:, 2] = 1.0
+    targets = torch.full((2, 4, 4), 2)
+    targets[0, 0, 0] = 1
+    metric.update(logits, targets)
+    assert metric.value().item() == 31 / 32
+
+
+def test_counts_are_whole_numbers_beyond_what_float32_holds() -> None:
+    metric = Accuracy()
+    metric._hits, metric._seen = torch.tensor(2**24), 2**24
+    metric.update(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
+    assert isinstance(metric._hits, torch.Tensor)
+    assert metric._hits.dtype == torch.int64
+    assert metric._hits.item() == 2**24 + 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rmse_over_uneven_batches(dtype: torch.dtype) -> None:
+    metric = RMSE()
+    outputs = torch.tensor([[1.0], [2.0], [4.0]], dtype=dtype)
+    metric.update(outputs[:1], torch.tensor([[0.0]]))
+    metric.update(outputs[1:], torch.tensor([[0.0], [0.0]]))
+    assert metric.name == "rmse"
+    assert metric.value().dtype == torch.float64
+    assert metric.value().item() == math.sqrt(21 / 3)
+
+
+def test_rmse_squares_in_float64() -> None:
+    # 300² = 90,000 is above float16's largest number, 65,504.
+    metric = RMSE()
+    metric.update(torch.tensor([300.0], dtype=torch.float16), torch.tensor([0.0]))
+    assert metric.value().item() == 300.0
+
+
+@pytest.mark.parametrize("metric", [Accuracy(), RMSE()])
+def test_no_update_is_nan(metric: Metric) -> None:
+    assert metric.value().isnan()
+    assert metric.value().shape == ()
+
+
+@pytest.mark.parametrize("make", [Accuracy, RMSE])
+def test_update_never_waits_for_the_device(make: type[Accuracy] | type[RMSE]) -> None:
+    # The meta device holds no values, so reading one back raises.
+    metric = make()
+    targets = torch.zeros(4, dtype=torch.int64, device="meta")
+    outputs = torch.zeros(4, 3, device="meta") if make is Accuracy else targets.float()
+    metric.update(outputs, targets)
+    metric.update(outputs, targets)
+
+
+def test_shapes_that_would_broadcast_are_refused() -> None:
+    with pytest.raises(DataError) as caught:
+        RMSE().update(torch.zeros(5, 1), torch.zeros(5))
+    assert str(caught.value) == (
+        "rmse: predictions of shape [5, 1] against targets of shape [5]; "
+        "give model and dataset the same shape"
+    )
+    with pytest.raises(DataError, match=r"^accuracy: predictions of shape \[5\] against"):
+        Accuracy().update(torch.zeros(5, 3), torch.zeros(5, 1))
