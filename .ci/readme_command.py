@@ -1,6 +1,6 @@
 """Prints the README's command marked `<!-- command: NAME -->`, so that CI runs what it says.
 
-    python .ci/readme_command.py tests
+python .ci/readme_command.py tests
 """
 
 import re

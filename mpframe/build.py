@@ -1,4 +1,4 @@
-"""From a checked configuration to a run: the one place that knows the options and makes the objects.
+"""From a checked configuration to objects: the one place that knows the options and makes them.
 
 Nothing else instantiates a `_target_`, and no part below reads an option.
 """
@@ -51,7 +51,8 @@ def device_of(name: str) -> torch.device:
         )
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; use device=cpu"
+            f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; "
+            "use device=cpu"
         )
     if kind == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps: this machine has no MPS device; use device=cpu")

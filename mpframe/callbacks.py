@@ -1,4 +1,4 @@
-"""What watches a run: curves, checkpoints, the progress bar, and the guard against endless skips."""
+"""What watches a run: curves, checkpoints, the progress bar, the guard against endless skips."""
 
 import time
 from pathlib import Path
@@ -9,6 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mpframe import checkpoint
+from mpframe.amax_record import AmaxRecord
 from mpframe.errors import DivergedError
 from mpframe.memory import peak_memory
 from mpframe.step import StepResult
@@ -109,6 +110,30 @@ class Checkpoints(Callback):
         self._tracker.flush()
         state = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
         checkpoint.save(self._folder, trainer.progress.attempts, state, self._keep_last)
+
+
+class RecordAmax(Callback):
+    """Keeps the largest gradient of every step in the run's folder, for replays.
+
+    Args:
+        folder: the run's folder.
+        kept: steps already recorded that stay, for a resumed run.
+    """
+
+    def __init__(self, folder: Path, kept: int) -> None:
+        self._record = AmaxRecord(folder, kept)
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Keep the step's amax."""
+        self._record.add(result.amax)
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        """Write what was kept, before a checkpoint counts on it."""
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what was kept."""
+        self._record.flush()
 
 
 class SkipGuard(Callback):

@@ -1,4 +1,4 @@
-"""Holds a composed configuration against the schema: a typed `Config`, or one line that says why not.
+"""Holds a composed configuration against the schema: a typed `Config`, or a line that says why not.
 
 Everything is resolved first: a missing value and an interpolation that points nowhere are found
 here, before the first step. Then unknown keys, wrong types and values out of range are refused,
@@ -83,7 +83,7 @@ def known_paths() -> set[str]:
 
 
 def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
-    """An instance of a section's dataclass; refuses unknown keys, wrong types, values out of range."""
+    """An instance of a section's dataclass; refuses unknown keys, wrong types, bad values."""
     options = {f.name: f for f in dataclasses.fields(cast(Any, section))}
     _refuse_unknown(path, node, set(options))
     for name, value in node.items():

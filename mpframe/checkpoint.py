@@ -75,7 +75,7 @@ def load(path: Path) -> dict[str, Any]:
         content = (path / "state.pt").read_bytes()
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: no readable checkpoint ({error}); name a run's folder or one of its checkpoints"
+            f"{path}: no readable checkpoint ({error}); name a run's folder or a checkpoint in it"
         ) from None
     if manifest.get("format") != FORMAT:
         raise CheckpointError(

@@ -152,11 +152,12 @@ def _refuse_unknown_choice(override: Override) -> None:
     if not _is_group(group) or override.type is OverrideType.DEL:
         return
     choices = sorted(file.stem for file in (CONF / group).glob("*.yaml"))
-    choice = override.value()
-    if choice is None and group == "experiment":
+    value = override.value()
+    if value is None and group == "experiment":
         return
+    choice = str(value)
     if choice not in choices:
-        hint = nearest(str(choice), choices)
+        hint = nearest(choice, choices)
         raise ConfigError(
             f"{group}={choice}: choose {', '.join(choices)}" + (f"; {hint}" if hint else "")
         )

@@ -1,4 +1,4 @@
-"""Errors a user can mend, each one line: the option's path, the value, what is allowed, the way out."""
+"""Errors a user can mend, in one line: the option, its value, what is allowed, the way out."""
 
 import difflib
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Where the shipped configuration lies: beside the package in a checkout, inside it when installed."""
+"""Where the shipped configuration lies: beside the package, or inside it where it is installed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The page docs/options.md, written from the schema: every option's type, default, range, sentence."""
+"""The page docs/options.md, written from the schema: each option's type, default, range and use."""
 
 import dataclasses
 from typing import Any

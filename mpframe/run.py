@@ -11,8 +11,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from mpframe import build, checkpoint
+from mpframe.callbacks import Bar, Checkpoints, Curves, RecordAmax, SkipGuard
 from mpframe.check import flatten
-from mpframe.callbacks import Bar, Checkpoints, Curves, SkipGuard
 from mpframe.config import Config
 from mpframe.environment import environment_text
 from mpframe.errors import CheckpointError, ConfigError, DivergedError
@@ -86,14 +86,16 @@ class Run:
             return
         self._load(trainer)
         total = trainer.plan.total_steps(len(train))
+        record = RecordAmax(self.folder, trainer.progress.attempts)
         bar = Bar(total, trainer.progress.attempts, config.trainer.progress)
         try:
             with Tracker(self.folder, purge_step=trainer.progress.attempts + 1) as tracker:
-                trainer.callbacks = [*self._watchers(tracker), bar]
+                trainer.callbacks = [record, *self._watchers(tracker), bar]
                 self._describe(tracker, trainer)
                 trainer.fit(train, val)
                 tracker.finished()
         finally:
+            record.flush()
             bar.close()
 
     def _watchers(self, tracker: Tracker) -> list[Callback]:

@@ -25,7 +25,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[impo
 from tensorboard.plugins.text import metadata as text_metadata  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams as hparams_summaries
+from torch.utils.tensorboard import summary as summaries
 
 from mpframe.errors import MpframeError
 
@@ -103,11 +103,8 @@ class Tracker:
             values: per tag a number or a 0-d tensor of any dtype, inf and nan included. This is
                 where the tensors are waited for: one transfer for all of a device's.
         """
-        numbers = _to_numbers(values)
-        self._add(
-            Summary(value=[Summary.Value(tag=tag, simple_value=n) for tag, n in numbers.items()]),
-            step,
-        )
+        numbers = _to_numbers(values).items()
+        self._add(Summary(value=[Summary.Value(tag=t, simple_value=n) for t, n in numbers]), step)
 
     def text(self, tag: str, markdown: str) -> None:
         """Log a page of Markdown at the tracker's first step."""
@@ -132,19 +129,17 @@ class Tracker:
             MpframeError: a value is of another type.
         """
         values = {key: _hparam(key, value) for key, value in config.items()}
-        experiment, start, self._session_end = hparams_summaries(  # type: ignore[no-untyped-call]
-            values, dict.fromkeys(metrics)
-        )
+        experiment, start, _ = summaries.hparams(values, dict.fromkeys(metrics))  # type: ignore[no-untyped-call]
         self._add(experiment)
         self._add(start)
 
     def finished(self) -> None:
         """Mark the run's line in the HParams table as a success; any other stop stays unmarked.
 
-        The mark is for good, so a run that may yet be resumed must not get one. Call it after
-        `hparams`.
+        The mark is for good, so a run that may yet be resumed must not get one.
         """
-        self._add(self._session_end)
+        *_, success = summaries.hparams({}, {})  # type: ignore[no-untyped-call]
+        self._add(success)
 
     def layout(self, metrics: Iterable[str] = ()) -> None:
         """Lay out the custom-scalars page: what belongs together in one chart.
@@ -152,8 +147,7 @@ class Tracker:
         Args:
             metrics: names of the validation metrics, e.g. `accuracy`.
         """
-        with self._unwritable():
-            self._writer.add_custom_scalars(_charts(metrics))
+        self._add(summaries.custom_scalars(_charts(metrics)))  # type: ignore[no-untyped-call]
 
     def flush(self) -> None:
         """Wait until all that was logged is in the file. Call it before a checkpoint."""
@@ -232,10 +226,7 @@ def _charts(metrics: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
             "learning rate": lines(Tag.LR),
             "samples per second": lines(Tag.SAMPLES_PER_SECOND),
         },
-        "loss scaling": {
-            "scale": lines(Tag.SCALE),
-            "skipped steps": lines(Tag.SKIPPED_TOTAL),
-        },
+        "loss scaling": {"scale": lines(Tag.SCALE), "skipped steps": lines(Tag.SKIPPED_TOTAL)},
         "gradients": {"norm and amax": lines(Tag.GRAD_NORM, Tag.GRAD_AMAX)},
     }
 

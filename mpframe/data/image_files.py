@@ -5,6 +5,7 @@ have started external programs. A symbolic link may point within the tree and no
 picture that claims an absurd size is refused from its header.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +45,9 @@ def list_images(root: Path, split: str, limit_per_class: int | None) -> Listing:
         limit_per_class: take the first so many of each class; None takes all.
 
     Raises:
-        DataError: a class without images, or a link that leaves `root`.
+        DataError: a class without images, a link that leaves `root`, or an unreadable folder.
     """
+    _require_inside(root, root / split)
     folders = [path for path in _entries(root, root / split) if path.is_dir()]
     paths: list[str] = []
     counts = []
@@ -90,11 +92,19 @@ def decode(path: str, channels: int, side: int) -> Tensor:
 
 def _entries(root: Path, folder: Path) -> list[Path]:
     """What `folder` holds, sorted by name, hidden names left out."""
-    entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    try:
+        entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be listed ({error.strerror})") from error
     for path in entries:
-        if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
-            raise DataError(f"{path}: a link that leaves {root}; put the files themselves there")
+        _require_inside(root, path)
     return entries
+
+
+def _require_inside(root: Path, path: Path) -> None:
+    # realpath and not resolve, which fails on a link to itself.
+    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root.resolve()):
+        raise DataError(f"{path}: a link that leaves {root}; put the files themselves there")
 
 
 def _is_image(path: Path) -> bool:

@@ -55,7 +55,8 @@ class AdaptiveScaler(Scaler, ABC):
         self._min = number("min_scale", min_scale, SCALES)
         self._max = number("max_scale", max_scale, SCALES)
         if self._min > self._max:
-            raise refused("min_scale", min_scale, f"at most max_scale, which is {self._max:g}")
+            allowed = f"at most max_scale, which is {self._max:.10g}"
+            raise refused("min_scale", min_scale, allowed, "lower it, or raise max_scale")
         self._default = min(max(DEFAULT_SCALE, self._min), self._max)
         probing = isinstance(init_scale, str) and init_scale == PROBE
         first = self._default if probing else self._within_bounds(init_scale)
@@ -79,7 +80,7 @@ class AdaptiveScaler(Scaler, ABC):
         bounds = Interval(self._min, self._max)
         if not is_number(init_scale) or float(init_scale) not in bounds:
             allowed = f'"{PROBE}" or a number in [min_scale, max_scale], which is {bounds}'
-            raise refused("init_scale", init_scale, allowed)
+            raise refused("init_scale", init_scale, allowed, "set it, or move the bounds")
         return float(init_scale)
 
     @abstractmethod

@@ -38,6 +38,8 @@ class Backoff(AdaptiveScaler):
         ConfigError: an argument is out of its range.
     """
 
+    kind = "Backoff"
+
     def __init__(
         self,
         init_scale: InitScale = DEFAULT_SCALE,

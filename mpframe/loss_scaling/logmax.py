@@ -3,7 +3,7 @@
 Let a be the largest |unscaled gradient| of a step, s = 2^e the scale, T = log2 of the half format's
 largest number. All that matters is where the scaled gradients lie, in octaves:
 
-    x = log2(s a)                               an overflow: x = max(T + 1, μ), see below
+    x = log2(s a)                               on overflow x = max(T + 1, μ + σ)
     r = x - μ                                   the surprise, around the mean in use
     σ² <- σ² + max(1/(n+ν), 1-β₂) (r² - σ²)     σ₀² at the first observation
     μ  <- μ  + max(1/(n+1), 1-β₁) r
@@ -24,7 +24,7 @@ Why it is so:
   the errors that μ really made, so it covers a lagging mean; ν observations of σ₀ octaves stand in
   for it at first and fade, for nothing can be said about a spread from a handful of samples.
 - An overflow is a censored observation: all it says is that the gradient was above what s could
-  hold. It counts as one octave above that, or as the mean where the mean is higher already.
+  hold. It counts as one octave above that; as no less than μ + σ, so that it never lowers either.
 - One overflow must not be paid for long, many in a row must end soon: the retreats fall by 1, 2,
   4, 8 octaves and are taken back in the reverse order.
 - `RESTART_AFTER` observations in a row beyond `SURPRISE` σ on the same side are another level, not
@@ -72,6 +72,8 @@ class LogMax(AdaptiveScaler):
     Raises:
         ConfigError: an argument is out of its range.
     """
+
+    kind = "LogMax"
 
     def __init__(
         self,
@@ -133,7 +135,8 @@ class LogMax(AdaptiveScaler):
     def _octave(self, amax: Tensor, overflow: Tensor) -> Tensor:
         """x: where the largest scaled gradient lies, or at least lies after an overflow."""
         held = torch.log2(amax.double() * self.scale)  # float64, where no product overflows
-        return torch.where(overflow, self._state["mean"].clamp(min=self._top + 1), held)
+        censored = (self._state["mean"] + self.log2_std).clamp(min=self._top + 1)
+        return torch.where(overflow, censored, held)
 
     def _streaks(self, surprise: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
         """How many observations in a row, this one included, were surprisingly high, or low."""

@@ -10,6 +10,7 @@ import torch
 from mpframe.errors import ConfigError
 
 HALF_FORMATS = (torch.float16, torch.bfloat16)
+COUNT_MAX = 2**31 - 1  # steps; far beyond any run, and safe in every integer format
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Interval:
 
     def __str__(self) -> str:
         left, right = "(["[not self.low_open], ")]"[not self.high_open]
-        return f"{left}{self.low:g}, {self.high:g}{right}"
+        return f"{left}{self.low:.10g}, {self.high:.10g}{right}"
 
 
 _FP32 = torch.finfo(torch.float32)
@@ -36,11 +37,12 @@ SCALES = Interval(_FP32.tiny, _FP32.max)
 """What a loss scale may be: a normal, finite float32. A subnormal one may be flushed to zero."""
 
 
-def refused(argument: str, value: object, allowed: str) -> ConfigError:
+def refused(
+    argument: str, value: object, allowed: str, way_out: str = "leave it out for the default"
+) -> ConfigError:
     """The error for a `value` that is not `allowed`."""
     return ConfigError(
-        f"loss_scaling.{argument}={value!r} is not allowed: it must be {allowed}; "
-        "leave it out for the default"
+        f"loss_scaling.{argument}={value!r} is not allowed: it must be {allowed}; {way_out}"
     )
 
 
@@ -57,9 +59,9 @@ def number(argument: str, value: object, interval: Interval) -> float:
 
 
 def count(argument: str, value: object) -> int:
-    """`value`, if it is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise refused(argument, value, "a whole number of at least 1")
+    """`value`, if it is a whole number from 1 to COUNT_MAX."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= COUNT_MAX:
+        raise refused(argument, value, f"a whole number from 1 to {COUNT_MAX}")
     return value
 
 
@@ -74,6 +76,5 @@ def whole_octaves(argument: str, scale: float) -> int:
     """e, if `scale` is 2^e."""
     mantissa, exponent = math.frexp(scale)
     if mantissa != 0.5:
-        below, above = 2.0 ** (exponent - 1), 2.0**exponent
-        raise refused(argument, scale, f"a power of two, for example {below:g} or {above:g}")
+        raise refused(argument, scale, "a power of two", f"use 2**{exponent - 1} or 2**{exponent}")
     return exponent - 1

@@ -1,7 +1,7 @@
 """What every scaler is: a few named 0-d tensors on one device, saved and loaded by name."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ class Scaler:
     Args:
         state: the 0-d tensors that decide the scaler's future; `scale` (float32) is one of them.
     """
+
+    kind: ClassVar[str]
+    """What `loss_scaling=` calls it; saved states carry it."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self._state = state
@@ -40,7 +43,7 @@ class Scaler:
     def state_dict(self) -> dict[str, Any]:
         """The kind of scaler, whether it still waits for a probe, and a copy of every tensor."""
         tensors = {name: tensor.clone() for name, tensor in self._state.items()}
-        return {"kind": type(self).__name__, "wants_probe": self._wants_probe, **tensors}
+        return {"kind": self.kind, "wants_probe": self._wants_probe, **tensors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state` bit for bit, on the device this scaler is on.
@@ -51,10 +54,10 @@ class Scaler:
             CheckpointError: `state` was made by another kind of scaler, or an entry is missing,
                 of another type or shape, or not finite.
         """
-        mine, saved = type(self).__name__, state.get("kind")
-        if saved != mine:
+        saved = state.get("kind")
+        if saved != self.kind:
             raise CheckpointError(
-                f"loss_scaling={mine} cannot continue the saved state of {saved}: "
+                f"loss_scaling={self.kind} cannot continue the saved state of {saved}: "
                 f"use loss_scaling={saved}, or start a new run from the saved weights"
             )
         loaded = {name: _like(own, name, state.get(name)) for name, own in self._state.items()}

@@ -23,8 +23,11 @@ class Static(Scaler):
         ConfigError: `scale` is out of its range.
     """
 
+    kind = "static"
+
     def __init__(self, scale: float = 1.0) -> None:
-        super().__init__({"scale": torch.tensor(number("scale", scale, SCALES))})
+        first = number("scale", scale, SCALES)
+        super().__init__({"scale": torch.tensor(first, dtype=torch.float32)})
 
     def update(self, amax: Tensor) -> None:
         """Nothing to learn from `amax`."""

@@ -13,10 +13,10 @@ runs in the formats of the forward pass.
 
 What is never cast: integers, booleans, complex, float64 and float8 tensors, and the floating
 tensors beside a float64 or complex one; ops given an explicit `dtype=`; in-place and `out=` forms,
-whose result keeps the format of its tensor.
+whose result keeps the format of its tensor; running statistics, which the op writes into.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,16 +25,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mpframe.precision.emulation import half_values, rounded
-from mpframe.precision.opening import open_function
-from mpframe.precision.policy import Compute, Policy
+from mpframe.precision.op_lists import PINS, WITH_STATISTICS
+from mpframe.precision.opening import OPENED, open_function
+from mpframe.precision.policy import CASTABLE, Compute, Policy
+from mpframe.precision.spellings import is_in_place, op_name
 from mpframe.precision.tree import map_tensors, tensors_in
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Plan = Callable[[Any, Args, Kwargs], Any]
 
-CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
-_BEYOND = frozenset({torch.float64, torch.complex32, torch.complex64, torch.complex128})
+_NARROW = CASTABLE - {torch.float32}
+# None stands for a format that the caller asks for, with `dtype=` or `out=`.
+_HANDS_OFF = frozenset({None, torch.float64, torch.complex32, torch.complex64, torch.complex128})
 
 
 class CastMode(TorchFunctionMode):
@@ -42,85 +45,145 @@ class CastMode(TorchFunctionMode):
 
     Args:
         policy: what decides.
-        device: where the model computes; decides whether half is emulated.
+
+    Attributes:
+        awake: True in its block, except inside the block of another policy.
     """
 
-    def __init__(self, policy: Policy, device: torch.device) -> None:
+    def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.policy = policy
-        self.half = policy.half_dtype
-        self.emulating = policy.emulates(device)
-        self.pin: str | None = None
-        self._weights: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
-        self._plans: dict[tuple[Any, str | None], Plan] = {}
+        self.awake = False
+        self._half = policy.half_dtype
+        self._emulates = policy.emulates(torch.device("cpu"))
+        self._to_half = CASTABLE if self._emulates else CASTABLE - {self._half}
+        self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor]] = {}
+        self._pins: list[tuple[str, str]] = []  # (module, pin), the innermost last
+        self._pin: str | None = None
+        self._plans: dict[str | None, dict[Any, Plan]] = {None: {}, **{pin: {} for pin in PINS}}
+        self._named_plans: dict[str, Plan] = {
+            "as is": _run_as_is,
+            "half": self._run_half,
+            "fp32": _run_fp32,
+            "widest": _run_widest,
+            "half data": _on_data_only(self._run_half),
+            "fp32 data": _on_data_only(_run_fp32),
+        }
 
     def __torch_function__(
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        plan = self._plans.get((func, self.pin))
+        kwargs = kwargs or {}
+        if not self.awake:
+            return func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._plan(self._plan_name(func, self._pin))(func, args, kwargs)
+        plans = self._plans[self._pin]
+        plan = plans.get(func)
         if plan is None:
-            plan = self._plans[func, self.pin] = self._plan(func)
-        return plan(func, args, kwargs or {})
+            plan = plans[func] = self._plan(self._plan_name(func, self._pin))
+        return plan(func, args, kwargs)
 
     @contextmanager
-    def pinned(self, pin: str) -> Iterator[None]:
-        """Every op in the block runs as in a module pinned to `pin` (`fp32` or `half`)."""
-        outer, self.pin = self.pin, pin
+    def opened(self) -> Iterator[None]:
+        """A block in which ops are cast; at its end the casts of weights are forgotten."""
+        outer_pins = self._pins
+        self.awake, self._pins, self._pin = True, [], None
         try:
-            yield
+            with self:
+                yield
         finally:
-            self.pin = outer
+            self.awake, self._pins, self._pin = False, outer_pins, _innermost(outer_pins)
+            self._kept_weights.clear()
 
-    def forget_weights(self) -> None:
-        """Drop the kept casts of weights; a cast must never be older than its weight."""
-        self._weights.clear()
+    def enter(self, module: str, pin: str) -> None:
+        """Run every op as in a module pinned to `pin`, until `leave(module)`."""
+        self._pins.append((module, pin))
+        self._pin = pin
 
-    def _plan(self, func: Any) -> Plan:
-        """How calls of `func` are run under the present pin; asked once for each function."""
-        name = getattr(func, "__name__", "")
-        in_place = name.endswith("_")
-        compute = Compute.PYTORCH if in_place else self.policy.compute_of(name, self.pin)
-        if compute is Compute.HALF:
-            return self._run_emulated if self.emulating else self._run_half
-        if compute is Compute.FP32:
-            return _run_fp32
+    def leave(self, module: str) -> bool:
+        """End what `enter(module, ...)` began, and whatever inside it an exception left open.
+
+        Returns:
+            False where the module was not entered: nothing is done.
+        """
+        if all(name != module for name, _ in self._pins):
+            return False
+        while self._pins.pop()[0] != module:
+            pass
+        self._pin = _innermost(self._pins)
+        return True
+
+    def _plan_name(self, func: Any, pin: str | None) -> str:
+        """How calls of `func` are run under `pin`: a named plan, or the function to open."""
+        name = op_name(func)
+        compute = Compute.PYTORCH if is_in_place(func) else self.policy.compute_of(name, pin)
+        if compute is Compute.PYTORCH:
+            return open_function(func) or "as is"
         if compute is Compute.WIDEST:
-            return _run_widest
-        opened = open_function(func)
-        return self._opened(opened) if opened else _run_as_is
+            return "widest"
+        plan = "fp32" if compute is Compute.FP32 else "half"
+        return f"{plan} data" if name in WITH_STATISTICS else plan
 
-    def _run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if _hands_off(args, kwargs):
-            return func(*args, **kwargs)
-        return func(*map_tensors(self._as_half, args), **map_tensors(self._as_half, kwargs))
+    # A compiler takes the name as given and traces the plan. The mark is all that
+    # `torch.compiler.assume_constant_result` sets; calling that imports the compiler, for seconds.
+    _plan_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def _run_emulated(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if _hands_off(args, kwargs):
-            return func(*args, **kwargs)
-        result = func(*map_tensors(self._as_half, args), **map_tensors(self._as_half, kwargs))
-        return map_tensors(lambda tensor: rounded(tensor, self.half), result)
+    def _plan(self, name: str) -> Plan:
+        return self._named_plans.get(name) or self._open_plan(name)
 
-    def _opened(self, opened: Any) -> Plan:
+    def _open_plan(self, name: str) -> Plan:
         def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
             with self:
-                return opened(*args, **kwargs)
+                return getattr(OPENED, name)(*args, **kwargs)
 
         return run
 
-    def _as_half(self, tensor: Tensor) -> Tensor:
-        """`tensor` as the half op wants it; a weight's cast is made once and kept for the block."""
-        if tensor.dtype not in CASTABLE:
-            return tensor
-        if not (tensor.is_leaf and tensor.requires_grad):
-            return self._cast(tensor)
-        key = (id(tensor), torch.is_grad_enabled())
-        if key not in self._weights:
-            # The weight is kept beside its cast: an id is only unique while its object lives.
-            self._weights[key] = (tensor, self._cast(tensor))
-        return self._weights[key][1]
+    def _run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        formats = formats_of(args, kwargs)
+        if formats.isdisjoint(self._to_half) or not formats.isdisjoint(_HANDS_OFF):
+            return func(*args, **kwargs)
+        result = func(*map_tensors(self._as_half, args), **map_tensors(self._as_half, kwargs))
+        return map_tensors(self._round, result) if self._emulates else result
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return half_values(tensor, self.half) if self.emulating else tensor.to(self.half)
+    def _as_half(self, tensor: Tensor) -> Tensor:
+        """`tensor` as a half op wants it; a weight's cast is made once and kept for the block."""
+        if tensor.dtype not in self._to_half:
+            return tensor
+        if torch.compiler.is_compiling() or not _is_weight(tensor):
+            return self._halved(tensor)
+        # Not one cast for both: what is made without a graph has no gradient.
+        key = (id(tensor), torch.is_grad_enabled())
+        kept = self._kept_weights.get(key)
+        if kept is None or kept[1] != tensor._version:
+            # The weight is kept beside its cast: an id is only unique while its object lives.
+            kept = (tensor, tensor._version, self._halved(tensor))
+            self._kept_weights[key] = kept
+        return kept[2]
+
+    def _halved(self, tensor: Tensor) -> Tensor:
+        emulated = self._emulates and tensor.device.type == "cpu"
+        return half_values(tensor, self._half) if emulated else tensor.to(self._half)
+
+    def _round(self, tensor: Tensor) -> Tensor:
+        return rounded(tensor, self._half) if tensor.device.type == "cpu" else tensor
+
+
+def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
+    """The formats of the tensors of a call; None among them where the caller fixes the result's."""
+    found: set[torch.dtype | None] = set()
+    for value in args:
+        if isinstance(value, Tensor):
+            found.add(value.dtype)
+        elif isinstance(value, (tuple, list)):
+            found |= formats_of(value, {})
+        elif isinstance(value, torch.dtype):
+            found.add(None)
+    if kwargs:
+        found |= formats_of(kwargs.values(), {})
+        if kwargs.get("out") is not None:
+            found.add(None)
+    return found
 
 
 def _run_as_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -128,9 +191,10 @@ def _run_as_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _run_fp32(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    if _hands_off(args, kwargs):
+    formats = formats_of(args, kwargs)
+    if formats.isdisjoint(_NARROW) or not formats.isdisjoint(_HANDS_OFF):
         return func(*args, **kwargs)
-    return func(*map_tensors(_widen, args), **map_tensors(_widen, kwargs))
+    return func(*map_tensors(widened, args), **map_tensors(widened, kwargs))
 
 
 def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -138,18 +202,34 @@ def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
     A 0-d tensor does not count, as in PyTorch's promotion: it is a number, not an operand.
     """
-    formats = {t.dtype for t in tensors_in((args, kwargs)) if t.dim() and t.dtype in CASTABLE}
-    return (_run_fp32 if len(formats) > 1 else _run_as_is)(func, args, kwargs)
+    if len(formats_of(args, kwargs)) < 2:
+        return func(*args, **kwargs)
+    operands = (tensor for tensor in tensors_in((args, kwargs)) if tensor.dim())
+    if len(CASTABLE & {tensor.dtype for tensor in operands}) < 2:
+        return func(*args, **kwargs)
+    return _run_fp32(func, args, kwargs)
 
 
-def _widen(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in CASTABLE else tensor
+def _on_data_only(plan: Plan) -> Plan:
+    """`plan` for the first argument alone: the op writes its statistics into the others."""
+
+    def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if not args:
+            kwargs = dict(kwargs)
+            args = (kwargs.pop("input"),)
+        return plan(lambda data: func(data, *args[1:], **kwargs), args[:1], {})
+
+    return run
 
 
-def _hands_off(args: Args, kwargs: Kwargs) -> bool:
-    """True where the caller has fixed the format of the result."""
-    if kwargs.get("out") is not None or kwargs.get("dtype") is not None:
-        return True
-    if any(isinstance(value, torch.dtype) for value in args):
-        return True
-    return any(tensor.dtype in _BEYOND for tensor in tensors_in((args, kwargs)))
+def widened(tensor: Tensor) -> Tensor:
+    """Half to fp32; other formats as they are."""
+    return tensor.float() if tensor.dtype in _NARROW else tensor
+
+
+def _innermost(pins: list[tuple[str, str]]) -> str | None:
+    return pins[-1][1] if pins else None
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    return tensor.is_leaf and tensor.requires_grad and not tensor.is_inference()

@@ -1,9 +1,11 @@
 """The dtype map of a model: each module's storage format, compute format, and why.
 
-The map is the policy made visible, and also what storage goes by: `Precision.prepare` stores each
-weight in the format its row says, so the table that is printed cannot differ from what is done.
+The map is the policy made visible. Its storage formats come from where `Precision.prepare` takes
+them (storage.py), and its compute formats from where each op's plan does (policy.py), so the table
+that is printed cannot differ from what is done.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from mpframe.precision.module_ops import op_of
 from mpframe.precision.policy import Compute, Policy
+from mpframe.precision.storage import formats_of
 
 _HEAD = ("module", "type", "weights", "computes in", "why")
 
@@ -22,7 +25,8 @@ class Row:
     Attributes:
         module: qualified name; empty for the model itself.
         kind: class name.
-        storage: format of the module's own floating parameters; None where it has none.
+        storage: format of the module's own parameters, the widest where they differ; None where
+            it has none.
         compute: format the module's op computes in, in words; `-` where it runs no op of its own.
         why: the list or the pin that decides.
     """
@@ -36,24 +40,9 @@ class Row:
 
 def dtype_map(model: nn.Module, policy: Policy) -> list[Row]:
     """A row for every module that holds parameters or runs an op, in the model's order."""
-    rows = [_row(name, module, policy) for name, module in model.named_modules()]
+    formats = formats_of(model, policy)
+    rows = [_row(name, module, policy, formats) for name, module in model.named_modules()]
     return [row for row in rows if row.storage is not None or row.compute != "-"]
-
-
-def storage_of(name: str, module: nn.Module, policy: Policy) -> torch.dtype:
-    """The format in which the floating parameters of `module` are stored.
-
-    Half where the mode is mixed and the module is pinned to half, its op is in `allow`, or there
-    are no lists at all; fp32 otherwise.
-    """
-    if policy.mode != "mixed":
-        return torch.float32
-    pin = policy.pin_of(name)
-    op = op_of(module)
-    half = policy.ops.empty or (op is not None and policy.ops.list_of(op) == "allow")
-    if pin is not None:
-        half = pin[1] == "half"
-    return policy.half_dtype if half else torch.float32
 
 
 def as_table(rows: list[Row]) -> str:
@@ -71,9 +60,11 @@ def as_table(rows: list[Row]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _row(name: str, module: nn.Module, policy: Policy) -> Row:
-    own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
-    storage = storage_of(name, module, policy) if own else None
+def _row(
+    name: str, module: nn.Module, policy: Policy, formats: Mapping[nn.Parameter, torch.dtype]
+) -> Row:
+    own = {formats[parameter] for parameter in module.parameters(recurse=False)}
+    storage = max(own, key=lambda dtype: dtype.itemsize, default=None)
     compute, why = _compute_and_why(name, op_of(module), policy)
     return Row(name, type(module).__name__, storage, compute, why)
 

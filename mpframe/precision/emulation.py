@@ -13,15 +13,51 @@ It runs at about the speed of fp32; torch's own float16 kernels on a CPU are 40 
 slower than that.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
 def half_values(tensor: Tensor, half: torch.dtype) -> Tensor:
     """The values of `tensor` rounded to `half`, as float32 (any shape, kept)."""
-    return tensor.to(half).to(torch.float32)
+    return _convert(_convert(tensor, half), torch.float32)
 
 
 def rounded(tensor: Tensor, half: torch.dtype) -> Tensor:
     """A float32 result rounded once to `half`; other formats are returned as they are."""
-    return tensor.to(half) if tensor.dtype == torch.float32 else tensor
+    return _convert(tensor, half) if tensor.dtype == torch.float32 else tensor
+
+
+def _convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype == dtype:
+        return tensor
+    if torch.compiler.is_compiling():
+        return _opaque_convert(tensor, dtype)  # type: ignore[no-any-return]
+    return tensor.to(dtype)
+
+
+@torch.library.custom_op("mpframe::convert", mutates_args=())
+def _opaque_convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, closed to the compiler.
+
+    Inductor drops a pair of casts to half and back, because the result without it is more exact.
+    The rounding is the very thing that is emulated.
+    """
+    return tensor.to(dtype)
+
+
+@_opaque_convert.register_fake
+def _(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(tensor, dtype=dtype)
+
+
+def _remember_format(ctx: Any, inputs: tuple[Tensor, torch.dtype], output: Tensor) -> None:
+    ctx.dtype = inputs[0].dtype
+
+
+def _convert_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return _convert(gradient, ctx.dtype), None
+
+
+_opaque_convert.register_autograd(_convert_gradient, setup_context=_remember_format)

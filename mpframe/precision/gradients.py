@@ -5,7 +5,11 @@ measure, before anything is clipped:
 
     amax = max |g|         inf or nan says that the step overflowed
     norm = sqrt(sum g^2)   over all parameters
+
+`values` below are the dense tensors of gradients; torch's multi-tensor kernels take them whole.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -20,9 +24,9 @@ def to_fp32(gradient: Tensor) -> Tensor:
     return widened.coalesce() if widened.is_sparse else widened
 
 
-def values_of(gradients: list[Tensor]) -> list[Tensor]:
+def values_of(gradients: Iterable[Tensor]) -> list[Tensor]:
     """The dense values of each gradient, sharing its memory; empty ones are left out."""
-    values = [g.values() if g.is_sparse else g for g in gradients]
+    values = (gradient.values() if gradient.is_sparse else gradient for gradient in gradients)
     return [value for value in values if value.numel()]
 
 
@@ -36,7 +40,14 @@ def amax_of(values: list[Tensor], device: torch.device) -> Tensor:
     """The largest magnitude as 0-d fp32: inf or nan where any is; 0 where there is no value."""
     if not values:
         return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(values, float("inf"))).max().float()
+    return torch.stack(torch._foreach_norm(values, torch.inf)).max().float()
+
+
+def norm_of(values: list[Tensor], device: torch.device) -> Tensor:
+    """The global 2-norm as 0-d fp32, by the rule of torch's clipping; 0 where there is no value."""
+    if not values:
+        return torch.zeros((), device=device)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values))).float()
 
 
 def clip(values: list[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -47,10 +58,3 @@ def clip(values: list[Tensor], norm: Tensor, max_norm: float) -> None:
     if values:
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(values, coefficient.to(values[0].device))
-
-
-def norm_of(values: list[Tensor], device: torch.device) -> Tensor:
-    """The global 2-norm as 0-d fp32, by torch's own rule; 0 where there is no value."""
-    if not values:
-        return torch.zeros((), device=device)
-    return torch.nn.utils.get_total_norm(values).float()

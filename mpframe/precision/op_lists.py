@@ -13,29 +13,21 @@ Names are PyTorch's, and one name stands for every spelling: `matmul` is also `t
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, cast
 
-import torch
 from omegaconf import OmegaConf
-from torch.overrides import get_overridable_functions
 
 from mpframe.errors import ConfigError, nearest
 from mpframe.locations import CONF
+from mpframe.precision.spellings import canonical, known_ops
 
 LISTS = ("allow", "deny", "infer")
 PINS = ("fp32", "half")
-
-
-@cache
-def known_ops() -> frozenset[str]:
-    """The names of every function PyTorch lets us intercept, one name for all spellings."""
-    functions = (f for group in get_overridable_functions().values() for f in group)
-    named = {getattr(function, "__name__", "") for function in functions}
-    builtin = {*dir(torch._C._VariableFunctions), *dir(torch._C._nn)}
-    return frozenset(name for name in named | builtin if name and not name.startswith("__"))
+# Ops that write running statistics into their arguments: only their data is ever cast, and their
+# weights stay beside the statistics in fp32.
+WITH_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
 
 
 @dataclass(frozen=True)
@@ -59,8 +51,8 @@ class OpLists:
 
     def __post_init__(self) -> None:
         for name in LISTS:
-            object.__setattr__(self, name, frozenset(getattr(self, name)))
             _refuse_unknown(f"ops.{name}", getattr(self, name))
+            object.__setattr__(self, name, frozenset(map(canonical, getattr(self, name))))
         _refuse_overlap(self)
         _refuse_bad_pins(self.modules)
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
@@ -93,17 +85,17 @@ class OpLists:
                 raise ConfigError(
                     f"ops.move.{op}={destination}: choose allow, deny, infer or none (= no list)"
                 )
-        kept = {name: getattr(self, name) - move.keys() for name in LISTS}
-        return replace(
-            self,
-            **{
-                name: ops | {op for op, to in move.items() if to == name}
-                for name, ops in kept.items()
-            },
-        )
+        target = {canonical(op): destination for op, destination in move.items()}
+        moved = {
+            name: getattr(self, name) - target.keys()
+            | {op for op, to in target.items() if to == name}
+            for name in LISTS
+        }
+        return replace(self, **moved)
 
     def list_of(self, op: str) -> str:
-        """The list that holds `op`: `allow`, `deny`, `infer`, or `none`."""
+        """The list that holds `op`, in any spelling: `allow`, `deny`, `infer`, or `none`."""
+        op = canonical(op)
         return next((name for name in LISTS if op in getattr(self, name)), "none")
 
     @property

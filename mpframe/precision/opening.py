@@ -7,30 +7,42 @@ the same code with that question answered "no": it runs its body, and the calls 
 intercepted in their turn.
 """
 
+import re
 import sys
 import types
 from functools import cache
 from typing import Any
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+# Opened functions by key. Attributes and not a dict: a compiler reads a dict once, before the
+# functions it meets later are opened.
+OPENED = types.SimpleNamespace()
 
 
-def open_function(function: Any) -> types.FunctionType | None:
-    """A form of a Python function of torch whose inner calls are intercepted, if there is one.
+@cache
+def open_function(function: Any) -> str | None:
+    """Open a Python function of torch, so that its inner calls are intercepted.
 
-    C functions and functions of users have none (None): they are run as they are.
+    Returns:
+        The name of the opened function in `OPENED`. None for C functions and functions of users,
+        which cannot be opened: they are run as they are.
     """
     inner = getattr(function, "__wrapped__", None)
     if isinstance(inner, types.FunctionType) and inner.__module__ == "torch._tensor":
-        return inner  # `1 / x`, `2 ** x`: a decorator asks, the body inside does not.
-    if not isinstance(function, types.FunctionType) or not _asks(function):
+        opened = inner  # `1 / x`, `2 ** x`: a decorator asks, the body inside does not.
+    elif isinstance(function, types.FunctionType) and _asks(function):
+        opened = _copy_with_answer(function)
+    else:
         return None
+    key = re.sub(r"\W", "_", f"{function.__module__}_{function.__qualname__}")
+    setattr(OPENED, key, opened)
+    return key
+
+
+def _copy_with_answer(function: types.FunctionType) -> types.FunctionType:
+    names = _answered(function.__module__)
     opened = types.FunctionType(
-        function.__code__,
-        _answered(function.__module__),
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
     opened.__kwdefaults__ = function.__kwdefaults__
     return opened
@@ -45,8 +57,14 @@ def _asks(function: types.FunctionType) -> bool:
 
 @cache
 def _answered(module: str) -> dict[str, Any]:
-    """The globals of `module` with every question answered "no"."""
-    return {**vars(sys.modules[module]), **dict.fromkeys(_QUESTIONS, _no)}
+    """The globals of `module` with every question answered "no".
+
+    Without `__name__`: torch.compile would look the names up in the module it names, and find the
+    questions as they were.
+    """
+    names = {**vars(sys.modules[module]), **dict.fromkeys(_QUESTIONS, _no)}
+    del names["__name__"]
+    return names
 
 
 def _no(*_: Any) -> bool:

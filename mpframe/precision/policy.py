@@ -22,6 +22,7 @@ from mpframe.precision.op_lists import OpLists
 MODES = ("fp32", "mixed", "amp")
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 COMPUTES = ("auto", "native", "emulated")
+CASTABLE = frozenset({torch.float32, *HALVES.values()})  # No other format is ever cast.
 
 
 class Compute(Enum):
@@ -89,16 +90,18 @@ class Policy:
     def pin_of(self, module: str) -> tuple[str, str] | None:
         """The pattern and the format that pin a module by its qualified name, or None.
 
-        A pattern matches a module or anything that contains it; the last matching entry wins.
+        The last matching entry wins.
         """
+        pins = self.ops.modules.items()
+        matching = [(pattern, pin) for pattern, pin in pins if self.matches(pattern, module)]
+        return matching[-1] if matching else None
+
+    @staticmethod
+    def matches(pattern: str, module: str) -> bool:
+        """True where `pattern` names the module or one that contains it."""
         parts = module.split(".")
-        owners = [".".join(parts[: end + 1]) for end in range(len(parts))]
-        matches = [
-            (pattern, pin)
-            for pattern, pin in self.ops.modules.items()
-            if any(fnmatch.fnmatchcase(owner, pattern) for owner in owners)
-        ]
-        return matches[-1] if matches else None
+        owners = (".".join(parts[: end + 1]) for end in range(len(parts)))
+        return any(fnmatch.fnmatchcase(owner, pattern) for owner in owners)
 
     def emulates(self, device: torch.device) -> bool:
         """True where half ops on `device` compute in fp32 with one rounding of the result.
@@ -118,8 +121,7 @@ def has_native_half(half: str) -> bool:
     """True where this CPU multiplies `half` matrices with instructions of its own."""
     if half == "float16":
         return False
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    return bool(supported())
+    return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def _refuse_unless(

@@ -10,19 +10,21 @@ the ops of its block by the lists. The deciding is in policy.py, the casting in 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import _get_current_function_mode_stack
 
-from mpframe.errors import ConfigError
-from mpframe.precision.cast import CASTABLE, CastMode
-from mpframe.precision.dtype_map import Row, dtype_map, storage_of
+from mpframe.precision.cast import CastMode
+from mpframe.precision.dtype_map import Row, dtype_map
 from mpframe.precision.master_weights import MasterWeights
 from mpframe.precision.op_lists import OpLists
+from mpframe.precision.pins import cast_to, pin_modules, refuse_idle_pins
 from mpframe.precision.policy import Policy
+from mpframe.precision.storage import store
 from mpframe.precision.tree import map_tensors
 
 
@@ -51,14 +53,19 @@ class Precision:
     ) -> None:
         self.policy = Policy(mode, half, OpLists.named() if ops is None else ops, compute)
         self.master_weights = master_weights
-        self._mode: CastMode | None = None
-        self._device = torch.device("cpu")
+        self._mode = CastMode(self.policy) if self.policy.casts else None
+        self._hooked: WeakSet[nn.Module] = WeakSet()
+        self._unclaimed: dict[Tensor, Tensor] = {}
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, MasterWeights]:
         """Store the weights as the mode says and wrap the optimizer; both are changed in place.
 
+        For a model with two optimizers call it twice: fp32 values that the first did not take
+        are kept for the second, and for groups added later.
+
         Args:
-            model: on its device, in fp32, before the first step.
+            model: on its device, in fp32, before the first step. A weight that is half on arrival
+                has lost its fp32 value already; its master starts from the half value.
             optimizer: over the model's parameters.
 
         Returns:
@@ -67,116 +74,81 @@ class Precision:
         Raises:
             ConfigError: a parameter is complex, or a pin names no module.
         """
-        _refuse_complex(model)
-        self._refuse_idle_pins(model)
-        masters = self._store(model)
-        self._device = next((p.device for p in model.parameters()), self._device)
-        self._mode = CastMode(self.policy, self._device)
-        self._pin_modules(model)
-        if self.policy.mode == "mixed" and self.policy.ops.empty:
-            model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
-        return model, MasterWeights(optimizer, masters, keep_masters=self.master_weights)
+        refuse_idle_pins(model, self.policy)
+        self._unclaimed |= store(model, self.policy)
+        self._hook(model)
+        masters = MasterWeights(optimizer, self._unclaimed, keep_masters=self.master_weights)
+        for parameter in [p for p in self._unclaimed if not p.requires_grad]:
+            del self._unclaimed[parameter]  # Frozen and never optimized: half is all it needs.
+        return model, masters
 
     @contextmanager
     def cast(self) -> Iterator[None]:
-        """Run the ops of the block by the lists; one weight is cast at most once in it."""
-        if not self.policy.casts:
+        """Run the ops of the block by the lists; one weight is cast at most once in it.
+
+        Blocks nest: the innermost decides, also where it is an fp32 one, which casts nothing.
+        """
+        mode = self._mode
+        if mode is not None and mode.awake:
             yield
             return
-        mode = self._mode = self._mode or CastMode(self.policy, self._device)
+        active = _get_current_function_mode_stack()
+        outer = [m for m in active if isinstance(m, CastMode) and m.awake]
+        _set_awake(outer, False)
         try:
-            with mode:
+            with nullcontext() if mode is None else mode.opened():
                 yield
         finally:
-            mode.forget_weights()
+            _set_awake(outer, True)
+
+    def recompute(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """The `context_fn` of activation checkpointing: recomputes forward passes under the cast.
+
+        checkpoint(block, x, use_reentrant=False, context_fn=precision.recompute)
+        """
+        return nullcontext(), self.cast()
 
     def dtype_map(self, model: nn.Module) -> list[Row]:
         """Every module's storage and compute format and what decides them."""
         return dtype_map(model, self.policy)
 
+    def warnings(self) -> list[str]:
+        """What the chosen rung of the precision ladder costs, a line each; empty for a full one."""
+        mode, half = self.policy.mode, self.policy.half
+        lines = []
+        if not self.master_weights:
+            lines.append(
+                f"dtype.master_weights=false: the optimizer works on {half} weights and keeps its "
+                "state in them; updates below half a unit in a weight's last place are lost"
+                if mode == "mixed"
+                else f"dtype.master_weights=false changes nothing with dtype={mode}, whose weights "
+                "are fp32"
+            )
+        if self.policy.ops.empty and mode != "fp32":
+            lines.append(
+                f"ops=none: norms, softmax, reductions and losses run in {half} too, where sums "
+                "lose small terms and squares leave the range"
+                if mode == "mixed"
+                else "ops=none casts nothing with dtype=amp: the run is an fp32 run"
+            )
+        return lines
+
     def __str__(self) -> str:
         return str(self.policy)
 
-    def _store(self, model: nn.Module) -> dict[Tensor, Tensor]:
-        """Round the weights that are to be half; returns their fp32 values from before."""
-        formats: dict[nn.Parameter, torch.dtype] = {}
-        for name, module in model.named_modules():
-            storage = storage_of(name, module, self.policy)
-            for parameter in module.parameters(recurse=False):
-                # A tied weight takes the widest format that any of its modules wants.
-                wide = formats.get(parameter) == torch.float32
-                formats[parameter] = torch.float32 if wide else storage
+    def _hook(self, model: nn.Module) -> None:
+        if model in self._hooked:
+            return
+        self._hooked.add(model)
+        if self._mode is not None:
+            pin_modules(model, self._mode)
         if self.policy.mode == "mixed" and self.policy.ops.empty:
-            _store_buffers(model, self.policy.half_dtype)
-        return {p: _restore_as(p, dtype) for p, dtype in formats.items() if _differs(p, dtype)}
+            model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
 
-    def _pin_modules(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            pin = self.policy.pin_of(name) if self.policy.mode != "fp32" else None
-            if pin is not None:
-                _pin(self, module, pin[1])
-
-    def _refuse_idle_pins(self, model: nn.Module) -> None:
-        names = [name for name, _ in model.named_modules() if name]
-        for pattern in self.policy.ops.modules:
-            only = Policy(ops=OpLists(modules={pattern: "fp32"}))
-            if not any(only.pin_of(name) for name in names):
-                known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-                raise ConfigError(
-                    f"ops.modules[{pattern!r}] matches no module; the model has {known}"
-                )
-
-    def _cast_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        half = self.policy.half_dtype
-        return map_tensors(lambda t: _castable_to(t, half), (args, kwargs))  # type: ignore[no-any-return]
+    def _cast_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        return map_tensors(lambda t: cast_to(t, self.policy.half_dtype), (args, kwargs))
 
 
-def _pin(precision: Precision, module: nn.Module, pin: str) -> None:
-    """Hooks that run `module`, inputs and ops, in the pinned format while a cast is active."""
-    outer: list[str | None] = []
-    dtype = torch.float32 if pin == "fp32" else precision.policy.half_dtype
-
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        mode = precision._mode
-        assert mode is not None
-        outer.append(mode.pin)
-        mode.pin = pin
-        return map_tensors(lambda t: _castable_to(t, dtype), (args, kwargs))  # type: ignore[no-any-return]
-
-    def leave(_: nn.Module, args: Any, result: Any) -> None:
-        assert precision._mode is not None
-        precision._mode.pin = outer.pop()
-
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave, always_call=True)
-
-
-def _castable_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.dtype in CASTABLE else tensor
-
-
-def _differs(parameter: Tensor, dtype: torch.dtype) -> bool:
-    return parameter.dtype in CASTABLE and parameter.dtype != dtype
-
-
-def _restore_as(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """Store a parameter in another format, saturated; returns its fp32 values from before."""
-    before = parameter.detach().float().clone()
-    limit = torch.finfo(dtype).max
-    parameter.data = before.clamp(-limit, limit).to(dtype)
-    return before
-
-
-def _store_buffers(model: nn.Module, half: torch.dtype) -> None:
-    for buffer in model.buffers():
-        if buffer.dtype in CASTABLE:
-            buffer.data = buffer.data.to(half)
-
-
-def _refuse_complex(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise ConfigError(
-                f"model: parameter {name!r} is {parameter.dtype}; formats of real numbers are cast "
-                "and mastered here: store it as two real parameters"
-            )
+def _set_awake(modes: list[CastMode], awake: bool) -> None:
+    for mode in modes:
+        mode.awake = awake

@@ -3,6 +3,7 @@
 Covers what PyTorch's own functions take and give: tuples (named ones too), lists and dicts.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,5 +30,14 @@ def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:
         items = [map_tensors(change, item) for item in node]
         return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
     if isinstance(node, dict):
-        return {key: map_tensors(change, item) for key, item in node.items()}
+        items = {key: map_tensors(change, item) for key, item in node.items()}
+        return items if type(node) is dict else _like(node, items)
     return node
+
+
+def _like(node: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict of a kind of its own, such as a library's output class, with other items."""
+    changed = copy.copy(node)
+    for key, item in items.items():
+        changed[key] = item
+    return changed

@@ -89,7 +89,8 @@ def test_a_failed_job_does_not_stop_a_sweep(tmp_path: Path) -> None:
         "trainer.progress=false",
     )
     assert done.returncode == 1
-    statuses = {path.parent.name: Summary.read(path.parent).status for path in tmp_path.glob("runs/*/*/*/summary.json")}  # fmt: skip
+    folders = [path.parent for path in tmp_path.glob("runs/*/*/*/summary.json")]
+    statuses = {folder.name: Summary.read(folder).status for folder in folders}
     assert statuses == {"0": "failed", "1": "finished"}
     assert "dataset.batch_size=5000: the training set has 1437 samples" in done.stderr
     assert "Traceback" not in done.stderr
@@ -121,7 +122,7 @@ RESUMED = [("fp32", "none"), ("mixed", "Backoff"), ("mixed", "LogMax"), ("amp_bf
 def test_a_resumed_run_equals_the_undisturbed_one(
     start_run: StartRun, tmp_path: Path, dtype: str, scaling: str
 ) -> None:
-    """Stopped in the middle of an epoch, with dropout, an average, accumulation and augmentation."""
+    """Stopped in mid-epoch, with dropout, an average, accumulation and augmentation."""
     options = [
         f"dtype={dtype}", f"loss_scaling={scaling}", "trainer.epochs=2", "trainer.accumulate=2",
         "model.dropout=0.3", "dataset.augment=crop", "trainer.ema_decay=0.9", "trainer.log_every=1",

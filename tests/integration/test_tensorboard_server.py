@@ -217,4 +217,4 @@ def test_a_charts_tags_find_the_curves(server: Server) -> None:
     tags = {chart["title"]: chart["multiline"]["tag"] for chart in training["chart"]}
     (accuracy,) = tags["accuracy"]
     answer = server.get("plugin/custom_scalars/scalars", run="plain", tag=accuracy)
-    assert list(answer["tagToEvents"]) == [ACCURACY]
+    assert list(answer["tag_to_events"]) == [ACCURACY]

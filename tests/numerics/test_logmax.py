@@ -178,3 +178,32 @@ def test_halving_alone_starts_too_slowly() -> None:
     """The other control of 7, for its count: the published algorithm gives up at the floor."""
     amax = torch.full((100, 1), 2.0**15)
     assert replay(Backoff(min_scale=2.0**-24), amax).overflow.sum() > 6
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("std", [0.0, 0.5])
+def test_one_overflow_is_forgiven_whatever_it_was(bad: float, std: float) -> None:
+    forgives_one_overflow(LogMax, bad=bad, std=std)
+
+
+@pytest.mark.parametrize("std", [0.0, 1.0, 2.0])
+def test_a_jump_is_followed_at_any_spread(std: float) -> None:
+    follows_a_jump(LogMax, std=std)
+
+
+def test_the_published_scale_stays_at_the_floor_for_thousands_of_steps() -> None:
+    """The flaw behind most of the failures above, from its source: 2^16 among octaves."""
+    scaler = PublishedLogMax(min_scale=1.0)
+    replay(scaler, torch.ones(100, 1))
+    scaler.update(torch.full((1,), torch.nan))
+    after = replay(scaler, torch.ones(12_000, 1)).scale
+    pinned = int((after == 1.0).sum())
+    assert 11_600 <= pinned <= 11_660
+
+
+def test_without_a_shifted_start_the_scales_still_shift_from_the_first_gradient_on() -> None:
+    """6 again: no trace of the initial scale is left once a gradient was seen."""
+    amax = log_normal(200, torch.linspace(-3, -1, 32), 1.5)
+    plain = _scales(LogMax(**WIDE), amax)
+    for k in range(-10, 11):
+        assert torch.equal(_scales(LogMax(**WIDE), amax * 2.0**k), plain * 2.0**-k)

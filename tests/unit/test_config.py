@@ -15,7 +15,17 @@ from mpframe.errors import ConfigError
 from mpframe.locations import CONF
 from mpframe.options_page import options_page
 
-GROUPS = ("dataset", "dtype", "experiment", "loss_scaling", "model", "ops", "optimizer", "scheduler", "trainer")  # fmt: skip
+GROUPS = (
+    "dataset",
+    "dtype",
+    "experiment",
+    "loss_scaling",
+    "model",
+    "ops",
+    "optimizer",
+    "scheduler",
+    "trainer",
+)
 FILES = sorted(path for path in CONF.rglob("*.yaml") if path.parent.name in GROUPS)
 ROOT = Path(__file__).resolve().parents[2]
 

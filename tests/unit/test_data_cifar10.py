@@ -147,7 +147,7 @@ def test_the_task_joins_five_files_and_tests_on_the_sixth(
     assert isinstance(task.train, ArrayImages)
     assert isinstance(task.val, ArrayImages)
     pixels = np.concatenate([content(part)[0] for part in range(5)])
-    labels = sum((content(part)[1] for part in range(5)), [])
+    labels = [label for part in range(5) for label in content(part)[1]]
     assert torch.equal(task.train.images, torch.from_numpy(pixels).view(-1, 3, 32, 32))
     assert task.train.targets.tolist() == labels
     assert task.val.targets.tolist() == content(5)[1]
@@ -204,7 +204,6 @@ def changed(**changes: Any) -> bytes:
         (changed(data=content()[0][:-1]), "does not hold one row-major array of 20 x 3072 bytes"),
         (changed(data=np.asfortranarray(content()[0])), "does not hold one row-major array"),
         (changed(more=content()[0]), "does not hold one row-major array"),
-        (changed(data="é" * COUNT * 3072), "its images are text"),
         (changed(data="\u20ac" * COUNT * 3072), "its images are text"),
         (pickle.dumps(as_dict(), 4), "is not used by CIFAR-10's files"),
         (pickle.dumps(as_dict(), 5), "is not used by CIFAR-10's files"),
@@ -234,7 +233,7 @@ def test_binary_files_of_another_length_are_refused(tmp_path: Path, change: int)
 def test_labels_out_of_range_are_refused(tmp_path: Path) -> None:
     for name in NAMES:
         (tmp_path / f"{name}.bin").write_bytes(b"\x0b" + as_binary()[1:])
-    with pytest.raises(DataError, match="labels reach from 0 to 11, allowed is 0 to 9"):
+    with pytest.raises(DataError, match="labels reach from 1 to 11, allowed is 0 to 9"):
         cifar10(str(tmp_path))
 
 

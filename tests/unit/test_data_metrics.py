@@ -55,7 +55,7 @@ def test_rmse_over_uneven_batches(dtype: torch.dtype) -> None:
 def test_rmse_squares_in_float64() -> None:
     # 300² = 90,000 is above float16's largest number, 65,504.
     metric = RMSE()
-    metric.update(torch.tensor([300.0], dtype=torch.float16), torch.tensor([0.0]))
+    metric.update(torch.tensor([300.0]).half(), torch.tensor([0.0]).half())
     assert metric.value().item() == 300.0
 
 

@@ -78,6 +78,13 @@ def test_tensors_of_any_dtype_are_read(tmp_path: Path, dtype: torch.dtype) -> No
     assert [curve(tmp_path, tag) for tag in "abc"] == [[(1, 1.0)], [(1, 1.0)], [(1, 3.0)]]
 
 
+def test_a_half_beside_a_count_does_not_make_it_overflow(tmp_path: Path) -> None:
+    """torch promotes float16 beside int64 to float16, whose largest number is 65504."""
+    with Tracker(tmp_path) as tracker:
+        tracker.scalars(1, {"half": torch.ones((), dtype=torch.half), "n": torch.tensor(100_000)})
+    assert curve(tmp_path, "n") == [(1, 100_000.0)]
+
+
 def test_a_loss_that_requires_grad_is_read_without_a_warning(tmp_path: Path) -> None:
     with Tracker(tmp_path) as tracker:
         tracker.scalars(1, {"a": torch.ones((), requires_grad=True) * 2})
@@ -219,9 +226,11 @@ def test_steps_strictly_increase_after_kill_and_resume(tmp_path: Path) -> None:
     expected = [(s, float(s)) for s in range(1, 11)] + [(s, 200.0 + s) for s in range(11, 21)]
     assert curve(tmp_path, Tag.LOSS_TRAIN) == expected
     assert curve(tmp_path, Tag.LOSS_VAL) == [point for point in expected if point[0] % 4 == 0]
-    # This reader never hides a text, the server does: it shows one at 0 and one at 11.
+    # This reader never hides a text; the server does, and shows one at 0 and one at 11.
     pages = texts(tmp_path, Tag.TEXT_CONFIG)
     assert pages == [(0, "from 1"), (11, "from 11"), (11, "from 11")]
+    layouts = [event.step for event in read(tmp_path).Tensors("custom_scalars__config__")]
+    assert layouts == [0, 11, 11]
 
 
 def test_a_new_run_in_an_old_folder_hides_the_old_curve(tmp_path: Path) -> None:

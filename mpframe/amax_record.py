@@ -1,0 +1,73 @@
+"""The largest gradient of every step, kept in the run's folder for replays.
+
+`log2_amax.txt` holds one line per step tried: log2 of the largest |unscaled gradient|, `inf` where
+the step overflowed, `nan` where a gradient was nan, `-inf` where all were zero. It costs about ten
+bytes a step, and lets any loss scaler be tried on the run afterwards (simulate.py).
+"""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mpframe.errors import DataError
+
+FILE_NAME = "log2_amax.txt"
+_HELD = 256  # steps between two transfers from the device
+
+
+class AmaxRecord:
+    """Appends to a run's record; values wait on the device until many are moved at once.
+
+    Args:
+        folder: the run's folder.
+        kept: steps of an older record that stay, for a resumed run.
+    """
+
+    def __init__(self, folder: Path, kept: int = 0) -> None:
+        self._path = folder / FILE_NAME
+        self._waiting: list[Tensor] = []
+        older = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
+        self._path.write_text("".join(older[:kept]))
+
+    def add(self, amax: Tensor) -> None:
+        """Keep one step's amax (0-d, any device); no wait except once in many steps."""
+        self._waiting.append(amax.detach())
+        if len(self._waiting) >= _HELD:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting."""
+        if self._waiting:
+            values = torch.stack(self._waiting).double().log2().tolist()
+            self._waiting.clear()
+            with self._path.open("a") as file:
+                file.writelines(f"{value:.9g}\n" for value in values)
+
+
+def read_amax(path: Path) -> npt.NDArray[np.float64]:
+    """The amax of every step, from a run's folder or from any file with one log2 value per line.
+
+    Returns:
+        [steps] float64, >= 0; inf or nan where the step overflowed.
+
+    Raises:
+        DataError: there is no such file, it is empty, or a line is not a number.
+    """
+    file = path / FILE_NAME if path.is_dir() else path
+    try:
+        lines = file.read_text().split()
+    except OSError as error:
+        raise DataError(
+            f"{file}: {error.strerror}; name a run's folder, or a file with log2(amax) per line"
+        ) from None
+    try:
+        values = np.asarray([float(line) for line in lines])
+    except ValueError as error:
+        raise DataError(f"{file}: {error}; allowed is one number log2(amax) per line") from None
+    if values.size == 0:
+        raise DataError(f"{file}: no steps recorded; train the run first")
+    amax: npt.NDArray[np.float64] = np.exp2(values)
+    return amax

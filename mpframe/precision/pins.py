@@ -1,0 +1,65 @@
+"""Module pins: a module, with everything inside it, in one format whatever the lists say.
+
+    ops.modules: {"head.*": fp32, "encoder.0": half}
+
+A pin is a pair of hooks. Entering a pinned module casts its inputs and tells the cast mode; while
+the module runs, ops of `allow` and `deny` all compute in the pinned format. Outside a cast block a
+pin does nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.errors import ConfigError
+from mpframe.precision.cast import CastMode
+from mpframe.precision.policy import CASTABLE, Policy
+from mpframe.precision.tree import map_tensors
+
+
+def pin_modules(model: nn.Module, mode: CastMode) -> None:
+    """Hook every module that the lists pin, containers and what they contain alike."""
+    for name, module in model.named_modules():
+        pin = mode.policy.pin_of(name)
+        if pin is not None:
+            _pin(mode, module, name, pin[1])
+
+
+def refuse_idle_pins(model: nn.Module, policy: Policy) -> None:
+    """Refuse a pattern that matches no module, which is most likely misspelt.
+
+    Raises:
+        ConfigError: naming the pattern and the model's modules.
+    """
+    names = [name for name, _ in model.named_modules()]
+    for pattern in policy.ops.modules:
+        if not any(policy.matches(pattern, name) for name in names):
+            known = ", ".join(names[1:9]) + (", ..." if len(names) > 9 else "")
+            raise ConfigError(f"ops.modules[{pattern!r}] matches no module; the model has {known}")
+
+
+def _pin(mode: CastMode, module: nn.Module, name: str, pin: str) -> None:
+    half = mode.policy.half_dtype
+    inside = torch.float32 if pin == "fp32" else half
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not mode.awake:
+            return None
+        mode.enter(name, pin)
+        return map_tensors(lambda tensor: cast_to(tensor, inside), (args, kwargs))
+
+    def leave(_: nn.Module, args: Any, result: Any) -> Any:
+        left = mode.leave(name)
+        if not left or not mode.policy.ops.empty:
+            return None
+        # Without lists no op casts its own inputs: what follows expects half.
+        return map_tensors(lambda tensor: cast_to(tensor, half), result)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` in `dtype`, unless it is of a kind that is never cast."""
+    return tensor.to(dtype) if tensor.dtype in CASTABLE else tensor

@@ -1,0 +1,88 @@
+"""How weights are stored: each in the format its op computes in.
+
+Half where the mode is mixed and the module is pinned to half, its op is in `allow`, or there are
+no lists at all; fp32 otherwise. A tied weight takes the widest format that any of its modules
+wants. What an op writes into, BatchNorm's running statistics, stays in fp32, and so do the weights
+beside it; with no lists at all they are half too, as on that rung nothing is protected.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.errors import ConfigError
+from mpframe.precision.module_ops import op_of
+from mpframe.precision.op_lists import WITH_STATISTICS
+from mpframe.precision.policy import CASTABLE, Policy
+
+
+def formats_of(model: nn.Module, policy: Policy) -> dict[nn.Parameter, torch.dtype]:
+    """The format each parameter is stored in; for one that is never cast, its own."""
+    formats: dict[nn.Parameter, torch.dtype] = {}
+    for name, module in model.named_modules():
+        wanted = _wanted_by(name, module, policy)
+        for parameter in module.parameters(recurse=False):
+            tied = formats.get(parameter, wanted)
+            widest = wanted if tied == wanted else torch.float32
+            formats[parameter] = widest if parameter.dtype in CASTABLE else parameter.dtype
+    return formats
+
+
+@torch.no_grad()
+def store(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
+    """Bring every weight into its format, in place.
+
+    A weight beyond the half range is stored at the range's end.
+
+    Returns:
+        The fp32 values from before, of the weights that were rounded.
+
+    Raises:
+        ConfigError: a parameter is complex; nothing has been changed.
+    """
+    _refuse_complex(model)
+    before: dict[Tensor, Tensor] = {}
+    for parameter, dtype in formats_of(model, policy).items():
+        if parameter.dtype != dtype:
+            if parameter.dtype == torch.float32:
+                before[parameter] = parameter.detach().clone()
+            _restore_as(parameter, dtype)
+    for name, module in model.named_modules():
+        _store_buffers(module, _wanted_by(name, module, policy), policy)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return before
+
+
+def _wanted_by(name: str, module: nn.Module, policy: Policy) -> torch.dtype:
+    """The format in which `module` wants its own floating parameters."""
+    op = op_of(module)
+    pin = policy.pin_of(name)
+    half = policy.ops.empty or (op is not None and policy.ops.list_of(op) == "allow")
+    if pin is not None:
+        half = pin[1] == "half"
+    if op in WITH_STATISTICS and not policy.ops.empty:
+        half = False
+    return policy.half_dtype if half and policy.mode == "mixed" else torch.float32
+
+
+def _restore_as(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    limit = torch.finfo(dtype).max
+    parameter.data = parameter.data.clamp(-limit, limit).to(dtype)
+    if parameter.grad is not None:
+        parameter.grad = parameter.grad.to(dtype)
+
+
+def _store_buffers(module: nn.Module, wanted: torch.dtype, policy: Policy) -> None:
+    if op_of(module) in WITH_STATISTICS or (policy.mode == "mixed" and policy.ops.empty):
+        for buffer in module.buffers(recurse=False):
+            if buffer.dtype in CASTABLE:
+                buffer.data = buffer.data.to(wanted)
+
+
+def _refuse_complex(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ConfigError(
+                f"model: parameter {name!r} is {parameter.dtype}; formats of real numbers are cast "
+                "and mastered here: store it as two real parameters"
+            )

@@ -1,0 +1,81 @@
+"""Each shipped YAML of the groups dataset and model: its keys, its values and its comments."""
+
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+import mpframe.data
+import mpframe.models
+from mpframe.data.augment import AUGMENTATIONS
+
+CONF = Path(__file__).parents[2] / "conf"
+LOADING = {"batch_size", "workers"}
+
+
+def shipped(group: str) -> list[Path]:
+    files = sorted(path for path in (CONF / group).glob("*.yaml") if path.stem != "own")
+    assert files
+    return files
+
+
+def target_of(path: Path) -> Callable[..., Any]:
+    return getattr({"dataset": mpframe.data, "model": mpframe.models}[path.parent.name], path.stem)
+
+
+@pytest.mark.parametrize("path", shipped("dataset") + shipped("model"), ids=lambda p: p.stem)
+def test_keys_are_the_arguments(path: Path) -> None:
+    options = OmegaConf.load(path)
+    assert isinstance(options, DictConfig)
+    package = {"dataset": "data", "model": "models"}[path.parent.name]
+    assert options._target_ == f"mpframe.{package}.{path.stem}"
+    extra = LOADING if path.parent.name == "dataset" else set()
+    assert set(options) - {"_target_"} == set(inspect.signature(target_of(path)).parameters) | extra
+
+
+@pytest.mark.parametrize("path", shipped("dataset"), ids=lambda p: p.stem)
+def test_values_are_the_defaults_of_the_code(path: Path) -> None:
+    options = OmegaConf.load(path)
+    for name, parameter in inspect.signature(target_of(path)).parameters.items():
+        assert options[name] == parameter.default, name
+    assert options.augment in AUGMENTATIONS
+
+
+@pytest.mark.parametrize("dataset", shipped("dataset"), ids=lambda p: p.stem)
+@pytest.mark.parametrize("model", shipped("model"), ids=lambda p: p.stem)
+def test_every_model_takes_every_dataset(model: Path, dataset: Path) -> None:
+    config = OmegaConf.create({"dataset": OmegaConf.load(dataset), "model": OmegaConf.load(model)})
+    resolved: Any = OmegaConf.to_container(config, resolve=True)
+    arguments = {name: value for name, value in resolved["model"].items() if name != "_target_"}
+    net = target_of(model)(**arguments).eval()
+    facts = resolved["dataset"]
+    inputs = torch.zeros(2, facts["channels"], facts["image_size"], facts["image_size"])
+    assert net(inputs).shape == (2, facts["classes"])
+
+
+@pytest.mark.parametrize("group", ["dataset", "model"])
+def test_every_option_is_explained(group: str) -> None:
+    for path in (CONF / group).glob("*.yaml"):
+        lines = path.read_text().splitlines()
+        assert lines[0].startswith("# "), path
+        for before, line in pairwise(lines):
+            plain = line.startswith(("_target_:", "classes: 10", "#"))
+            assert plain or "  # " in line or " # " in line or before.startswith("#"), line
+
+
+def test_the_dataset_of_the_documentation_works() -> None:
+    text = (CONF.parent / "docs" / "data.md").read_text()
+    block = text.split("# my_pkg.py\n")[1].split("    python scripts")[0]
+    names: dict[str, Any] = {}
+    exec("\n".join(line.removeprefix("    ") for line in block.splitlines()), names)
+    task = names["wave"](points=20)
+    inputs, targets = next(mpframe.data.Loader(task.train, 8, shuffle=True).epoch(0))
+    metric = task.metric()
+    metric.update(inputs, targets)
+    assert torch.isfinite(task.loss(inputs, targets))
+    assert torch.isfinite(metric.value())

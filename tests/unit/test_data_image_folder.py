@@ -1,0 +1,248 @@
+"""Image folders made here: right pixels and classes, nothing outside the tree, no odd formats."""
+
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mpframe.data import ArrayImages, Images, Loader, Task, image_folder
+from mpframe.data.image_files import decode
+from mpframe.data.image_folder import FileImages
+from mpframe.errors import ConfigError, DataError
+
+CLASSES = ("ant", "bee", "cat")
+
+
+def picture(number: int, side: int = 8) -> np.ndarray:
+    generator = np.random.default_rng(number)
+    return generator.integers(0, 256, (side, side, 3), dtype=np.uint8)
+
+
+def save(path: Path, array: np.ndarray) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(array).save(path)
+    return path
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Six PNG per class to train on and two to validate, 8 x 8."""
+    for split, count in (("train", 6), ("test", 2)):
+        for name in CLASSES:
+            for number in range(count):
+                save(tmp_path / split / name / f"{number}.png", picture(number))
+    (tmp_path / "train" / "ant" / "notes.txt").write_text("not an image")
+    (tmp_path / "train" / ".cache").mkdir()
+    return tmp_path
+
+
+def load(root: Path, **options: Any) -> Task:
+    facts: dict[str, Any] = {"image_size": 8, "classes": 3, "augment": "none"}
+    return image_folder(str(root), **(facts | options))
+
+
+def parts(task: Task) -> tuple[Images, Images]:
+    assert isinstance(task.train, Images)
+    assert isinstance(task.val, Images)
+    return task.train, task.val
+
+
+def raw(part: Images) -> Tensor:
+    return part.pixels(torch.arange(len(part)))
+
+
+@pytest.mark.parametrize("cache_bytes", [2**30, 0])
+def test_pixels_and_classes(tree: Path, cache_bytes: int) -> None:
+    train, val = parts(load(tree, cache_bytes=cache_bytes))
+    assert type(train) is type(val) is (ArrayImages if cache_bytes else FileImages)
+    expected = torch.stack([torch.from_numpy(picture(n)).permute(2, 0, 1) for n in range(6)])
+    assert torch.equal(raw(train), expected.repeat(3, 1, 1, 1))
+    assert train.targets.tolist() == [0] * 6 + [1] * 6 + [2] * 6
+    assert torch.equal(raw(val), expected[:2].repeat(3, 1, 1, 1))
+
+
+def test_decoding_late_changes_nothing(tree: Path) -> None:
+    for workers in (0, 1):
+        batches = [
+            list(Loader(task.train, 4, seed=3, shuffle=True, workers=workers).epoch(1))
+            for task in (load(tree, augment="crop_flip", cache_bytes=size) for size in (0, 2**30))
+        ]
+        for late, early in zip(*batches, strict=True):
+            assert torch.equal(late[0], early[0])
+            assert torch.equal(late[1], early[1])
+
+
+def test_memory_is_used_up_to_cache_bytes(tree: Path) -> None:
+    needed = (18 + 6) * 3 * 8 * 8
+    assert type(load(tree, cache_bytes=needed).train) is ArrayImages
+    assert type(load(tree, cache_bytes=needed - 1).train) is FileImages
+
+
+def test_limit_per_class_takes_the_first_of_each(tree: Path) -> None:
+    train, val = parts(load(tree, limit_per_class=4))
+    assert train.targets.bincount().tolist() == [4, 4, 4]
+    assert val.targets.bincount().tolist() == [2, 2, 2]
+    everything, _ = parts(load(tree))
+    assert torch.equal(raw(train)[4:8], raw(everything)[6:10])
+
+
+def test_val_is_taken_before_test(tree: Path) -> None:
+    for name in CLASSES:
+        save(tree / "val" / name / "0.png", picture(9))
+    assert len(parts(load(tree))[1]) == 3
+
+
+def test_grey(tree: Path) -> None:
+    train, _ = parts(load(tree, channels=1))
+    expected = np.asarray(Image.fromarray(picture(0)).convert("L"))
+    assert raw(train)[0, 0].tolist() == expected.tolist()
+    assert len(train.normalize.mean) == 1
+
+
+def test_other_sizes_are_scaled_and_cut_to_their_middle(tmp_path: Path) -> None:
+    wide = np.zeros((4, 12, 3), dtype=np.uint8)
+    wide[:, 4:8] = 200  # The middle third.
+    path = str(save(tmp_path / "wide.png", wide))
+    assert decode(path, 3, 4).unique().tolist() == [200]
+    assert decode(path, 1, 8).shape == (1, 8, 8)
+
+
+def test_jpeg_and_palette(tmp_path: Path) -> None:
+    flat = np.full((8, 8, 3), (10, 120, 230), dtype=np.uint8)
+    jpeg = decode(str(save(tmp_path / "a.JPEG", flat)), 3, 8)
+    # One flat colour: only JPEG's colour transform rounds, to within 2 of 255.
+    assert (jpeg.int() - torch.tensor([10, 120, 230]).view(3, 1, 1)).abs().max() <= 2
+    path = tmp_path / "p.png"
+    Image.fromarray(flat).convert("P", palette=Image.Palette.ADAPTIVE).save(path)
+    assert torch.equal(decode(str(path), 3, 8), torch.from_numpy(flat).permute(2, 0, 1))
+
+
+# Untrusted trees
+
+
+def test_links_that_leave_the_tree_are_refused(tree: Path, tmp_path_factory: Any) -> None:
+    outside = tmp_path_factory.mktemp("outside")
+    save(outside / "secret.png", picture(1))
+    for link, target in (
+        (tree / "train" / "ant" / "z.png", outside / "secret.png"),
+        (tree / "train" / "dog", outside),
+        (tree / "test" / "bee" / "z.png", Path("../../../../etc/passwd")),
+        (tree / "test", outside),
+    ):
+        moved = link.with_name("moved")
+        if link.exists():
+            link.rename(moved)
+        link.symlink_to(target)
+        with pytest.raises(DataError) as caught:
+            load(tree)
+        text = f"{link}: a link that leaves {tree}; put the files themselves there"
+        assert str(caught.value) == text
+        link.unlink()
+        if moved.exists():
+            moved.rename(link)
+
+
+def test_links_within_the_tree_are_followed(tree: Path) -> None:
+    (tree / "train" / "ant" / "z.png").symlink_to("0.png")
+    (tree / "train" / "ant" / "loop.png").symlink_to("loop.png")
+    train, _ = parts(load(tree))
+    assert torch.equal(raw(train)[6], raw(train)[0])
+
+
+@pytest.mark.parametrize("cache_bytes", [2**30, 0])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no image", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n", "cut"],
+    ids=["empty", "text", "postscript", "cut short"],
+)
+def test_unreadable_images_are_named(tree: Path, content: Any, cache_bytes: int) -> None:
+    path = tree / "train" / "bee" / "3.png"
+    path.write_bytes(path.read_bytes()[:60] if content == "cut" else content)
+    with pytest.raises(DataError) as caught:
+        list(Loader(load(tree, cache_bytes=cache_bytes).train, 4, shuffle=False).epoch(0))
+    text = str(caught.value)
+    assert text.startswith(f"{path}: not a readable JPEG or PNG (")
+    assert text.endswith("; replace or remove it")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF"])
+def test_other_formats_are_refused_whatever_their_name(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.png"
+    Image.fromarray(picture(0)).save(path, format=kind)
+    with pytest.raises(DataError, match="not a readable JPEG or PNG"):
+        decode(str(path), 3, 8)
+
+
+def test_a_picture_of_absurd_size_is_refused_from_its_header(tmp_path: Path) -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + check
+
+    header = struct.pack(">IIBBBBB", 8192, 8193, 8, 2, 0, 0, 0)
+    path = tmp_path / "bomb.png"
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 99))
+    )
+    with pytest.raises(DataError, match=r"\(8192 x 8193 pixels are too many\); replace or remove"):
+        decode(str(path), 3, 8)
+
+
+# Trees and options that do not fit
+
+
+def test_trees_without_splits(tree: Path) -> None:
+    (tree / "test").rename(tree / "valid")
+    with pytest.raises(DataError) as caught:
+        load(tree)
+    assert str(caught.value) == (
+        f"dataset.root={tree}: needs the folders train/<class>/ and val/<class>/ (or test/) with "
+        ".jpg or .png files; set dataset.root to such a tree"
+    )
+
+
+def test_splits_with_different_classes(tree: Path) -> None:
+    (tree / "test" / "cat").rename(tree / "test" / "dog")
+    with pytest.raises(DataError, match="must hold the same class folders, but cat is in one of"):
+        load(tree)
+
+
+def test_a_class_without_images(tree: Path) -> None:
+    (tree / "train" / "zebra").mkdir()
+    with pytest.raises(DataError, match=r"train/zebra: has no .jpg or .png; add images or remove"):
+        load(tree)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("classes", 10, "/train has 3; set dataset.classes=3"),
+        ("channels", 2, "dataset.channels=2: allowed are 1 (grey) and 3 (RGB)"),
+        ("image_size", 0, "dataset.image_size=0: must be a whole number >= 1"),
+        ("cache_bytes", -1, "dataset.cache_bytes=-1: must be a whole number >= 0"),
+        ("limit_per_class", 0, "dataset.limit_per_class=0: must be a whole number >= 1"),
+        ("augment", "mirror", "dataset.augment=mirror: allowed are none, crop, crop_flip"),
+    ],
+)
+def test_options_out_of_range(tree: Path, option: str, value: Any, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tree, **{option: value})
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif("MPFRAME_DATA" not in os.environ, reason="MPFRAME_DATA names no data folder")
+def test_a_real_tree() -> None:
+    root = Path(os.environ["MPFRAME_DATA"])
+    if not (root / "train").is_dir():
+        pytest.skip("MPFRAME_DATA is no image folder")
+    count = sum(path.is_dir() for path in (root / "train").iterdir())
+    task = image_folder(str(root), classes=count, limit_per_class=20)
+    assert len(parts(task)[0]) == 20 * count

@@ -1,0 +1,228 @@
+"""What holds for every scaler, whatever the gradients: 100 drawn cases of 100 streams each."""
+
+import io
+import itertools
+import math
+import operator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpframe.errors import CheckpointError
+from mpframe.loss_scaling import Backoff, LogMax, Static
+from mpframe.step import LossScaler
+
+STREAMS = 100
+KINDS = (Static, Backoff, LogMax)
+FLOAT32 = torch.finfo(torch.float32)
+ODD_VALUES = torch.tensor(
+    [0.0, math.inf, math.nan, FLOAT32.max, FLOAT32.tiny, 2.0**-149, 1.0, 65504.0]
+)
+
+repeatable = settings(max_examples=100, derandomize=True, deadline=None, database=None)
+exponents = st.integers(-20, 30)
+bounds = st.tuples(exponents, exponents, exponents).map(sorted)
+seeds = st.integers(0, 2**32 - 1)
+lengths = st.integers(1, 40)
+
+
+def gradients(seed: int, steps: int, streams: int = STREAMS) -> Tensor:
+    """Log-normal largest gradients that wander, with odd values among them."""
+    chance = torch.Generator().manual_seed(seed)
+    noise = torch.randn(steps, streams, generator=chance)
+    amax = (noise.cumsum(0) + 8 * torch.randn(streams, generator=chance)).exp2()
+    odd = ODD_VALUES[torch.randint(len(ODD_VALUES), amax.shape, generator=chance)]
+    share = torch.rand(streams, generator=chance).square()  # some streams are odd all through
+    return torch.where(torch.rand(amax.shape, generator=chance) < share, odd, amax)
+
+
+@st.composite
+def backoffs(draw: st.DrawFn) -> dict[str, float]:
+    low, first, high = draw(bounds)
+    return {
+        "init_scale": draw(st.just("probe") | st.just(2.0**first)),
+        "growth_factor": draw(st.floats(1.125, 8, width=16)),
+        "backoff_factor": draw(st.floats(0.125, 0.875, width=16)),
+        "growth_interval": draw(st.integers(1, 10)),
+        "hysteresis": draw(st.integers(1, 4)),
+        "min_scale": 2.0**low,
+        "max_scale": 2.0**high,
+    }
+
+
+@st.composite
+def logmaxes(draw: st.DrawFn) -> dict[str, object]:
+    low, first, high = draw(bounds)
+    return {
+        "init_scale": draw(st.just("probe") | st.just(2.0**first)),
+        "overflow_probability": draw(st.floats(1e-9, 0.49)),
+        "mean_decay": draw(st.floats(0, 0.9999)),
+        "variance_decay": draw(st.floats(0, 0.9999)),
+        "min_scale": 2.0**low,
+        "max_scale": 2.0**high,
+        "half": draw(st.sampled_from([torch.float16, torch.bfloat16])),
+    }
+
+
+@repeatable
+@given(backoffs(), seeds, lengths)
+def test_backoff_stays_in_bounds_and_moves_by_one_factor(options, seed, steps) -> None:
+    scaler = Backoff(**options)
+    low, high = options["min_scale"], options["max_scale"]
+    for amax in gradients(seed, steps):
+        before = scaler.scale.expand(STREAMS)
+        scaler.update(amax)
+        factors = (1, options["growth_factor"], options["backoff_factor"])
+        reachable = torch.stack([(before * factor).clamp(low, high) for factor in factors])
+        assert (scaler.scale == reachable).any(0).all()
+        assert ((low <= scaler.scale) & (scaler.scale <= high)).all()
+        assert torch.where(amax < math.inf, scaler.scale >= before, scaler.scale <= before).all()
+
+
+@repeatable
+@given(logmaxes(), seeds, lengths)
+def test_logmax_stays_in_bounds_and_on_powers_of_two(options, seed, steps) -> None:
+    scaler = LogMax(**options)
+    low, high = options["min_scale"], options["max_scale"]
+    for amax in gradients(seed, steps):
+        before = scaler.scale.expand(STREAMS)
+        scaler.update(amax)
+        assert ((low <= scaler.scale) & (scaler.scale <= high)).all()
+        assert (torch.frexp(scaler.scale).mantissa == 0.5).all()
+        overflow = ~(amax < math.inf)
+        halved = scaler.scale <= (before / 2).clamp(min=low)
+        assert (halved | ~overflow).all()
+        assert scaler.log2_mean.isfinite().all()
+        assert scaler.log2_std.isfinite().all()
+
+
+@repeatable
+@given(st.tuples(st.just(Backoff), backoffs()) | st.tuples(st.just(LogMax), logmaxes()), seeds)
+def test_a_loaded_scaler_continues_bit_for_bit(made, seed) -> None:
+    kind, options = made
+    first, second = kind(**options), kind(**options)
+    rows = gradients(seed, 30)
+    stop = seed % 25
+    second.update(rows[-1])  # another state of the same shape, which the load must replace
+    first.update(rows[0])
+    for amax in rows[1:stop]:
+        first.update(amax)
+    second.load_state_dict(first.state_dict())
+    for amax in rows[stop:]:
+        first.update(amax)
+        second.update(amax)
+        ours, theirs = first.state_dict(), second.state_dict()
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            same = torch.equal if isinstance(value, Tensor) else operator.eq
+            assert same(value, theirs[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_survives_a_weights_only_file(kind) -> None:
+    scaler, file = kind(), io.BytesIO()
+    for amax in gradients(1, 20, 1)[:, 0]:
+        scaler.update(amax)
+    torch.save(scaler.state_dict(), file)
+    file.seek(0)
+    loaded = kind()
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(loaded.scale, scaler.scale)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_state_and_a_kept_scale_stay_what_they_were(kind) -> None:
+    scaler = kind()
+    state, kept = scaler.state_dict(), scaler.scale
+    first = kept.item()
+    state["scale"].fill_(3.0)
+    for _ in range(3):
+        scaler.update(torch.tensor(math.inf))
+    assert kept.item() == first
+
+
+class OnDevice(TorchDispatchMode):
+    """Refuses every op that takes a value to the host or a tensor to another device."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(op), "a value was read on the host"
+        assert (kwargs or {}).get("device") is None, "a tensor changed its device"
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("amax", [0.5, 0.0, math.inf, math.nan])
+def test_update_never_waits_for_the_device(kind, amax) -> None:
+    scaler, amax = kind(), torch.tensor(amax)
+    with OnDevice():
+        scaler.update(amax)
+        assert scaler.scale.shape == ()
+
+
+@pytest.mark.parametrize("kind", [Backoff, LogMax])
+def test_everything_stays_on_a_device_whose_values_nobody_can_read(kind) -> None:
+    with FakeTensorMode():
+        scaler = kind(init_scale="probe").to("cuda")
+        amax = torch.ones((), device="cuda")
+        scaler.start_from(amax)
+        scaler.update(amax)
+        tensors = [value for value in scaler.state_dict().values() if isinstance(value, Tensor)]
+        assert len(tensors) >= 3
+        assert {tensor.device.type for tensor in tensors} == {"cuda"}
+        assert scaler.scale.dtype == torch.float32
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            scaler.scale.item()  # the control: reading is what this mode refuses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_speaks_the_protocol(kind) -> None:
+    scaler: LossScaler = kind()
+    assert scaler.to("cpu") is scaler
+    assert (scaler.scale.shape, scaler.scale.dtype) == ((), torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_users_default_dtype_does_not_matter(kind) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        scaler = kind()
+        scaler.update(torch.tensor(1.0, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert scaler.scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("kind", "other"), itertools.permutations(KINDS, 2))
+def test_the_state_of_another_kind_is_refused(kind, other) -> None:
+    expected = (
+        f"loss_scaling={kind.kind} cannot continue the saved state of {other.kind}: "
+        f"use loss_scaling={other.kind}, or start a new run from the saved weights"
+    )
+    with pytest.raises(CheckpointError) as caught:
+        kind().load_state_dict(other().state_dict())
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"clean_steps": None}, "clean_steps is missing"),
+        ({"scale": torch.ones(2)}, "scale is torch.float32 of shape (2,)"),
+        ({"overflows": torch.tensor(1.0)}, "overflows is torch.float32 of shape ()"),
+        ({"scale": torch.tensor(math.nan)}, "scale is not finite"),
+        ({"scale": torch.tensor(0.0)}, "scale is not positive"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage, said) -> None:
+    scaler = Backoff()
+    with pytest.raises(CheckpointError) as caught:
+        scaler.load_state_dict({**Backoff(init_scale=8.0).state_dict(), **damage})
+    assert str(caught.value) == (
+        f"loss_scaling: the saved state is damaged, {said}: resume from another checkpoint"
+    )
+    assert scaler.scale == 2.0**16

@@ -1,0 +1,92 @@
+"""The record of a run's largest gradients, and its replay through a scaler."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mpframe.amax_record import FILE_NAME, AmaxRecord, read_amax
+from mpframe.errors import ConfigError, DataError
+from mpframe.loss_scaling import Backoff, Static
+from mpframe.simulate import as_table, draw, replay
+from mpframe.simulate_command import _simulate, simulate
+
+
+def test_a_record_is_read_back(tmp_path: Path) -> None:
+    record = AmaxRecord(tmp_path)
+    for value in (1.0, 0.25, math.inf, 0.0, 3e-5):
+        record.add(torch.tensor(value))
+    record.flush()
+    lines = (tmp_path / FILE_NAME).read_text().split()
+    assert lines[:4] == ["0", "-2", "inf", "-inf"]
+    amax = read_amax(tmp_path)
+    assert amax[:4].tolist() == [1.0, 0.25, math.inf, 0.0]
+    # Nine significant digits of log2: an error of 1e-8 octaves at most here.
+    assert amax[4] == pytest.approx(3e-5, rel=1e-6)
+
+
+def test_a_resumed_record_keeps_only_what_came_before(tmp_path: Path) -> None:
+    record = AmaxRecord(tmp_path)
+    for value in range(1, 6):
+        record.add(torch.tensor(2.0**value))
+    record.flush()
+    resumed = AmaxRecord(tmp_path, kept=2)
+    resumed.add(torch.tensor(64.0))
+    resumed.flush()
+    assert read_amax(tmp_path).tolist() == [2.0, 4.0, 64.0]
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [(None, "No such file"), ("", "no steps recorded"), ("0\nx\n", "allowed is one number")],
+)
+def test_a_bad_record_is_refused(tmp_path: Path, content: str | None, line: str) -> None:
+    file = tmp_path / "record.txt"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(DataError, match=line):
+        read_amax(file)
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_a_static_scale_skips_where_the_product_leaves_the_range(half: torch.dtype) -> None:
+    limit = torch.finfo(half).max
+    amax = np.array([limit / 8.0, limit / 4.0, limit / 2.0, math.inf, math.nan, 0.0])
+    done = replay(amax, Static(4.0), half)
+    assert done.skipped.tolist() == [False, False, True, True, True, False]
+    assert done.headroom[:2].tolist() == [1.0, 0.0]
+    assert np.isnan(done.headroom[2:]).all()
+    assert (done.mean_headroom, done.changes) == (0.5, 0)
+
+
+def test_backoff_is_told_of_its_overflows() -> None:
+    amax = np.full(5, 4.0)
+    done = replay(amax, Backoff(init_scale=2.0**16, growth_interval=2), torch.float16)
+    assert done.scales.tolist() == [2.0**16, 2.0**15, 2.0**14, 2.0**13, 2.0**13]
+    assert done.skipped.tolist() == [True, True, True, False, False]
+    assert "5      3        1.00" in as_table({"Backoff": done}).replace("Backoff  ", "")
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    amax = np.exp2(np.random.default_rng(0).normal(-3, 1, 300))
+    draw(amax, {"Backoff": replay(amax, Backoff())}, tmp_path / "a.png", torch.float16)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_prints_the_scalers_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "record.txt").write_text("-3\n-4\n5\ninf\n" * 20)
+    simulate([f"run={tmp_path / 'record.txt'}", "loss_scaling=LogMax,Backoff"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "20 steps overflowed in the run itself and are left out"
+    assert [line.split()[0] for line in lines[1:]] == ["scaler", "LogMax", "Backoff", "picture:"]
+    assert (tmp_path / "record.scaling.png").exists()
+
+
+def test_an_unknown_scaler_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "record.txt").write_text("-3\n")
+    with pytest.raises(ConfigError, match="loss_scaling=LogMin: choose .*; nearest: LogMax"):
+        _simulate([f"run={tmp_path / 'record.txt'}", "loss_scaling=LogMin"])
