@@ -185,7 +185,7 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
 def _paths(node: DictConfig, prefix: str = "") -> set[str]:
     """The dotted path of every option of a composed configuration, sections included."""
     paths: set[str] = set()
-    for key in node:
+    for key in map(str, node):
         if prefix or key != "hydra":
             paths.add(f"{prefix}{key}")
             child: Any = node._get_node(key)

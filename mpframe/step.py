@@ -6,7 +6,7 @@ needs to import another.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,6 +42,18 @@ class LossScaler(Protocol):
         Raises:
             CheckpointError: the state was made by another kind of scaler.
         """
+
+
+@runtime_checkable
+class Probed(Protocol):
+    """A scaler whose first scale may come from a backward pass made before step 1."""
+
+    @property
+    def wants_probe(self) -> bool:
+        """True until `start_from` has been called, where a probe was asked for."""
+
+    def start_from(self, amax: Tensor) -> None:
+        """Choose the first scale for gradients whose largest magnitude is `amax` (0-d float32)."""
 
 
 @dataclass(frozen=True, slots=True)

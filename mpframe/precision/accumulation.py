@@ -9,6 +9,8 @@ micro-batch stays on the device: a bad one adds zeros.
 import torch
 from torch import Tensor
 
+from mpframe.precision.gradients import to_fp32, unscale, values_of
+
 
 class Window:
     """The micro-batches of one optimizer step."""
@@ -31,13 +33,18 @@ class Window:
         for master, gradient in gradients.items():
             clean = _zero_where(bad, gradient)
             kept = self._sums.get(master)
-            self._sums[master] = clean if kept is None else kept + clean
+            self._sums[master] = clean if kept is None else to_fp32(kept + clean)
         self._amaxes.append(amax)
 
-    def mean(self) -> dict[Tensor, Tensor]:
-        """The mean over the good micro-batches, by master; zeros where all were bad."""
-        count = (~self.bad()).sum().clamp(min=1)
-        return {master: total / count for master, total in self._sums.items()}
+    def take_mean(self) -> dict[Tensor, Tensor]:
+        """The mean over the good micro-batches, by master; zeros where all were bad.
+
+        The sums are divided where they stand and given away: the window holds them no longer.
+        """
+        sums, self._sums = self._sums, {}
+        good = (~self.bad()).sum().clamp(min=1)
+        unscale(values_of(sums.values()), good.float())
+        return sums
 
     def bad(self) -> Tensor:
         """1-d bool: which micro-batches were dropped."""

@@ -10,7 +10,7 @@ from functools import cache
 
 from torch import nn
 
-from mpframe.precision.op_lists import known_ops
+from mpframe.precision.spellings import known_ops
 
 _EXCEPTIONS = {
     "BCELoss": "binary_cross_entropy",

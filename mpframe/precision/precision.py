@@ -92,7 +92,7 @@ class Precision:
         if mode is not None and mode.awake:
             yield
             return
-        active = _get_current_function_mode_stack()
+        active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         outer = [m for m in active if isinstance(m, CastMode) and m.awake]
         _set_awake(outer, False)
         try:

@@ -23,21 +23,15 @@ def tensors_in(node: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:
-    """`node` with each tensor replaced by `change(tensor)`; containers keep their type."""
+    """`node` with each tensor replaced by `change(tensor)`; containers keep their kind."""
     if isinstance(node, Tensor):
         return change(node)
     if isinstance(node, (tuple, list)):
         items = [map_tensors(change, item) for item in node]
         return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
     if isinstance(node, dict):
-        items = {key: map_tensors(change, item) for key, item in node.items()}
-        return items if type(node) is dict else _like(node, items)
+        changed = {} if type(node) is dict else copy.copy(node)
+        for key, item in node.items():
+            changed[key] = map_tensors(change, item)
+        return changed
     return node
-
-
-def _like(node: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of a kind of its own, such as a library's output class, with other items."""
-    changed = copy.copy(node)
-    for key, item in items.items():
-        changed[key] = item
-    return changed

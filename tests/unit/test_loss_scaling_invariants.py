@@ -197,7 +197,7 @@ def test_the_users_default_dtype_does_not_matter(kind) -> None:
     assert scaler.scale.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("kind", "other"), itertools.permutations(KINDS, 2))
+@pytest.mark.parametrize(("kind", "other"), list(itertools.permutations(KINDS, 2)))
 def test_the_state_of_another_kind_is_refused(kind, other) -> None:
     expected = (
         f"loss_scaling={kind.kind} cannot continue the saved state of {other.kind}: "

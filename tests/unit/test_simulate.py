@@ -88,5 +88,5 @@ def test_the_command_prints_the_scalers_side_by_side(
 
 def test_an_unknown_scaler_is_refused(tmp_path: Path) -> None:
     (tmp_path / "record.txt").write_text("-3\n")
-    with pytest.raises(ConfigError, match="loss_scaling=LogMin: choose .*; nearest: LogMax"):
+    with pytest.raises(ConfigError, match=r"loss_scaling=LogMin: choose .*; nearest: LogMax"):
         _simulate([f"run={tmp_path / 'record.txt'}", "loss_scaling=LogMin"])

@@ -1,0 +1,102 @@
+"""One backward pass before step 1 that tells how large the gradients are.
+
+A first scale by trial costs a skipped step for every octave it is too high. The probe runs the
+first batch once in fp32, where nothing overflows, and measures
+
+    a = max |dL/dy|, |dL/dw|      over the outputs y of all modules and all weights w
+
+The gradients of the activations count too: at a scale s they must fit into half as s dL/dy, and
+they are often the larger ones.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.buffers import Buffers
+from mpframe.precision import OpLists, Precision
+from mpframe.precision.tree import map_tensors, tensors_in
+
+
+def probe_amax(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    precision: Precision,
+    batch: tuple[Any, Any],
+) -> Tensor:
+    """The largest gradient of the unscaled loss on `batch`; the model is left as it was.
+
+    Args:
+        model: as trained; its buffers and the random generators are put back.
+        loss: loss(outputs, targets) -> 0-d tensor.
+        precision: the mode the model was prepared with.
+        batch: (inputs, targets) on the model's device.
+
+    Returns:
+        0-d float32; inf or nan where fp32 overflows too.
+    """
+    buffers, seen = Buffers(model), _Largest()
+    buffers.save()
+    with _same_random_numbers(), seen.of_outputs(model), _all_fp32(precision).cast():
+        outputs = map_tensors(_widened, model(batch[0]))
+        loss(outputs, batch[1]).backward()  # type: ignore[no-untyped-call]
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            seen.add(parameter.grad)
+            parameter.grad = None
+    amax = seen.value()
+    buffers.restore_where(torch.ones_like(amax, dtype=torch.bool))
+    return amax
+
+
+class _Largest:
+    """The largest magnitude of some gradients."""
+
+    def __init__(self) -> None:
+        self._values: list[Tensor] = []
+
+    def add(self, gradient: Tensor) -> None:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if values.numel():
+            self._values.append(values.detach().abs().max().float())
+
+    def value(self) -> Tensor:
+        return torch.stack(self._values).max() if self._values else torch.zeros(())
+
+    @contextmanager
+    def of_outputs(self, model: nn.Module) -> Iterator[None]:
+        """Within the block every module's output reports its gradient."""
+
+        def watch(_: nn.Module, args: Any, output: Any) -> None:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self.add)
+
+        handles = [module.register_forward_hook(watch) for module in model.modules()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _all_fp32(precision: Precision) -> Precision:
+    """The same lists with nothing allowed in half: every listed op widens its inputs."""
+    ops = precision.policy.ops
+    wide = OpLists(deny=ops.allow | ops.deny | OpLists.named().allow, infer=ops.infer - ops.allow)
+    return Precision("amp", precision.policy.half, ops=wide)
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """The block draws random numbers, and those after it are as if it had not."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -1,0 +1,50 @@
+"""A real run, and one stopped and resumed, as the TensorBoard server shows them."""
+
+from pathlib import Path
+
+import pytest
+from conftest import StartRun
+from test_tensorboard_server import ALL_STATUSES, Server
+
+from mpframe.tracking import Tag, metric_tag
+
+ACCURACY = metric_tag("accuracy")
+
+
+@pytest.fixture
+def server(start_run: StartRun, tmp_path: Path) -> object:
+    runs = tmp_path / "runs"
+    options = ["trainer.log_every=1", "loss_scaling=LogMax"]
+    start_run(runs / "whole", *options, "trainer.epochs=2")
+    start_run(runs / "resumed", *options, "trainer.epochs=1")
+    start_run(runs / "resumed", *options, "trainer.epochs=2", "resume=auto")
+    server = Server(runs, tmp_path / "log.txt", "false")
+    try:
+        server.wait_until_ready({"whole": 44, "resumed": 44})
+        yield server
+    finally:
+        server.kill()
+
+
+def test_a_run_as_the_server_shows_it(server: Server) -> None:
+    assert sorted(server.get("runs")) == ["resumed", "whole"]
+    tags = {run: set(found) for run, found in server.get("plugin/scalars/tags").items()}
+    expected = {str(tag) for tag in Tag if not tag.startswith("text/")} | {ACCURACY}
+    assert tags == {"resumed": expected, "whole": expected}
+    for run in ("whole", "resumed"):
+        points = server.get("plugin/scalars/scalars", run=run, tag=Tag.LOSS_TRAIN)
+        assert [step for _, step, _ in points] == list(range(1, 45))
+        points = server.get("plugin/scalars/scalars", run=run, tag=ACCURACY)
+        assert [step for _, step, _ in points] == [22, 44]
+    assert set(server.get("plugin/text/tags")["whole"]) == {t for t in Tag if t.startswith("text/")}
+    (page, *_) = server.get("plugin/text/text", run="whole", tag=Tag.TEXT_DTYPE_MAP)
+    assert "conv2d in ops.allow" in page["text"]
+    (page, *_) = server.get("plugin/text/text", run="whole", tag=Tag.TEXT_CONFIG)
+    assert "overflow_probability: 0.001" in page["text"]
+    columns = [{"hparam": "dtype"}, {"metric": {"tag": ACCURACY, "group": ""}}]
+    body = {"allowedStatuses": ALL_STATUSES, "colParams": columns, "startIndex": 0, "sliceSize": 9}
+    groups = server.post("plugin/hparams/session_groups", body)["sessionGroups"]
+    assert {group["name"] for group in groups} == {"whole", "resumed"}
+    assert {group["hparams"]["loss_scaling"] for group in groups} == {"LogMax"}
+    pages = server.get("plugin/custom_scalars/layout")["category"]
+    assert [page["title"] for page in pages] == ["training", "loss scaling", "gradients"]
