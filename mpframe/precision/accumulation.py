@@ -6,10 +6,12 @@ In half the sum would lose small terms, and one inf would spoil the whole window
 micro-batch stays on the device: a bad one adds zeros.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from mpframe.precision.gradients import to_fp32, unscale, values_of
+from mpframe.precision.gradients import Gradients, not_finite, unscaled
 
 
 class Window:
@@ -22,42 +24,33 @@ class Window:
     def __bool__(self) -> bool:
         return bool(self._amaxes)
 
-    def add(self, gradients: dict[Tensor, Tensor], amax: Tensor) -> None:
-        """Add one micro-batch.
-
-        Args:
-            gradients: fp32 and unscaled, by master.
-            amax: 0-d fp32, the largest |gradient|; inf or nan drops the micro-batch.
-        """
-        bad = ~torch.isfinite(amax)
-        for master, gradient in gradients.items():
+    def add(self, gradients: Gradients) -> None:
+        """Add one micro-batch; where its amax is inf or nan it adds nothing and does not count."""
+        bad = not_finite(gradients.amax)
+        for master, gradient in gradients.by_master.items():
             clean = _zero_where(bad, gradient)
             kept = self._sums.get(master)
-            self._sums[master] = clean if kept is None else to_fp32(kept + clean)
-        self._amaxes.append(amax)
-
-    def take_mean(self) -> dict[Tensor, Tensor]:
-        """The mean over the good micro-batches, by master; zeros where all were bad.
-
-        The sums are divided where they stand and given away: the window holds them no longer.
-        """
-        sums, self._sums = self._sums, {}
-        good = (~self.bad()).sum().clamp(min=1)
-        unscale(values_of(sums.values()), good.float())
-        return sums
+            self._sums[master] = clean if kept is None else kept + clean
+        self._amaxes.append(gradients.amax)
 
     def bad(self) -> Tensor:
         """1-d bool: which micro-batches were dropped."""
-        return ~torch.isfinite(torch.stack(self._amaxes))
+        return not_finite(torch.stack(self._amaxes))
 
     def amax(self) -> Tensor:
         """0-d fp32: the largest |gradient| of any micro-batch; inf or nan where one was dropped."""
         return torch.stack(self._amaxes).max()
 
+    def take_mean(self) -> Gradients:
+        """The mean over the good micro-batches; its amax is inf where there is none. Closes."""
+        bad, sums = self.bad(), self._sums
+        self.clear()
+        mean = unscaled(sums.items(), (~bad).sum().clamp(min=1).float(), bad.device)
+        return replace(mean, amax=torch.where(bad.all(), torch.inf, mean.amax))
+
     def clear(self) -> None:
         """Forget everything: the next micro-batch opens a new window."""
-        self._sums.clear()
-        self._amaxes.clear()
+        self._sums, self._amaxes = {}, []
 
 
 def _zero_where(bad: Tensor, gradient: Tensor) -> Tensor:

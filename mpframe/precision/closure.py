@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from mpframe.errors import ConfigError
-from mpframe.precision.gradients import amax_of, norm_of, values_of
+from mpframe.precision.gradients import norm_of, unscaled
 from mpframe.step import StepResult
 
 
@@ -27,10 +27,10 @@ def step_with_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> StepR
     with torch.enable_grad():
         loss = torch.as_tensor(optimizer.step(closure)).detach()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    values = values_of(p.grad for p in parameters if p.grad is not None)
     device = parameters[0].device
+    last = unscaled([(p, p.grad) for p in parameters if p.grad is not None], 1.0, device)
     never, one = torch.zeros((), dtype=torch.bool, device=device), torch.ones((), device=device)
-    return StepResult(never, amax_of(values, device), norm_of(values, device), one, loss=loss)
+    return StepResult(never, last.amax, norm_of(last.values, device), one, loss=loss)
 
 
 def missing_closure(optimizer: Optimizer) -> ConfigError:

@@ -5,46 +5,46 @@ measure, before anything is clipped:
 
     amax = max |g|         inf or nan says that the step overflowed
     norm = sqrt(sum g^2)   over all parameters
-
-`values` below are the dense tensors of gradients; torch's multi-tensor kernels take them whole.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def to_fp32(gradient: Tensor) -> Tensor:
-    """A gradient in fp32 or wider; a sparse one is also coalesced, after the widening.
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a step or a micro-batch: fp32 (or wider), unscaled, sparse ones coalesced.
 
-    Summing the duplicates of a half sparse gradient could overflow where fp32 does not.
+    Attributes:
+        by_master: what the optimizer is given.
+        values: their dense values, sharing memory with them; empty ones are left out.
+        amax: 0-d float32, the largest magnitude; inf or nan where any is; 0 where there is none.
     """
-    widened = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
-    return widened.coalesce() if widened.is_sparse else widened
+
+    by_master: dict[Tensor, Tensor]
+    values: list[Tensor]
+    amax: Tensor
 
 
-def values_of(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """The dense values of each gradient, sharing its memory; empty ones are left out."""
-    values = (gradient.values() if gradient.is_sparse else gradient for gradient in gradients)
-    return [value for value in values if value.numel()]
+def unscaled(
+    scaled: Iterable[tuple[Tensor, Tensor]], scale: Tensor | float, device: torch.device
+) -> Gradients:
+    """Gradients as an optimizer may use them; fp32 ones are unscaled where they stand.
 
-
-def unscale(values: list[Tensor], scale: Tensor) -> None:
-    """Divide each tensor by `scale` (0-d, fp32), in place. Exact for a power of two."""
-    if values:
-        torch._foreach_div_(values, scale.to(values[0].device))
-
-
-def amax_of(values: list[Tensor], device: torch.device) -> Tensor:
-    """The largest magnitude as 0-d fp32: inf or nan where any is; 0 where there is no value."""
-    if not values:
-        return torch.zeros((), device=device)
-    if device.type != "cpu":
-        return torch.stack(torch._foreach_norm(values, torch.inf)).max().float()
-    # On a CPU the infinity norm takes 9 to 20 times as long as finding both ends of the values.
-    ends = [end for value in values for end in torch.aminmax(value)]
-    return torch.stack(ends).abs().max().float()
+    Args:
+        scaled: (master, gradient as the backward pass left it).
+        scale: what the loss was multiplied by: 0-d float32 or a number, > 0. A power of two takes
+            no bit from an fp32 gradient.
+        device: where all of them are.
+    """
+    by_master = {master: _widened(gradient) for master, gradient in scaled}
+    values = _values(by_master)
+    if values and (isinstance(scale, Tensor) or scale != 1.0):
+        torch._foreach_div_(values, torch.as_tensor(scale, device=device))
+    return Gradients(by_master, values, _amax(values, device))
 
 
 def norm_of(values: list[Tensor], device: torch.device) -> Tensor:
@@ -61,5 +61,32 @@ def clip(values: list[Tensor], norm: Tensor, max_norm: float) -> None:
     coefficient = min(1, max_norm / (norm + 1e-6))
     """
     if values:
-        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(values, coefficient.to(values[0].device))
+        torch._foreach_mul_(values, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def not_finite(magnitude: Tensor) -> Tensor:
+    """True where a magnitude (>= 0, or nan) is inf or nan: the verdict, in two kernels."""
+    return ~(magnitude < torch.inf)
+
+
+def _widened(gradient: Tensor) -> Tensor:
+    """In fp32 or wider. Coalesced after that: in half the sum of duplicates could overflow."""
+    wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+    return wide.coalesce() if wide.is_sparse else wide
+
+
+def _values(by_master: dict[Tensor, Tensor]) -> list[Tensor]:
+    values = (
+        gradient.values() if gradient.is_sparse else gradient for gradient in by_master.values()
+    )
+    return [value for value in values if value.numel()]
+
+
+def _amax(values: list[Tensor], device: torch.device) -> Tensor:
+    if not values:
+        return torch.zeros((), device=device)
+    if device.type != "cpu":
+        return torch.stack(torch._foreach_norm(values, torch.inf)).max().float()
+    # On a CPU the infinity norm takes 9 to 20 times as long as finding both ends of the values.
+    ends = [end for value in values for end in torch.aminmax(value)]
+    return torch.stack(ends).abs().max().float()

@@ -12,7 +12,6 @@ The wrapped optimizer stays the same object, so schedules built on it go on work
 """
 
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,25 +26,9 @@ from mpframe.precision.closure import (
     refuse_beside_closure,
     step_with_closure,
 )
-from mpframe.precision.gradients import amax_of, clip, norm_of, to_fp32, unscale, values_of
+from mpframe.precision.gradients import Gradients, clip, norm_of, not_finite, unscaled
 from mpframe.precision.masters import HALF, Masters
 from mpframe.step import LossScaler, StepResult
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """The gradients of a step by master, and what is known of them.
-
-    Attributes:
-        amax: the largest |gradient|; inf or nan where the step is to be skipped.
-        seen: the largest of any micro-batch, for the scaler: each was held in half by itself.
-        dropped: micro-batches left out; None where the step was not accumulated.
-    """
-
-    gradients: dict[Tensor, Tensor]
-    amax: Tensor
-    seen: Tensor
-    dropped: Tensor | None
 
 
 class MasterWeights:
@@ -123,9 +106,8 @@ class MasterWeights:
         gradients = self._take_gradients(scale)
         for parameter in self._masters:
             parameter.grad = None
-        amax = amax_of(values_of(gradients.values()), self._masters.device)
-        self._window.add(gradients, amax)
-        return amax
+        self._window.add(gradients)
+        return gradients.amax
 
     @torch.no_grad()
     def step(
@@ -159,19 +141,18 @@ class MasterWeights:
             return step_with_closure(self.optimizer, closure)
         if self.needs_closure:
             raise missing_closure(self.optimizer)
-        taken = self._gradients_of_step(1.0 if scaler is None else scaler.scale)
-        values = values_of(taken.gradients.values())
-        norm = norm_of(values, self._masters.device)
-        skipped = ~torch.isfinite(taken.amax)
+        gradients, seen, dropped = self._gradients_of_step(1.0 if scaler is None else scaler.scale)
+        norm = norm_of(gradients.values, self._masters.device)
+        skipped = not_finite(gradients.amax)
         if max_norm is not None:
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
-            skipped = skipped | ~torch.isfinite(norm)
-            clip(values, norm, max_norm)
-        self._apply(taken.gradients, skipped)
+            skipped = skipped | not_finite(norm)
+            clip(gradients.values, norm, max_norm)
+        self._apply(gradients.by_master, skipped)
         scale = torch.ones_like(norm) if scaler is None else scaler.scale
         if scaler is not None:
-            scaler.update(taken.seen)
-        return StepResult(skipped, taken.amax, norm, scale, dropped=taken.dropped)
+            scaler.update(seen)
+        return StepResult(skipped, gradients.amax, norm, scale, dropped=dropped)
 
     def saturation_warning(self, model: nn.Module) -> str | None:
         """A line on half weights held at the end of their range; None where there are none.
@@ -230,31 +211,25 @@ class MasterWeights:
         """
         self._masters.load_by_name(model, weights)
 
-    def _gradients_of_step(self, scale: Tensor | float) -> _Taken:
+    def _gradients_of_step(self, scale: Tensor | float) -> tuple[Gradients, Tensor, Tensor | None]:
+        """This step's gradients, the amax the scaler is to see, and how many batches were dropped.
+
+        Of an accumulated step the scaler sees the largest micro-batch: each was held in half alone.
+        """
         if not self._window:
             gradients = self._take_gradients(scale)
-            amax = amax_of(values_of(gradients.values()), self._masters.device)
-            return _Taken(gradients, amax, seen=amax, dropped=None)
+            return gradients, gradients.amax, None
         if any(parameter.grad is not None for parameter in self._masters):
             self.accumulate(scale)
-        bad, seen = self._window.bad(), self._window.amax()
-        gradients = self._window.take_mean()
-        self._window.clear()
-        amax = amax_of(values_of(gradients.values()), self._masters.device)
-        return _Taken(gradients, torch.where(bad.all(), torch.inf, amax), seen, bad.sum())
+        seen, dropped = self._window.amax(), self._window.bad().sum()
+        return self._window.take_mean(), seen, dropped
 
-    def _take_gradients(self, scale: Tensor | float) -> dict[Tensor, Tensor]:
-        """The parameters' gradients: fp32, unscaled, by master; taken away from half parameters."""
-        gradients = {
-            master: to_fp32(parameter.grad)
-            for parameter, master in self._masters.items()
-            if parameter.grad is not None
-        }
+    def _take_gradients(self, scale: Tensor | float) -> Gradients:
+        """The parameters' gradients, fp32 and unscaled; half parameters are left without."""
+        scaled = [(m, p.grad) for p, m in self._masters.items() if p.grad is not None]
         for parameter, _ in self._masters.half_pairs:
             parameter.grad = None
-        if isinstance(scale, Tensor) or scale != 1.0:
-            unscale(values_of(gradients.values()), torch.as_tensor(scale))
-        return gradients
+        return unscaled(scaled, scale, self._masters.device)
 
     def _apply(self, gradients: dict[Tensor, Tensor], skipped: Tensor) -> None:
         """Update the masters and round them into the weights, unless the step is skipped."""
@@ -276,9 +251,9 @@ class MasterWeights:
         Not in the first step, in which the state is made: were it skipped, it would leave state
         behind, and SGD's momentum would be whatever the memory held.
         """
-        fused = all(group.get("fused") for group in self.param_groups)
         takes_verdict = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        return fused and takes_verdict and self._has_stepped
+        fused = takes_verdict and all(group.get("fused") for group in self.param_groups)
+        return fused and self._has_stepped
 
     def _step_on_device(self, skipped: Tensor) -> None:
         fused: Any = self.optimizer
