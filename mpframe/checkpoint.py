@@ -11,6 +11,7 @@ first (torch.load itself lets a flipped bit pass) and never unpickles code.
 import hashlib
 import json
 import os
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -84,7 +85,13 @@ def load(path: Path) -> dict[str, Any]:
         )
     if hashlib.sha256(content).hexdigest() != manifest.get("sha256"):
         raise CheckpointError(f"{path / 'state.pt'}: damaged, its digest differs; use an older one")
-    return torch.load(path / "state.pt", map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    try:
+        return torch.load(path / "state.pt", map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{path / 'state.pt'}: holds code, which is never run; a checkpoint is tensors, numbers, "
+            "strings, lists and dicts"
+        ) from None
 
 
 def all_in(folder: Path) -> list[Path]:
