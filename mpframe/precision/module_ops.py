@@ -10,33 +10,32 @@ from functools import cache
 
 from torch import nn
 
-from mpframe.precision.spellings import known_ops
+from mpframe.precision.spellings import canonical, known_ops
 
 _EXCEPTIONS = {
     "BCELoss": "binary_cross_entropy",
     "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
     "CTCLoss": "ctc_loss",
-    "GRU": "gru",
     "GRUCell": "gru_cell",
     "KLDivLoss": "kl_div",
-    "LSTM": "lstm",
     "LSTMCell": "lstm_cell",
-    "LeakyReLU": "leaky_relu",
-    "LogSigmoid": "log_sigmoid",
     "MSELoss": "mse_loss",
     "MultiheadAttention": "scaled_dot_product_attention",
     "NLLLoss": "nll_loss",
-    "RNN": "rnn_tanh",
-    "RNNCell": "rnn_tanh_cell",
+    "Softmax2d": "softmax",
+    "Softmin": "softmax",
     "SyncBatchNorm": "batch_norm",
     "Upsample": "interpolate",
-    "UpsamplingBilinear2d": "interpolate",
-    "UpsamplingNearest2d": "interpolate",
 }
+_PADS = re.compile(r"^(Reflection|Replication|Circular|Constant|Zero)Pad")
 
 
 def op_of(module: nn.Module) -> str | None:
     """The name of the op `module` runs, or None where it is not a layer of torch.nn."""
+    if isinstance(module, nn.RNNBase):
+        return str(module.mode).lower()  # lstm, gru, rnn_tanh, rnn_relu
+    if isinstance(module, nn.RNNCell):
+        return f"rnn_{module.nonlinearity}_cell"
     return next((op for cls in type(module).__mro__ if (op := _op_of_class(cls))), None)
 
 
@@ -45,6 +44,8 @@ def _op_of_class(cls: type) -> str | None:
     if not cls.__module__.startswith("torch.nn.modules"):
         return None
     name = cls.__name__
+    if name in _EXCEPTIONS or _PADS.match(name):
+        return _EXCEPTIONS.get(name, "pad")
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     spellings = (
         snake,
@@ -52,4 +53,4 @@ def _op_of_class(cls: type) -> str | None:
         re.sub(r"_?norm\d?d?$", "_norm", snake),
         re.sub(r"_loss$", "", snake),
     )
-    return _EXCEPTIONS.get(name) or next((s for s in spellings if s in known_ops()), None)
+    return next((canonical(spelling) for spelling in spellings if spelling in known_ops()), None)
