@@ -1,5 +1,6 @@
 """What watches a run: curves, checkpoints, the progress bar, the guard against endless skips."""
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from mpframe.memory import peak_memory
 from mpframe.step import StepResult
 from mpframe.tracking import Tag, Tracker, metric_tag
 from mpframe.trainer import Callback, Evaluation, Trainer
+
+log = logging.getLogger(__name__)
 
 
 class Curves(Callback):
@@ -134,6 +137,16 @@ class RecordAmax(Callback):
     def flush(self) -> None:
         """Write what was kept."""
         self._record.flush()
+
+
+class SaturationWarning(Callback):
+    """Says after each epoch which half weights stand at the end of their format's range."""
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        """Warn where there are any; one transfer from the device."""
+        message = trainer.optimizer.saturation_warning(trainer.model)
+        if message:
+            log.warning("warning: %s", message)
 
 
 class SkipGuard(Callback):

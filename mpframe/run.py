@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from mpframe import build, checkpoint
-from mpframe.callbacks import Bar, Checkpoints, Curves, RecordAmax, SkipGuard
+from mpframe.callbacks import Bar, Checkpoints, Curves, RecordAmax, SaturationWarning, SkipGuard
 from mpframe.check import flatten
 from mpframe.config import Config
 from mpframe.environment import environment_text
@@ -102,7 +102,8 @@ class Run:
         options = self.config.trainer
         self.curves = Curves(tracker, options.log_every, self.config.data.batch_size)
         saves = Checkpoints(self.folder, options.checkpoint_every, options.keep_last, tracker)
-        return [self.curves, SkipGuard(options.max_consecutive_skips), self.evaluation, saves]
+        guard = SkipGuard(options.max_consecutive_skips)
+        return [self.curves, guard, SaturationWarning(), self.evaluation, saves]
 
     def _announce(self, trainer: Trainer) -> None:
         rows = trainer.precision.dtype_map(trainer.model)
@@ -119,6 +120,8 @@ class Run:
             self.folder,
         )
         log.info("%s", as_table(rows))
+        for line in trainer.precision.warnings():
+            log.warning("warning: %s", line)
 
     def _describe(self, tracker: Tracker, trainer: Trainer) -> None:
         name = trainer.metric().name if trainer.metric else "none"

@@ -118,7 +118,7 @@ class LogMax(AdaptiveScaler):
         now = self._state
         overflow = ~(amax < torch.inf)  # nan compares false, so it counts as an overflow
         surprise = self._octave(amax, overflow) - now["mean"]
-        highs, lows = self._streaks(surprise, overflow)
+        highs, lows = self._streaks(surprise)
         restart = (highs + lows) >= RESTART_AFTER
         count = now["count"].masked_fill(restart, 0)
         seen = ~overflow | (count > 0)  # an overflow alone cannot say where the gradients are
@@ -138,12 +138,12 @@ class LogMax(AdaptiveScaler):
         censored = (self._state["mean"] + self.log2_std).clamp(min=self._top + 1)
         return torch.where(overflow, censored, held)
 
-    def _streaks(self, surprise: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
+    def _streaks(self, surprise: Tensor) -> tuple[Tensor, Tensor]:
         """How many observations in a row, this one included, were surprisingly high, or low."""
         now = self._state
         bound = SURPRISE * self.log2_std
         known = now["count"] > 0
-        high = (overflow | (surprise > bound)) & known
+        high = (surprise > bound) & known
         low = (surprise < -bound) & known
         return (now["highs"] + 1) * high, (now["lows"] + 1) * low
 

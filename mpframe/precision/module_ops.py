@@ -1,8 +1,8 @@
 """Which op a module of `torch.nn` runs: what the dtype map and the weights' storage go by.
 
-`nn.Conv2d` runs `conv2d`, `nn.LayerNorm` runs `layer_norm`: nearly always the op is the class's
-name in another spelling. The exceptions are listed. A user's subclass of a known module is that
-module; a module of its own kind has no op here, and its weights stay fp32 unless it is pinned.
+`nn.Conv2d` runs `conv2d`, `nn.KLDivLoss` runs `kl_div`: the op is nearly always the class's name
+in another spelling. The exceptions are listed. A user's subclass of a known module is that module;
+a module of its own kind has no op here, and its weights stay fp32 unless it is pinned.
 """
 
 import re
@@ -15,19 +15,11 @@ from mpframe.precision.spellings import canonical, known_ops
 _EXCEPTIONS = {
     "BCELoss": "binary_cross_entropy",
     "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
-    "CTCLoss": "ctc_loss",
-    "GRUCell": "gru_cell",
-    "KLDivLoss": "kl_div",
-    "LSTMCell": "lstm_cell",
-    "MSELoss": "mse_loss",
     "MultiheadAttention": "scaled_dot_product_attention",
-    "NLLLoss": "nll_loss",
-    "Softmax2d": "softmax",
     "Softmin": "softmax",
-    "SyncBatchNorm": "batch_norm",
     "Upsample": "interpolate",
 }
-_PADS = re.compile(r"^(Reflection|Replication|Circular|Constant|Zero)Pad")
+_PAD = re.compile(r"(Reflection|Replication|Circular|Constant|Zero)Pad\dd")
 
 
 def op_of(module: nn.Module) -> str | None:
@@ -43,14 +35,16 @@ def op_of(module: nn.Module) -> str | None:
 def _op_of_class(cls: type) -> str | None:
     if not cls.__module__.startswith("torch.nn.modules"):
         return None
-    name = cls.__name__
-    if name in _EXCEPTIONS or _PADS.match(name):
-        return _EXCEPTIONS.get(name, "pad")
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    spellings = (
-        snake,
-        name.lower(),
-        re.sub(r"_?norm\d?d?$", "_norm", snake),
-        re.sub(r"_loss$", "", snake),
-    )
-    return next((canonical(spelling) for spelling in spellings if spelling in known_ops()), None)
+    if _PAD.fullmatch(cls.__name__):
+        return "pad"
+    name = cls.__name__.lower().strip("_")
+    spellings = (name, name.removesuffix("loss"), re.sub(r"\dd$", "", name))
+    found = (_ops_by_letters().get(spelling) for spelling in spellings)
+    return _EXCEPTIONS.get(cls.__name__) or next((op for op in found if op), None)
+
+
+@cache
+def _ops_by_letters() -> dict[str, str]:
+    """Ops by their names without underscores, as class names have none."""
+    public = (op for op in known_ops() if not op.startswith("_") and not op.endswith("_"))
+    return {op.replace("_", ""): canonical(op) for op in public}

@@ -216,3 +216,21 @@ def test_no_secret_of_the_environment_reaches_the_run_folder(tmp_path: Path) -> 
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert files
     assert [path for path in files if secret.encode() in path.read_bytes()] == []
+
+
+def test_a_rung_without_masters_says_what_it_costs(
+    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_run(tmp_path, "dtype=mixed_bf16", "dtype.master_weights=false", "trainer.max_steps=1")
+    assert any("dtype.master_weights=false: " in message for message in caplog.messages)
+
+
+def test_weights_at_the_end_of_their_range_are_warned_about(
+    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three steps of a learning rate that throws the weights beyond 65504."""
+    start_run(
+        tmp_path, "optimizer=sgd", "optimizer.lr=1e9", "scheduler=none", "trainer.epochs=1",
+        "trainer.max_steps=3", "trainer.max_consecutive_skips=100",
+    )  # fmt: skip
+    assert any("lie beyond the half range" in line for line in caplog.messages)

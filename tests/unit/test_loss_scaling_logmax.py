@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpframe.loss_scaling import LogMax
-from mpframe.loss_scaling.logmax import PRIOR_STD, PRIOR_WEIGHT, RESTART_AFTER
+from mpframe.loss_scaling.logmax import PRIOR_STD, PRIOR_WEIGHT
 
 TOP = math.log2(torch.finfo(torch.float16).max)
 QUANTILE = 3.090232306167813  # of the standard normal at 0.999
@@ -76,6 +76,11 @@ def test_retreats_are_1_2_4_8_octaves_before_anything_was_seen() -> None:
     assert scaler.log2_std == PRIOR_STD  # overflows alone teach nothing
 
 
+def test_the_first_retreat_is_one_octave_however_the_quantile_rounds() -> None:
+    for probability in torch.linspace(1e-4, 0.49, 500).tolist():
+        assert log2_scale(overflow(LogMax(overflow_probability=probability))) == 15
+
+
 def test_retreats_are_taken_back_in_the_reverse_order() -> None:
     scaler, unhurt = overflow(LogMax(**WIDE), times=4), LogMax(**WIDE)
     behind = [log2_scale(feed(unhurt, 0.0)) - log2_scale(feed(scaler, 0.0)) for _ in range(5)]
@@ -109,8 +114,8 @@ def test_zero_leaves_every_tensor_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("shift", [3.0, -3.0])
-def test_a_row_of_surprises_on_one_side_restarts(shift: float) -> None:
-    scaler = feed(settled(std=0.5), *[shift] * (RESTART_AFTER - 1))
+def test_four_surprises_in_a_row_on_one_side_restart(shift: float) -> None:
+    scaler = feed(settled(std=0.5), *[shift] * 3)
     assert abs(scaler.log2_mean.item()) < 0.5
     feed(scaler, shift)
     assert scaler.log2_mean == shift
@@ -119,19 +124,26 @@ def test_a_row_of_surprises_on_one_side_restarts(shift: float) -> None:
 
 @pytest.mark.parametrize("breaker", [0.0, -3.0])
 def test_an_expected_gradient_or_the_other_side_breaks_the_row(breaker: float) -> None:
-    row = [3.0] * (RESTART_AFTER - 1)
+    row = [3.0] * 3
     scaler = feed(settled(std=0.5), *row, breaker, *row)
     assert abs(scaler.log2_mean.item()) < 0.5
 
 
 def test_a_restart_ends_the_row() -> None:
-    scaler = feed(settled(std=0.5), *[3.0] * RESTART_AFTER)
+    scaler = feed(settled(std=0.5), *[3.0] * 4)
     feed(scaler, 9.0)  # one more surprise is one, not the fifth
     assert scaler.log2_mean.item() == pytest.approx((3.0 + 9.0) / 2)
 
 
+def test_what_was_assumed_before_the_first_gradient_surprises_nobody() -> None:
+    high = feed(overflow(LogMax(**WIDE), times=2), 2.5, 5.0)
+    assert high.log2_mean.item() == pytest.approx((2.5 + 5.0) / 2)
+    low = feed(LogMax(**WIDE), -20.0, -23.0, -29.0, -40.0)
+    assert low.log2_mean.item() == pytest.approx((-20 - 23 - 29 - 40) / 4)
+
+
 def test_overflows_are_surprises_too() -> None:
-    scaler = overflow(settled(), times=RESTART_AFTER)
+    scaler = overflow(settled(), times=4)
     feed(scaler, 6.0)
     assert scaler.log2_mean == 6.0
 
