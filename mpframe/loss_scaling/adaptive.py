@@ -78,7 +78,7 @@ class AdaptiveScaler(Scaler, ABC):
 
     def _within_bounds(self, init_scale: object) -> float:
         bounds = Interval(self._min, self._max)
-        if not is_number(init_scale) or float(init_scale) not in bounds:
+        if not is_number(init_scale) or init_scale not in bounds:
             allowed = f'"{PROBE}" or a number in [min_scale, max_scale], which is {bounds}'
             raise refused("init_scale", init_scale, allowed, "set it, or move the bounds")
         return float(init_scale)

@@ -28,7 +28,7 @@ Why it is so:
 - One overflow must not be paid for long, many in a row must end soon: the retreats fall by 1, 2,
   4, 8 octaves and are taken back in the reverse order.
 - `RESTART_AFTER` observations in a row beyond `SURPRISE` σ on the same side are another level, not
-  chance (7e-8 per step and side for normal x): the model forgets, and starts from the next
+  chance (3e-7 per step and side for normal x): the model forgets, and starts from the next
   gradient it sees. Until it has seen one, an overflow only makes the scale retreat.
 - a = 0 is no observation: a frozen or masked batch has no largest gradient.
 """

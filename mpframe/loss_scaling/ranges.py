@@ -53,7 +53,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def number(argument: str, value: object, interval: Interval) -> float:
     """`value` as a float, if it is a real number in `interval`."""
-    if not is_number(value) or float(value) not in interval:
+    if not is_number(value) or value not in interval:
         raise refused(argument, value, f"a number in {interval}")
     return float(value)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mpframe.precision.emulation import half_values, rounded
+from mpframe.precision.emulation import WITHOUT_HALF_KERNEL, half_values, rounded
 from mpframe.precision.op_lists import PINS, WITH_STATISTICS
 from mpframe.precision.opening import OPENED, open_function
 from mpframe.precision.policy import CASTABLE, Compute, Policy
@@ -66,6 +66,7 @@ class CastMode(TorchFunctionMode):
             "half": self._run_half,
             "fp32": _run_fp32,
             "widest": _run_widest,
+            "widest rounded": _run_widest_rounded,
             "half data": _on_data_only(self._run_half),
             "fp32 data": _on_data_only(_run_fp32),
         }
@@ -121,7 +122,7 @@ class CastMode(TorchFunctionMode):
         if compute is Compute.PYTORCH:
             return open_function(func) or "as is"
         if compute is Compute.WIDEST:
-            return "widest"
+            return "widest rounded" if name in WITHOUT_HALF_KERNEL else "widest"
         plan = "fp32" if compute is Compute.FP32 else "half"
         return f"{plan} data" if name in WITH_STATISTICS else plan
 
@@ -208,6 +209,18 @@ def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(CASTABLE & {tensor.dtype for tensor in operands}) < 2:
         return func(*args, **kwargs)
     return _run_fp32(func, args, kwargs)
+
+
+def _run_widest_rounded(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """As `_run_widest`, for an op that has no half kernel on a CPU: in fp32, with one rounding."""
+    operands = list(tensors_in((args, kwargs)))
+    halves = {tensor.dtype for tensor in operands if tensor.dtype in _NARROW}
+    if len(halves) != 1 or any(tensor.dtype == torch.float32 for tensor in operands):
+        return _run_widest(func, args, kwargs)
+    if operands[0].device.type != "cpu":
+        return func(*args, **kwargs)
+    half = halves.pop()
+    return map_tensors(lambda tensor: rounded(tensor, half), _run_fp32(func, args, kwargs))
 
 
 def _on_data_only(plan: Plan) -> Plan:

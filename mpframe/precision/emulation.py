@@ -19,6 +19,10 @@ import torch
 from torch import Tensor
 
 
+# Ops that follow their inputs and have no half kernel in torch's CPU build: emulated there, always.
+WITHOUT_HALF_KERNEL = frozenset({"avg_pool3d"})
+
+
 def half_values(tensor: Tensor, half: torch.dtype) -> Tensor:
     """The values of `tensor` rounded to `half`, as float32 (any shape, kept)."""
     return _convert(_convert(tensor, half), torch.float32)

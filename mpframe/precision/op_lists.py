@@ -13,6 +13,7 @@ Names are PyTorch's, and one name stands for every spelling: `matmul` is also `t
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, cast
@@ -104,7 +105,8 @@ class OpLists:
         return not (self.allow or self.deny or self.infer)
 
 
-def _read(name: str) -> dict[str, Any]:
+@cache
+def _read(name: str) -> Mapping[str, Any]:
     folder = Path(CONF) / "ops"
     path = folder / f"{name}.yaml"
     if not path.is_file():
@@ -118,6 +120,8 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _refuse_unknown(path: str, ops: Iterable[str]) -> None:
+    if isinstance(ops, str):
+        raise ConfigError(f"{path}={ops}: give a list of ops: [{ops}]")
     for op in ops:
         if op not in known_ops():
             hint = nearest(op, known_ops())

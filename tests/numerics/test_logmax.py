@@ -78,10 +78,15 @@ def keeps_its_promise(make: Make) -> None:
     assert (room.median(0).values <= 3.1 * std + 1.5).all()
 
 
-def forgives_one_overflow(make: Make, bad: float = torch.nan, std: float = 0.5) -> None:
+def forgives_one_overflow(
+    make: Make,
+    bad: float = torch.nan,
+    std: float = 0.5,
+    after_steps: tuple[int, ...] = (10, 30, 100, 1000),
+) -> None:
     """3: one nan or inf halves the scale at once; within 50 clean steps it is back, or nearly."""
     mean = torch.linspace(-6, 6, 200)
-    for steps in (10, 30, 100, 1000):
+    for steps in after_steps:
         scaler = make(**WIDE)
         replay(scaler, log_normal(steps, mean, std))
         before = scaler.scale
@@ -184,6 +189,11 @@ def test_halving_alone_starts_too_slowly() -> None:
 @pytest.mark.parametrize("std", [0.0, 0.5])
 def test_one_overflow_is_forgiven_whatever_it_was(bad: float, std: float) -> None:
     forgives_one_overflow(LogMax, bad=bad, std=std)
+
+
+@pytest.mark.parametrize("std", [1.0, 2.0])
+def test_one_overflow_is_forgiven_at_a_wide_spread_once_it_is_learnt(std: float) -> None:
+    forgives_one_overflow(LogMax, std=std, after_steps=(100, 300, 1000))
 
 
 @pytest.mark.parametrize("std", [0.0, 1.0, 2.0])

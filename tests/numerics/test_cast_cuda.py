@@ -1,0 +1,111 @@
+"""The default lists beside torch's CUDA autocast: the same formats on every op, but for those named.
+
+Fake tensors have a device and a format and no memory: torch's own CUDA autocast decides about them
+on a machine without a GPU.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from op_table import TABLE, Spelling
+from test_cast_ops import LISTS, inputs_as
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+from vocabulary import formats
+
+from mpframe import Precision
+
+# Where the default lists differ from CUDA autocast. Everything else is the same.
+INTENDED = {
+    "binary_cross_entropy": "autocast refuses it, being unsafe in half; here it runs in fp32",
+    "lerp": "given two formats autocast fails; here the widest of them",
+    "linalg_matrix_norm": "autocast gives half matrices to the nuclear norm, which fails on them",
+    "scatter": "given two formats autocast fails; here the widest of them",
+}
+# Recurrent layers cannot be run on fake CUDA tensors.
+NOT_FAKEABLE = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+DEFAULT = LISTS["default"]
+LISTED = sorted(DEFAULT.allow | DEFAULT.deny | DEFAULT.infer)
+
+
+@contextmanager
+def cuda_autocast(half: torch.dtype) -> Iterator[None]:
+    """torch's CUDA autocast; `torch.autocast` would switch itself off without a GPU."""
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", half)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+        torch.clear_autocast_cache()
+
+
+def on_fake_cuda(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def fake(leaf: Any) -> Any:
+        return torch.empty_like(leaf, device="cuda") if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(fake, inputs)  # type: ignore[no-any-return]
+
+
+def outcome(spelling: Spelling, inputs: tuple[Any, ...], block: Any) -> Any:
+    """The formats of the result, or the kind of error."""
+    with FAKE, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inputs = on_fake_cuda(inputs)
+        try:
+            with block:
+                return formats(spelling(*inputs))
+        except (RuntimeError, NotImplementedError) as error:
+            return type(error).__name__
+
+
+def differs(op: str, half: str, how: str) -> bool:
+    """Whether ours and theirs differ, in any spelling of `op`."""
+    inputs = inputs_as(TABLE[op], how, getattr(torch, half))
+    return any(
+        outcome(spelling, inputs, Precision("amp", half).cast())
+        != outcome(spelling, inputs, cuda_autocast(getattr(torch, half)))
+        for spelling in TABLE[op].spellings
+    )
+
+
+@pytest.mark.parametrize(
+    ("op", "half"),
+    [
+        (op, half)
+        for half, ops in (("float16", LISTED), ("bfloat16", sorted(DEFAULT.allow)))
+        for op in ops
+        if op not in NOT_FAKEABLE
+    ],
+)
+def test_the_default_lists_are_those_of_cuda_autocast(op: str, half: str) -> None:
+    found = any(differs(op, half, how) for how in ("fp32", "half", "both"))
+    assert found == (op in INTENDED)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_what_is_in_no_list_is_left_alone_by_both(half: str) -> None:
+    """Ops that CUDA autocast does not touch: norms with statistics, means, roots, comparisons."""
+    calls: list[Spelling] = [
+        lambda x: torch.nn.functional.batch_norm(x, None, None, training=True),
+        lambda x: torch.nn.functional.instance_norm(x),
+        lambda x: x.mean(),
+        lambda x: x.var(),
+        torch.sqrt,
+        torch.erf,
+        lambda x: x > 0.5,
+        lambda x: torch.nn.functional.embedding(torch.tensor([0], device=x.device), x[0, 0]),
+    ]
+    for how, call in product((torch.float32, getattr(torch, half)), calls):
+        inputs = (torch.rand(2, 4, 4, 4).to(how),)
+        ours = outcome(call, inputs, Precision("amp", half).cast())
+        assert ours == outcome(call, inputs, cuda_autocast(getattr(torch, half)))

@@ -1,0 +1,116 @@
+"""Every op of every shipped list, in every spelling: what its kernels are given and what it gives."""
+
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from op_table import TABLE, Row, Spelling
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from vocabulary import HALVES, Kernels, formats, tensors
+
+from mpframe import OpLists, Precision
+from mpframe.locations import CONF
+
+FP32 = torch.float32
+LISTS = {path.stem: OpLists.named(path.stem) for path in sorted(Path(CONF).glob("ops/*.yaml"))}
+
+# A list may run its op in half although the kernels inside widen and round by themselves.
+WIDENED_INSIDE = {"rms_norm"}
+# torch's CPU has no half kernel for these: computed in fp32, rounded once.
+NO_HALF_KERNEL = {"avg_pool3d"}
+
+
+def listed(lists: OpLists) -> set[str]:
+    return set(lists.allow | lists.deny | lists.infer)
+
+
+def inputs_as(row: Row, how: str, half: torch.dtype) -> tuple[Any, ...]:
+    """The row's inputs: all `fp32`, all `half`, or `both`: the first fp32 and the others half."""
+    seen: list[Tensor] = []
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        seen.append(leaf)
+        narrow = how == "half" or (how == "both" and len(seen) > 1)
+        return leaf.clone().to(half if narrow else FP32)
+
+    return tree_map(convert, row.inputs)  # type: ignore[no-any-return]
+
+
+def lists_of(op: str) -> Iterator[OpLists]:
+    """The shipped lists that say something about `op`, each different answer once."""
+    answers: set[str] = set()
+    for lists in LISTS.values():
+        answer = lists.list_of(op)
+        if answer != "none" and answer not in answers:
+            answers.add(answer)
+            yield lists
+
+
+def run(spelling: Spelling, inputs: tuple[Any, ...], precision: Precision) -> tuple[Kernels, Any]:
+    kernels = Kernels()
+    with warnings.catch_warnings(), kernels, precision.cast():
+        warnings.simplefilter("ignore")  # torch's own, of deprecated ops
+        return kernels, spelling(*inputs)
+
+
+def expected(op: str, precision: Precision, how: str) -> tuple[set[torch.dtype], torch.dtype]:
+    """The formats the kernels of `op` are to be given, and the format of its result."""
+    policy = precision.policy
+    held_by, half = policy.ops.list_of(op), policy.half_dtype
+    if held_by == "allow":
+        native = {half, FP32} if op in WIDENED_INSIDE else {half}
+        return (native if policy.compute == "native" else {FP32}), half
+    if held_by == "infer" and how == "half":
+        return ({FP32} if op in NO_HALF_KERNEL else {half}), half
+    return {FP32}, FP32
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_the_table_has_a_row_for_every_listed_op(name: str) -> None:
+    assert listed(LISTS[name]) <= TABLE.keys()
+
+
+def test_no_row_without_a_list() -> None:
+    assert set().union(*map(listed, LISTS.values())) == TABLE.keys()
+
+
+@pytest.mark.parametrize("compute", ["native", "emulated"])
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("op", TABLE)
+def test_formats(op: str, half: str, compute: str) -> None:
+    for lists, mode, how in product(lists_of(op), ("mixed", "amp"), ("fp32", "half", "both")):
+        inputs = inputs_as(TABLE[op], how, HALVES[half])
+        precision = Precision(mode, half, ops=lists, compute=compute)
+        given, gave = expected(op, precision, how if len(formats(inputs)) < 2 else "both")
+        for spelling in TABLE[op].spellings:
+            kernels, result = run(spelling, inputs, precision)
+            assert kernels.given() == given
+            assert formats(result) == {gave}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("op", sorted(LISTS["default"].allow))
+def test_backward_runs_in_the_formats_of_forward(op: str, half: str) -> None:
+    """Native: the gradient kernels of a half op are given half; fp32 weights get fp32 gradients."""
+    inputs = inputs_as(TABLE[op], "fp32", HALVES[half])
+    leaves = [t.requires_grad_() for t in tensors(inputs) if t.is_floating_point()]
+    precision = Precision("amp", half, compute="native")
+    _, result = run(TABLE[op].spellings[-1], inputs, precision)
+    results = [t for t in tensors(result) if t.requires_grad]
+    kernels = Kernels()
+    with kernels, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gradients = torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results])
+    # Gradients of an fp32 leaf that is used twice are added in fp32. Attention keeps the logarithm
+    # of its normalizer in fp32 for its backward pass.
+    computing = (k for k in kernels.computing() if k.name != "add")
+    given = {k.given - {FP32} if "attention" in k.name else k.given for k in computing}
+    assert given <= {frozenset({HALVES[half]})}
+    assert formats(gradients) == {FP32}

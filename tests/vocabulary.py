@@ -1,0 +1,107 @@
+"""What tests say about formats: which kernels ran, what each was given, and what it gave.
+
+A dispatch mode stands below autograd and below every Python spelling: what it sees is what the
+kernels of forward and backward really get.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# Kernels whose business is to change a format, or to move values between formats.
+CASTS = frozenset({"_to_copy", "copy_", "_foreach_copy_", "convert_element_type", "convert"})
+# Kernels that take half data beside fp32 weights and statistics, by design.
+WITH_FP32_STATISTICS = frozenset(
+    {
+        "native_batch_norm",
+        "native_batch_norm_backward",
+        "_native_batch_norm_legit",
+        "_batch_norm_with_update",
+        "batch_norm_backward",
+        "cudnn_batch_norm",
+        "cudnn_batch_norm_backward",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel that ran.
+
+    Attributes:
+        name: its name in aten, without the overload.
+        given: formats of its floating inputs.
+        gave: formats of its floating outputs.
+    """
+
+    name: str
+    given: frozenset[torch.dtype]
+    gave: frozenset[torch.dtype]
+
+
+class Kernels(TorchDispatchMode):
+    """Lists the kernels that run in its block, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[Kernel] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.ran.append(Kernel(name, formats((args, kwargs)), formats(result)))
+        return result
+
+    def computing(self) -> Iterator[Kernel]:
+        """The kernels that compute with floating numbers: neither casts nor pure data movement."""
+        return (k for k in self.ran if k.name not in CASTS and k.given)
+
+    def given(self) -> set[torch.dtype]:
+        """Every floating format that a computing kernel was given."""
+        return {dtype for kernel in self.computing() for dtype in kernel.given}
+
+
+class NoSilentPromotion(TorchDispatchMode):
+    """Fails on a kernel that is given two floating formats and widens one unasked.
+
+    0-d tensors are numbers and do not count. Casts, and BatchNorm beside its fp32 statistics, are
+    what they are for.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        operands = [t for t in tensors((args, kwargs)) if t.dim()]
+        found = formats(operands)
+        if len(found) > 1 and name not in CASTS | WITH_FP32_STATISTICS:
+            shown = ", ".join(sorted(map(str, found)))
+            raise AssertionError(f"{func} was given {shown}: a silent promotion")
+        return func(*args, **(kwargs or {}))
+
+
+def tensors(node: Any) -> list[Tensor]:
+    """Every tensor in a nested value."""
+    return [leaf for leaf in tree_leaves(node) if isinstance(leaf, Tensor)]
+
+
+def formats(node: Any) -> frozenset[torch.dtype]:
+    """The floating formats of the tensors in a nested value."""
+    return frozenset(t.dtype for t in tensors(node) if t.dtype.is_floating_point)
+
+
+def same_bits(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
+    """True where both hold tensors of the same formats and bits (nan equals nan)."""
+    return all(
+        a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+        for a, b in zip(first, second, strict=True)
+    )
