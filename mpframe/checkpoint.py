@@ -86,12 +86,13 @@ def load(path: Path) -> dict[str, Any]:
     if hashlib.sha256(content).hexdigest() != manifest.get("sha256"):
         raise CheckpointError(f"{path / 'state.pt'}: damaged, its digest differs; use an older one")
     try:
-        return torch.load(path / "state.pt", map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+        state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise CheckpointError(
-            f"{path / 'state.pt'}: holds code, which is never run; a checkpoint is tensors, numbers, "
-            "strings, lists and dicts"
+            f"{path / 'state.pt'}: holds code, which is never run; a checkpoint is tensors, "
+            "numbers, strings, lists and dicts"
         ) from None
+    return state
 
 
 def all_in(folder: Path) -> list[Path]:

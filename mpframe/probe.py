@@ -73,7 +73,7 @@ class _Largest:
         def watch(_: nn.Module, args: Any, output: Any) -> None:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self.add)
+                    tensor.register_hook(self.add)  # type: ignore[no-untyped-call]
 
         handles = [module.register_forward_hook(watch) for module in model.modules()]
         try:

@@ -6,7 +6,7 @@ needs to import another.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ class Probed(Protocol):
 
     def start_from(self, amax: Tensor) -> None:
         """Choose the first scale for gradients whose largest magnitude is `amax` (0-d float32)."""
+
+
+def wants_probe(scaler: object) -> TypeGuard[Probed]:
+    """True where `scaler` is still to take its first scale from a probe."""
+    return isinstance(scaler, Probed) and scaler.wants_probe
 
 
 @dataclass(frozen=True, slots=True)

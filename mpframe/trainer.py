@@ -24,7 +24,7 @@ from mpframe.ema import Ema
 from mpframe.precision import MasterWeights, Precision
 from mpframe.precision.tree import map_tensors
 from mpframe.probe import probe_amax
-from mpframe.step import LossScaler, Probed, StepResult
+from mpframe.step import LossScaler, StepResult, wants_probe
 
 Batch = tuple[Any, Any]
 Loss = Callable[[Any, Any], Tensor]
@@ -167,16 +167,16 @@ class Trainer:
 
     def fit(self, train: Loader, val: Loader | None = None) -> None:
         """Train as planned, from where `progress` stands."""
-        if isinstance(self.scaler, Probed) and self.scaler.wants_probe:
+        if wants_probe(self.scaler):
             self.probe(next(train.epoch(self.progress.epoch, start=self.progress.batch)))
         while self.progress.epoch < self.plan.epochs and not self._at_last_step():
             self._run_epoch(train, val)
 
     def probe(self, batch: Batch) -> None:
-        """Let the scaler take its first scale from one backward pass in fp32; nothing else moves."""
-        if isinstance(self.scaler, Probed):
-            batch = self._on_device(batch)
+        """Let the scaler take its first scale from one backward pass in fp32; no more moves."""
+        if wants_probe(self.scaler):
             self.model.train()
+            batch = self._on_device(batch)
             self.scaler.start_from(probe_amax(self.model, self.loss, self.precision, batch))
 
     @torch.no_grad()
