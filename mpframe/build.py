@@ -22,9 +22,10 @@ from mpframe.data.task import Task
 from mpframe.ema import Ema
 from mpframe.errors import ConfigError, MpframeError, nearest
 from mpframe.loss_scaling import Backoff, LogMax, Static
+from mpframe.plan import Plan
 from mpframe.precision import MasterWeights, OpLists, Precision
 from mpframe.step import LossScaler
-from mpframe.trainer import Plan, Trainer
+from mpframe.trainer import Trainer
 
 
 def seed_everything(seed: int) -> None:
@@ -99,6 +100,14 @@ def build_precision(config: Config) -> Precision:
     )
 
 
+def _build_eval_precision(config: Config) -> Precision | None:
+    """The mode to validate in: fp32, or fp32 weights with ops cast by the default lists."""
+    dtype = config.trainer.eval_dtype
+    if dtype is None:
+        return None
+    return Precision() if dtype == "fp32" else Precision("amp", dtype, compute=config.dtype.compute)
+
+
 def scaling_name(config: Config) -> str:
     """The scaling that `auto` stands for: Backoff where half is float16, none otherwise."""
     name = str(config.loss_scaling.name)
@@ -149,6 +158,7 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
         ema=_build_ema(config, model, masters),
         plan=plan,
         metric=task.metric,
+        eval_precision=_build_eval_precision(config),
     )
 
 

@@ -12,10 +12,11 @@ from tqdm import tqdm
 from mpframe import checkpoint
 from mpframe.amax_record import AmaxRecord
 from mpframe.errors import DivergedError
+from mpframe.evaluation import Evaluation
 from mpframe.memory import peak_memory
 from mpframe.step import StepResult
 from mpframe.tracking import Tag, Tracker, metric_tag
-from mpframe.trainer import Callback, Evaluation, Trainer
+from mpframe.trainer import Callback, Trainer
 
 log = logging.getLogger(__name__)
 

@@ -196,6 +196,11 @@ class TrainerOptions:
     max_consecutive_skips: int = option(
         50, "Stop as diverged after this many skipped steps in a row.", unit="steps", low=1
     )
+    eval_dtype: str | None = option(
+        None,
+        "Validate in this format, over fp32 weights; null: as trained.",
+        choices=("fp32", "float16", "bfloat16"),
+    )
     compile: bool = option(False, "Compile model and casts into one graph (torch.compile).")
     progress: bool = option(True, "Show a progress bar.")
 

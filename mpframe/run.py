@@ -16,11 +16,12 @@ from mpframe.check import flatten
 from mpframe.config import Config
 from mpframe.environment import environment_text
 from mpframe.errors import CheckpointError, ConfigError, DivergedError
+from mpframe.evaluation import Evaluation
 from mpframe.memory import peak_memory
 from mpframe.precision import as_table
 from mpframe.summary import Status, Summary, write_atomically
 from mpframe.tracking import Tag, Tracker, metric_tag
-from mpframe.trainer import Callback, Evaluation, Trainer
+from mpframe.trainer import Callback, Trainer
 
 log = logging.getLogger(__name__)
 

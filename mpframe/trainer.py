@@ -10,7 +10,7 @@ Everything is handed in; what watches a run (logs, checkpoints, progress) is a `
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -21,6 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpframe.buffers import Buffers
 from mpframe.ema import Ema
+from mpframe.evaluation import Evaluation, fp32_weights
+from mpframe.plan import Plan, Progress
 from mpframe.precision import MasterWeights, Precision
 from mpframe.precision.tree import map_tensors
 from mpframe.probe import probe_amax
@@ -38,67 +40,6 @@ class Loader(Protocol):
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from batch number `start` on."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How long to train and how often to look.
-
-    Attributes:
-        epochs: passes over the data, >= 1.
-        max_steps: stop after this many optimizer steps; None: after the epochs.
-        accumulate: micro-batches per step, >= 1.
-        clip_norm: clip the global norm of the unscaled gradients to this; None: do not.
-        eval_every: steps between validations; None: after each epoch.
-        compile: compile the forward pass and its casts into one graph.
-    """
-
-    epochs: int = 1
-    max_steps: int | None = None
-    accumulate: int = 1
-    clip_norm: float | None = None
-    eval_every: int | None = None
-    compile: bool = False
-
-    def total_steps(self, batches: int) -> int:
-        """Planned optimizer steps at `batches` micro-batches per epoch."""
-        planned = self.epochs * math.ceil(batches / self.accumulate)
-        return planned if self.max_steps is None else min(planned, self.max_steps)
-
-
-@dataclass
-class Progress:
-    """Where a run stands; all of it is in a checkpoint.
-
-    Attributes:
-        steps: optimizer steps that were applied.
-        skipped: steps that were not; `attempts` is the sum and the x axis of every curve.
-        skipped_in_a_row: skipped steps since the last applied one.
-        dropped: micro-batches left out of an accumulated step.
-        epoch: passes completed.
-        batch: micro-batches of the present pass that were used.
-    """
-
-    steps: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    dropped: int = 0
-    epoch: int = 0
-    batch: int = 0
-
-    @property
-    def attempts(self) -> int:
-        """Steps tried, applied or skipped."""
-        return self.steps + self.skipped
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One validation: the mean loss per sample, and the metric by name."""
-
-    loss: float
-    metric: str
-    value: float
 
 
 class Callback:
@@ -123,6 +64,7 @@ class Trainer:
         optimizer: what `precision.prepare` returned.
         loss: loss(outputs, targets) -> 0-d tensor, the mean over the samples of a micro-batch.
         precision: the dtype mode; fp32 by default.
+        eval_precision: the mode to validate in, over fp32 weights; None: as trained.
         scaler: scales the loss; None: the loss is not scaled, and overflow still skips the step.
         schedule: advanced after every step that was not skipped.
         ema: averaged after every step that was not skipped, and validated with.
@@ -140,6 +82,7 @@ class Trainer:
     ema: Ema | None = None
     plan: Plan = field(default_factory=Plan)
     metric: Callable[[], Any] | None = None
+    eval_precision: Precision | None = None
     callbacks: Sequence[Callback] = ()
     progress: Progress = field(default_factory=Progress)
 
@@ -186,10 +129,10 @@ class Trainer:
         self.model.eval()
         metric = self.metric() if self.metric else None
         total, samples = torch.zeros((), dtype=torch.float64), 0
-        with self.ema.applied() if self.ema else nullcontext():
+        with self._weights_for_evaluation():
             for batch in loader.epoch(0):
                 inputs, targets = self._on_device(batch)
-                outputs = self._predict(inputs)
+                outputs = self._predict(inputs, self._evaluated)
                 count = len(targets)
                 total = total.to(outputs.device) + self.loss(outputs, targets).double() * count
                 samples += count
@@ -243,7 +186,7 @@ class Trainer:
         if buffers is not None:
             buffers.save()
         inputs, targets = self._on_device(batch)
-        loss = self.loss(self._predict(inputs), targets)
+        loss = self.loss(self._predict(inputs, self._forward), targets)
         scale = 1.0 if self.scaler is None else self.scaler.scale
         (loss if self.scaler is None else loss * scale).backward()  # type: ignore[no-untyped-call]
         if buffers is not None:
@@ -256,9 +199,25 @@ class Trainer:
         with self.precision.cast():
             return self.model(inputs)
 
-    def _predict(self, inputs: Any) -> Any:
+    def _evaluated(self, inputs: Any) -> Any:
+        if self.eval_precision is None:
+            return self._forward(inputs)
+        with self.eval_precision.cast():
+            return self.model(inputs)
+
+    @contextmanager
+    def _weights_for_evaluation(self) -> Iterator[None]:
+        """Within the block the weights are fp32 where evaluation has its own mode, and averaged."""
+        full = self.eval_precision is not None
+        with (
+            fp32_weights(self.optimizer, self.model) if full else nullcontext(),
+            self.ema.applied() if self.ema else nullcontext(),
+        ):
+            yield
+
+    def _predict(self, inputs: Any, forward: Callable[[Any], Any]) -> Any:
         """The model's outputs in fp32 or wider, so that losses and metrics are computed there."""
-        return map_tensors(_widened, self._forward(inputs))
+        return map_tensors(_widened, forward(inputs))
 
     def _advance(self, result: StepResult) -> None:
         """Count the step, and move schedule and average along unless it was skipped."""

@@ -53,9 +53,7 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.ran: list[Kernel] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.ran.append(Kernel(name, formats((args, kwargs)), formats(result)))
@@ -77,9 +75,7 @@ class NoSilentPromotion(TorchDispatchMode):
     what they are for.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         operands = [t for t in tensors((args, kwargs)) if t.dim()]
         found = formats(operands)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 # Ops that follow their inputs and have no half kernel in torch's CPU build: emulated there, always.
 WITHOUT_HALF_KERNEL = frozenset({"avg_pool3d"})
 

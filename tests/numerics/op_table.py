@@ -162,7 +162,9 @@ def recurrent() -> dict[str, Row]:
             state = [state, values(1, 2, 3)]
         function = getattr(torch, op)
         options = True, 1, 0.0, False, False, False
-        return Row((values(5, 2, 4), state, weights), (lambda x, h, w: function(x, h, w, *options),))
+        return Row(
+            (values(5, 2, 4), state, weights), (lambda x, h, w: function(x, h, w, *options),)
+        )
 
     def cell(op: str, gates: int) -> Row:
         weights = values(gates * 3, 4), values(gates * 3, 3), values(gates * 3), values(gates * 3)
@@ -283,9 +285,7 @@ def reductions() -> dict[str, Row]:
                 lambda x: torch.special.logsumexp(x, 0),
             ),
         ),
-        "norm": Row(
-            (X,), (torch.norm, lambda x: x.norm(), lambda x: torch.norm(x, p=1, dim=0))
-        ),
+        "norm": Row((X,), (torch.norm, lambda x: x.norm(), lambda x: torch.norm(x, p=1, dim=0))),
         "nuclear_norm": Row((X,), (torch.nuclear_norm,)),
         "prod": Row((X,), (torch.prod, lambda x: x.prod(0), lambda x: x.prod(dim=0, keepdim=True))),
         "renorm": Row(
@@ -331,7 +331,10 @@ def losses() -> dict[str, Row]:
         ),
         "ctc_loss": Row(
             (log_probabilities, *lengths),
-            (F.ctc_loss, lambda p, t, i, o: F.ctc_loss(p, targets=t, input_lengths=i, target_lengths=o)),
+            (
+                F.ctc_loss,
+                lambda p, t, i, o: F.ctc_loss(p, targets=t, input_lengths=i, target_lengths=o),
+            ),
         ),
         "hinge_embedding_loss": functional("hinge_embedding_loss", X, SIGNS.expand(4, 4)),
         "margin_ranking_loss": functional("margin_ranking_loss", V, W, SIGNS),
@@ -372,7 +375,11 @@ def promoting() -> dict[str, Row]:
         "column_stack": Row((X, Y), (lambda *xs: torch.column_stack(xs),)),
         "cross": Row(
             (three, three + 1),
-            (lambda a, b: torch.cross(a, b, dim=1), torch.linalg.cross, lambda a, b: a.cross(b, dim=1)),
+            (
+                lambda a, b: torch.cross(a, b, dim=1),
+                torch.linalg.cross,
+                lambda a, b: a.cross(b, dim=1),
+            ),
         ),
         "dot": Row((V, W), (torch.dot, lambda v, w: v.dot(w))),
         "dstack": Row((X, Y), (lambda *xs: torch.dstack(xs),)),
@@ -398,14 +405,18 @@ def promoting() -> dict[str, Row]:
                 lambda x, v: x.index_put((INDEX.to(x.device),), values=v),
             ),
         ),
-        "lerp": Row((X, Y), (lambda x, y: torch.lerp(x, y, 0.3), lambda x, y: x.lerp(y, weight=0.3))),
+        "lerp": Row(
+            (X, Y), (lambda x, y: torch.lerp(x, y, 0.3), lambda x, y: x.lerp(y, weight=0.3))
+        ),
         "scatter": Row(
             (X, pair), (lambda x, v: x.scatter(0, CLASSES.expand(2, 4).to(x.device), v),)
         ),
         "scatter_add": Row(
             (X, pair), (lambda x, v: torch.scatter_add(x, 0, CLASSES.expand(2, 4).to(x.device), v),)
         ),
-        "stack": Row((X, Y), (lambda *xs: torch.stack(xs), lambda *xs: torch.stack(list(xs), dim=1))),
+        "stack": Row(
+            (X, Y), (lambda *xs: torch.stack(xs), lambda *xs: torch.stack(list(xs), dim=1))
+        ),
         "tensordot": Row((X, Y), (lambda x, y: torch.tensordot(x, y, dims=1),)),
         "vdot": Row((V, W), (torch.vdot, lambda v, w: v.vdot(w))),
         "vstack": Row((X, Y), (lambda *xs: torch.vstack(xs), lambda *xs: torch.row_stack(xs))),
@@ -435,7 +446,9 @@ def following() -> dict[str, Row]:
         "dropout": Row((X,), (F.dropout, lambda x: torch.dropout(x, 0.5, True))),
         "glu": Row((X,), (F.glu, lambda x: F.glu(x, dim=0))),
         "log_sigmoid": Row((X,), (F.logsigmoid,)),
-        "pad": Row((IMAGE,), (lambda x: F.pad(x, (1, 1)), lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"))),
+        "pad": Row(
+            (IMAGE,), (lambda x: F.pad(x, (1, 1)), lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"))
+        ),
         "relu": Row((X - 0.5,), (F.relu, torch.relu, lambda x: x.relu())),
         "tanh": unary("tanh", torch.nn.Tanh()),
     }

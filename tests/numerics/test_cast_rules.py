@@ -116,7 +116,10 @@ def test_an_in_place_product_of_two_formats_is_refused_by_torch() -> None:
 def test_a_0d_tensor_is_a_number() -> None:
     with amp().cast():
         assert (torch.ones(4, dtype=HALF) * torch.tensor(2.0)).dtype == HALF
-        assert torch.where(torch.ones(4) > 0, torch.ones(4, dtype=HALF), torch.tensor(0.0)).dtype == HALF
+        assert (
+            torch.where(torch.ones(4) > 0, torch.ones(4, dtype=HALF), torch.tensor(0.0)).dtype
+            == HALF
+        )
 
 
 def test_two_half_formats_meet_in_fp32() -> None:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.ema import Ema
+from mpframe.plan import Plan
 from mpframe.schedules import warmup_cosine
-from mpframe.trainer import Batch, Plan
+from mpframe.trainer import Batch
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 INF = float("inf")  # through BatchNorm it reaches the running statistics and every gradient
@@ -245,3 +246,44 @@ def test_evaluation_uses_the_average_and_leaves_the_model_as_it_was() -> None:
     assert trainer.model.training
     trainer.ema = None
     assert trainer.evaluate(Data()).loss != with_average.loss
+
+
+class TwoBatches:
+    """A validation loader."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def epoch(self, epoch: int, start: int = 0) -> Any:
+        return iter(batches(2))
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_evaluation_in_fp32_is_that_of_the_masters(mode: str, half: str) -> None:
+    """Exactly the loss of an fp32 model that holds the fp32 weights, whatever the mode."""
+    trainer = make_trainer(mode, half)
+    trainer.ema = None
+    for batch in batches(5):
+        trainer.train_step(batch)
+    before = copy.deepcopy(trainer.state_dict())
+    formats = [p.dtype for p in trainer.model.parameters()]
+    trainer.eval_precision = Precision()
+    measured = trainer.evaluate(TwoBatches()).loss
+    assert differing(before, trainer.state_dict()) == []
+    assert [p.dtype for p in trainer.model.parameters()] == formats
+    plain = small_net().eval()
+    plain.load_state_dict(before["weights"])
+    with torch.no_grad():
+        losses = [nn.CrossEntropyLoss()(plain(x), y).double() for x, y in batches(2)]
+    assert measured == float((losses[0] * 8 + losses[1] * 8) / 16)
+
+
+@pytest.mark.parametrize("eval_half", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_evaluation_has_a_precision_of_its_own(mode: str, half: str, eval_half: str) -> None:
+    trainer = make_trainer(mode, half)
+    seen = []
+    trainer.model[4].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
+    trainer.eval_precision = Precision("amp", eval_half)
+    trainer.evaluate(TwoBatches())
+    assert seen == [getattr(torch, eval_half)] * 2

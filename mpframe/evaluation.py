@@ -1,0 +1,32 @@
+"""What a validation gives, and the fp32 weights it may be made with."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mpframe.precision import MasterWeights
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One validation: the mean loss per sample, and the metric by name."""
+
+    loss: float
+    metric: str
+    value: float
+
+
+@contextmanager
+def fp32_weights(optimizer: MasterWeights, model: nn.Module) -> Iterator[None]:
+    """Within the block half weights are replaced by copies of their fp32 masters."""
+    half = {p: p.data for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
+    try:
+        for parameter in half:
+            parameter.data = optimizer.master_of(parameter).detach().float().clone()
+        yield
+    finally:
+        for parameter, weight in half.items():
+            parameter.data = weight
