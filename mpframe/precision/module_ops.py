@@ -16,6 +16,7 @@ _EXCEPTIONS = {
     "BCELoss": "binary_cross_entropy",
     "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
     "MultiheadAttention": "scaled_dot_product_attention",
+    "ReLU6": "hardtanh",
     "Softmin": "softmax",
     "Upsample": "interpolate",
 }

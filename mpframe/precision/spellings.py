@@ -42,7 +42,8 @@ def known_ops() -> frozenset[str]:
     functions = (f for group in get_overridable_functions().values() for f in group)
     named = {getattr(function, "__name__", "") for function in functions}
     builtin = {*dir(torch._C._VariableFunctions), *dir(torch._C._nn)}
-    return frozenset(name for name in named | builtin if name and not name.startswith("__"))
+    names = named | builtin | _ALIASES.keys()
+    return frozenset(name for name in names if name and not name.startswith("__"))
 
 
 def canonical(name: str) -> str:

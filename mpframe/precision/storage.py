@@ -66,8 +66,8 @@ def _wanted_by(name: str, module: nn.Module, policy: Policy) -> torch.dtype:
 
 
 def _restore_as(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    limit = torch.finfo(dtype).max
-    parameter.data = parameter.data.clamp(-limit, limit).to(dtype)
+    values, limit = parameter.data.float(), torch.finfo(dtype).max
+    parameter.data = values.clamp(-limit, limit).to(dtype)
     if parameter.grad is not None:
         parameter.grad = parameter.grad.to(dtype)
 

@@ -1,0 +1,108 @@
+"""What was measured, as Markdown for people and JSON for programs."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mpframe.bench.measure import Spread, Times, ratio
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A ratio and what it is to be at most.
+
+    Attributes:
+        text: what is compared with what.
+        ratio: as measured.
+        limit: the largest median with which the claim holds.
+    """
+
+    text: str
+    ratio: Spread
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the median is within the limit."""
+        return self.ratio.median <= self.limit
+
+    def __str__(self) -> str:
+        verdict = "holds" if self.holds else "does not hold"
+        return f"{self.text}: {_spread(self.ratio, 3)}, at most {self.limit:.3f}: {verdict}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """One comparison.
+
+    Attributes:
+        title: what is compared.
+        setting: what all competitors have in common: sizes, optimizer, threads.
+        baseline: the competitor the others are divided by.
+        times: seconds per step of each round, by competitor.
+        claims: what the ratios are to be.
+        notes: lines below the table: who was left out and why, further numbers.
+    """
+
+    title: str
+    setting: str
+    baseline: str
+    times: Times
+    claims: Sequence[Claim] = ()
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def markdown(self) -> str:
+        """Heading, setting, one line per competitor, claims and notes."""
+        lines = [
+            f"## {self.title}",
+            "",
+            self.setting,
+            "",
+            f"| | ms, median (quartiles) | ratio to {self.baseline} (quartiles) | rounds |",
+            "|---|---|---|---|",
+            *(self._line(name) for name in self.times),
+            "",
+            *(f"- {line}" for line in (*map(str, self.claims), *self.notes)),
+        ]
+        return "\n".join(lines).rstrip() + "\n"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, the single times included, for JSON."""
+        return {
+            **asdict(self),
+            "times": {name: list(values) for name, values in self.times.items()},
+            "ratios": {name: asdict(self._ratio(name)) for name in self.times},
+            "claims": [{**asdict(claim), "holds": claim.holds} for claim in self.claims],
+        }
+
+    def _line(self, name: str) -> str:
+        seconds = Spread.of(self.times[name])
+        milliseconds = Spread(
+            seconds.low * 1e3, seconds.median * 1e3, seconds.high * 1e3, seconds.count
+        )
+        ratios = "1" if name == self.baseline else _spread(self._ratio(name), 3)
+        return f"| {name} | {_spread(milliseconds, 3)} | {ratios} | {seconds.count} |"
+
+    def _ratio(self, name: str) -> Spread:
+        return ratio(self.times, name, self.baseline)
+
+
+def as_markdown(machine: Mapping[str, str], tables: Sequence[Table]) -> str:
+    """The machine and the tables of one group."""
+    described = "\n".join(f"- {key}: {value}" for key, value in machine.items())
+    return "\n".join([described, "", *(table.markdown() for table in tables)])
+
+
+def as_json(machine: Mapping[str, str], tables: Sequence[Table]) -> str:
+    """The machine and the tables of one group."""
+    content = {"machine": dict(machine), "tables": [table.as_dict() for table in tables]}
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _spread(spread: Spread, digits: int) -> str:
+    low, median, high = (
+        f"{value:.{digits}g}" if value < 1000 else f"{value:.0f}"
+        for value in (spread.low, spread.median, spread.high)
+    )
+    return f"{median} ({low} to {high})"

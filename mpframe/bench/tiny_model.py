@@ -1,0 +1,119 @@
+"""A step so short that only the trainer's own overhead shows.
+
+An MLP 64-128-128-10 with batches of 64 on one thread: forward, backward and AdamW take about half
+a millisecond. Every competitor trains the same model on the same batches and logs the same four
+curves (loss, learning rate, gradient norm, speed) every ten steps to TensorBoard: mpframe through
+its own callbacks, the loop by hand through `SummaryWriter.add_scalar`, Lightning through `log`.
+mpframe logs four more, and checks and records the gradients of every step.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.bench import rivals
+from mpframe.bench.hand_loop import LOG_EVERY, HandLog, Loop, hand_loop
+from mpframe.bench.measure import Competitor, Stopwatch, race, ratio, threads
+from mpframe.bench.table import Claim, Table
+from mpframe.callbacks import Curves, RecordAmax, SkipGuard
+from mpframe.precision import Precision
+from mpframe.tracking import Tracker
+from mpframe.trainer import Callback, Trainer
+
+BATCH = 64
+MOST = 1.08  # times the loop by hand
+# So small that the random labels are not learnt by heart: gradients would become subnormal numbers,
+# which are slow to compute with.
+LR = 1e-6
+
+
+def tables(rounds: int, folder: Path, steps: int = 100) -> list[Table]:
+    """The step with logging, beside other trainers; and without.
+
+    Args:
+        rounds: measured rounds, >= 1.
+        folder: event files go there.
+        steps: measured steps per turn, a multiple of the steps between two logs.
+    """
+    data = _data(steps)
+    with threads(1):
+        return [_with_logging(rounds, folder, data), _without_logging(rounds, data)]
+
+
+def _with_logging(rounds: int, folder: Path, data: Stopwatch) -> Table:
+    loops = {
+        "by hand": hand_loop(*_parts(), data, HandLog(folder / "by_hand")),
+        "mpframe": trainer_loop(data, _watchers(folder / "mpframe")),
+    }
+    for name, rival in rivals.installed().items():
+        loops[name] = rival(*_parts(), data, folder)
+    times = _race(loops, rounds, data)
+    return Table(
+        "Tiny model, logging on",
+        f"MLP 64-128-128-10, batch {BATCH}, AdamW, fp32, one thread, TensorBoard every "
+        f"{LOG_EVERY} steps.",
+        "by hand",
+        times,
+        claims=[Claim("mpframe / by hand", ratio(times, "mpframe", "by hand"), MOST)],
+        notes=rivals.skipped(),
+    )
+
+
+def _without_logging(rounds: int, data: Stopwatch) -> Table:
+    loops = {"by hand": hand_loop(*_parts(), data, None), "mpframe": trainer_loop(data, [])}
+    return Table(
+        "Tiny model, nothing logged",
+        "The same without any callback. By hand the gradients are neither checked nor measured.",
+        "by hand",
+        _race(loops, rounds, data),
+    )
+
+
+def trainer_loop(data: Stopwatch, callbacks: list[Callback]) -> Loop:
+    """A function that trains one pass with `Trainer.fit`."""
+    precision = Precision("fp32")
+    model, optimizer = precision.prepare(*_parts())
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), precision, callbacks=callbacks)
+
+    def loop() -> None:
+        trainer.progress.epoch = 0  # The next pass is the first one again.
+        trainer.fit(data)
+
+    return loop
+
+
+def _watchers(folder: Path) -> list[Callback]:
+    """What watches a default run, but for its progress bar and checkpoints."""
+    curves = Curves(Tracker(folder), LOG_EVERY, BATCH)
+    return [RecordAmax(folder, kept=0), curves, SkipGuard(limit=50)]
+
+
+def _race(loops: dict[str, Loop], rounds: int, data: Stopwatch) -> dict[str, list[float]]:
+    def competitor(name: str, loop: Loop) -> Competitor:
+        def turn() -> float:
+            loop()
+            return data.seconds
+
+        return Competitor(name, turn)
+
+    return race([competitor(name, loop) for name, loop in loops.items()], rounds, warmup=2)
+
+
+def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=LR)
+
+
+def _data(steps: int) -> Stopwatch:
+    """As many batches as are measured, after those of one log, and one that ends the last step."""
+    generator = torch.Generator().manual_seed(0)
+
+    def batch() -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(BATCH, 64, generator=generator)
+        return inputs, torch.randint(0, 10, (BATCH,), generator=generator)
+
+    return Stopwatch([batch() for _ in range(LOG_EVERY + steps + 1)], skipped=LOG_EVERY)

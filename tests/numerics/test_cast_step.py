@@ -1,0 +1,121 @@
+"""Whole training steps: no silent promotion anywhere, and amp beside torch's own autocast."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
+
+from mpframe import Backoff, OpLists, Precision, Trainer
+from mpframe.models import cnn, mlp, resnet18
+from mpframe.trainer import Plan
+
+FP32 = torch.float32
+
+
+class Attention(nn.Module):
+    """Embedding, positions, attention, pooling and a head that shares the embedding's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 16)
+        self.positions = nn.Parameter(torch.randn(5, 16))
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 11)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.encoder(self.embed(tokens) + self.positions)
+        return self.head(hidden.mean(1))
+
+
+class Recurrent(nn.Module):
+    """An LSTM over time and a linear head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+IMAGES, TOKENS = torch.rand(4, 3, 16, 16), torch.randint(0, 11, (4, 5))
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "mlp": (lambda: mlp((3, 16, 16), 3, hidden=8, dropout=0.1), IMAGES),
+    "cnn": (lambda: cnn(3, 3, width=4), IMAGES),
+    "resnet18": (lambda: resnet18(3, width=4), IMAGES),
+    "attention": (Attention, TOKENS),
+    "recurrent": (Recurrent, torch.rand(4, 6, 4)),
+}
+MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
+TARGETS = torch.tensor([0, 1, 2, 0])
+
+
+def trainer_of(name: str, precision: Precision, plan: Plan | None = None) -> Trainer:
+    torch.manual_seed(0)
+    model = MODELS[name][0]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, masters = precision.prepare(model, optimizer)
+    scaler = Backoff(init_scale=2.0**8)
+    loss = nn.CrossEntropyLoss()
+    return Trainer(model, masters, loss, precision=precision, scaler=scaler, plan=plan or Plan())
+
+
+@pytest.mark.parametrize("compute", ["native", "emulated"])
+@pytest.mark.parametrize("lists", ["default", "fast", "fp32_norms"])
+@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_no_silent_promotion(name: str, mode: str, half: str, lists: str, compute: str) -> None:
+    """Forward, backward, unscaling, clipping and update, of one step and of an accumulated one."""
+    precision = Precision(mode, half, ops=OpLists.named(lists), compute=compute)
+    trainer = trainer_of(name, precision, Plan(clip_norm=1.0))
+    batch = MODELS[name][1], TARGETS
+    with NoSilentPromotion():
+        result = trainer.train_step(batch)
+        trainer.train_step(batch, batch)
+    assert not result.skipped
+    assert torch.isfinite(result.loss)  # type: ignore[arg-type]
+
+
+def test_the_watch_sees_a_promotion() -> None:
+    x = torch.rand(4, 4)
+    with NoSilentPromotion(), pytest.raises(AssertionError, match=r"aten.add.Tensor was given torch"):
+        x + x.half()
+    with NoSilentPromotion(), Precision("amp").cast():
+        assert (x + x.half()).dtype == FP32
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet18"])
+def test_amp_in_bfloat16_is_torchs_autocast(name: str) -> None:
+    """Where the lists agree (products, BatchNorm, poolings, cross entropy): bit for bit."""
+    losses = []
+    for ours in (True, False):
+        trainer = trainer_of(name, Precision("amp" if ours else "fp32", "bfloat16", compute="native"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
+            batch = MODELS[name][1], TARGETS
+            losses.append([trainer.train_step(batch).loss for _ in range(5)])
+    assert same_bits(*losses)  # type: ignore[arg-type]
+
+
+def test_the_steps_of_a_half_model_without_lists() -> None:
+    """The lowest rung: everything is half, also the norms, and no kernel meets anything else."""
+    precision = Precision("mixed", "bfloat16", ops=OpLists.named("none"), master_weights=False)
+    trainer = trainer_of("cnn", precision)
+    with NoSilentPromotion():
+        trainer.train_step((IMAGES, TARGETS))
+    assert formats(list(trainer.model.parameters())) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize("compute", ["native", "emulated"])
+def test_every_mode_learns(mode: str, half: str, compute: str) -> None:
+    """Four images by heart."""
+    trainer = trainer_of("cnn", Precision(mode, half, compute=compute))
+    first = trainer.train_step((IMAGES, TARGETS)).loss
+    for _ in range(30):
+        last = trainer.train_step((IMAGES, TARGETS)).loss
+    assert last < first / 4  # type: ignore[operator]
+

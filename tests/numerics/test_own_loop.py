@@ -1,0 +1,125 @@
+"""`Precision`, `MasterWeights` and a scaler in a loop of the user's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from vocabulary import HALVES, same_bits
+
+from mpframe import Backoff, LogMax, Precision, Static, Trainer
+from mpframe.step import StepResult
+from mpframe.trainer import Plan
+
+MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
+SCALERS: list[Callable[[], Any]] = [LogMax, Backoff, lambda: Static(2.0**10)]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+
+
+def data(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    targets = [torch.randint(0, 4, (16,), generator=generator) for _ in range(count)]
+    noise = [torch.randn(16, 8, generator=generator) for _ in range(count)]
+    return [(n + 3 * nn.functional.one_hot(t, 8), t) for n, t in zip(noise, targets, strict=True)]
+
+
+def loop(
+    precision: Precision, scaler: Any, batches: list[tuple[Tensor, Tensor]]
+) -> tuple[nn.Module, list[Tensor], list[StepResult]]:
+    """The loop as it is documented."""
+    loss_fn = nn.functional.cross_entropy
+    model = net()
+    model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses, results = [], []
+    for inputs, targets in batches:
+        with precision.cast():
+            loss = loss_fn(model(inputs), targets)
+        (loss * scaler.scale).backward()
+        result = optimizer.step(scaler, max_norm=1.0)
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        results.append(result)
+    return model, losses, results
+
+
+@pytest.mark.parametrize("make_scaler", SCALERS)
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_it_learns(mode: str, half: str, make_scaler: Callable[[], Any]) -> None:
+    scaler = make_scaler()
+    _, losses, results = loop(Precision(mode, half), scaler, data(60))
+    assert losses[-1] < losses[0] / 3
+    assert not any(result.skipped for result in results)
+    assert all(result.amax <= result.grad_norm for result in results)
+
+
+def test_in_fp32_it_is_the_plain_loop() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for inputs, targets in data(20):
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    ours, _, _ = loop(Precision("fp32"), Static(2.0**12), data(20))
+    assert same_bits(ours.parameters(), model.parameters())
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_it_is_the_trainers_step(mode: str, half: str) -> None:
+    precision, model = Precision(mode, half), net()
+    model, masters = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    loss, plan = nn.CrossEntropyLoss(), Plan(clip_norm=1.0)
+    trainer = Trainer(model, masters, loss, precision=precision, scaler=Backoff(), plan=plan)
+    for batch in data(10):
+        trainer.train_step(batch)
+    ours, _, _ = loop(Precision(mode, half), Backoff(), data(10))
+    assert same_bits(ours.parameters(), model.parameters())
+
+
+@pytest.mark.parametrize("make_scaler", SCALERS)
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_an_overflow_in_the_middle_is_skipped(
+    mode: str, half: str, make_scaler: Callable[[], Any]
+) -> None:
+    batches = data(30)
+    batches[10] = (batches[10][0] * torch.inf, batches[10][1])
+    _, losses, results = loop(Precision(mode, half), make_scaler(), batches)
+    assert [bool(result.skipped) for result in results] == [step == 10 for step in range(30)]
+    assert torch.isfinite(losses[-1])
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_mixed_and_amp_take_the_same_steps(half: str) -> None:
+    """Masters and fp32 weights see the same gradients here: no weight is used twice."""
+    (mixed, _, _), (amp, _, _) = (
+        loop(Precision(mode, half, compute="emulated"), Static(2.0**8), data(10))
+        for mode in ("mixed", "amp")
+    )
+    assert same_bits(
+        [p.float() for p in mixed.parameters()],
+        [
+            p.to(m.dtype).float()
+            for p, m in zip(amp.parameters(), mixed.parameters(), strict=True)
+        ],
+    )
+
+
+def test_a_schedule_built_before_goes_on_working() -> None:
+    model = net()
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
+    precision = Precision("mixed")
+    model, optimizer = precision.prepare(model, plain)
+    for inputs, targets in data(2):
+        with precision.cast():
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
