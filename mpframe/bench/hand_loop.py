@@ -23,7 +23,7 @@ class HandLog:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(folder))
         self._step = 0
         self._since = time.perf_counter()
 

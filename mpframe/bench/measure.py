@@ -1,7 +1,7 @@
 """Measuring on a machine that others use too: competitors take turns, ratios are taken in a round.
 
 The same loop may take twice as long a minute later. So all competitors run in one process, one
-short turn each per round, in an order that rotates, and what is compared is
+short turn each per round, in an order drawn anew, and what is compared is
 
     r_i = t_i(competitor) / t_i(baseline)        the times of one round i, seconds apart
 
@@ -9,6 +9,8 @@ A burst of somebody else's work spoils the few rounds it falls into; the median 
 over many rounds hardly move.
 """
 
+import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,11 +68,14 @@ def race(competitors: Sequence[Competitor], rounds: int, warmup: int = 1) -> dic
     Returns:
         Seconds per step of each round, by the competitor's name.
     """
+    order = random.Random(0)
     times: dict[str, list[float]] = {competitor.name: [] for competitor in competitors}
     for number in range(-warmup, rounds):
-        for competitor in _rotated(competitors, number):
+        # Shuffled, so that nobody always inherits the same competitor's garbage and warm caches.
+        for competitor in order.sample(list(competitors), len(competitors)):
             if competitor.rounds is not None and not 0 <= number < competitor.rounds:
                 continue
+            gc.collect()
             seconds = competitor.turn()
             if number >= 0:
                 times[competitor.name].append(seconds)
@@ -144,9 +149,3 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _rotated(competitors: Sequence[Competitor], number: int) -> list[Competitor]:
-    """Everybody follows everybody else about equally often: none always inherits a warm cache."""
-    first = number % len(competitors)
-    return [*competitors[first:], *competitors[:first]]

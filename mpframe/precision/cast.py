@@ -28,7 +28,7 @@ from mpframe.precision.emulation import WITHOUT_HALF_KERNEL, half_values, rounde
 from mpframe.precision.op_lists import PINS, WITH_STATISTICS
 from mpframe.precision.opening import OPENED, open_function
 from mpframe.precision.policy import CASTABLE, Compute, Policy
-from mpframe.precision.spellings import is_in_place, op_name
+from mpframe.precision.spellings import op_name
 from mpframe.precision.tree import map_tensors, tensors_in
 
 Args = tuple[Any, ...]
@@ -118,7 +118,7 @@ class CastMode(TorchFunctionMode):
     def _plan_name(self, func: Any, pin: str | None) -> str:
         """How calls of `func` are run under `pin`: a named plan, or the function to open."""
         name = op_name(func)
-        compute = Compute.PYTORCH if is_in_place(func) else self.policy.compute_of(name, pin)
+        compute = self.policy.compute_of(name, pin)
         if compute is Compute.PYTORCH:
             return open_function(func) or "as is"
         if compute is Compute.WIDEST:

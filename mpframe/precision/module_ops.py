@@ -47,5 +47,5 @@ def _op_of_class(cls: type) -> str | None:
 @cache
 def _ops_by_letters() -> dict[str, str]:
     """Ops by their names without underscores, as class names have none."""
-    public = (op for op in known_ops() if not op.startswith("_") and not op.endswith("_"))
+    public = (op for op in known_ops() if not op.startswith("_"))
     return {op.replace("_", ""): canonical(op) for op in public}

