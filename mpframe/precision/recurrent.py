@@ -1,0 +1,27 @@
+"""Recurrent layers of torch refuse inputs whose format is not their weights', before any op runs.
+
+Under torch.autocast the question is not asked, for the op casts both. Here the input is brought to
+the weights' format when the layer is entered, and the op then casts both, as for every other layer.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from mpframe.precision.cast import CastMode
+from mpframe.precision.pins import cast_to
+from mpframe.precision.tree import map_tensors
+
+
+def fit_recurrent_layers(model: nn.Module, mode: CastMode) -> None:
+    """Hook every LSTM, GRU and RNN of `model`; outside a cast block the hook does nothing."""
+
+    def fit(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not mode.awake:
+            return None
+        weight = next(layer.parameters())
+        return map_tensors(lambda tensor: cast_to(tensor, weight.dtype), (args, kwargs))
+
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.register_forward_pre_hook(fit, with_kwargs=True)

@@ -1,0 +1,98 @@
+"""Breaks the package one line at a time and demands that its tests notice.
+
+python tests/mutants/run.py                 all mutants of every list beside this file
+python tests/mutants/run.py unscal          those with this in their name
+
+Each mutant is put into a copy of the repository in a temporary folder; the checkout is not touched.
+Exit code 1 where a mutant survives, or where its line is no longer there.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("mpframe", "conf", "tests", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A one-line fault.
+
+    Attributes:
+        name: what is wrong.
+        file: where, from the repository's root.
+        find: the text that is replaced; it stands there once.
+        replace: the fault.
+        tests: arguments of pytest for the tests that must fail.
+    """
+
+    name: str
+    file: Path
+    find: str
+    replace: str
+    tests: str
+
+
+def load(wanted: str) -> list[Mutant]:
+    """The mutants whose name holds `wanted`, of every list `<part>.toml` beside this file."""
+    mutants = []
+    for listing in sorted(Path(__file__).parent.glob("*.toml")):
+        part = Path("mpframe") / listing.stem  # a folder of the package, or the package itself
+        part = part if (ROOT / part).is_dir() else part.parent
+        for name, node in tomllib.loads(listing.read_text()).items():
+            file = part / node["file"]
+            mutants.append(Mutant(name, file, node["find"], node["replace"], node["tests"]))
+    return [mutant for mutant in mutants if wanted in mutant.name]
+
+
+def verdict(mutant: Mutant, copy: Path) -> str:
+    """`killed`, or what is wrong with the mutant or its tests."""
+    file, original = copy / mutant.file, (ROOT / mutant.file).read_text()
+    if original.count(mutant.find) != 1:
+        return f"stale: its line stands {original.count(mutant.find)} times in {mutant.file}"
+    file.write_text(original.replace(mutant.find, mutant.replace))
+    try:
+        return {0: "SURVIVED", 1: "killed"}.get(code := run_tests(mutant, copy), f"broken: {code}")
+    finally:
+        file.write_text(original)
+
+
+def run_tests(mutant: Mutant, copy: Path) -> int:
+    """The exit code of pytest: 0 all passed, 1 some failed, others are errors of the call."""
+    paths, _, words = mutant.tests.partition(" -k ")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *paths.split()]
+    # No bytecode: a file that is changed twice within a second would be taken from its cache.
+    own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command += ["-k", words] if words else []
+    done = subprocess.run(command, cwd=copy, env=os.environ | own, capture_output=True, check=False)
+    return done.returncode
+
+
+def main(wanted: str = "") -> int:
+    """Run the mutants and print a line for each."""
+    mutants = load(wanted)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, copy / name)
+        verdicts = []
+        for mutant in mutants:
+            verdicts.append(verdict(mutant, copy))
+            print(f"{verdicts[-1]:10} {mutant.name}", flush=True)
+    killed = verdicts.count("killed")
+    print(f"{killed} of {len(mutants)} killed")
+    return 0 if mutants and killed == len(mutants) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2]))
