@@ -52,6 +52,14 @@ def test_half_beside_float64_follows_torch() -> None:
         assert F.mse_loss(x, wide).dtype == FP64
 
 
+def test_the_floating_tensors_beside_float64_are_left_alone() -> None:
+    """1 + 2^-12 would be 1 in float16."""
+    x, wide = torch.full((1,), 1 + 2.0**-12), torch.ones(1, dtype=FP64)
+    with amp(mul="allow").cast():
+        assert (x * wide).item() == 1 + 2.0**-12
+        assert (x * torch.ones(1, dtype=torch.complex64)).real.item() == 1 + 2.0**-12
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -66,6 +74,16 @@ def test_an_explicit_dtype_wins(call: Callable[[Tensor], Tensor]) -> None:
     x = torch.rand(4, 4).half()
     plain = call(x)
     with amp().cast():
+        assert same_bits([call(x)], [plain])
+
+
+@pytest.mark.parametrize(
+    "call", [lambda x: x.softmax(-1, FP32), lambda x: torch.softmax(x, dim=-1, dtype=FP32)]
+)
+def test_an_explicit_fp32_dtype_wins_over_allow(call: Callable[[Tensor], Tensor]) -> None:
+    x = torch.rand(4, 4)
+    plain = call(x)
+    with amp(softmax="allow").cast():
         assert same_bits([call(x)], [plain])
 
 

@@ -645,6 +645,7 @@ class TestState:
         if dtype == FP32:  # fp32 weights are the model's to save
             for p, source in zip(resumed_params, params, strict=True):
                 p.data.copy_(source.data)
+        assert same_bits(resumed_params, params)
         for owner, own in ((wrapped, params), (resumed, resumed_params)):
             set_gradients(own, gradients(7, cls))
             owner.step()
