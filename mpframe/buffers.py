@@ -24,11 +24,13 @@ class Buffers:
         """Copy the buffers as they are now."""
         self._kept = [buffer.clone() for buffer in self._current()]
 
-    @torch.no_grad()
     def restore_where(self, skipped: Tensor) -> None:
         """Put the copies back where `skipped` (0-d bool) is true, without waiting for a device."""
-        if not self._kept or (skipped.device.type == "cpu" and not bool(skipped)):
-            return
+        if self._kept and (skipped.device.type != "cpu" or bool(skipped)):
+            self._restore(skipped)
+
+    @torch.no_grad()
+    def _restore(self, skipped: Tensor) -> None:
         for buffer, kept in zip(self._current(), self._kept, strict=True):
             buffer.copy_(torch.where(skipped, kept, buffer))
 

@@ -89,7 +89,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self._buffers = Buffers(self.model)
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        self._forward = torch.compile(self._run_model) if self.plan.compile else self._run_model
+        forward = self._run_model if self.precision.policy.casts else self.model
+        self._forward = torch.compile(forward) if self.plan.compile else forward
 
     def train_step(self, *batches: Batch) -> StepResult:
         """One optimizer step on one batch, or on the micro-batches of an accumulation window.
@@ -100,11 +101,12 @@ class Trainer:
         Returns:
             What was done; its values stay on the device.
         """
+        # Here and not at the end: a CPU's allocator would give the memory back and ask for it anew.
+        self.optimizer.zero_grad()
         self._buffers.save()
         losses = [self._forward_backward(batch, len(batches) > 1) for batch in batches]
         result = self.optimizer.step(self.scaler, max_norm=self.plan.clip_norm)
         self._buffers.restore_where(result.skipped)
-        self.optimizer.zero_grad()
         self._advance(result)
         return replace(result, loss=_mean_of_finite(losses))
 

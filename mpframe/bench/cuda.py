@@ -17,8 +17,9 @@ from mpframe.bench.measure import Competitor, race, timed
 from mpframe.bench.table import Table
 from mpframe.loss_scaling import Backoff
 from mpframe.models.resnet18 import resnet18
+from mpframe.plan import Plan
 from mpframe.precision import Precision
-from mpframe.trainer import Plan, Trainer
+from mpframe.trainer import Trainer
 
 HAND = "torch.amp by hand"
 MAX_NORM = 1.0
@@ -67,7 +68,7 @@ def torch_step(data: Batch, width: int) -> Step:
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.float16):
             loss = loss_function(model(data[0]), data[1])
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         scaler.step(optimizer)

@@ -54,7 +54,9 @@ def hand_loop(
     optimizer: Optimizer,
     data: Iterable[tuple[Tensor, Tensor]],
     log: HandLog | None,
+    *,
     backward: Callable[[Tensor], Any] = Tensor.backward,
+    checked: bool = False,
 ) -> Loop:
     """A function that trains one pass.
 
@@ -63,6 +65,7 @@ def hand_loop(
         data: batches (inputs, targets).
         log: None logs nothing.
         backward: called with the loss.
+        checked: measure the gradients of every step, and leave it out where they are not finite.
     """
     loss_function = nn.CrossEntropyLoss()
 
@@ -71,7 +74,8 @@ def hand_loop(
             optimizer.zero_grad()
             loss = loss_function(model(inputs), targets)
             backward(loss)
-            optimizer.step()
+            if not checked or bool(torch.isfinite(grad_norm(model))):
+                optimizer.step()
             if log is not None:
                 log.after_step(loss, model, optimizer)
 

@@ -25,14 +25,16 @@ def fabric(model: nn.Module, optimizer: Optimizer, data: Stopwatch, folder: Path
     """One pass of a Lightning Fabric loop."""
     runner = import_module("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     model, optimizer = runner.setup(model, optimizer)
-    return hand_loop(model, optimizer, data, HandLog(folder / "fabric"), runner.backward)
+    return hand_loop(model, optimizer, data, HandLog(folder / "fabric"), backward=runner.backward)
 
 
 def accelerate(model: nn.Module, optimizer: Optimizer, data: Stopwatch, folder: Path) -> Loop:
     """One pass of an Accelerate loop."""
     runner = import_module("accelerate").Accelerator(cpu=True)
     model, optimizer = runner.prepare(model, optimizer)
-    return hand_loop(model, optimizer, data, HandLog(folder / "accelerate"), runner.backward)
+    return hand_loop(
+        model, optimizer, data, HandLog(folder / "accelerate"), backward=runner.backward
+    )
 
 
 def lightning(model: nn.Module, optimizer: Optimizer, data: Stopwatch, folder: Path) -> Loop:

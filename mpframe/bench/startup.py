@@ -17,10 +17,19 @@ from mpframe.errors import MpframeError
 IMPORT_TORCH = "import torch"
 
 _PROGRAM = ["-c", "from mpframe.launch import main; main()"]  # as scripts/train.py
+# torch imports its compiler when the first optimizer is made: part of anybody's first step.
+_ADAMW_STEP = """
+import torch
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.AdamW([weight])
+weight.sum().backward()
+optimizer.step()
+"""
 _FIRST_STEP = ["-m", "mpframe.bench.first_step", "trainer.progress=false", "hydra.run.dir=run"]
 # What is measured: the command, and the exit code it must have.
 _COMMANDS: dict[str, tuple[list[str], int]] = {
     IMPORT_TORCH: (["-c", "import torch"], 0),
+    "import torch, one step of AdamW": (["-c", _ADAMW_STEP], 0),
     "--help": ([*_PROGRAM, "--help"], 0),
     "a refused typo": ([*_PROGRAM, "trainer.max_stepz=1"], 1),
     "default run, to the end of its first step": (_FIRST_STEP, 0),

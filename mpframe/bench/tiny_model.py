@@ -21,6 +21,8 @@ from mpframe.precision import Precision
 from mpframe.tracking import Tracker
 from mpframe.trainer import Callback, Trainer
 
+HAND = "by hand"
+CHECKED = "by hand, gradients checked"  # every step: their norm, and the step only if it is finite
 BATCH = 64
 MOST = 1.08  # times the loop by hand
 # So small that the random labels are not learnt by heart: gradients would become subnormal numbers,
@@ -43,7 +45,8 @@ def tables(rounds: int, folder: Path, steps: int = 100) -> list[Table]:
 
 def _with_logging(rounds: int, folder: Path, data: Stopwatch) -> Table:
     loops = {
-        "by hand": hand_loop(*_parts(), data, HandLog(folder / "by_hand")),
+        HAND: hand_loop(*_parts(), data, HandLog(folder / "by_hand")),
+        CHECKED: hand_loop(*_parts(), data, HandLog(folder / "checked"), checked=True),
         "mpframe": trainer_loop(data, _watchers(folder / "mpframe")),
     }
     for name, rival in rivals.installed().items():
@@ -53,19 +56,26 @@ def _with_logging(rounds: int, folder: Path, data: Stopwatch) -> Table:
         "Tiny model, logging on",
         f"MLP 64-128-128-10, batch {BATCH}, AdamW, fp32, one thread, TensorBoard every "
         f"{LOG_EVERY} steps.",
-        "by hand",
+        HAND,
         times,
-        claims=[Claim("mpframe / by hand", ratio(times, "mpframe", "by hand"), MOST)],
+        claims=[
+            Claim(f"mpframe / {HAND}", ratio(times, "mpframe", HAND), MOST),
+            Claim(f"mpframe / {CHECKED}", ratio(times, "mpframe", CHECKED), MOST),
+        ],
         notes=rivals.skipped(),
     )
 
 
 def _without_logging(rounds: int, data: Stopwatch) -> Table:
-    loops = {"by hand": hand_loop(*_parts(), data, None), "mpframe": trainer_loop(data, [])}
+    loops = {
+        HAND: hand_loop(*_parts(), data, None),
+        CHECKED: hand_loop(*_parts(), data, None, checked=True),
+        "mpframe": trainer_loop(data, []),
+    }
     return Table(
         "Tiny model, nothing logged",
-        "The same without any callback. By hand the gradients are neither checked nor measured.",
-        "by hand",
+        "The same without any callback.",
+        HAND,
         _race(loops, rounds, data),
     )
 

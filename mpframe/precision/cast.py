@@ -55,8 +55,7 @@ class CastMode(TorchFunctionMode):
         self.policy = policy
         self.awake = False
         self._half = policy.half_dtype
-        self._emulates = policy.emulates(torch.device("cpu"))
-        self._to_half = CASTABLE if self._emulates else CASTABLE - {self._half}
+        self.compute_on(torch.device("cpu"))
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor]] = {}
         self._pins: list[tuple[str, str]] = []  # (module, pin), the innermost last
         self._pin: str | None = None
@@ -84,6 +83,11 @@ class CastMode(TorchFunctionMode):
         if plan is None:
             plan = plans[func] = self._plan(self._plan_name(func, self._pin))
         return plan(func, args, kwargs)
+
+    def compute_on(self, device: torch.device) -> None:
+        """Where the tensors will be. Half tensors need no look where half is not emulated."""
+        self._emulates = self.policy.emulates(device)
+        self._to_half = CASTABLE if self._emulates else CASTABLE - {self._half}
 
     @contextmanager
     def opened(self) -> Iterator[None]:

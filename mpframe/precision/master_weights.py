@@ -27,7 +27,7 @@ from mpframe.precision.closure import (
     step_with_closure,
 )
 from mpframe.precision.gradients import Gradients, clip, norm_of, not_finite, unscaled
-from mpframe.precision.masters import HALF, Masters
+from mpframe.precision.masters import HALF, Masters, refuse_wrapped
 from mpframe.step import LossScaler, StepResult
 
 
@@ -43,7 +43,8 @@ class MasterWeights:
         keep_masters: False updates the half weights themselves, to study what masters are for.
 
     Raises:
-        ConfigError: a parameter is complex, or the parameters are on several devices.
+        ConfigError: a parameter is complex, the parameters are on several devices, or the optimizer
+            is wrapped already.
 
     Attributes:
         optimizer: the wrapped one, the same object; learning-rate schedules are built on it.
@@ -57,6 +58,7 @@ class MasterWeights:
         *,
         keep_masters: bool = True,
     ) -> None:
+        refuse_wrapped(optimizer)
         self.optimizer = optimizer
         self.needs_closure = needs_closure(optimizer)
         self._masters = Masters({} if masters is None else masters, keep_masters)
@@ -133,14 +135,8 @@ class MasterWeights:
         Raises:
             ConfigError: a closure that is missing, or beside half weights, a scaler or clipping.
         """
-        if closure is not None:
-            half = any(parameter.dtype in HALF for parameter in self._masters)
-            refuse_beside_closure(
-                self.optimizer, half=half, scaled=scaler is not None, clipped=max_norm is not None
-            )
-            return step_with_closure(self.optimizer, closure)
-        if self.needs_closure:
-            raise missing_closure(self.optimizer)
+        if closure is not None or self.needs_closure:
+            return self._step_with_closure(closure, scaler, max_norm)
         gradients, seen, dropped = self._gradients_of_step(1.0 if scaler is None else scaler.scale)
         norm = norm_of(gradients.values, self._masters.device)
         skipped = not_finite(gradients.amax)
@@ -154,20 +150,16 @@ class MasterWeights:
             scaler.update(seen)
         return StepResult(skipped, gradients.amax, norm, scale, dropped=dropped)
 
+    def saturated(self) -> Tensor:
+        """How many half weights are held at the end of their range (0-d int64, on the device)."""
+        return self._masters.saturated()
+
     def saturation_warning(self, model: nn.Module) -> str | None:
         """A line on half weights held at the end of their range; None where there are none.
 
         Waits for the device: ask at reports, not in steps.
         """
-        counts = self._masters.saturated(model)
-        if not counts:
-            return None
-        most = sorted(counts, key=lambda name: -counts[name])[:3]
-        return (
-            f"{sum(counts.values())} weights lie beyond the half range and are held at its end "
-            f"({', '.join(most)}{', ...' if len(counts) > 3 else ''}); their masters go on: lower "
-            "optimizer.lr, use dtype.half=bfloat16, or pin the module with ops.modules=...:fp32"
-        )
+        return self._masters.saturation_warning(model)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, in the layout a plain optimizer loads, and the masters.
@@ -210,6 +202,20 @@ class MasterWeights:
             CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
         """
         self._masters.load_by_name(model, weights)
+
+    def _step_with_closure(
+        self,
+        closure: Callable[[], Any] | None,
+        scaler: LossScaler | None,
+        max_norm: float | None,
+    ) -> StepResult:
+        if closure is None:
+            raise missing_closure(self.optimizer)
+        half = any(parameter.dtype in HALF for parameter in self._masters)
+        refuse_beside_closure(
+            self.optimizer, half=half, scaled=scaler is not None, clipped=max_norm is not None
+        )
+        return step_with_closure(self.optimizer, closure)
 
     def _gradients_of_step(self, scale: Tensor | float) -> tuple[Gradients, Tensor, Tensor | None]:
         """This step's gradients, the amax the scaler is to see, and how many batches were dropped.

@@ -6,6 +6,7 @@ fp32 parameter is its own master, and one that appears under several names has o
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from mpframe.errors import CheckpointError, ConfigError
 
 HALF = (torch.float16, torch.bfloat16)
+_WRAPPED: WeakSet[Optimizer] = WeakSet()
 
 
 class Masters:
@@ -67,14 +69,25 @@ class Masters:
         """Round the masters into the half weights; beyond the format's range, to its end."""
         _round_into(self.half_pairs)
 
-    def saturated(self, model: nn.Module) -> dict[str, int]:
-        """How many values of each half weight are held at the end of its range, where any is."""
-        counts = {
-            name: int((self._masters[p].abs() > torch.finfo(p.dtype).max).sum())
-            for name, p in model.named_parameters()
-            if p in self._masters and self._masters[p] is not p
-        }
-        return {name: count for name, count in counts.items() if count}
+    def saturated(self) -> Tensor:
+        """How many half weights are held at the end of their range (0-d int64, on the device)."""
+        counts = [_beyond(parameter, master) for parameter, master in self.half_pairs]
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
+        return torch.stack(counts).sum() if counts else zero
+
+    def saturation_warning(self, model: nn.Module) -> str | None:
+        """What a log says of them: how many, and the parameters with the most; None without any."""
+        if not self.saturated():
+            return None
+        pairs = [(name, p) for name, p in model.named_parameters() if p in self._masters]
+        counts = {name: int(_beyond(p, self._masters[p])) for name, p in pairs}
+        worst = sorted((name for name in counts if counts[name]), key=lambda name: -counts[name])
+        return (
+            f"{sum(counts.values())} weights lie beyond the half range and are held at its end "
+            f"({', '.join(worst[:3])}{', ...' if len(worst) > 3 else ''}); their masters go on: "
+            "lower optimizer.lr, use dtype.half=bfloat16, or pin the module with "
+            "ops.modules=...:fp32"
+        )
 
     def by_name(self, model: nn.Module) -> dict[str, Tensor]:
         """The fp32 tensor behind each parameter of `model`, by its name, where there is one."""
@@ -131,6 +144,24 @@ class Masters:
                     f"optimizer: parameters on {self.device} and {parameter.device}; one verdict "
                     "covers a step, so give each device an optimizer of its own"
                 )
+
+
+def refuse_wrapped(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose parameters are masters already, and note it for the next time.
+
+    Raises:
+        ConfigError: the optimizer was given here before.
+    """
+    if optimizer in _WRAPPED:
+        raise ConfigError(
+            f"optimizer={type(optimizer).__name__}: has its masters already; use what the first "
+            "call returned, or make a new optimizer"
+        )
+    _WRAPPED.add(optimizer)
+
+
+def _beyond(parameter: Tensor, master: Tensor) -> Tensor:
+    return (master.abs() > torch.finfo(parameter.dtype).max).sum()
 
 
 def _round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

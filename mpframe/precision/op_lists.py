@@ -70,7 +70,7 @@ class OpLists:
     @classmethod
     def from_mapping(cls, node: Mapping[str, Any]) -> Self:
         """Lists from a mapping with the keys `allow`, `deny`, `infer`, `move` and `modules`."""
-        allow, deny, infer = (node.get(name) or () for name in LISTS)
+        allow, deny, infer = (node.get(name) or frozenset() for name in LISTS)
         lists = cls(allow, deny, infer, modules=node.get("modules") or {})
         return lists.moved(node.get("move") or {})
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
@@ -127,7 +128,7 @@ class Precision:
             )
         if self.policy.ops.empty and mode != "fp32":
             lines.append(
-                f"ops=none: norms, softmax, reductions and losses run in {half} too, where sums "
+                f"ops=none: the model's norms, softmax and reductions run in {half} too, where sums "
                 "lose small terms and squares leave the range"
                 if mode == "mixed"
                 else "ops=none casts nothing with dtype=amp: the run is an fp32 run"
@@ -142,6 +143,7 @@ class Precision:
             return
         self._hooked.add(model)
         if self._mode is not None:
+            self._mode.compute_on(next((p.device for p in model.parameters()), torch.device("cpu")))
             pin_modules(model, self._mode)
             fit_recurrent_layers(model, self._mode)
         if self.policy.mode == "mixed" and self.policy.ops.empty:

@@ -33,7 +33,7 @@ _generator = torch.Generator().manual_seed(5)
 
 
 def values(*shape: int) -> Tensor:
-    """Numbers between 0.1 and 0.9: in the domain of every op here, and of products that stay small."""
+    """Numbers between 0.1 and 0.9: in the domain of every op here, with small products."""
     return torch.rand(*shape, generator=_generator) * 0.8 + 0.1
 
 
@@ -438,10 +438,8 @@ def following() -> dict[str, Row]:
     sizes = {1: LINE, 2: IMAGE, 3: CUBE}
     for dims, data in sizes.items():
         for kind in ("avg", "max"):
-            pool = f"{kind}_pool{dims}d"
-            rows[pool] = Row((data,), (lambda x, f=getattr(F, pool): f(x, 2),))
-            adaptive = f"adaptive_{pool}"
-            rows[adaptive] = Row((data,), (lambda x, f=getattr(F, adaptive): f(x, 2),))
+            for op in (f"{kind}_pool{dims}d", f"adaptive_{kind}_pool{dims}d"):
+                rows[op] = Row((data,), (lambda x, op=op: getattr(F, op)(x, 2),))
     return rows | {
         "dropout": Row((X,), (F.dropout, lambda x: torch.dropout(x, 0.5, True))),
         "glu": Row((X,), (F.glu, lambda x: F.glu(x, dim=0))),

@@ -1,4 +1,4 @@
-"""The default lists beside torch's CUDA autocast: the same formats on every op, but for those named.
+"""The default lists beside torch's CUDA autocast: the same formats, but for the ops named here.
 
 Fake tensors have a device and a format and no memory: torch's own CUDA autocast decides about them
 on a machine without a GPU.

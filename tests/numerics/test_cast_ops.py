@@ -1,4 +1,4 @@
-"""Every op of every shipped list, in every spelling: what its kernels are given and what it gives."""
+"""Every op of every shipped list, in every spelling: what its kernels are given and give."""
 
 import warnings
 from collections.abc import Iterator

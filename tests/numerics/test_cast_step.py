@@ -67,7 +67,12 @@ def trainer_of(name: str, precision: Precision, plan: Plan | None = None) -> Tra
 
 @pytest.mark.parametrize(
     ("lists", "compute"),
-    [("default", "native"), ("default", "emulated"), ("fast", "native"), ("fp32_norms", "emulated")],
+    [
+        ("default", "native"),
+        ("default", "emulated"),
+        ("fast", "native"),
+        ("fp32_norms", "emulated"),
+    ],
 )
 @pytest.mark.parametrize(("mode", "half"), MODES)
 @pytest.mark.parametrize("name", MODELS)
@@ -85,7 +90,10 @@ def test_no_silent_promotion(name: str, mode: str, half: str, lists: str, comput
 
 def test_the_watch_sees_a_promotion() -> None:
     x = torch.rand(4, 4)
-    with NoSilentPromotion(), pytest.raises(AssertionError, match=r"aten.add.Tensor was given torch"):
+    with (
+        NoSilentPromotion(),
+        pytest.raises(AssertionError, match=r"aten.add.Tensor was given torch"),
+    ):
         x + x.half()
     with NoSilentPromotion(), Precision("amp").cast():
         assert (x + x.half()).dtype == FP32
@@ -96,7 +104,9 @@ def test_amp_in_bfloat16_is_torchs_autocast(name: str) -> None:
     """Where the lists agree (products, BatchNorm, poolings, cross entropy): bit for bit."""
     losses: list[list[Any]] = []
     for ours in (True, False):
-        trainer = trainer_of(name, Precision("amp" if ours else "fp32", "bfloat16", compute="native"))
+        trainer = trainer_of(
+            name, Precision("amp" if ours else "fp32", "bfloat16", compute="native")
+        )
         losses.append([])
         for _ in range(5):
             with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
@@ -122,4 +132,3 @@ def test_every_mode_learns(mode: str, half: str, compute: str) -> None:
     for _ in range(30):
         last = trainer.train_step((IMAGES, TARGETS)).loss
     assert last < first / 3  # type: ignore[operator]
-

@@ -599,6 +599,7 @@ class TestSaturation:
         assert model.weight.flatten().tolist() == [65504.0, -65504.0, 65504.0, 1.0]
         master = wrapped.master_of(model.weight).flatten().tolist()
         assert master == [1e5, -1e9, 65504.0 + 60000.0, 1.0]
+        assert wrapped.saturated().item() == 3
         assert wrapped.saturation_warning(model) == (
             "3 weights lie beyond the half range and are held at its end (weight); their masters "
             "go on: lower optimizer.lr, use dtype.half=bfloat16, or pin the module with "
@@ -610,6 +611,7 @@ class TestSaturation:
             model = nn.Linear(2, 2)
             model, wrapped = Precision(mode).prepare(model, torch.optim.SGD(model.parameters()))
             assert wrapped.saturation_warning(model) is None
+            assert wrapped.saturated().item() == 0
 
     def test_a_master_back_in_range_is_followed(self) -> None:
         weight = nn.Parameter(torch.full((1,), 65504.0, dtype=HALF))
@@ -654,7 +656,7 @@ class TestState:
 
     def test_adams_second_moment_survives_loading(self) -> None:
         """1e-11 is 0 in float16, and Adam divides by its root."""
-        params, wrapped = self.trained(torch.optim.Adam, HALF)
+        _, wrapped = self.trained(torch.optim.Adam, HALF)
         for state in wrapped.optimizer.state.values():
             state["exp_avg_sq"].fill_(1e-11)
         fresh = MasterWeights(torch.optim.Adam(parameters(HALF), lr=0.05))
@@ -693,7 +695,7 @@ class TestState:
         with pytest.raises(CheckpointError, match="load it into the model it was made with"):
             wrapped.load_state_dict(shapes)
         groups = torch.optim.AdamW([{"params": [p]} for p in parameters()]).state_dict()
-        with pytest.raises(CheckpointError, match="^optimizer state: .*load it into the model"):
+        with pytest.raises(CheckpointError, match=r"^optimizer state: .*load it into the model"):
             wrapped.load_state_dict(groups)
         assert unchanged(before, wrapped, params)
 
@@ -742,16 +744,23 @@ class TestRefusals:
         model = nn.Linear(2, 2)
         model.register_parameter("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
         for mode in ("fp32", "mixed", "amp"):
-            with pytest.raises(ConfigError, match="parameter 'phase' is torch.complex64"):
+            with pytest.raises(ConfigError, match=r"parameter 'phase' is torch.complex64"):
                 Precision(mode).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert model.weight.dtype == FP32
 
     def test_several_devices(self) -> None:
         params = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, device="meta"))]
         with pytest.raises(
-            ConfigError, match="parameters on cpu and meta; .* an optimizer of its own"
+            ConfigError, match=r"parameters on cpu and meta; .* an optimizer of its own"
         ):
             MasterWeights(torch.optim.SGD(params, lr=0.1))
+
+    def test_wrapping_twice(self) -> None:
+        model = nn.Linear(2, 2)
+        optimizer, precision = torch.optim.SGD(model.parameters(), lr=0.1), Precision("mixed")
+        precision.prepare(model, optimizer)
+        with pytest.raises(ConfigError, match=r"^optimizer=SGD: has its masters already; use what"):
+            precision.prepare(model, optimizer)
 
     def test_a_missing_closure(self) -> None:
         wrapped = MasterWeights(torch.optim.LBFGS(parameters()))

@@ -103,10 +103,7 @@ def test_mixed_and_amp_take_the_same_steps(half: str) -> None:
     )
     assert same_bits(
         [p.float() for p in mixed.parameters()],
-        [
-            p.to(m.dtype).float()
-            for p, m in zip(amp.parameters(), mixed.parameters(), strict=True)
-        ],
+        [p.to(m.dtype).float() for p, m in zip(amp.parameters(), mixed.parameters(), strict=True)],
     )
 
 

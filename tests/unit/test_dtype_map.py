@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,13 +32,12 @@ def transformer() -> nn.Module:
     )
 
 
-def lists(name: str = "default", **modules: str) -> OpLists:
-    base = OpLists.named(name)
-    return OpLists(base.allow, base.deny, base.infer, {k.replace("__", "."): v for k, v in modules.items()})
+def lists(name: str = "default", pins: dict[str, str] | None = None) -> OpLists:
+    return replace(OpLists.named(name), modules=pins or {})
 
 
 def test_the_table() -> None:
-    """Printed before the first step: the whole of it, for a small model and every kind of reason."""
+    """Printed before the first step: a small model with every kind of reason."""
     model = nn.Sequential()
     model.conv = nn.Conv2d(1, 2, 3)
     model.norm = nn.BatchNorm2d(2)
@@ -45,8 +45,10 @@ def test_the_table() -> None:
     model.soft = nn.Softmax(1)
     model.head = nn.Linear(2, 2)
     model.own = Own()
-    precision = Precision("mixed", ops=lists(head="fp32"))
-    assert as_table(precision.dtype_map(model)) == """\
+    precision = Precision("mixed", ops=lists(pins={"head": "fp32"}))
+    assert (
+        as_table(precision.dtype_map(model))
+        == """\
 module  type         weights  computes in   why
 ------  -----------  -------  ------------  -------------------------------
 conv    Conv2d       float16  float16       conv2d in ops.allow
@@ -55,6 +57,7 @@ act     ReLU         -        widest input  relu in ops.infer
 soft    Softmax      -        float32       softmax in ops.deny
 head    Linear       float32  float32       ops.modules['head']=fp32
 own     Own          float32  -             no op of torch.nn: fp32 weights"""
+    )
 
 
 class Own(nn.Module):
@@ -80,12 +83,12 @@ def test_reasons_of_modes(mode: str, name: str, words: str) -> None:
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
 @pytest.mark.parametrize("name", ["default", "fast", "fp32_norms", "none"])
-@pytest.mark.parametrize("modules", [{}, {"head": "fp32", "encoder": "half"}, {"head__0": "half"}])
+@pytest.mark.parametrize("modules", [{}, {"head": "fp32", "encoder": "half"}, {"head.0": "half"}])
 def test_weights_are_stored_as_the_map_says(
     modules: dict[str, str], name: str, mode: str, half: str
 ) -> None:
     model = transformer()
-    precision = Precision(mode, half, ops=lists(name, **modules))
+    precision = Precision(mode, half, ops=lists(name, modules))
     rows = {row.module: row.storage for row in precision.dtype_map(model)}
     precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for path, module in model.named_modules():
@@ -95,7 +98,7 @@ def test_weights_are_stored_as_the_map_says(
 
 def test_the_map_is_the_same_before_and_after() -> None:
     model = transformer()
-    precision = Precision("mixed", ops=lists(head="fp32"))
+    precision = Precision("mixed", ops=lists(pins={"head": "fp32"}))
     before = precision.dtype_map(model)
     precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert precision.dtype_map(model) == before
@@ -114,7 +117,11 @@ def test_which_weights_of_a_transformer_are_half(mode: str, name: str, expected:
     encoder = transformer()["encoder"]  # type: ignore[index]
     precision = Precision(mode, ops=OpLists.named(name))
     precision.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
-    half = {n.split(".")[-2] if "." in n else n for n, p in encoder.named_parameters() if p.dtype == HALF}
+    half = {
+        n.split(".")[-2] if "." in n else n
+        for n, p in encoder.named_parameters()
+        if p.dtype == HALF
+    }
     assert {n.removesuffix("_weight").removesuffix("_bias") for n in half} == set(expected)
 
 
@@ -122,7 +129,7 @@ def test_which_weights_of_a_transformer_are_half(mode: str, name: str, expected:
 @pytest.mark.parametrize("name", ["default", "fp32_norms"])
 def test_weights_beside_running_statistics_stay_fp32(name: str, modules: dict[str, str]) -> None:
     model = transformer()
-    Precision("mixed", ops=lists(name, **modules)).prepare(model, torch.optim.SGD(model.parameters()))
+    Precision("mixed", ops=lists(name, modules)).prepare(model, torch.optim.SGD(model.parameters()))
     norm = model["norm"]  # type: ignore[index]
     assert formats([norm.weight, norm.bias, norm.running_mean, norm.running_var]) == {FP32}
 
@@ -214,7 +221,16 @@ def modules_of_one_input() -> Iterator[Case]:
 
 
 def losses() -> Iterator[Case]:
-    for name in ("BCE", "BCEWithLogits", "L1", "MSE", "SmoothL1", "Huber", "PoissonNLL", "SoftMargin"):
+    for name in (
+        "BCE",
+        "BCEWithLogits",
+        "L1",
+        "MSE",
+        "SmoothL1",
+        "Huber",
+        "PoissonNLL",
+        "SoftMargin",
+    ):
         yield lambda n=f"{name}Loss": getattr(nn, n)(), (ROWS, ROWS)
     yield lambda: nn.KLDivLoss(reduction="batchmean"), (ROWS, ROWS)
     for name in ("CrossEntropy", "NLL", "MultiMargin"):
@@ -227,7 +243,10 @@ def losses() -> Iterator[Case]:
     yield lambda: nn.CosineSimilarity(), (ROWS, ROWS)
     yield lambda: nn.PairwiseDistance(), (ROWS, ROWS)
     lengths = torch.tensor([8, 8]), torch.tensor([2, 2])
-    yield lambda: nn.CTCLoss(), (torch.rand(8, 2, 5).log_softmax(-1), torch.ones(2, 2).long(), *lengths)
+    yield (
+        lambda: nn.CTCLoss(),
+        (torch.rand(8, 2, 5).log_softmax(-1), torch.ones(2, 2).long(), *lengths),
+    )
 
 
 CASES = [*modules_of_one_input(), *losses()]
@@ -270,7 +289,11 @@ def test_every_layer_of_torch_with_weights_is_known() -> None:
     """A new layer of torch must be looked at before its weights are stored in anything but fp32."""
     unknown = set()
     for name, cls in vars(nn).items():
-        if inspect.isclass(cls) and issubclass(cls, nn.Module) and "weight" in getattr(cls, "__annotations__", {}):
+        if (
+            inspect.isclass(cls)
+            and issubclass(cls, nn.Module)
+            and "weight" in getattr(cls, "__annotations__", {})
+        ):
             module = cls.__new__(cls)
             nn.Module.__init__(module)
             module.mode, module.nonlinearity = "LSTM", "tanh"
@@ -349,16 +372,16 @@ class TestPins:
     def test_what_computes_where(
         self, modules: dict[str, str], in_fp32: set[str], half: str, mode: str
     ) -> None:
-        base, model = OpLists.named(), self.model()
-        ops = OpLists(base.allow, base.deny, base.infer, modules)
+        model = self.model()
+        ops = lists(pins=modules)
         precision = Precision(mode, half, ops=ops, compute="native")
         precision.prepare(model, torch.optim.SGD(model.parameters()))
         expected = {n: {FP32 if n in in_fp32 else HALVES[half]} for n in ("0", "1.0", "1.2", "2")}
         assert self.ran(model, precision, torch.rand(2, 4)) == expected
 
     def test_a_module_pinned_to_half_runs_its_norm_in_half(self) -> None:
-        base, model = OpLists.named(), self.model()
-        precision = Precision("mixed", ops=OpLists(base.allow, base.deny, base.infer, {"1": "half"}))
+        model = self.model()
+        precision = Precision("mixed", ops=lists(pins={"1": "half"}))
         precision.prepare(model, torch.optim.SGD(model.parameters()))
         seen = []
         model[1][1].register_forward_hook(lambda m, a, result: seen.append(result.dtype))
@@ -371,9 +394,10 @@ class TestPins:
             def forward(self, x: Tensor) -> Tensor:
                 raise ValueError("inside")
 
-        base = OpLists.named()
-        model = nn.ModuleDict({"bad": nn.Sequential(nn.Linear(4, 4), Fails()), "good": nn.Linear(4, 4)})
-        precision = Precision("amp", ops=OpLists(base.allow, base.deny, base.infer, {"bad": "fp32"}))
+        model = nn.ModuleDict(
+            {"bad": nn.Sequential(nn.Linear(4, 4), Fails()), "good": nn.Linear(4, 4)}
+        )
+        precision = Precision("amp", ops=lists(pins={"bad": "fp32"}))
         precision.prepare(model, torch.optim.SGD(model.parameters()))
         with precision.cast():
             with pytest.raises(ValueError, match="inside"):
@@ -383,8 +407,8 @@ class TestPins:
             assert model["good"](torch.rand(2, 4)).dtype == HALF
 
     def test_a_hook_that_fails_before_the_pin_was_entered(self) -> None:
-        base, model = OpLists.named(), self.model()
-        precision = Precision("amp", ops=OpLists(base.allow, base.deny, base.infer, {"1": "fp32"}))
+        model = self.model()
+        precision = Precision("amp", ops=lists(pins={"1": "fp32"}))
         precision.prepare(model, torch.optim.SGD(model.parameters()))
 
         def fail(*_: Any) -> None:
@@ -398,8 +422,8 @@ class TestPins:
             assert model(torch.rand(2, 4)).dtype == HALF
 
     def test_outside_a_cast_a_pin_does_nothing(self) -> None:
-        base, model = OpLists.named(), self.model()
-        precision = Precision("amp", ops=OpLists(base.allow, base.deny, base.infer, {"1": "half"}))
+        model = self.model()
+        precision = Precision("amp", ops=lists(pins={"1": "half"}))
         precision.prepare(model, torch.optim.SGD(model.parameters()))
         assert model(torch.rand(2, 4)).dtype == FP32
 
@@ -409,7 +433,9 @@ class TestPins:
                 return [pair[0].dtype, pair[1].dtype, options["x"].dtype, options["n"]]
 
         model = nn.ModuleDict({"takes": Takes()})
-        precision = Precision("amp", ops=OpLists(allow=frozenset({"mm"}), modules={"takes": "half"}))
+        precision = Precision(
+            "amp", ops=OpLists(allow=frozenset({"mm"}), modules={"takes": "half"})
+        )
         precision.prepare(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
         x = torch.ones(2)
         with precision.cast():
@@ -417,8 +443,8 @@ class TestPins:
         assert found == [HALF, torch.float64, HALF, 3]
 
     def test_preparing_twice_hooks_once(self) -> None:
-        base, model = OpLists.named(), self.model()
-        precision = Precision("mixed", ops=OpLists(base.allow, base.deny, base.infer, {"1": "fp32"}))
+        model = self.model()
+        precision = Precision("mixed", ops=lists(pins={"1": "fp32"}))
         for _ in range(2):
             precision.prepare(model, torch.optim.SGD(model.parameters()))
         assert len(model[1]._forward_pre_hooks) == 1

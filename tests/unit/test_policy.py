@@ -137,7 +137,7 @@ def test_names() -> None:
         ),
         (
             Precision("mixed", "bfloat16", ops=OpLists()),
-            ["ops=none: norms, softmax, reductions and losses run in bfloat16"],
+            ["ops=none: the model's norms, softmax and reductions run in bfloat16"],
         ),
         (Precision("amp", ops=OpLists()), ["ops=none casts nothing with dtype=amp"]),
         (
