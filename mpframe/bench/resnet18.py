@@ -1,12 +1,12 @@
 """A train step of ResNet-18 in every dtype mode, beside plain torch and torch.autocast.
 
-Images of 32 x 32, the stem for small images, SGD with momentum as in experiment=cifar10_resnet18.
-torch.autocast in float16 takes minutes for such a batch on a CPU, so it runs a second, smaller one
-beside the same competitors.
+Images of 32 x 32, the stem for small images, SGD with momentum as in experiment=cifar10_resnet18,
+fused for everybody. torch.autocast in float16 takes many seconds a step on a CPU: few rounds.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,68 +26,59 @@ EMULATED_FLOAT16 = 1.4  # times the fp32 step
 AUTOCAST_FLOAT16 = 1 / 20  # of torch.autocast("cpu", torch.float16)
 NATIVE_BFLOAT16 = 1 / 1.7  # of the fp32 step, where the CPU multiplies bfloat16
 PLAIN = "torch fp32"
+SLOW = "torch.autocast float16"
+
+_MODES = ("mixed", "amp")
 
 Batch = tuple[Tensor, Tensor]
+Step = Callable[[], Any]
 
 
-def tables(
-    rounds: int, folder: Path, batch: int = 32, slow_batch: int = 2, width: int = 64
-) -> list[Table]:
-    """All modes at `batch`; float16 beside torch.autocast's at `slow_batch`.
+def tables(rounds: int, folder: Path, batch: int = 32, width: int = 64) -> list[Table]:
+    """The step in every mode.
 
     Args:
-        rounds: measured rounds of the first table, >= 1.
+        rounds: measured rounds, >= 1.
         folder: not used: nothing is written.
-        batch, slow_batch: images.
+        batch: images.
         width: channels of the first stage.
     """
-    with threads(THREADS):
-        return [_all_modes(rounds, batch, width), _beside_autocast_float16(slow_batch, width)]
-
-
-def _all_modes(rounds: int, batch: int, width: int) -> Table:
     data = _batch(batch)
-    steps: dict[str, Callable[[], Any]] = {
+    with threads(THREADS):
+        times = race(_competitors(data, width), rounds)
+    setting = (
+        f"Batch {batch}, width {width}, images 3 x 32 x 32, fused SGD with momentum, {THREADS} "
+        "threads; float16 with Backoff."
+    )
+    return [Table("ResNet-18", setting, PLAIN, times, _claims(times))]
+
+
+def _competitors(data: Batch, width: int) -> list[Competitor]:
+    steps = {
         PLAIN: torch_step(data, None, width),
         "torch.autocast bfloat16": torch_step(data, torch.bfloat16, width),
         "mpframe fp32": mpframe_step(data, Precision("fp32"), width),
     }
-    for half in ("float16", "bfloat16"):
-        for mode in ("mixed", "amp"):
-            name = f"mpframe {mode} {half}"
-            steps[name] = mpframe_step(data, Precision(mode, half), width)
-    times = race([Competitor(name, timed(step)) for name, step in steps.items()], rounds)
-    return Table("ResNet-18", _setting(batch, width), PLAIN, times, _claims(times))
-
-
-def _beside_autocast_float16(batch: int, width: int) -> Table:
-    data = _batch(batch)
-    slow, fast = "torch.autocast float16", "mpframe mixed float16"
-    steps = {
-        PLAIN: torch_step(data, None, width),
-        fast: mpframe_step(data, Precision("mixed", "float16"), width),
-    }
-    competitors = [Competitor(name, timed(step)) for name, step in steps.items()]
-    slow_turn = timed(torch_step(data, torch.float16, width))
-    times = race([*competitors, Competitor(slow, slow_turn, rounds=1)], rounds=5)
-    claim = Claim(f"{fast} / {slow}", ratio(times, fast, slow), AUTOCAST_FLOAT16)
-    return Table(
-        "ResNet-18, float16 by torch.autocast", _setting(batch, width), PLAIN, times, [claim]
-    )
+    for mode, half in product(_MODES, ("float16", "bfloat16")):
+        steps[f"mpframe {mode} {half}"] = mpframe_step(data, Precision(mode, half), width)
+    slow = Competitor(SLOW, timed(torch_step(data, torch.float16, width)), rounds=2)
+    return [*(Competitor(name, timed(step)) for name, step in steps.items()), slow]
 
 
 def _claims(times: Times) -> list[Claim]:
-    limits = {"float16": EMULATED_FLOAT16}
+    limits = [("float16", PLAIN, EMULATED_FLOAT16), ("float16", SLOW, AUTOCAST_FLOAT16)]
     if has_native_half("bfloat16"):
-        limits["bfloat16"] = NATIVE_BFLOAT16
-    names = [(f"mpframe {mode} {h}", limit) for h, limit in limits.items() for mode in _MODES]
-    return [Claim(f"{name} / {PLAIN}", ratio(times, name, PLAIN), limit) for name, limit in names]
+        limits.append(("bfloat16", PLAIN, NATIVE_BFLOAT16))
+    return [
+        Claim(
+            f"mpframe {mode} {half} / {other}", ratio(times, f"mpframe {mode} {half}", other), most
+        )
+        for half, other, most in limits
+        for mode in _MODES
+    ]
 
 
-_MODES = ("mixed", "amp")
-
-
-def torch_step(data: Batch, half: torch.dtype | None, width: int) -> Callable[[], Any]:
+def torch_step(data: Batch, half: torch.dtype | None, width: int) -> Step:
     """One step by hand, in torch.autocast where `half` is given."""
     model, optimizer = _parts(width)
     loss_function = nn.CrossEntropyLoss()
@@ -102,7 +93,7 @@ def torch_step(data: Batch, half: torch.dtype | None, width: int) -> Callable[[]
     return step
 
 
-def mpframe_step(data: Batch, precision: Precision, width: int) -> Callable[[], Any]:
+def mpframe_step(data: Batch, precision: Precision, width: int) -> Step:
     """One step of the trainer; float16 with loss scaling."""
     model, optimizer = precision.prepare(*_parts(width))
     scaled = precision.policy.mode != "fp32" and precision.policy.half == "float16"
@@ -114,17 +105,11 @@ def mpframe_step(data: Batch, precision: Precision, width: int) -> Callable[[], 
 def _parts(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = resnet18(classes=10, width=width)
-    return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
+    weights = model.parameters()
+    return model, torch.optim.SGD(weights, lr=1e-3, momentum=0.9, weight_decay=5e-4, fused=True)
 
 
 def _batch(size: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(size, 3, 32, 32, generator=generator)
     return images, torch.randint(0, 10, (size,), generator=generator)
-
-
-def _setting(batch: int, width: int) -> str:
-    return (
-        f"Batch {batch}, width {width}, images 3 x 32 x 32, SGD with momentum, {THREADS} threads, "
-        "Backoff for float16."
-    )

@@ -128,8 +128,8 @@ class Precision:
             )
         if self.policy.ops.empty and mode != "fp32":
             lines.append(
-                f"ops=none: the model's norms, softmax and reductions run in {half} too, where sums "
-                "lose small terms and squares leave the range"
+                f"ops=none: the model's norms, softmax and reductions run in {half} too, where "
+                "sums lose small terms and squares leave the range"
                 if mode == "mixed"
                 else "ops=none casts nothing with dtype=amp: the run is an fp32 run"
             )
