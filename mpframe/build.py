@@ -147,6 +147,11 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
     schedule = _build_schedule(config, optimizer, max(1, plan.total_steps(batches)))
     precision = build_precision(config)
     model, masters = precision.prepare(model, optimizer)
+    if masters.needs_closure:
+        raise ConfigError(
+            f"optimizer._target_={config.optimizer['_target_']}: needs a closure, which the trainer "
+            "does not give; choose an optimizer without one"
+        )
     scaler = build_scaler(config)
     return Trainer(
         model=model,

@@ -89,6 +89,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self._buffers = Buffers(self.model)
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        if self.eval_precision is not None:
+            self.eval_precision.attach(self.model)
         forward = self._run_model if self.precision.policy.casts else self.model
         self._forward = torch.compile(forward) if self.plan.compile else forward
 

@@ -78,11 +78,27 @@ class Precision:
         """
         refuse_idle_pins(model, self.policy)
         self._unclaimed |= store(model, self.policy)
-        self._hook(model)
+        self.attach(model)
         masters = MasterWeights(optimizer, self._unclaimed, keep_masters=self.master_weights)
         for parameter in [p for p in self._unclaimed if not p.requires_grad]:
             del self._unclaimed[parameter]  # Frozen and never optimized: half is all it needs.
         return model, masters
+
+    def attach(self, model: nn.Module) -> None:
+        """Let pins and recurrent layers follow this precision's casts; no weight is touched.
+
+        `prepare` does it. By itself it is for a model that is evaluated in another mode than it
+        is trained in. A second time it does nothing.
+        """
+        if model in self._hooked:
+            return
+        self._hooked.add(model)
+        if self._mode is not None:
+            self._mode.compute_on(next((p.device for p in model.parameters()), torch.device("cpu")))
+            pin_modules(model, self._mode)
+            fit_recurrent_layers(model, self._mode)
+        if self.policy.mode == "mixed" and self.policy.ops.empty:
+            model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
 
     @contextmanager
     def cast(self) -> Iterator[None]:
@@ -138,19 +154,11 @@ class Precision:
     def __str__(self) -> str:
         return str(self.policy)
 
-    def _hook(self, model: nn.Module) -> None:
-        if model in self._hooked:
-            return
-        self._hooked.add(model)
-        if self._mode is not None:
-            self._mode.compute_on(next((p.device for p in model.parameters()), torch.device("cpu")))
-            pin_modules(model, self._mode)
-            fit_recurrent_layers(model, self._mode)
-        if self.policy.mode == "mixed" and self.policy.ops.empty:
-            model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
 
-    def _cast_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        return map_tensors(lambda t: cast_to(t, self.policy.half_dtype), (args, kwargs))
+def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Without lists no op casts its inputs: the model's are brought to its weights' format."""
+    weight = next(model.parameters())
+    return map_tensors(lambda tensor: cast_to(tensor, weight.dtype), (args, kwargs))
 
 
 def _set_awake(modes: list[CastMode], awake: bool) -> None:

@@ -149,6 +149,16 @@ def test_without_lists_everything_is_half() -> None:
     assert norm.num_batches_tracked.dtype == torch.int64
 
 
+def test_without_lists_inputs_follow_the_weights() -> None:
+    """Half in training; fp32 while an evaluation has put fp32 weights in their place."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    Precision("mixed", ops=OpLists()).prepare(model, torch.optim.SGD(model.parameters()))
+    assert model(torch.ones(1, 2)).dtype == HALF
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    assert model(torch.ones(1, 2).half()).dtype == FP32
+
+
 def test_gradients_that_are_there_already_follow_their_weight() -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
@@ -448,6 +458,26 @@ class TestPins:
         for _ in range(2):
             precision.prepare(model, torch.optim.SGD(model.parameters()))
         assert len(model[1]._forward_pre_hooks) == 1
+
+    def test_attached_to_be_evaluated_in_another_mode(self) -> None:
+        """Pins of both count, each in its own blocks; a recurrent layer takes half between them."""
+        model = nn.ModuleDict(
+            {"first": nn.Linear(4, 4), "rnn": nn.LSTM(4, 3), "last": nn.Linear(3, 2)}
+        )
+        training = Precision("amp", ops=lists(pins={"last": "fp32"}))
+        training.prepare(model, torch.optim.SGD(model.parameters()))
+        evaluating = Precision("amp", "bfloat16", ops=lists(pins={"first": "fp32"}))
+        evaluating.attach(model)
+
+        def run(precision: Precision) -> list[torch.dtype]:
+            with precision.cast():
+                first = model["first"](torch.rand(2, 4))
+                hidden, _ = model["rnn"](first)
+                return [first.dtype, hidden.dtype, model["last"](hidden).dtype]
+
+        assert run(training) == [HALF, HALF, FP32]
+        assert run(evaluating) == [FP32, torch.bfloat16, torch.bfloat16]
+        assert formats(list(model.parameters())) == {FP32}
 
     @pytest.mark.parametrize("half", HALVES)
     def test_fp32_norms_in_an_otherwise_half_model(self, half: str) -> None:
