@@ -149,8 +149,8 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
     model, masters = precision.prepare(model, optimizer)
     if masters.needs_closure:
         raise ConfigError(
-            f"optimizer._target_={config.optimizer['_target_']}: needs a closure, which the trainer "
-            "does not give; choose an optimizer without one"
+            f"optimizer._target_={config.optimizer['_target_']}: needs a closure, which the "
+            "trainer does not give; choose an optimizer without one"
         )
     scaler = build_scaler(config)
     return Trainer(

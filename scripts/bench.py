@@ -4,7 +4,12 @@ python scripts/bench.py                      all groups: tiny, resnet18, startup
 python scripts/bench.py tiny --repeats 20
 """
 
-from mpframe.bench.program import main
+import os
 
 if __name__ == "__main__":
+    # Before torch is loaded. Threads that wait by spinning fight whatever else the machine runs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    from mpframe.bench.program import main
+
     main()

@@ -21,6 +21,7 @@ def machine() -> dict[str, str]:
         "CPU instructions": f"{torch.backends.cpu.get_cpu_capability()}, bfloat16 products "
         + ("native" if has_native_half("bfloat16") else "emulated"),
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "waiting threads": os.environ.get("OMP_WAIT_POLICY", "as OpenMP likes"),
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
         "command": " ".join(["python", *sys.argv]),
     }

@@ -70,15 +70,16 @@ def race(competitors: Sequence[Competitor], rounds: int, warmup: int = 1) -> dic
     """
     order = random.Random(0)
     times: dict[str, list[float]] = {competitor.name: [] for competitor in competitors}
-    for number in range(-warmup, rounds):
-        # Shuffled, so that nobody always inherits the same competitor's garbage and warm caches.
-        for competitor in order.sample(list(competitors), len(competitors)):
-            if competitor.rounds is not None and not 0 <= number < competitor.rounds:
-                continue
-            gc.collect()
-            seconds = competitor.turn()
-            if number >= 0:
-                times[competitor.name].append(seconds)
+    with _quick_collections():
+        for number in range(-warmup, rounds):
+            # Shuffled: nobody always inherits the same competitor's warm caches.
+            for competitor in order.sample(list(competitors), len(competitors)):
+                if competitor.rounds is not None and not 0 <= number < competitor.rounds:
+                    continue
+                gc.collect()
+                seconds = competitor.turn()
+                if number >= 0:
+                    times[competitor.name].append(seconds)
     return times
 
 
@@ -149,3 +150,14 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def _quick_collections() -> Iterator[None]:
+    """Within the block the garbage collector leaves alone what stands before it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

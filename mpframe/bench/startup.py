@@ -64,9 +64,10 @@ def _competitor(name: str, scratch: Path) -> Competitor:
             text=True,
         )
         if done.returncode != expected:
+            last = done.stderr.strip().rpartition("\n")[2]
             raise MpframeError(
                 f"startup: {name!r} ended with exit code {done.returncode}, expected {expected}: "
-                f"{done.stderr.strip().splitlines()[-1:]}; run it by itself to see why"
+                f"{last}; run it by itself to see more"
             )
 
     return Competitor(name, timed(run))

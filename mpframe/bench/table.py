@@ -29,7 +29,7 @@ class Claim:
 
     def __str__(self) -> str:
         verdict = "holds" if self.holds else "does not hold"
-        return f"{self.text}: {_spread(self.ratio, 3)}, at most {self.limit:.3f}: {verdict}"
+        return f"{self.text}: {_spread(self.ratio)}, at most {self.limit:.3g}: {verdict}"
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,14 @@ class Table:
 
     def markdown(self) -> str:
         """Heading, setting, one line per competitor, claims and notes."""
-        lines = [
-            f"## {self.title}",
-            "",
-            self.setting,
-            "",
+        head = [
             f"| | ms, median (quartiles) | ratio to {self.baseline} (quartiles) | rounds |",
             "|---|---|---|---|",
-            *(self._line(name) for name in self.times),
-            "",
-            *(f"- {line}" for line in (*map(str, self.claims), *self.notes)),
         ]
-        return "\n".join(lines).rstrip() + "\n"
+        lines = [f"| {name} | {' | '.join(self._cells(name))} |" for name in self.times]
+        below = [f"- {line}" for line in (*map(str, self.claims), *self.notes)]
+        parts = [[f"## {self.title}"], [self.setting], [*head, *lines] if lines else [], below]
+        return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, the single times included, for JSON."""
@@ -76,13 +72,10 @@ class Table:
             "claims": [{**asdict(claim), "holds": claim.holds} for claim in self.claims],
         }
 
-    def _line(self, name: str) -> str:
-        seconds = Spread.of(self.times[name])
-        milliseconds = Spread(
-            seconds.low * 1e3, seconds.median * 1e3, seconds.high * 1e3, seconds.count
-        )
-        ratios = "1" if name == self.baseline else _spread(self._ratio(name), 3)
-        return f"| {name} | {_spread(milliseconds, 3)} | {ratios} | {seconds.count} |"
+    def _cells(self, name: str) -> list[str]:
+        milliseconds = Spread.of([seconds * 1e3 for seconds in self.times[name]])
+        ratios = "1" if name == self.baseline else _spread(self._ratio(name))
+        return [_spread(milliseconds), ratios, str(milliseconds.count)]
 
     def _ratio(self, name: str) -> Spread:
         return ratio(self.times, name, self.baseline)
@@ -100,9 +93,10 @@ def as_json(machine: Mapping[str, str], tables: Sequence[Table]) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def _spread(spread: Spread, digits: int) -> str:
-    low, median, high = (
-        f"{value:.{digits}g}" if value < 1000 else f"{value:.0f}"
-        for value in (spread.low, spread.median, spread.high)
-    )
-    return f"{median} ({low} to {high})"
+def _spread(spread: Spread) -> str:
+    return f"{_three(spread.median)} ({_three(spread.low)} to {_three(spread.high)})"
+
+
+def _three(value: float) -> str:
+    """Three significant digits: what a noisy machine can carry."""
+    return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:.0f}"

@@ -1,0 +1,397 @@
+"""How the benchmark measures, shows and runs; no test looks at how long anything took."""
+
+import json
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mpframe.bench import cuda, machine, program, resnet18, rivals, startup, tiny_model
+from mpframe.bench.hand_loop import HandLog, hand_loop
+from mpframe.bench.measure import Competitor, Spread, Stopwatch, race, ratio, threads, timed
+from mpframe.bench.table import Claim, Table, as_json, as_markdown
+from mpframe.errors import MpframeError
+
+
+def ticking(step: float = 1.0) -> Callable[[], float]:
+    """A clock that moves by `step` at every look."""
+    times = count()
+    return lambda: next(times) * step
+
+
+# --- measuring
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([3.0], Spread(3.0, 3.0, 3.0, 1)),
+        ([1.0, 3.0], Spread(1.5, 2.0, 2.5, 2)),
+        ([5.0, 1.0, 4.0, 2.0, 3.0], Spread(2.0, 3.0, 4.0, 5)),
+    ],
+)
+def test_spread_is_median_and_quartiles(values: list[float], expected: Spread) -> None:
+    assert Spread.of(values) == expected
+
+
+def test_a_burst_hardly_moves_the_median() -> None:
+    """Three of nine rounds beside somebody else's work: the mean triples, the median stays."""
+    assert Spread.of([1.0] * 6 + [7.0] * 3).median == 1.0
+
+
+def test_everybody_takes_one_turn_per_round_and_warm_up_does_not_count() -> None:
+    turns: list[str] = []
+
+    def competitor(name: str) -> Competitor:
+        return Competitor(name, lambda: float(turns.append(name) or len(turns)))
+
+    times = race([competitor(name) for name in "abc"], rounds=4, warmup=2)
+    rounds = [turns[start : start + 3] for start in range(0, len(turns), 3)]
+    assert len(rounds) == 6
+    assert all(sorted(taken) == ["a", "b", "c"] for taken in rounds)
+    assert {name: len(seconds) for name, seconds in times.items()} == {"a": 4, "b": 4, "c": 4}
+    assert min(min(seconds) for seconds in times.values()) == 7.0  # six turns of warm-up
+
+
+def test_the_order_changes_and_is_the_same_in_every_race() -> None:
+    def orders() -> list[str]:
+        turns: list[str] = []
+        competitors = [Competitor(n, lambda n=n: float(turns.append(n) or 0)) for n in "abcd"]
+        race(competitors, rounds=12, warmup=0)
+        return ["".join(turns[start : start + 4]) for start in range(0, 48, 4)]
+
+    first = orders()
+    assert first == orders()
+    followers = {order[i : i + 2] for order in first for i in range(3)}
+    assert len(followers) == 12  # everybody has followed everybody else
+
+
+def test_the_very_slow_take_part_in_few_rounds_and_no_warm_up() -> None:
+    slow = count()
+    times = race(
+        [Competitor("slow", lambda: float(next(slow)), rounds=2), Competitor("fast", lambda: 0.5)],
+        rounds=5,
+        warmup=3,
+    )
+    assert times == {"slow": [0.0, 1.0], "fast": [0.5] * 5}
+    assert ratio(times, "slow", "fast").count == 2
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    """The machine is four times slower from the third round on, for everybody: no ratio moves."""
+    times = {"a": [1.0, 1.0, 4.0, 4.0], "b": [2.0, 2.0, 8.0, 8.0]}
+    assert ratio(times, "b", "a") == Spread(2.0, 2.0, 2.0, 4)
+
+
+@pytest.mark.parametrize("steps", [1, 10])
+def test_a_turn_is_divided_by_its_steps(steps: int) -> None:
+    done: list[None] = []
+    turn = timed(lambda: done.append(None), steps, clock=ticking(5.0))
+    assert turn() == 5.0 / steps
+    assert len(done) == steps
+
+
+def test_the_stopwatch_leaves_out_set_up_tidying_and_the_first_steps() -> None:
+    now = [0.0]
+    watch = Stopwatch(list("abcdef"), skipped=2, clock=lambda: now[0])
+    now[0] += 100.0  # set-up
+    for number, _ in enumerate(watch):
+        now[0] += 50.0 if number < 2 else 3.0
+    now[0] += 100.0  # tidying
+    assert watch.seconds == 3.0
+    assert len(watch) == 6
+
+
+def test_the_stopwatch_starts_anew_with_every_pass() -> None:
+    now = [0.0]
+    watch = Stopwatch([0, 1, 2], clock=lambda: now[0])
+    for pace in (5.0, 2.0):
+        for _ in watch.epoch(0):
+            now[0] += pace
+        assert watch.seconds == pace
+
+
+def test_threads_are_put_back() -> None:
+    before = torch.get_num_threads()
+
+    def fail() -> None:
+        with threads(before + 1):
+            assert torch.get_num_threads() == before + 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert torch.get_num_threads() == before
+
+
+# --- showing
+
+TIMES = {"plain": [0.001, 0.001, 0.002], "ours": [0.0011, 0.0011, 0.0022]}
+
+
+def table(limit: float = 1.2) -> Table:
+    claim = Claim("ours / plain", ratio(TIMES, "ours", "plain"), limit)
+    return Table("Steps", "One thread.", "plain", TIMES, [claim], ["Other: skipped, not there"])
+
+
+def test_the_table_in_markdown() -> None:
+    assert table().markdown() == (
+        "## Steps\n\nOne thread.\n\n"
+        "| | ms, median (quartiles) | ratio to plain (quartiles) | rounds |\n"
+        "|---|---|---|---|\n"
+        "| plain | 1.00 (1.00 to 1.50) | 1 | 3 |\n"
+        "| ours | 1.10 (1.10 to 1.65) | 1.10 (1.10 to 1.10) | 3 |\n\n"
+        "- ours / plain: 1.10 (1.10 to 1.10), at most 1.2: holds\n"
+        "- Other: skipped, not there\n"
+    )
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [(1.2, "holds"), (1.05, "does not hold")])
+def test_a_claim_says_whether_it_holds(limit: float, verdict: str) -> None:
+    (claim,) = table(limit).claims
+    assert str(claim).endswith(f"at most {limit:.3g}: {verdict}")
+    assert claim.holds == (verdict == "holds")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.0000123, "0.0123"), (0.45678, "457"), (12.3456, "12346")]
+)
+def test_times_have_three_digits_or_whole_milliseconds(seconds: float, shown: str) -> None:
+    assert f"| a | {shown} (" in Table("", "", "a", {"a": [seconds]}).markdown()
+
+
+def test_json_holds_every_time_and_the_machine() -> None:
+    content = json.loads(as_json({"CPU": "some"}, [table()]))
+    assert content["machine"] == {"CPU": "some"}
+    (read,) = content["tables"]
+    assert read["times"] == TIMES
+    assert read["claims"][0]["holds"] is True
+    assert read["ratios"]["ours"]["median"] == pytest.approx(1.1)
+
+
+def test_the_machine_is_described() -> None:
+    described = machine.machine()
+    assert list(described) == [
+        "date",
+        "CPU",
+        "CPU instructions",
+        "GPU",
+        "waiting threads",
+        "versions",
+        "command",
+    ]
+    assert "cores usable, load average" in described["CPU"]
+    assert torch.__version__ in described["versions"]
+    assert as_markdown(described, []).startswith(f"- date: {described['date']}\n- CPU: ")
+
+
+# --- the rows, one round each at their smallest
+
+
+@pytest.fixture
+def without_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {name: ("no_such_package", rival) for name, (_, rival) in rivals._RIVALS.items()}
+    monkeypatch.setattr(rivals, "_RIVALS", missing)
+
+
+@pytest.mark.usefixtures("without_rivals")
+def test_tiny_model_rows(tmp_path: Path) -> None:
+    logged, silent = tiny_model.tables(rounds=1, folder=tmp_path, steps=10)
+    names = ["by hand", "by hand, gradients checked", "mpframe"]
+    assert list(logged.times) == list(silent.times) == names
+    assert [claim.limit for claim in logged.claims] == [1.08, 1.08]
+    assert logged.notes == [
+        f"{name}: skipped, no_such_package is not installed; pip install 'mpframe[bench]'"
+        for name in ("Lightning Fabric", "Accelerate", "Lightning")
+    ]
+
+
+def test_all_train_the_same_weights(tmp_path: Path) -> None:
+    """What is compared must be the same training: bit for bit, by hand and by the trainer."""
+    parts: list[Any] = []
+
+    def remembered() -> Any:
+        parts.append(original())
+        return parts[-1]
+
+    original, data = tiny_model._parts, tiny_model._data(10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_model, "_parts", remembered)
+        patch.setattr(tiny_model, "LR", 1e-3)
+        hand_loop(*remembered(), data, None)()
+        hand_loop(*remembered(), data, None, checked=True)()
+        tiny_model.trainer_loop(data, [])()
+    by_hand, checked, ours = [model.state_dict() for model, _ in parts]
+    for name, weight in by_hand.items():
+        assert torch.equal(weight, checked[name])
+        assert torch.equal(weight, ours[name])
+    assert not torch.equal(by_hand["0.weight"], original()[0].state_dict()["0.weight"])
+
+
+def scalars(folder: Path) -> dict[str, list[float]]:
+    """Every logged value by tag, of the one event file below `folder`."""
+    (file,) = folder.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    return {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_by_hand_and_trainer_log_the_same_curves(tmp_path: Path) -> None:
+    data = tiny_model._data(20)
+    log, watchers = HandLog(tmp_path / "hand"), tiny_model._watchers(tmp_path / "ours")
+    hand_loop(*tiny_model._parts(), data, log)()
+    tiny_model.trainer_loop(data, watchers)()
+    log._writer.close()
+    watchers[1]._tracker.close()
+    by_hand, ours = scalars(tmp_path / "hand"), scalars(tmp_path / "ours")
+    assert set(by_hand) == {"loss/train", "optim/lr", "grad/norm", "speed/steps_per_second"}
+    assert len(by_hand["loss/train"]) == 3
+    assert by_hand["loss/train"] == ours["loss/train"]
+    assert by_hand["optim/lr"] == ours["optim/lr"]
+    # The same sum of 26122 squares in another order: at most as many roundings of 2^-24 each.
+    assert by_hand["grad/norm"] == pytest.approx(ours["grad/norm"], rel=26122 * 2.0**-24)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_the_checked_loop_leaves_a_bad_step_out(bad: float) -> None:
+    model, optimizer = tiny_model._parts()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    batch = (torch.full((64, 64), bad), torch.zeros(64, dtype=torch.int64))
+    hand_loop(model, optimizer, [batch], None, checked=True)()
+    assert all(torch.equal(weight, before[n]) for n, weight in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", list(rivals._RIVALS))
+def test_rivals_run(name: str, tmp_path: Path) -> None:
+    package, rival = rivals._RIVALS[name]
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    data = tiny_model._data(10)
+    loop = rival(*tiny_model._parts(), data, tmp_path)
+    for _ in range(2):
+        loop()
+        assert data.seconds > 0
+
+
+def test_resnet18_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resnet18, "THREADS", 1)
+    (measured,) = resnet18.tables(rounds=1, folder=tmp_path, batch=2, width=4)
+    modes = [f"mpframe {mode} {half}" for mode, half in _modes()]
+    plain = ["torch fp32", "torch.autocast bfloat16", "mpframe fp32"]
+    assert list(measured.times) == [*plain, *modes, "torch.autocast float16"]
+    limits = {claim.text: claim.limit for claim in measured.claims}
+    assert limits["mpframe mixed float16 / torch fp32"] == 1.4
+    assert limits["mpframe amp float16 / torch.autocast float16"] == 1 / 20
+
+
+def _modes() -> Iterator[tuple[str, str]]:
+    for mode in ("mixed", "amp"):
+        for half in ("float16", "bfloat16"):
+            yield mode, half
+
+
+@pytest.mark.parametrize(("native", "claims"), [(True, 6), (False, 4)])
+def test_bfloat16_is_claimed_where_the_cpu_has_it(
+    native: bool, claims: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resnet18, "has_native_half", lambda half: native)
+    names = [f"mpframe {mode} {half}" for mode, half in _modes()]
+    times = {name: [1.0] for name in [*names, resnet18.PLAIN, resnet18.SLOW]}
+    made = resnet18._claims(times)
+    assert len(made) == claims
+    assert any("bfloat16" in claim.text for claim in made) == native
+
+
+@pytest.mark.parametrize("name", [name for name in startup._COMMANDS if "torch" not in name])
+def test_startup_rows(name: str, tmp_path: Path) -> None:
+    assert startup._competitor(name, tmp_path).turn() > 0
+
+
+def test_startup_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "_COMMANDS", {startup.IMPORT_TORCH: (["-c", ""], 0)})
+    (measured,) = startup.tables(2, tmp_path, names=[startup.IMPORT_TORCH])
+    assert [len(seconds) for seconds in measured.times.values()] == [2]
+
+
+def test_a_command_that_fails_is_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "_COMMANDS", {"broken": (["-c", "raise SystemExit('why')"], 0)})
+    with pytest.raises(MpframeError) as error:
+        startup._competitor("broken", tmp_path).turn()
+    assert str(error.value) == (
+        "startup: 'broken' ended with exit code 1, expected 0: why; run it by itself to see more"
+    )
+
+
+def test_without_a_gpu_its_rows_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (measured,) = cuda.tables(rounds=1, folder=tmp_path)
+    assert measured.markdown().endswith("\n\n- skipped: no CUDA device\n")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_rows(tmp_path: Path) -> None:
+    (measured,) = cuda.tables(rounds=1, folder=tmp_path, batch=4, width=8, steps=2)
+    assert list(measured.times) == [cuda.HAND, "mpframe amp float16", "mpframe mixed float16"]
+    assert len(measured.notes) == 3
+
+
+# --- the command line
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[str, int]]:
+    """The groups that were measured, with their rounds."""
+    done: list[tuple[str, int]] = []
+
+    def group(name: str) -> program.Group:
+        def tables(rounds: int, folder: Path) -> list[Table]:
+            assert folder.is_dir()
+            done.append((name, rounds))
+            return [table()]
+
+        return program.Group(tables, rounds=3)
+
+    monkeypatch.setattr(program, "GROUPS", {name: group(name) for name in ("tiny", "cuda")})
+    program.main(arguments)
+    return done
+
+
+def test_all_groups_run_and_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--out", str(tmp_path)) == [("tiny", 3), ("cuda", 3)]
+    assert (tmp_path / "cuda.md").read_text() in capsys.readouterr().out
+    assert json.loads((tmp_path / "tiny.json").read_text())["tables"][0]["title"] == "Steps"
+
+
+def test_groups_and_rounds_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = ["cuda", "--repeats", "7", "--out", str(tmp_path)]
+    assert run(monkeypatch, *chosen) == [("cuda", 7)]
+    assert not (tmp_path / "tiny.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        (["tinny"], "'tinny'"),
+        (["--repeats", "0"], "at least 1"),
+        (["--repeats", "x"], "invalid"),
+    ],
+)
+def test_a_mistake_is_refused(
+    argument: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        program.main(argument)
+    assert stop.value.code == 2
+    assert reason in capsys.readouterr().err
