@@ -4,7 +4,7 @@ Images of 32 x 32, the stem for small images, SGD with momentum as in experiment
 fused for everybody. torch.autocast in float16 takes many seconds a step on a CPU: few rounds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -34,23 +34,29 @@ Batch = tuple[Tensor, Tensor]
 Step = Callable[[], Any]
 
 
-def tables(rounds: int, folder: Path, batch: int = 32, width: int = 64) -> list[Table]:
-    """The step in every mode.
+def tables(
+    rounds: int, folder: Path, batches: Sequence[int] = (128, 32), width: int = 64
+) -> list[Table]:
+    """The step in every mode, a table for each size of a batch.
 
     Args:
         rounds: measured rounds, >= 1.
         folder: not used: nothing is written.
-        batch: images.
+        batches: images in a batch; the first is the experiment's.
         width: channels of the first stage.
     """
+    return [_table(rounds, batch, width) for batch in batches]
+
+
+def _table(rounds: int, batch: int, width: int) -> Table:
     data = _batch(batch)
     with threads(THREADS):
         times = race(_competitors(data, width), rounds)
     setting = (
-        f"Batch {batch}, width {width}, images 3 x 32 x 32, fused SGD with momentum, {THREADS} "
+        f"Width {width}, images 3 x 32 x 32, fused SGD with momentum, {THREADS} "
         "threads; float16 with Backoff."
     )
-    return [Table("ResNet-18", setting, PLAIN, times, _claims(times))]
+    return Table(f"ResNet-18, {batch} images", setting, PLAIN, times, _claims(times))
 
 
 def _competitors(data: Batch, width: int) -> list[Competitor]:

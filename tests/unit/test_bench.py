@@ -281,7 +281,8 @@ def test_rivals_run(name: str, tmp_path: Path) -> None:
 
 def test_resnet18_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resnet18, "THREADS", 1)
-    (measured,) = resnet18.tables(rounds=1, folder=tmp_path, batch=2, width=4)
+    (measured, smaller) = resnet18.tables(rounds=1, folder=tmp_path, batches=(3, 2), width=4)
+    assert (measured.title, smaller.title) == ("ResNet-18, 3 images", "ResNet-18, 2 images")
     modes = [f"mpframe {mode} {half}" for mode, half in _modes()]
     plain = ["torch fp32", "torch.autocast bfloat16", "mpframe fp32"]
     assert list(measured.times) == [*plain, *modes, "torch.autocast float16"]
