@@ -22,6 +22,7 @@ from mpframe.data.task import Task
 from mpframe.ema import Ema
 from mpframe.errors import ConfigError, MpframeError, nearest
 from mpframe.loss_scaling import Backoff, LogMax, Static
+from mpframe.loss_spike import LossSpikes
 from mpframe.plan import Plan
 from mpframe.precision import MasterWeights, OpLists, Precision
 from mpframe.step import LossScaler
@@ -164,6 +165,7 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
         plan=plan,
         metric=task.metric,
         eval_precision=_build_eval_precision(config),
+        spikes=_build_spikes(config),
     )
 
 
@@ -239,6 +241,11 @@ def _build_ema(config: Config, model: nn.Module, optimizer: MasterWeights) -> Em
         return None
     trained = [p for p in model.parameters() if p.requires_grad]
     return Ema({p: optimizer.master_of(p) for p in trained}, decay)
+
+
+def _build_spikes(config: Config) -> LossSpikes | None:
+    policy, factor = config.trainer.on_loss_spike, config.trainer.loss_spike_factor
+    return None if policy == "off" else LossSpikes(policy, factor)
 
 
 def _first_line(error: BaseException) -> str:

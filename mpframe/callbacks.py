@@ -150,6 +150,31 @@ class SaturationWarning(Callback):
             log.warning("warning: %s", message)
 
 
+class SpikeReport(Callback):
+    """Says which loss was a spike, and ends the run where the policy is to stop."""
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Warn of a spike, or raise.
+
+        Raises:
+            DivergedError: the loss is a spike and `trainer.on_loss_spike` is stop; the step was
+                left out.
+        """
+        spikes = trainer.spikes
+        if spikes is None or result.loss is None or not bool(spikes.spiked):
+            return
+        text = (
+            f"step {trainer.progress.attempts}: loss {float(result.loss):.4g} is a spike, more "
+            f"than {spikes.factor:g} times the median {float(spikes.median):.4g} of the last steps"
+        )
+        if spikes.policy == "stop":
+            raise DivergedError(
+                f"trainer.on_loss_spike=stop: {text}; look at the batch, lower optimizer.lr, or "
+                "use trainer.on_loss_spike=skip"
+            )
+        log.warning("warning: %s%s", text, "; skipped" if spikes.policy == "skip" else "")
+
+
 class SkipGuard(Callback):
     """Ends a run that only skips.
 
@@ -168,15 +193,28 @@ class SkipGuard(Callback):
         """
         if trainer.progress.skipped_in_a_row < self._limit:
             return
-        forward = result.loss is not None and not bool(torch.isfinite(result.loss))
-        cause = (
+        raise DivergedError(
+            f"trainer.max_consecutive_skips={self._limit} reached: {_cause(trainer, result)}"
+        )
+
+
+def _cause(trainer: Trainer, result: StepResult) -> str:
+    """Why the last step was skipped, and what may help."""
+    if trainer.spikes is not None and bool(trainer.spikes.spiked):
+        return (
+            f"the loss stays above {trainer.spikes.factor:g} times the median of the applied "
+            "steps: lower optimizer.lr, raise trainer.loss_spike_factor, or resume from an older "
+            "checkpoint"
+        )
+    if result.loss is not None and not bool(torch.isfinite(result.loss)):
+        return (
             "the loss itself is not finite, so scaling cannot help: lower optimizer.lr, look at "
             "the data, or pin the overflowing module to fp32 in ops.modules"
-            if forward
-            else f"the loss is finite and its gradients overflow at scale {float(result.scale):g}: "
-            "lower loss_scaling.min_scale or pin the overflowing module to fp32 in ops.modules"
         )
-        raise DivergedError(f"trainer.max_consecutive_skips={self._limit} reached: {cause}")
+    return (
+        f"the loss is finite and its gradients overflow at scale {float(result.scale):g}: "
+        "lower loss_scaling.min_scale or pin the overflowing module to fp32 in ops.modules"
+    )
 
 
 class Bar(Callback):

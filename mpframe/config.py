@@ -196,6 +196,16 @@ class TrainerOptions:
     max_consecutive_skips: int = option(
         50, "Stop as diverged after this many skipped steps in a row.", unit="steps", low=1
     )
+    on_loss_spike: str = option(
+        "off",
+        "What a finite loss far above the last ones does: a warning, a skipped step, or the end.",
+        choices=("off", "warn", "skip", "stop"),
+    )
+    loss_spike_factor: float = option(
+        5.0,
+        "A spike is a loss above this times the median of the last 50 applied steps.",
+        above=1.0,
+    )
     eval_dtype: str | None = option(
         None,
         "Validate in this format, over fp32 weights; null: as trained.",

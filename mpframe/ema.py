@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpframe.errors import CheckpointError, ConfigError
 
@@ -52,20 +52,24 @@ class Ema:
         finally:
             torch._foreach_copy_(weights, kept)
 
-    def state_dict(self) -> list[Tensor]:
-        """The averages, in the order of the masters."""
-        return [average.clone() for average in self._averages]
+    def by_name(self, model: nn.Module) -> dict[str, Tensor]:
+        """Copies of the averages, by the names of the parameters of `model` they stand for."""
+        averages = dict(zip((p for p, _ in self._masters), self._averages, strict=True))
+        named = model.named_parameters()
+        return {name: averages[p].clone() for name, p in named if p in averages}
 
-    def load_state_dict(self, averages: list[Tensor]) -> None:
+    def load_by_name(self, model: nn.Module, averages: Mapping[str, Tensor]) -> None:
         """Continue from saved averages.
 
         Raises:
-            CheckpointError: they belong to other weights.
+            CheckpointError: they belong to other weights; nothing is taken.
         """
-        shapes = [tuple(average.shape) for average in averages]
-        if shapes != [tuple(average.shape) for average in self._averages]:
+        own = self.by_name(model)
+        if {n: a.shape for n, a in own.items()} != {n: a.shape for n, a in averages.items()}:
             raise CheckpointError(
                 "trainer.ema_decay: the saved averages are of other weights; resume with the model "
                 "they were made with"
             )
-        torch._foreach_copy_(self._averages, averages)
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        ordered = [averages[names[parameter]] for parameter, _ in self._masters]
+        torch._foreach_copy_(self._averages, ordered)

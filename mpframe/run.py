@@ -11,7 +11,15 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from mpframe import build, checkpoint
-from mpframe.callbacks import Bar, Checkpoints, Curves, RecordAmax, SaturationWarning, SkipGuard
+from mpframe.callbacks import (
+    Bar,
+    Checkpoints,
+    Curves,
+    RecordAmax,
+    SaturationWarning,
+    SkipGuard,
+    SpikeReport,
+)
 from mpframe.check import flatten
 from mpframe.config import Config
 from mpframe.environment import environment_text
@@ -104,7 +112,7 @@ class Run:
         self.curves = Curves(tracker, options.log_every, self.config.data.batch_size)
         saves = Checkpoints(self.folder, options.checkpoint_every, options.keep_last, tracker)
         guard = SkipGuard(options.max_consecutive_skips)
-        return [self.curves, guard, SaturationWarning(), self.evaluation, saves]
+        return [self.curves, SpikeReport(), guard, SaturationWarning(), self.evaluation, saves]
 
     def _announce(self, trainer: Trainer) -> None:
         rows = trainer.precision.dtype_map(trainer.model)

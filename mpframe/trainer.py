@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mpframe.buffers import Buffers
 from mpframe.ema import Ema
 from mpframe.evaluation import Evaluation, fp32_weights
+from mpframe.loss_spike import LossSpikes
 from mpframe.plan import Plan, Progress
 from mpframe.precision import MasterWeights, Precision
 from mpframe.precision.tree import map_tensors
@@ -70,6 +71,7 @@ class Trainer:
         ema: averaged after every step that was not skipped, and validated with.
         plan: how long to train and how often to look.
         metric: makes the validation metric.
+        spikes: judges each loss before its step; None: none is judged.
         callbacks: called in this order.
     """
 
@@ -83,6 +85,7 @@ class Trainer:
     plan: Plan = field(default_factory=Plan)
     metric: Callable[[], Any] | None = None
     eval_precision: Precision | None = None
+    spikes: LossSpikes | None = None
     callbacks: Sequence[Callback] = ()
     progress: Progress = field(default_factory=Progress)
 
@@ -107,10 +110,13 @@ class Trainer:
         self.optimizer.zero_grad()
         self._buffers.save()
         losses = [self._forward_backward(batch, len(batches) > 1) for batch in batches]
-        result = self.optimizer.step(self.scaler, max_norm=self.plan.clip_norm)
+        loss = _mean_of_finite(losses)
+        veto = None if self.spikes is None else self.spikes.judge(loss)
+        result = self.optimizer.step(self.scaler, max_norm=self.plan.clip_norm, veto=veto)
+        result = replace(result, loss=loss)
         self._buffers.restore_where(result.skipped)
         self._advance(result)
-        return replace(result, loss=_mean_of_finite(losses))
+        return result
 
     def fit(self, train: Loader, val: Loader | None = None) -> None:
         """Train as planned, from where `progress` stands."""
@@ -155,7 +161,9 @@ class Trainer:
             "optimizer": optimizer,
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "schedule": self.schedule.state_dict() if self.schedule else None,
-            "ema": self.ema.state_dict() if self.ema else None,
+            "ema": self.ema.by_name(self.model) if self.ema else None,
+            "spikes": self.spikes.state_dict() if self.spikes else None,
+            "precision": str(self.precision),
             "progress": asdict(self.progress),
         }
 
@@ -170,10 +178,12 @@ class Trainer:
         for own, saved in (
             (self.scaler, state["scaler"]),
             (self.schedule, state["schedule"]),
-            (self.ema, state["ema"]),
+            (self.spikes, state["spikes"]),
         ):
             if own is not None and saved is not None:
                 own.load_state_dict(saved)
+        if self.ema is not None and state["ema"] is not None:
+            self.ema.load_by_name(self.model, state["ema"])
         self.progress = Progress(**state["progress"])
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
@@ -233,6 +243,8 @@ class Trainer:
             return
         self.progress.steps += 1
         self.progress.skipped_in_a_row = 0
+        if self.spikes is not None and result.loss is not None:
+            self.spikes.remember(result.loss)
         if self.schedule is not None:
             self.schedule.step()
         if self.ema is not None:

@@ -41,17 +41,20 @@ def missing_closure(optimizer: Optimizer) -> ConfigError:
     )
 
 
-def refuse_beside_closure(optimizer: Optimizer, *, half: bool, scaled: bool, clipped: bool) -> None:
+def refuse_beside_closure(
+    optimizer: Optimizer, *, half: bool, scaled: bool, clipped: bool, vetoed: bool
+) -> None:
     """Refuse what does not go with a closure.
 
     Raises:
-        ConfigError: half weights, a scaler or clipping are beside it.
+        ConfigError: half weights, a scaler, clipping or a veto are beside it.
     """
     name = type(optimizer).__name__
     for present, what, way in (
         (half, "half weights", "dtype=fp32"),
         (scaled, "loss scaling", "loss_scaling=none"),
         (clipped, "clipping", "trainer.clip_norm=null"),
+        (vetoed, "skipping", "trainer.on_loss_spike=warn"),
     ):
         if present:
             raise ConfigError(

@@ -117,6 +117,7 @@ class MasterWeights:
         scaler: LossScaler | None = None,
         *,
         max_norm: float | None = None,
+        veto: Tensor | None = None,
         closure: Callable[[], Any] | None = None,
     ) -> StepResult:
         """Unscale, check, clip, update or skip, and tell the scaler: one step, all or nothing.
@@ -126,6 +127,7 @@ class MasterWeights:
         Args:
             scaler: scaled this step's loss; None: the loss was not scaled.
             max_norm: clip the global 2-norm of the gradients to this, > 0; None: do not clip.
+            veto: 0-d bool on the device; True skips the step whatever its gradients are.
             closure: recomputes the loss, for optimizers that need it (LBFGS). It takes fp32
                 weights, no scaler and no clipping, and no step of it is ever skipped.
 
@@ -133,10 +135,11 @@ class MasterWeights:
             What was done. After a skip no parameter, master or optimizer state has changed.
 
         Raises:
-            ConfigError: a closure that is missing, or beside half weights, a scaler or clipping.
+            ConfigError: a closure that is missing, or beside half weights, a scaler, clipping or a
+                veto.
         """
         if closure is not None or self.needs_closure:
-            return self._step_with_closure(closure, scaler, max_norm)
+            return self._step_with_closure(closure, scaler, max_norm, veto)
         gradients, seen, dropped = self._gradients_of_step(1.0 if scaler is None else scaler.scale)
         norm = norm_of(gradients.values, self._masters.device)
         skipped = not_finite(gradients.amax)
@@ -144,6 +147,8 @@ class MasterWeights:
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
             skipped = skipped | not_finite(norm)
             clip(gradients.values, norm, max_norm)
+        if veto is not None:
+            skipped = skipped | veto
         self._apply(gradients.by_master, skipped)
         scale = torch.ones_like(norm) if scaler is None else scaler.scale
         if scaler is not None:
@@ -208,12 +213,17 @@ class MasterWeights:
         closure: Callable[[], Any] | None,
         scaler: LossScaler | None,
         max_norm: float | None,
+        veto: Tensor | None,
     ) -> StepResult:
         if closure is None:
             raise missing_closure(self.optimizer)
         half = any(parameter.dtype in HALF for parameter in self._masters)
         refuse_beside_closure(
-            self.optimizer, half=half, scaled=scaler is not None, clipped=max_norm is not None
+            self.optimizer,
+            half=half,
+            scaled=scaler is not None,
+            clipped=max_norm is not None,
+            vetoed=veto is not None,
         )
         return step_with_closure(self.optimizer, closure)
 

@@ -8,6 +8,10 @@ from mpframe.ema import Ema
 from mpframe.errors import CheckpointError, ConfigError
 
 
+def averages(ema: Ema, weight: nn.Parameter) -> torch.Tensor:
+    return ema.by_name(nn.ParameterDict({"weight": weight}))["weight"]
+
+
 @pytest.mark.parametrize("decay", [0.5, 0.875])
 def test_the_average_follows_its_equation(decay: float) -> None:
     """Decays and weights that are sums of few powers of two: exact."""
@@ -18,7 +22,7 @@ def test_the_average_follows_its_equation(decay: float) -> None:
         weight.data.fill_(value)
         ema.update()
         expected = decay * expected + (1.0 - decay) * value
-    assert torch.equal(ema.state_dict()[0], expected)
+    assert torch.equal(averages(ema, weight), expected)
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
@@ -28,7 +32,7 @@ def test_it_is_kept_in_fp32_and_rounded_only_for_use(half: torch.dtype) -> None:
     ema = Ema({weight: master}, 0.5)
     master.add_(2.0**-12)
     ema.update()
-    assert torch.equal(ema.state_dict()[0], torch.tensor([1.0 + 2.0**-13]))
+    assert torch.equal(averages(ema, weight), torch.tensor([1.0 + 2.0**-13]))
     with ema.applied():
         assert weight.dtype == half
         assert torch.equal(weight.detach(), torch.tensor([1.0], dtype=half))
@@ -54,7 +58,30 @@ def test_a_decay_out_of_range_is_refused(decay: float) -> None:
         Ema({}, decay)
 
 
-def test_averages_of_other_weights_are_refused() -> None:
-    ema = Ema({nn.Parameter(torch.zeros(2)): torch.zeros(2)}, 0.5)
+def two_layers(inputs: int = 2) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 2), nn.Linear(2, 1))
+
+
+def test_averages_are_saved_and_loaded_by_name() -> None:
+    """In whatever order the parameters were given; a frozen one has none."""
+    model = two_layers()
+    weights = [model[1].weight, model[0].weight]
+    ema = Ema({weight: weight for weight in weights}, 0.5)
+    saved = ema.by_name(model)
+    assert sorted(saved) == ["0.weight", "1.weight"]
+    assert torch.equal(saved["0.weight"], model[0].weight)
+    other = Ema({weight: torch.zeros_like(weight) for weight in reversed(weights)}, 0.5)
+    other.load_by_name(model, saved)
+    for name, average in other.by_name(model).items():
+        assert torch.equal(average, saved[name])
+
+
+@pytest.mark.parametrize("other", [two_layers(3), nn.Linear(2, 2)])
+def test_averages_of_other_weights_are_refused(other: nn.Module) -> None:
+    model = two_layers()
+    ema = Ema({p: p for p in model.parameters()}, 0.5)
+    saved = Ema({p: p for p in other.parameters()}, 0.5).by_name(other)
+    before = ema.by_name(model)
     with pytest.raises(CheckpointError, match="the saved averages are of other weights"):
-        ema.load_state_dict([torch.zeros(3)])
+        ema.load_by_name(model, saved)
+    assert all(torch.equal(a, before[n]) for n, a in ema.by_name(model).items())

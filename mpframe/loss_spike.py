@@ -1,0 +1,78 @@
+"""Loss spikes: a finite loss far above the ones before it.
+
+    spike:  L > factor * median(L of the last 50 applied steps)
+
+The median, not the mean: one spike must not hide the next. Nothing is judged before ten steps have
+been applied, nor where the median is not positive, for then a factor over it means nothing. A loss
+that is nan or inf is no spike but an overflow, and its step is skipped anyway.
+
+What follows is the policy's: `warn` says so, `skip` leaves the step out as an overflow is left out
+(nothing changes but the loss scale), `stop` leaves it out and ends the run. A loss whose step was
+left out never enters the median, so a model that broke stays above it and the guard against
+endless skips ends the run.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpframe.errors import CheckpointError
+
+WINDOW = 50
+LEAST = 10
+
+
+class LossSpikes:
+    """Judges each step's loss against the median of the applied ones.
+
+    Args:
+        policy: `warn`, `skip` or `stop`; the last two leave the step out.
+        factor: how many times the median a loss may be, > 1.
+
+    Attributes:
+        median: 0-d float32, what the last loss was held against; nan where too few were known.
+        spiked: 0-d bool, the verdict on it.
+    """
+
+    def __init__(self, policy: str, factor: float) -> None:
+        self.policy = policy
+        self.factor = factor
+        self.median = torch.tensor(torch.nan)
+        self.spiked = torch.tensor(False)
+        self._losses = torch.empty(0)
+
+    def judge(self, loss: Tensor) -> Tensor | None:
+        """Hold a loss (0-d) against the median, without waiting for the device.
+
+        Returns:
+            0-d bool, True where the step is to be left out; None where the policy never does.
+        """
+        known = self._losses.to(loss.device)
+        few = len(known) < LEAST
+        self.median = torch.full_like(loss, torch.nan) if few else known.nanmedian()
+        high = (self.median > 0) & (loss > self.factor * self.median)
+        self.spiked = high & torch.isfinite(loss)
+        return None if self.policy == "warn" else self.spiked
+
+    def remember(self, loss: Tensor) -> None:
+        """Take in the loss (0-d) of a step that was applied."""
+        kept = self._losses[1 - WINDOW :].to(loss.device)
+        self._losses = torch.cat([kept, loss.detach().reshape(1)])
+
+    def state_dict(self) -> Tensor:
+        """The losses the median is taken of, the oldest first: [n], n up to 50."""
+        return self._losses.clone()
+
+    def load_state_dict(self, losses: Any) -> None:
+        """Continue from saved losses.
+
+        Raises:
+            CheckpointError: they are not what `state_dict` gave.
+        """
+        if not isinstance(losses, Tensor) or losses.dim() != 1 or len(losses) > WINDOW:
+            raise CheckpointError(
+                f"trainer.on_loss_spike: the saved losses are not up to {WINDOW} numbers; "
+                "resume from another checkpoint"
+            )
+        self._losses = losses.clone()

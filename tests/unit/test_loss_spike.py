@@ -1,0 +1,192 @@
+"""Loss spikes: when a loss is one, what each policy does, and what is remembered."""
+
+import copy
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpframe import Backoff, Precision, Trainer
+from mpframe.callbacks import SkipGuard, SpikeReport
+from mpframe.ema import Ema
+from mpframe.errors import CheckpointError, DivergedError
+from mpframe.loss_spike import LEAST, WINDOW, LossSpikes
+
+MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
+
+
+def after(losses: list[float], policy: str = "skip", factor: float = 4.0) -> LossSpikes:
+    spikes = LossSpikes(policy, factor)
+    for loss in losses:
+        spikes.remember(torch.tensor(loss))
+    return spikes
+
+
+def verdict(spikes: LossSpikes, loss: float) -> bool:
+    return bool(spikes.judge(torch.tensor(loss)))
+
+
+def test_a_spike_is_above_the_factor_times_the_median() -> None:
+    spikes = after([1.0, 2.0, 3.0] * 5)
+    assert not verdict(spikes, 8.0)
+    assert verdict(spikes, math.nextafter(8.0, 9.0) * (1 + 2.0**-23))
+    assert float(spikes.median) == 2.0
+
+
+def test_nothing_is_judged_before_ten_applied_steps() -> None:
+    assert not verdict(after([1.0] * (LEAST - 1)), 1e9)
+    assert verdict(after([1.0] * LEAST), 1e9)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_no_spike(loss: float) -> None:
+    assert not verdict(after([1.0] * LEAST), loss)
+
+
+@pytest.mark.parametrize("level", [0.0, -1.0])
+def test_around_zero_nothing_is_judged(level: float) -> None:
+    assert not verdict(after([level] * LEAST), 1e9)
+
+
+def test_the_median_is_of_the_last_fifty() -> None:
+    spikes = after([100.0] * WINDOW + [1.0] * (WINDOW // 2 + 1))
+    spikes.judge(torch.tensor(1.0))
+    assert float(spikes.median) == 1.0
+    assert spikes.state_dict().tolist() == [100.0] * (WINDOW // 2 - 1) + [1.0] * (WINDOW // 2 + 1)
+
+
+def test_warning_never_leaves_a_step_out() -> None:
+    spikes = after([1.0] * LEAST, "warn")
+    assert spikes.judge(torch.tensor(9.0)) is None
+    assert bool(spikes.spiked)
+
+
+def test_a_saved_state_judges_alike() -> None:
+    first = after([1.0, 2.0, 4.0] * 7)
+    second = LossSpikes("skip", 4.0)
+    second.load_state_dict(first.state_dict())
+    assert verdict(first, 8.1)
+    assert verdict(second, 8.1)
+    assert torch.equal(first.median, second.median)
+
+
+@pytest.mark.parametrize("state", [[1.0], torch.zeros(WINDOW + 1), torch.zeros(2, 2), None])
+def test_another_state_is_refused(state: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"trainer\.on_loss_spike: the saved losses are not"):
+        LossSpikes("skip", 4.0).load_state_dict(state)
+
+
+Batch = tuple[Tensor, Tensor]
+
+
+def batch(seed: int, size: float = 1.0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(8, 6, generator=generator)
+    return inputs, size * inputs[:, :1]
+
+
+def make_trainer(mode: str = "fp32", half: str = "float16", policy: str = "skip") -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    plain = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    precision = Precision(mode, half)
+    model, masters = precision.prepare(model, plain)
+    ema = Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
+    return Trainer(
+        model, masters, nn.MSELoss(), precision=precision, scaler=Backoff(init_scale=16.0), ema=ema,
+        spikes=None if policy == "off" else LossSpikes(policy, 10.0),
+    )  # fmt: skip
+
+
+def warmed_up(trainer: Trainer) -> Trainer:
+    for seed in range(12):
+        trainer.train_step(batch(seed))
+    return trainer
+
+
+def leaves(state: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(state, dict | list | tuple):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        return {k: v for key, node in items for k, v in leaves(node, f"{path}/{key}").items()}
+    return {path: state}
+
+
+def changed(before: Any, now: Any) -> set[str]:
+    first, second = leaves(before), leaves(now)
+    assert first.keys() == second.keys()
+
+    def same(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+    return {path for path in first if not same(first[path], second[path])}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("policy", ["skip", "stop"])
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_a_spike_that_is_left_out_changes_nothing_but_the_scaler(
+    mode: str, half: str, policy: str, window: int
+) -> None:
+    trainer = warmed_up(make_trainer(mode, half, policy))
+    before = copy.deepcopy(trainer.state_dict())
+    weights = [p.detach().clone() for p in trainer.model.parameters()]
+    result = trainer.train_step(*[batch(99, 40.0)] * window)
+    assert bool(result.skipped)
+    assert bool(torch.isfinite(result.amax))
+    moved = {path for path in changed(before, trainer.state_dict()) if "/scaler/" not in path}
+    assert moved == {"/progress/skipped", "/progress/skipped_in_a_row"}
+    for now, then in zip(trainer.model.parameters(), weights, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("policy", ["off", "warn"])
+def test_a_spike_that_is_not_left_out_is_a_step_as_any(policy: str) -> None:
+    trainer, unwatched = (
+        warmed_up(make_trainer(policy=policy)),
+        warmed_up(make_trainer(policy="off")),
+    )
+    for one in (trainer, unwatched):
+        assert not bool(one.train_step(batch(99, 40.0)).skipped)
+    first, second = trainer.state_dict(), unwatched.state_dict()
+    assert changed(first | {"spikes": None}, second | {"spikes": None}) == set()
+
+
+def test_the_state_of_the_judge_is_in_the_trainers() -> None:
+    trainer, resumed = warmed_up(make_trainer()), make_trainer()
+    resumed.load_state_dict(copy.deepcopy(trainer.state_dict()))
+    assert changed(trainer.state_dict(), resumed.state_dict()) == set()
+    assert bool(resumed.train_step(batch(99, 40.0)).skipped)
+
+
+@pytest.mark.parametrize(("policy", "ending"), [("warn", "steps"), ("skip", "; skipped")])
+def test_a_spike_is_told(policy: str, ending: str, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = warmed_up(make_trainer(policy=policy))
+    with caplog.at_level(logging.WARNING):
+        SpikeReport().after_step(trainer, trainer.train_step(batch(99, 40.0)))
+    (message,) = caplog.messages
+    assert message.startswith("warning: step 13: loss ")
+    assert "is a spike, more than 10 times the median" in message
+    assert message.endswith(ending)
+    caplog.clear()
+    SpikeReport().after_step(trainer, trainer.train_step(batch(3)))
+    assert caplog.messages == []
+
+
+def test_a_spike_ends_the_run_where_that_is_the_policy() -> None:
+    trainer = warmed_up(make_trainer(policy="stop"))
+    result = trainer.train_step(batch(99, 40.0))
+    with pytest.raises(DivergedError, match=r"^trainer\.on_loss_spike=stop: step 13: loss .* is a"):
+        SpikeReport().after_step(trainer, result)
+
+
+def test_a_loss_that_stays_high_ends_at_the_guard() -> None:
+    trainer, guard = warmed_up(make_trainer()), SkipGuard(60)
+    for _ in range(59):
+        guard.after_step(trainer, trainer.train_step(batch(99, 40.0)))
+    last = trainer.train_step(batch(99, 40.0))
+    with pytest.raises(DivergedError, match="the loss stays above 10 times the median"):
+        guard.after_step(trainer, last)
+    assert trainer.progress.skipped == 60
