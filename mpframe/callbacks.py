@@ -14,6 +14,7 @@ from mpframe.amax_record import AmaxRecord
 from mpframe.errors import DivergedError
 from mpframe.evaluation import Evaluation
 from mpframe.memory import peak_memory
+from mpframe.precision import JointOptimizer
 from mpframe.step import StepResult
 from mpframe.tracking import Tag, Tracker, metric_tag
 from mpframe.trainer import Callback, Trainer
@@ -65,10 +66,13 @@ class Curves(Callback):
         }
         if result.loss is not None:
             values[Tag.LOSS_TRAIN] = result.loss
-        for tag, name in ((Tag.LOG2_MEAN, "log2_mean"), (Tag.LOG2_STD, "log2_std")):
-            statistic = getattr(trainer.scaler, name, None)
-            if statistic is not None:
-                values[tag] = statistic
+        for name, part in (result.parts or {}).items():
+            values |= _of_part(trainer, name, part)
+        for owner, scaler in trainer.scalers.items():
+            for tag, name in ((Tag.LOG2_MEAN, "log2_mean"), (Tag.LOG2_STD, "log2_std")):
+                statistic = getattr(scaler, name, None)
+                if statistic is not None:
+                    values[tag.of(owner)] = statistic
         elapsed = time.perf_counter() - self._since
         self.samples_per_second = self._samples / elapsed
         values[Tag.SAMPLES_PER_SECOND] = self.samples_per_second
@@ -78,6 +82,21 @@ class Curves(Callback):
     def _restart_clock(self) -> None:
         """Speed is that of training alone: the time spent validating does not count."""
         self._since, self._samples = time.perf_counter(), 0
+
+
+def _of_part(trainer: Trainer, name: str, part: StepResult) -> dict[str, float | Tensor]:
+    """The scalars of one of several optimizers."""
+    values: dict[str, float | Tensor] = {
+        Tag.GRAD_NORM.of(name): part.grad_norm,
+        Tag.GRAD_AMAX.of(name): part.amax,
+        Tag.SCALE.of(name): part.scale,
+        Tag.SKIPPED_TOTAL.of(name): trainer.progress.part_skips.get(name, 0),
+    }
+    if isinstance(trainer.optimizer, JointOptimizer):
+        values[Tag.LR.of(name)] = trainer.optimizer.parts[name].param_groups[0]["lr"]
+    if part.loss is not None:
+        values[Tag.LOSS_TRAIN.of(name)] = part.loss
+    return values
 
 
 class Checkpoints(Callback):
@@ -193,8 +212,13 @@ class SkipGuard(Callback):
         """
         if trainer.progress.skipped_in_a_row < self._limit:
             return
+        where, part = "", result
+        if result.parts is not None:
+            in_a_row = trainer.progress.part_skips_in_a_row
+            worst = max(in_a_row, key=lambda name: in_a_row[name])
+            where, part = f" by optimizer.parts.{worst}", result.parts[worst]
         raise DivergedError(
-            f"trainer.max_consecutive_skips={self._limit} reached: {_cause(trainer, result)}"
+            f"trainer.max_consecutive_skips={self._limit} reached{where}: {_cause(trainer, part)}"
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mpframe.precision import MasterWeights
+from mpframe.precision import JointOptimizer, MasterWeights
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Evaluation:
 
 
 @contextmanager
-def fp32_weights(optimizer: MasterWeights, model: nn.Module) -> Iterator[None]:
+def fp32_weights(optimizer: MasterWeights | JointOptimizer, model: nn.Module) -> Iterator[None]:
     """Within the block half weights are replaced by copies of their fp32 masters."""
     half = {p: p.data for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
     try:

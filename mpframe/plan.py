@@ -1,7 +1,8 @@
 """How long a run is to last, and where it stands: the numbers the trainer's loop goes by."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class Plan:
         accumulate: micro-batches per step, >= 1.
         clip_norm: clip the global norm of the unscaled gradients to this; None: do not.
         eval_every: steps between validations; None: after each epoch.
+        whole_windows: skip a step where any of its micro-batches overflowed; False drops those.
         compile: compile the forward pass and its casts into one graph.
     """
 
@@ -22,6 +24,7 @@ class Plan:
     accumulate: int = 1
     clip_norm: float | None = None
     eval_every: int | None = None
+    whole_windows: bool = False
     compile: bool = False
 
     def total_steps(self, batches: int) -> int:
@@ -37,10 +40,13 @@ class Progress:
     Attributes:
         steps: optimizer steps that were applied.
         skipped: steps that were not; `attempts` is the sum and the x axis of every curve.
-        skipped_in_a_row: skipped steps since the last applied one.
+        skipped_in_a_row: skipped steps since the last applied one; of several optimizers, of the
+            one that skipped most.
         dropped: micro-batches left out of an accumulated step.
         epoch: passes completed.
         batch: micro-batches of the present pass that were used.
+        part_skips: skipped steps of each optimizer, where there are several.
+        part_skips_in_a_row: of each, since its last applied step.
     """
 
     steps: int = 0
@@ -49,8 +55,33 @@ class Progress:
     dropped: int = 0
     epoch: int = 0
     batch: int = 0
+    part_skips: dict[str, int] = field(default_factory=dict)
+    part_skips_in_a_row: dict[str, int] = field(default_factory=dict)
 
     @property
     def attempts(self) -> int:
         """Steps tried, applied or skipped."""
         return self.steps + self.skipped
+
+    def tried(self, skips: Mapping[str, bool], dropped: int) -> None:
+        """Count a step.
+
+        Args:
+            skips: whether it was skipped, by optimizer; a step counts as applied where one moved.
+            dropped: micro-batches it left out.
+        """
+        skipped = all(skips.values())
+        self.steps += not skipped
+        self.skipped += skipped
+        self.dropped += dropped
+        if len(skips) > 1:
+            self._count_parts(skips)
+            self.skipped_in_a_row = max(self.part_skips_in_a_row.values())
+        else:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+
+    def _count_parts(self, skips: Mapping[str, bool]) -> None:
+        for name, skipped in skips.items():
+            self.part_skips[name] = self.part_skips.get(name, 0) + skipped
+            before = self.part_skips_in_a_row.get(name, 0)
+            self.part_skips_in_a_row[name] = before + 1 if skipped else 0

@@ -25,15 +25,17 @@ def probe_amax(
     model: nn.Module,
     loss: Callable[[Any, Any], Tensor],
     precision: Precision,
-    batch: tuple[Any, Any],
+    arguments: tuple[Any, ...],
+    targets: Any,
 ) -> Tensor:
-    """The largest gradient of the unscaled loss on `batch`; the model is left as it was.
+    """The largest gradient of the unscaled loss on a batch; the model is left as it was.
 
     Args:
         model: as trained; its buffers and the random generators are put back.
         loss: loss(outputs, targets) -> 0-d tensor.
         precision: the mode the model was prepared with.
-        batch: (inputs, targets) on the model's device.
+        arguments: what the model is called with: the inputs, on its device, first.
+        targets: what the loss is called with beside the outputs.
 
     Returns:
         0-d float32; inf or nan where fp32 overflows too.
@@ -41,8 +43,8 @@ def probe_amax(
     buffers, seen = Buffers(model), _Largest()
     buffers.save()
     with _same_random_numbers(), seen.of_outputs(model), _all_fp32(precision).cast():
-        outputs = map_tensors(_widened, model(batch[0]))
-        loss(outputs, batch[1]).backward()  # type: ignore[no-untyped-call]
+        outputs = map_tensors(_widened, model(*arguments))
+        loss(outputs, targets).backward()  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
         if parameter.grad is not None:
             seen.add(parameter.grad)

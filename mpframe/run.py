@@ -198,7 +198,6 @@ class Run:
         config, trainer, last = self.config, self.trainer, self.curves and self.curves.last
         progress = trainer.progress if trainer else None
         evaluation = self.evaluation.value
-        scaler = trainer.scaler if trainer else None
         return Summary(
             status=status,
             reason=reason,
@@ -215,11 +214,16 @@ class Run:
             dtype=config.dtype.mode,
             half=None if config.dtype.mode == "fp32" else config.dtype.half,
             loss_scaling=build.scaling_name(config),
-            final_scale=float(scaler.scale) if scaler else None,
+            final_scale=_final_scale(trainer) if trainer else None,
             seed=config.run.seed,
             device=str(build.device_of(config.run.device)) if trainer else config.run.device,
             torch=torch.__version__,
         )
+
+
+def _final_scale(trainer: Trainer) -> float | dict[str, float] | None:
+    scales = {name: float(scaler.scale) for name, scaler in trainer.scalers.items()}
+    return scales.get("", scales or None)
 
 
 def _resolved_text(composed: DictConfig) -> str:

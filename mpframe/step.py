@@ -44,6 +44,10 @@ class LossScaler(Protocol):
         """
 
 
+Scaling = LossScaler | Mapping[str, LossScaler] | None
+"""One scaler, one for each of several losses by name, or none."""
+
+
 @runtime_checkable
 class Probed(Protocol):
     """A scaler whose first scale may come from a backward pass made before step 1."""
@@ -73,6 +77,9 @@ class StepResult:
         dropped: 0-d int64, micro-batches of the step left out because they overflowed; None
             where the step was not accumulated.
         loss: 0-d float32, the unscaled mean loss of the step; None outside the trainer.
+        parts: the same of each optimizer, by name, where several share the step; None with one.
+            `skipped` is then true where all of them skipped, `amax` the largest, `grad_norm` that
+            of all gradients together, `loss` the sum.
     """
 
     skipped: Tensor
@@ -81,3 +88,22 @@ class StepResult:
     scale: Tensor
     dropped: Tensor | None = None
     loss: Tensor | None = None
+    parts: "Mapping[str, StepResult] | None" = None
+
+    def each(self) -> "Mapping[str, StepResult]":
+        """The parts by name; of a step with one optimizer itself, under the empty name."""
+        return {"": self} if self.parts is None else self.parts
+
+    def any_skipped(self) -> Tensor:
+        """0-d bool: whether any of the parts was skipped."""
+        return any_of([part.skipped for part in self.each().values()])
+
+
+def any_of(verdicts: list[Tensor]) -> Tensor:
+    """0-d bool: whether any of some 0-d verdicts is true; of a single one, itself."""
+    return verdicts[0] if len(verdicts) == 1 else torch.stack(verdicts).any()
+
+
+def largest(magnitudes: list[Tensor]) -> Tensor:
+    """The largest of some 0-d magnitudes, nan where one is nan; of a single one, itself."""
+    return magnitudes[0] if len(magnitudes) == 1 else torch.stack(magnitudes).max()

@@ -44,7 +44,8 @@ class Summary:
         samples_per_second: training samples over the time spent training.
         peak_memory_bytes: the most memory in use at once.
         dtype: `fp32`, `mixed` or `amp`; `half` is its 16-bit format, None for `fp32`.
-        loss_scaling: name of the scaling; `final_scale` is its last scale, None for `none`.
+        loss_scaling: name of the scaling; `final_scale` is its last scale, None for `none`;
+            by name where each of several losses has a scaler.
         seed, device, torch: what it takes to repeat the run.
     """
 
@@ -62,7 +63,7 @@ class Summary:
     dtype: str
     half: str | None = None
     loss_scaling: str
-    final_scale: float | None = None
+    final_scale: float | dict[str, float] | None = None
     seed: int
     device: str
     torch: str

@@ -174,6 +174,8 @@ def _rounded(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"
+    if isinstance(value, dict):
+        return " ".join(f"{name} {_rounded(own)}" for name, own in value.items())
     return str(value)
 
 

@@ -47,6 +47,10 @@ class Tag(StrEnum):
         member.meaning, member.unit = meaning, unit
         return member
 
+    def of(self, name: str) -> str:
+        """The tag of one of several optimizers or losses; of the only one (no name) itself."""
+        return f"{self}/{name}" if name else str(self)
+
     LOSS_TRAIN = "loss/train", "mean loss of the step's samples", "loss"
     LOSS_VAL = "loss/val", "mean loss of the validation samples", "loss"
     LR = "optim/lr", "learning rate the step used, first parameter group", "1"

@@ -9,9 +9,9 @@ Everything is handed in; what watches a run (logs, checkpoints, progress) is a `
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
@@ -21,16 +21,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpframe.buffers import Buffers
 from mpframe.ema import Ema
+from mpframe.errors import CheckpointError, ConfigError
 from mpframe.evaluation import Evaluation, fp32_weights
 from mpframe.loss_spike import LossSpikes
 from mpframe.plan import Plan, Progress
-from mpframe.precision import MasterWeights, Precision
+from mpframe.precision import Precision
+from mpframe.precision.joint_optimizer import joined
 from mpframe.precision.tree import map_tensors
 from mpframe.probe import probe_amax
-from mpframe.step import LossScaler, StepResult, wants_probe
+from mpframe.step import LossScaler, Scaling, StepResult, largest, wants_probe
+from mpframe.turns import AnyOptimizer, Loss, Objective, Turn, means, turns_of, with_losses
 
 Batch = tuple[Any, Any]
-Loss = Callable[[Any, Any], Tensor]
 
 
 class Loader(Protocol):
@@ -62,12 +64,15 @@ class Trainer:
 
     Attributes:
         model: prepared by `precision`, on the device it is trained on.
-        optimizer: what `precision.prepare` returned.
+        optimizer: what `precision.prepare` returned; or several of those, as a `JointOptimizer`.
         loss: loss(outputs, targets) -> 0-d tensor, the mean over the samples of a micro-batch.
+            Several losses go by name, each lowered by the optimizer of that name; the model is then
+            called with the name as its second argument. See turns.py.
         precision: the dtype mode; fp32 by default.
         eval_precision: the mode to validate in, over fp32 weights; None: as trained.
         scaler: scales the loss; None: the loss is not scaled, and overflow still skips the step.
-        schedule: advanced after every step that was not skipped.
+            Of several losses one that they share, or one each by name.
+        schedule: advanced after every step that was not skipped; of several optimizers one each.
         ema: averaged after every step that was not skipped, and validated with.
         plan: how long to train and how often to look.
         metric: makes the validation metric.
@@ -76,11 +81,11 @@ class Trainer:
     """
 
     model: nn.Module
-    optimizer: MasterWeights
-    loss: Loss
+    optimizer: AnyOptimizer
+    loss: Loss | Mapping[str, Loss]
     precision: Precision = field(default_factory=Precision)
-    scaler: LossScaler | None = None
-    schedule: LRScheduler | None = None
+    scaler: Scaling = None
+    schedule: LRScheduler | Mapping[str, LRScheduler] | None = None
     ema: Ema | None = None
     plan: Plan = field(default_factory=Plan)
     metric: Callable[[], Any] | None = None
@@ -90,12 +95,24 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
+        self._turns = turns_of(self.loss, self.optimizer, self.scaler)
+        if self.spikes is not None and len(self._turns.objectives) > 1:
+            raise ConfigError(
+                f"trainer.on_loss_spike={self.spikes.policy}: judges one loss, and the dataset has "
+                f"{len(self._turns.objectives)}; use trainer.on_loss_spike=off"
+            )
+        self._schedules = _by_name(self.schedule)
         self._buffers = Buffers(self.model)
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         if self.eval_precision is not None:
             self.eval_precision.attach(self.model)
         forward = self._run_model if self.precision.policy.casts else self.model
         self._forward = torch.compile(forward) if self.plan.compile else forward
+
+    @property
+    def scalers(self) -> dict[str, LossScaler]:
+        """The scalers by the name of their loss; the only one, or a shared one, is named ""."""
+        return _by_name(self.scaler)
 
     def train_step(self, *batches: Batch) -> StepResult:
         """One optimizer step on one batch, or on the micro-batches of an accumulation window.
@@ -106,35 +123,34 @@ class Trainer:
         Returns:
             What was done; its values stay on the device.
         """
-        # Here and not at the end: a CPU's allocator would give the memory back and ask for it anew.
-        self.optimizer.zero_grad()
-        self._buffers.save()
-        losses = [self._forward_backward(batch, len(batches) > 1) for batch in batches]
-        loss = _mean_of_finite(losses)
-        veto = None if self.spikes is None else self.spikes.judge(loss)
-        result = self.optimizer.step(self.scaler, max_norm=self.plan.clip_norm, veto=veto)
-        result = replace(result, loss=loss)
-        self._buffers.restore_where(result.skipped)
+        results = [self._take_turn(turn, batches) for turn in self._turns.turns]
+        self._turns.settle()
+        result = results[0] if len(results) == 1 else self._joined(results)
         self._advance(result)
         return result
 
     def fit(self, train: Loader, val: Loader | None = None) -> None:
         """Train as planned, from where `progress` stands."""
-        if wants_probe(self.scaler):
+        if any(map(wants_probe, self.scalers.values())):
             self.probe(next(train.epoch(self.progress.epoch, start=self.progress.batch)))
         while self.progress.epoch < self.plan.epochs and not self._at_last_step():
             self._run_epoch(train, val)
 
     def probe(self, batch: Batch) -> None:
-        """Let the scaler take its first scale from one backward pass in fp32; no more moves."""
-        if wants_probe(self.scaler):
-            self.model.train()
-            batch = self._on_device(batch)
-            self.scaler.start_from(probe_amax(self.model, self.loss, self.precision, batch))
+        """Let scalers take their first scale from one backward pass in fp32; no more moves."""
+        self.model.train()
+        batch = self._on_device(batch)
+        for name, scaler in self.scalers.items():
+            if wants_probe(scaler):
+                scaled = [o for o in self._turns.objectives if name in ("", o.name)]
+                scaler.start_from(largest([self._probed(objective, batch) for objective in scaled]))
 
     @torch.no_grad()
     def evaluate(self, loader: Loader) -> Evaluation:
-        """The mean loss per sample and the metric over one pass; the model is left as it was."""
+        """The mean loss per sample and the metric over one pass; the model is left as it was.
+
+        Of several losses it is their sum, and the metric sees the outputs of the first.
+        """
         training = self.model.training
         self.model.eval()
         metric = self.metric() if self.metric else None
@@ -142,12 +158,14 @@ class Trainer:
         with self._weights_for_evaluation():
             for batch in loader.epoch(0):
                 inputs, targets = self._on_device(batch)
-                outputs = self._predict(inputs, self._evaluated)
                 count = len(targets)
-                total = total.to(outputs.device) + self.loss(outputs, targets).double() * count
+                for objective in self._turns.objectives:
+                    outputs = self._predict(inputs, self._evaluated, objective)
+                    loss = objective.loss(outputs, targets)
+                    total = total.to(loss.device) + loss.double() * count
+                    if metric is not None and objective is self._turns.objectives[0]:
+                        metric.update(outputs, targets)
                 samples += count
-                if metric is not None:
-                    metric.update(outputs, targets)
         self.model.train(training)
         name, value = (metric.name, float(metric.value())) if metric else ("none", math.nan)
         return Evaluation(float(total) / max(samples, 1), name, value)
@@ -159,8 +177,8 @@ class Trainer:
         return {
             "weights": self._weights(),
             "optimizer": optimizer,
-            "scaler": self.scaler.state_dict() if self.scaler else None,
-            "schedule": self.schedule.state_dict() if self.schedule else None,
+            "scaler": _state_by_name(self.scaler),
+            "schedule": _state_by_name(self.schedule),
             "ema": self.ema.by_name(self.model) if self.ema else None,
             "spikes": self.spikes.state_dict() if self.spikes else None,
             "precision": str(self.precision),
@@ -175,15 +193,12 @@ class Trainer:
         """
         self.load_weights(state["weights"])
         self.optimizer.load_state_dict(state["optimizer"])
-        for own, saved in (
-            (self.scaler, state["scaler"]),
-            (self.schedule, state["schedule"]),
-            (self.spikes, state["spikes"]),
-        ):
-            if own is not None and saved is not None:
-                own.load_state_dict(saved)
+        _load_by_name(self.scaler, state["scaler"], "loss_scaling")
+        _load_by_name(self.schedule, state["schedule"], "scheduler")
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_by_name(self.model, state["ema"])
+        if self.spikes is not None and state["spikes"] is not None:
+            self.spikes.load_state_dict(state["spikes"])
         self.progress = Progress(**state["progress"])
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
@@ -194,30 +209,53 @@ class Trainer:
         """
         self.optimizer.load_masters(self.model, weights)
 
-    def _forward_backward(self, batch: Batch, accumulating: bool) -> Tensor:
-        """Forward and scaled backward; the unscaled loss, detached, nan where it was dropped."""
+    def _take_turn(self, turn: Turn, batches: Sequence[Batch]) -> StepResult:
+        """Forward and backward of a turn's losses on all micro-batches, and its step."""
+        # Here and not at the end: a CPU's allocator would give the memory back and ask for it anew.
+        turn.optimizer.zero_grad()
+        self._buffers.save()
+        losses = means([self._forward_backward(turn, batch, len(batches) > 1) for batch in batches])
+        veto = None if self.spikes is None else self.spikes.judge(losses[0])
+        result = turn.step(self.plan.clip_norm, self.plan.whole_windows, veto)
+        self._buffers.restore_where(result.any_skipped())
+        return with_losses(result, losses)
+
+    def _forward_backward(self, turn: Turn, batch: Batch, accumulating: bool) -> list[Tensor]:
+        """Forward and scaled backward; the unscaled losses, detached, nan where it was dropped."""
         buffers = Buffers(self.model) if accumulating else None
         if buffers is not None:
             buffers.save()
         inputs, targets = self._on_device(batch)
-        loss = self.loss(self._predict(inputs, self._forward), targets)
-        scale = 1.0 if self.scaler is None else self.scaler.scale
-        (loss if self.scaler is None else loss * scale).backward()  # type: ignore[no-untyped-call]
-        if buffers is not None:
-            amax = self.optimizer.accumulate(scale)
-            buffers.restore_where(~torch.isfinite(amax))
-            return torch.where(torch.isfinite(amax), loss.detach(), torch.nan)
+        losses = [self._pass(objective, inputs, targets) for objective in turn.objectives]
+        if buffers is None:
+            return losses
+        good = torch.isfinite(turn.optimizer.accumulate(turn.scale))
+        buffers.restore_where(~good)
+        return [torch.where(good, loss, torch.nan) for loss in losses]
+
+    def _pass(self, objective: Objective, inputs: Any, targets: Any) -> Tensor:
+        """One loss, forward and backward; detached."""
+        loss = objective.loss(self._predict(inputs, self._forward, objective), targets)
+        objective.backward(loss)
         return loss.detach()
 
-    def _run_model(self, inputs: Any) -> Any:
-        with self.precision.cast():
-            return self.model(inputs)
+    def _joined(self, results: list[StepResult]) -> StepResult:
+        names = [objective.name for objective in self._turns.objectives]
+        return joined(dict(zip(names, results, strict=True)))
 
-    def _evaluated(self, inputs: Any) -> Any:
+    def _probed(self, objective: Objective, batch: Batch) -> Tensor:
+        arguments = (batch[0], *objective.arguments)
+        return probe_amax(self.model, objective.loss, self.precision, arguments, batch[1])
+
+    def _run_model(self, *arguments: Any) -> Any:
+        with self.precision.cast():
+            return self.model(*arguments)
+
+    def _evaluated(self, *arguments: Any) -> Any:
         if self.eval_precision is None:
-            return self._forward(inputs)
+            return self._forward(*arguments)
         with self.eval_precision.cast():
-            return self.model(inputs)
+            return self.model(*arguments)
 
     @contextmanager
     def _weights_for_evaluation(self) -> Iterator[None]:
@@ -229,26 +267,23 @@ class Trainer:
         ):
             yield
 
-    def _predict(self, inputs: Any, forward: Callable[[Any], Any]) -> Any:
+    def _predict(self, inputs: Any, forward: Callable[..., Any], objective: Objective) -> Any:
         """The model's outputs in fp32 or wider, so that losses and metrics are computed there."""
-        return map_tensors(_widened, forward(inputs))
+        return map_tensors(_widened, forward(inputs, *objective.arguments))
 
     def _advance(self, result: StepResult) -> None:
-        """Count the step, and move schedule and average along unless it was skipped."""
-        if result.dropped is not None:
-            self.progress.dropped += int(result.dropped)
-        if bool(result.skipped):
-            self.progress.skipped += 1
-            self.progress.skipped_in_a_row += 1
+        """Count the step, and move schedules and average along unless it was skipped."""
+        skips = {name: bool(part.skipped) for name, part in result.each().items()}
+        self.progress.tried(skips, 0 if result.dropped is None else int(result.dropped))
+        for name, schedule in self._schedules.items():
+            if not skips[name]:
+                schedule.step()
+        if all(skips.values()):
             return
-        self.progress.steps += 1
-        self.progress.skipped_in_a_row = 0
-        if self.spikes is not None and result.loss is not None:
-            self.spikes.remember(result.loss)
-        if self.schedule is not None:
-            self.schedule.step()
         if self.ema is not None:
             self.ema.update()
+        if self.spikes is not None and result.loss is not None:
+            self.spikes.remember(result.loss)
 
     def _run_epoch(self, train: Loader, val: Loader | None) -> None:
         self.model.train()
@@ -288,14 +323,40 @@ class Trainer:
         return map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)  # type: ignore[no-any-return]
 
 
+def _by_name(given: Any) -> dict[str, Any]:
+    """Something of which there may be one, several by name, or none; the only one is named ""."""
+    if given is None:
+        return {}
+    return dict(given) if isinstance(given, Mapping) else {"": given}
+
+
+def _state_by_name(given: Any) -> dict[str, Any]:
+    return {name: own.state_dict() for name, own in _by_name(given).items()}
+
+
+def _load_by_name(given: Any, states: Mapping[str, Any], option: str) -> None:
+    """Load what `_state_by_name` gave.
+
+    Raises:
+        CheckpointError: there was another number of them, or others.
+    """
+    own = _by_name(given)
+    if own and states and set(own) != set(states):
+        raise CheckpointError(
+            f"{option}: the checkpoint has {_names(states)}, this run {_names(own)}; resume with "
+            "the optimizers it was made with"
+        )
+    for name in own.keys() & states.keys():
+        own[name].load_state_dict(states[name])
+
+
+def _names(given: Iterable[str]) -> str:
+    return ", ".join(name or "a single one" for name in sorted(given))
+
+
 def _windows(batches: Iterator[Batch], size: int) -> Iterable[list[Batch]]:
     while window := list(islice(batches, size)):
         yield window
-
-
-def _mean_of_finite(losses: list[Tensor]) -> Tensor:
-    """The mean of the losses that count; of a single one, itself."""
-    return losses[0] if len(losses) == 1 else torch.stack(losses).nanmean()
 
 
 def _widened(tensor: Tensor) -> Tensor:

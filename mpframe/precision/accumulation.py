@@ -6,12 +6,32 @@ In half the sum would lose small terms, and one inf would spoil the whole window
 micro-batch stays on the device: a bad one adds zeros.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mpframe.precision.gradients import Gradients, not_finite, unscaled
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """All that the backward passes of one step left behind.
+
+    Attributes:
+        gradients: what the update is made of.
+        seen: 0-d fp32, the amax a scaler is to be told. Of an accumulated step that of the largest
+            micro-batch, for each was held in half alone; inf or nan where one overflowed.
+        dropped: 0-d int64, micro-batches left out; None where the step was not accumulated.
+    """
+
+    gradients: Gradients
+    seen: Tensor
+    dropped: Tensor | None = None
+
+    def bad(self, whole: bool) -> Tensor:
+        """0-d bool, the verdict: not finite; of a `whole` window, where any micro-batch is not."""
+        return not_finite(self.seen if whole else self.gradients.amax)
 
 
 class Window:

@@ -11,7 +11,7 @@ parameter is its own master: the wrapper adds nothing to it but the check of its
 The wrapped optimizer stays the same object, so schedules built on it go on working.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpframe.errors import CheckpointError
-from mpframe.precision.accumulation import Window
+from mpframe.precision.accumulation import Gathered, Window
 from mpframe.precision.closure import (
     missing_closure,
     needs_closure,
@@ -27,7 +27,7 @@ from mpframe.precision.closure import (
     step_with_closure,
 )
 from mpframe.precision.gradients import Gradients, clip, norm_of, not_finite, unscaled
-from mpframe.precision.masters import HALF, Masters, refuse_wrapped
+from mpframe.precision.masters import HALF, Masters, load_by_name, refuse_wrapped
 from mpframe.step import LossScaler, StepResult
 
 
@@ -72,6 +72,20 @@ class MasterWeights:
         """The wrapped optimizer's groups; their `params` are the masters."""
         return self.optimizer.param_groups
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._masters.device
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that this optimizer moves, in the order of its groups."""
+        return [parameter for parameter in self._masters if parameter.requires_grad]
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether `parameter` is in one of the groups."""
+        return parameter in self._masters
+
     def master_of(self, parameter: Tensor) -> Tensor:
         """The fp32 tensor the update acts on: `parameter` itself where it is fp32."""
         return self._masters[parameter]
@@ -105,11 +119,15 @@ class MasterWeights:
         Returns:
             0-d fp32, the micro-batch's amax; inf or nan where it was dropped.
         """
-        gradients = self._take_gradients(scale)
+        gradients = self.take(scale)
+        self.keep(gradients)
+        return gradients.amax
+
+    def keep(self, gradients: Gradients) -> None:
+        """Add a micro-batch's gradients to the accumulators, unless their amax is not finite."""
         for parameter in self._masters:
             parameter.grad = None
         self._window.add(gradients)
-        return gradients.amax
 
     @torch.no_grad()
     def step(
@@ -118,6 +136,7 @@ class MasterWeights:
         *,
         max_norm: float | None = None,
         veto: Tensor | None = None,
+        whole: bool = False,
         closure: Callable[[], Any] | None = None,
     ) -> StepResult:
         """Unscale, check, clip, update or skip, and tell the scaler: one step, all or nothing.
@@ -128,6 +147,7 @@ class MasterWeights:
             scaler: scaled this step's loss; None: the loss was not scaled.
             max_norm: clip the global 2-norm of the gradients to this, > 0; None: do not clip.
             veto: 0-d bool on the device; True skips the step whatever its gradients are.
+            whole: skip the step where any of its micro-batches was dropped, not only all.
             closure: recomputes the loss, for optimizers that need it (LBFGS). It takes fp32
                 weights, no scaler and no clipping, and no step of it is ever skipped.
 
@@ -140,20 +160,56 @@ class MasterWeights:
         """
         if closure is not None or self.needs_closure:
             return self._step_with_closure(closure, scaler, max_norm, veto)
-        gradients, seen, dropped = self._gradients_of_step(1.0 if scaler is None else scaler.scale)
-        norm = norm_of(gradients.values, self._masters.device)
-        skipped = not_finite(gradients.amax)
+        gathered = self.gather(1.0 if scaler is None else scaler.scale)
+        gradients, skipped = gathered.gradients, gathered.bad(whole)
+        norm = norm_of(gradients.values, self.device)
         if max_norm is not None:
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
             skipped = skipped | not_finite(norm)
             clip(gradients.values, norm, max_norm)
         if veto is not None:
             skipped = skipped | veto
-        self._apply(gradients.by_master, skipped)
+        self.apply(gradients, skipped)
         scale = torch.ones_like(norm) if scaler is None else scaler.scale
         if scaler is not None:
-            scaler.update(seen)
-        return StepResult(skipped, gradients.amax, norm, scale, dropped=dropped)
+            scaler.update(gathered.seen)
+        return StepResult(skipped, gradients.amax, norm, scale, dropped=gathered.dropped)
+
+    def gather(self, scale: Tensor | float) -> Gathered:
+        """The gradients of the step, fp32 and unscaled: of the window, or of one backward pass.
+
+        Args:
+            scale: the loss scale of a backward pass that was not accumulated yet, > 0.
+        """
+        if not self._window:
+            gradients = self.take(scale)
+            return Gathered(gradients, gradients.amax)
+        if any(parameter.grad is not None for parameter in self._masters):
+            self.accumulate(scale)
+        seen, dropped = self._window.amax(), self._window.bad().sum()
+        return Gathered(self._window.take_mean(), seen, dropped)
+
+    def take(self, scale: Tensor | float) -> Gradients:
+        """The parameters' gradients, fp32 and unscaled; half parameters are left without."""
+        scaled = [(m, p.grad) for p, m in self._masters.items() if p.grad is not None]
+        for parameter, _ in self._masters.half_pairs:
+            parameter.grad = None
+        return unscaled(scaled, scale, self.device)
+
+    @torch.no_grad()
+    def apply(self, gradients: Gradients, skipped: Tensor) -> None:
+        """Update the masters and round them into the weights, unless the step is `skipped`."""
+        for master, gradient in gradients.by_master.items():
+            if master.grad is not gradient:
+                master.grad = gradient.to(master.dtype)
+        if self._skips_on_device():
+            self._step_on_device(skipped)
+        elif bool(skipped):  # The one place where a step waits for the device.
+            return
+        else:
+            self.optimizer.step()
+            self._has_stepped = True
+        self._masters.publish()
 
     def saturated(self) -> Tensor:
         """How many half weights are held at the end of their range (0-d int64, on the device)."""
@@ -206,7 +262,7 @@ class MasterWeights:
         Raises:
             CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
         """
-        self._masters.load_by_name(model, weights)
+        load_masters_of([self], model, weights)
 
     def _step_with_closure(
         self,
@@ -227,40 +283,6 @@ class MasterWeights:
         )
         return step_with_closure(self.optimizer, closure)
 
-    def _gradients_of_step(self, scale: Tensor | float) -> tuple[Gradients, Tensor, Tensor | None]:
-        """This step's gradients, the amax the scaler is to see, and how many batches were dropped.
-
-        Of an accumulated step the scaler sees the largest micro-batch: each was held in half alone.
-        """
-        if not self._window:
-            gradients = self._take_gradients(scale)
-            return gradients, gradients.amax, None
-        if any(parameter.grad is not None for parameter in self._masters):
-            self.accumulate(scale)
-        seen, dropped = self._window.amax(), self._window.bad().sum()
-        return self._window.take_mean(), seen, dropped
-
-    def _take_gradients(self, scale: Tensor | float) -> Gradients:
-        """The parameters' gradients, fp32 and unscaled; half parameters are left without."""
-        scaled = [(m, p.grad) for p, m in self._masters.items() if p.grad is not None]
-        for parameter, _ in self._masters.half_pairs:
-            parameter.grad = None
-        return unscaled(scaled, scale, self._masters.device)
-
-    def _apply(self, gradients: dict[Tensor, Tensor], skipped: Tensor) -> None:
-        """Update the masters and round them into the weights, unless the step is skipped."""
-        for master, gradient in gradients.items():
-            if master.grad is not gradient:
-                master.grad = gradient.to(master.dtype)
-        if self._skips_on_device():
-            self._step_on_device(skipped)
-        elif bool(skipped):  # The one place where a step waits for the device.
-            return
-        else:
-            self.optimizer.step()
-            self._has_stepped = True
-        self._masters.publish()
-
     def _skips_on_device(self) -> bool:
         """True where the optimizer's fused kernel takes the verdict itself.
 
@@ -278,3 +300,11 @@ class MasterWeights:
             self.optimizer.step()
         finally:
             del fused.grad_scale, fused.found_inf
+
+
+@torch.no_grad()
+def load_masters_of(
+    parts: Sequence[MasterWeights], model: nn.Module, weights: Mapping[str, Tensor]
+) -> None:
+    """`MasterWeights.load_masters` for a model whose parameters are in several of them."""
+    load_by_name(model, [part._masters for part in parts], weights)

@@ -4,7 +4,7 @@ A half parameter has a master of its own, made from the fp32 value it had before
 fp32 parameter is its own master, and one that appears under several names has one.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -36,6 +36,9 @@ class Masters:
 
     def __getitem__(self, parameter: Tensor) -> Tensor:
         return self._masters[parameter]
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._masters
 
     def __iter__(self) -> Any:
         return iter(self._masters)
@@ -69,6 +72,10 @@ class Masters:
         """Round the masters into the half weights; beyond the format's range, to its end."""
         _round_into(self.half_pairs)
 
+    def publish_unclaimed(self) -> None:
+        """The same for half weights that no optimizer has taken yet."""
+        _round_into(self._unclaimed.items())
+
     def saturated(self) -> Tensor:
         """How many half weights are held at the end of their range (0-d int64, on the device)."""
         counts = [_beyond(parameter, master) for parameter, master in self.half_pairs]
@@ -94,18 +101,6 @@ class Masters:
         known = {**self._unclaimed, **self._masters}
         named = model.named_parameters(remove_duplicate=False)
         return {name: known[p].detach() for name, p in named if p in known}
-
-    def load_by_name(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Take parameters and buffers: masters exactly, half weights as their rounding.
-
-        Raises:
-            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
-        """
-        own = {**model.state_dict(), **self.by_name(model)}
-        _refuse_other_weights(own, weights)
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
-        _round_into([*self.half_pairs, *self._unclaimed.items()])
 
     def listed(self) -> list[Tensor | None]:
         """The master of each half parameter, None where a parameter is its own."""
@@ -144,6 +139,28 @@ class Masters:
                     f"optimizer: parameters on {self.device} and {parameter.device}; one verdict "
                     "covers a step, so give each device an optimizer of its own"
                 )
+
+
+def load_by_name(model: nn.Module, parts: Sequence[Masters], weights: Mapping[str, Tensor]) -> None:
+    """Take parameters and buffers by name: masters exactly, half weights as their rounding.
+
+    Args:
+        model: what the weights are of.
+        parts: the masters of all its optimizers.
+        weights: fp32 values by name.
+
+    Raises:
+        CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
+    """
+    own = dict(model.state_dict())
+    for masters in parts:
+        own |= masters.by_name(model)
+    _refuse_other_weights(own, weights)
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])
+    for masters in parts:
+        masters.publish()
+        masters.publish_unclaimed()
 
 
 def refuse_wrapped(optimizer: Optimizer) -> None:
