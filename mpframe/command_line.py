@@ -49,13 +49,30 @@ def prepare(arguments: list[str]) -> list[str]:
     flags = [argument for argument in arguments if argument not in given]
     if parsed.help or parsed.hydra_help or parsed.shell_completion:
         return arguments
-    overrides = _with_mappings(_with_own_targets(_with_moves(given)))
+    overrides = _rewritten(given)
     if parsed.config_name or parsed.config_path or parsed.config_dir:
         return [*flags, *overrides]  # A configuration of the user's own: checked once composed.
     multirun = bool(parsed.multirun)
     for job in _jobs(_parsed(overrides), multirun):
         _check_job(job, multirun)
     return [*flags, *overrides]
+
+
+def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
+    """What `option=value` words compose, names checked and values not; for one job, no flags.
+
+    Raises:
+        ConfigError: an override names no choice or option of this program, or is malformed.
+    """
+    parsed = _parsed(_rewritten(given))
+    for override in parsed:
+        if override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: give one value; there is no sweep here")
+    return parsed, _composed_by_known_names(parsed)
+
+
+def _rewritten(given: list[str]) -> list[str]:
+    return _with_mappings(_with_own_targets(_with_moves(given)))
 
 
 def _with_moves(overrides: list[str]) -> list[str]:
@@ -115,17 +132,20 @@ def _jobs(overrides: list[Override], multirun: bool) -> list[list[str]]:
 
 
 def _check_job(overrides: list[str], multirun: bool) -> None:
-    parsed = _parsed(overrides)
-    for override in parsed:
-        _refuse_unknown_choice(override)
-    choices = [o for o in parsed if _is_group(o.key_or_group) or o.key_or_group == "run_name"]
-    base = _composed([str(o.input_line) for o in choices])
-    for override in parsed:
-        _refuse_unknown_key(override, base)
-    composed = _composed(overrides)
+    composed = _composed_by_known_names(_parsed(overrides))
     folder = composed.hydra.sweep.dir if multirun else composed.hydra.run.dir
     checked(composed)
-    _refuse_unwritable("hydra.sweep.dir" if multirun else "hydra.run.dir", Path(folder))
+    refuse_unwritable("hydra.sweep.dir" if multirun else "hydra.run.dir", Path(folder))
+
+
+def _composed_by_known_names(overrides: list[Override]) -> DictConfig:
+    for override in overrides:
+        _refuse_unknown_choice(override)
+    choices = [o for o in overrides if is_group(o.key_or_group) or o.key_or_group == "run_name"]
+    base = _composed([str(o.input_line) for o in choices])
+    for override in overrides:
+        _refuse_unknown_key(override, base)
+    return _composed([str(o.input_line) for o in overrides])
 
 
 def checked(composed: DictConfig) -> Config:
@@ -143,13 +163,14 @@ def _composed(overrides: list[str]) -> DictConfig:
             raise ConfigError("; ".join(lines[:2])) from None
 
 
-def _is_group(key: str) -> bool:
+def is_group(key: str) -> bool:
+    """True where `key` names a group of conf/, as in `model=cnn`."""
     return "." not in key and not key.startswith("hydra") and (CONF / key).is_dir()
 
 
 def _refuse_unknown_choice(override: Override) -> None:
     group = override.key_or_group
-    if not _is_group(group) or override.type is OverrideType.DEL:
+    if not is_group(group) or override.type is OverrideType.DEL:
         return
     choices = sorted(file.stem for file in (CONF / group).glob("*.yaml"))
     value = override.value()
@@ -165,7 +186,7 @@ def _refuse_unknown_choice(override: Override) -> None:
 
 def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     key = override.key_or_group
-    if _is_group(key) or key.startswith("hydra"):
+    if is_group(key) or key.startswith("hydra"):
         return
     section, _, rest = key.partition(".")
     known = _paths(base)
@@ -194,8 +215,12 @@ def _paths(node: DictConfig, prefix: str = "") -> set[str]:
     return paths
 
 
-def _refuse_unwritable(option: str, folder: Path) -> None:
-    """Refuse an output folder before anything is computed that could not be written into it."""
+def refuse_unwritable(option: str, folder: Path) -> None:
+    """Refuse an output folder before anything is computed that could not be written into it.
+
+    Raises:
+        ConfigError: it is a file, lies below one, or cannot be written.
+    """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ConfigError(f"{option}={folder}: {existing} is a file; choose a folder")

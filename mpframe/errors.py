@@ -1,7 +1,10 @@
 """Errors a user can mend, in one line: the option, its value, what is allowed, the way out."""
 
 import difflib
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class MpframeError(Exception):
@@ -36,3 +39,36 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     folded = {candidate.lower(): candidate for candidate in known}
     close = difflib.get_close_matches(name.lower(), folded, n=count, cutoff=0.5)
     return "nearest: " + ", ".join(folded[match] for match in close) if close else ""
+
+
+@contextmanager
+def one_line_exit() -> Iterator[None]:
+    """End the program with exit code 1 and one line on stderr where the block raises MpframeError.
+
+    `HYDRA_FULL_ERROR=1` lets the traceback through.
+    """
+    try:
+        yield
+    except MpframeError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"mpframe: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def take_options(
+    arguments: Iterable[str], names: Iterable[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Part a program's own `name=value` words from the others.
+
+    Returns:
+        The values by name (the last one where a name stands twice), and the other words in order.
+    """
+    own, rest = {}, []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if equals and name in names:
+            own[name] = value
+        else:
+            rest.append(argument)
+    return own, rest

@@ -11,7 +11,7 @@ from mpframe.amax_record import read_amax
 from mpframe.build import build_scaler
 from mpframe.command_line import checked, prepare
 from mpframe.config import SCALERS
-from mpframe.errors import ConfigError, MpframeError, nearest
+from mpframe.errors import ConfigError, nearest, one_line_exit
 from mpframe.locations import CONF
 from mpframe.simulate import as_table, draw, replay
 from mpframe.step import LossScaler
@@ -26,11 +26,8 @@ def simulate(arguments: list[str] | None = None) -> None:
         arguments: `run=FOLDER_OR_FILE`, `loss_scaling=NAME[,NAME...]` (all of them where absent),
             `dtype.half=...`, `loss_scaling.OPTION=VALUE`, `out=PICTURE`; the command line if None.
     """
-    try:
+    with one_line_exit():
         _simulate(sys.argv[1:] if arguments is None else arguments)
-    except MpframeError as error:
-        print(f"mpframe: {error}", file=sys.stderr)
-        sys.exit(1)
 
 
 def _simulate(arguments: list[str]) -> None:

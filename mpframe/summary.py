@@ -7,6 +7,7 @@ a number that is not finite is written as the string "nan", "inf" or "-inf"; nul
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -79,8 +80,7 @@ class Summary:
         name, value = entries.pop("metric"), entries.pop("val_metric")
         if name is not None:
             entries[f"val_{name}"] = value
-        text = json.dumps({key: _to_json(value) for key, value in entries.items()}, indent=2)
-        write_atomically(folder / FILE_NAME, text + "\n")
+        write_atomically(folder / FILE_NAME, strict_json(entries))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -101,6 +101,11 @@ class Summary:
             raise MpframeError(
                 f"{path}: not a run's summary ({error}): delete the file or run the job again"
             ) from error
+
+
+def strict_json(entries: Mapping[str, Any]) -> str:
+    """`entries` as a JSON object, one entry a line; numbers that are not finite become words."""
+    return json.dumps({key: _to_json(value) for key, value in entries.items()}, indent=2) + "\n"
 
 
 def write_atomically(path: Path, text: str) -> None:

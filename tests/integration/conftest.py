@@ -19,18 +19,19 @@ from mpframe.summary import Summary
 StartRun = Callable[..., Summary]
 
 
+def train(folder: Path, *overrides: str) -> Summary:
+    """Train as a command line would, in this process and into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = prepare(["trainer.progress=false", *overrides])
+    with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+        composed = compose("config", overrides=arguments)
+    return Run(checked(composed), composed, folder).train()
+
+
 @pytest.fixture
 def start_run() -> StartRun:
     """Train as a command line would, in this process: start_run(folder, "dtype=fp32", ...)."""
-
-    def start(folder: Path, *overrides: str) -> Summary:
-        folder.mkdir(parents=True, exist_ok=True)
-        arguments = prepare(["trainer.progress=false", *overrides])
-        with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
-            composed = compose("config", overrides=arguments)
-        return Run(checked(composed), composed, folder).train()
-
-    return start
+    return train
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
