@@ -1,0 +1,212 @@
+"""Export: rounded once, held at the range's end, counted, whole or absent."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from mpframe import checkpoint
+from mpframe.errors import CheckpointError, ConfigError
+from mpframe.export import FORMATS, converted, write
+from mpframe.export_command import main
+from mpframe.saved_weights import weights_of
+
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+# Ends of the formats, ties, subnormals, and the first values that round beyond the range.
+EDGES = [
+    0.0, -0.0, 1.0, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 2.0**-24, 2.0**-25, 2.0**-126,
+    65504.0, 65519.0, 65520.0, -65520.0, 1e30, 3.3895e38, 3.4e38, -3.4e38,
+]  # fmt: skip
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
+
+
+def nearest_even(value: float, dtype: torch.dtype) -> float:
+    """The format's number next to `value`, ties to the even one, held at the range's end."""
+    digits = {torch.float16: 11, torch.bfloat16: 8}[dtype]
+    smallest = {torch.float16: -24, torch.bfloat16: -133}[dtype]
+    limit = float(torch.finfo(dtype).max)
+    if value == 0.0:
+        return value
+    exponent = int(torch.frexp(torch.tensor(value, dtype=torch.float64)).exponent) - digits
+    unit = 2.0 ** max(exponent, smallest)
+    return max(-limit, min(limit, round(value / unit) * unit))
+
+
+@pytest.mark.parametrize("form", HALVES)
+def test_half_is_one_rounding_of_the_master(form: str) -> None:
+    masters = torch.tensor(EDGES)
+    exported = converted({"w": masters}, form)
+    expected = [nearest_even(value, HALVES[form]) for value in masters.tolist()]
+    assert exported.tensors["w"].dtype == HALVES[form]
+    assert exported.tensors["w"].tolist() == expected
+    limit = torch.finfo(HALVES[form]).max
+    beyond = int((~torch.isfinite(masters.to(HALVES[form]))).sum())
+    assert exported.saturated == {"w": beyond}
+    assert beyond == sum(
+        abs(v) == limit and abs(m) > limit for v, m in zip(expected, masters.tolist(), strict=True)
+    ) - (form == "float16")  # 65519 rounds to 65504
+
+
+def test_fp32_changes_nothing() -> None:
+    weights = {"w": torch.tensor(EDGES), "half": torch.ones(2, dtype=torch.float16)}
+    exported = converted(weights, "fp32")
+    assert torch.equal(exported.tensors["w"], weights["w"])
+    assert exported.tensors["half"].dtype == torch.float32
+    assert exported.saturated == {}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_loads_back_with_safetensors_and_into_a_model(form: str, tmp_path: Path) -> None:
+    model = net()
+    path = tmp_path / "model.safetensors"
+    write(path, converted(model.state_dict(), form), {"step": "7"})
+    loaded = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"step": "7"}
+    assert loaded.keys() == model.state_dict().keys()
+    assert loaded["1.num_batches_tracked"].dtype == torch.int64
+    twin = net().to(FORMATS[form])
+    twin.load_state_dict(loaded)
+    for name, tensor in model.state_dict().items():
+        wanted = tensor.to(FORMATS[form]) if tensor.is_floating_point() else tensor
+        assert torch.equal(twin.state_dict()[name], wanted), name
+
+
+def test_tied_and_sliced_weights_are_written_each_for_itself(tmp_path: Path) -> None:
+    shared = torch.arange(12.0).reshape(3, 4)
+    weights = {"a": shared, "b": shared, "c": shared.t(), "d": shared[:, 1:3]}
+    write(tmp_path / "x", converted(weights, "fp32"), {})
+    for name, tensor in load_file(tmp_path / "x").items():
+        assert torch.equal(tensor, weights[name])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (torch.tensor([1.0, torch.nan]), "w holds nan or inf; export an older checkpoint"),
+        (torch.tensor([torch.inf]), "w holds nan or inf"),
+        (torch.ones(1, dtype=torch.complex64), "w is torch.complex64, which no format"),
+        (torch.ones(1, dtype=torch.float64), "w is torch.float64, which no format"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(tensor: Tensor, text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        converted({"w": tensor}, "float16")
+
+
+def test_nothing_is_overwritten_and_nothing_left_of_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("mine")
+    exported = converted(net().state_dict(), "fp32")
+    with pytest.raises(ConfigError, match="exists, and nothing is overwritten"):
+        write(path, exported, {})
+    assert path.read_text() == "mine"
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=r"other: cannot be written \(No space left on device\)"):
+        write(tmp_path / "other", exported, {})
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    weights = {"a": torch.tensor([1.0, 1e30]), "n": torch.tensor(3)}
+    trainer = {
+        "weights": weights,
+        "ema": {"a": torch.tensor([2.0, 3.0])},
+        "progress": {"steps": 5, "skipped": 2},
+    }
+    (tmp_path / "run").mkdir()
+    checkpoint.save(tmp_path / "run", 7, {"trainer": trainer, "rng": {}}, keep_last=1)
+    return tmp_path / "run"
+
+
+def test_the_command_says_what_it_wrote_and_what_was_held(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "half.safetensors"
+    main([f"checkpoint={saved}", f"out={out}", "format=float16"])
+    assert capsys.readouterr().out.strip() == (
+        f"{out}: 2 tensors in float16, weights trained, step 7; 1 values beyond the range of "
+        "float16 are held at its end (a)"
+    )
+    loaded = load_file(out)
+    assert loaded["a"].tolist() == [1.0, 65504.0]
+    assert loaded["n"].item() == 3
+
+
+def test_the_averages_may_be_exported(saved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "ema.safetensors"
+    main([f"checkpoint={saved}", f"out={out}", "weights=ema"])
+    loaded = load_file(out)
+    assert loaded["a"].tolist() == [2.0, 3.0]
+    assert loaded["n"].item() == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("out=x", "checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42"),
+        ("checkpoint=RUN", "out: must be given, e.g. out=model.safetensors"),
+        (
+            "checkpoint=RUN out=x format=fp16",
+            "format=fp16: choose fp32, float16, bfloat16; nearest",
+        ),
+        ("checkpoint=RUN out=x weights=avg", "weights=avg: choose trained, ema"),
+        ("checkpoint=RUN out=x fromat=fp32", "fromat=fp32: no such option; nearest: format"),
+        ("checkpoint=RUN out=RUN", "out=RUN: exists, and nothing is overwritten"),
+        ("checkpoint=RUN out=RUN/no/x", "out=RUN/no/x: cannot be written (No such file or dir"),
+        ("checkpoint=RUN/nope out=x", "RUN/nope: no readable checkpoint"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    saved: Path,
+    words: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(words.replace("RUN", str(saved)).split())
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"mpframe: {text.replace('RUN', str(saved))}")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+GOOD = {"weights": {"a": torch.ones(2)}, "ema": None, "progress": {"steps": 1, "skipped": 0}}
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "text"),
+    [
+        ({}, "trained", "holds no weights of a run"),
+        ([], "trained", "holds no weights of a run"),
+        ({"trainer": 3}, "trained", "holds no weights of a run"),
+        ({"trainer": {"weights": {}}}, "trained", "holds no weights of a run"),
+        ({"trainer": {"weights": {"a": 3}}}, "trained", "holds no weights of a run"),
+        ({"trainer": {"weights": {3: torch.ones(1)}}}, "trained", "holds no weights of a run"),
+        ({"trainer": GOOD}, "ema", "holds no averages, trainer.ema_decay was off"),
+        ({"trainer": {**GOOD, "ema": {"b": torch.ones(2)}}}, "ema", "not of its weights"),
+        ({"trainer": {**GOOD, "ema": [torch.ones(2)]}}, "ema", "holds no ema of a run"),
+    ],
+)
+def test_a_state_that_is_no_runs_is_refused(state: Any, kind: str, text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        weights_of(state, kind, Path("x"))
