@@ -239,6 +239,9 @@ class Run:
     seed: int = option(0, "Fixes weights, order and augmentation.", low=0)
     resume: str = option("none", "auto: the run folder's newest checkpoint; a path; or none.")
     init_from: str | None = option(None, "Start from the weights of this checkpoint folder.")
+    init_from_except: list[str] = option(
+        [], "Name patterns of weights that may differ from it: those keep their first values."
+    )
 
 
 SCALERS = {

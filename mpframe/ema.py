@@ -41,6 +41,10 @@ class Ema:
         targets = [master for _, master in self._masters]
         torch._foreach_lerp_(self._averages, targets, 1.0 - self.decay)
 
+    def restart(self) -> None:
+        """Begin again at the present masters, as where they have been loaded."""
+        torch._foreach_copy_(self._averages, [master.detach() for _, master in self._masters])
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within the block the model's weights are the averages, rounded to their format."""

@@ -22,11 +22,13 @@ from mpframe.callbacks import (
 )
 from mpframe.check import flatten
 from mpframe.config import Config
+from mpframe.conversion import rounding
 from mpframe.environment import environment_text
 from mpframe.errors import CheckpointError, ConfigError, DivergedError
 from mpframe.evaluation import Evaluation
 from mpframe.memory import peak_memory
 from mpframe.precision import as_table
+from mpframe.saved_weights import fitted, weights_of
 from mpframe.summary import Status, Summary, write_atomically
 from mpframe.tracking import Tag, Tracker, metric_tag
 from mpframe.trainer import Callback, Trainer
@@ -165,8 +167,7 @@ class Run:
         """Take the weights of `init_from`, or continue what `resume` names."""
         run = self.config.run
         if run.init_from is not None:
-            trainer.load_weights(checkpoint.load(Path(run.init_from))["trainer"]["weights"])
-            log.info("weights taken from %s", run.init_from)
+            self._take_weights(trainer, run.init_from)
         source = _resume_from(run.resume, self.folder)
         if source is None:
             return
@@ -174,6 +175,19 @@ class Run:
         trainer.load_state_dict(state["trainer"])
         checkpoint.restore_rng(state["rng"])
         log.info("resumed from %s at step %d", source, trainer.progress.attempts)
+
+    def _take_weights(self, trainer: Trainer, source: str) -> None:
+        """Start from another run's weights, all but those that may differ."""
+        path, left_out = Path(source), self.config.run.init_from_except
+        saved = weights_of(checkpoint.load(path), "trained", path)
+        weights = fitted(saved, trainer.weights(), left_out, source)
+        trainer.load_weights(weights)
+        log.info(
+            "weights taken from %s%s: %s",
+            source,
+            f", but for {', '.join(left_out)}" if left_out else "",
+            rounding(trainer.model, weights),
+        )
 
     def _finish(self, status: Status, reason: str | None = None) -> Summary:
         summary = self._summary(status, reason)

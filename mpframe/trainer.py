@@ -8,6 +8,7 @@ state, the buffers, the average, the schedule or the step count.
 Everything is handed in; what watches a run (logs, checkpoints, progress) is a `Callback`.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpframe.buffers import Buffers
+from mpframe.conversion import conversion, rounding
 from mpframe.ema import Ema
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.evaluation import Evaluation, fp32_weights
@@ -31,6 +33,8 @@ from mpframe.precision.tree import map_tensors
 from mpframe.probe import probe_amax
 from mpframe.step import LossScaler, Scaling, StepResult, largest, wants_probe
 from mpframe.turns import AnyOptimizer, Loss, Objective, Turn, means, turns_of, with_losses
+
+log = logging.getLogger(__name__)
 
 Batch = tuple[Any, Any]
 
@@ -175,7 +179,7 @@ class Trainer:
         optimizer = self.optimizer.state_dict()
         del optimizer["masters"]  # They stand among the weights, by name.
         return {
-            "weights": self._weights(),
+            "weights": self.weights(),
             "optimizer": optimizer,
             "scaler": _state_by_name(self.scaler),
             "schedule": _state_by_name(self.schedule),
@@ -200,14 +204,27 @@ class Trainer:
         if self.spikes is not None and state["spikes"] is not None:
             self.spikes.load_state_dict(state["spikes"])
         self.progress = Progress(**state["progress"])
+        if state["precision"] != str(self.precision):
+            rounded = rounding(self.model, state["weights"])
+            scaled = bool(state["scaler"]), self.scaler is not None
+            log.info("%s", conversion(state["precision"], str(self.precision), rounded, scaled))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters, as their fp32 masters, and buffers by name; not copied."""
+        masters = self.optimizer.masters_by_name(self.model)
+        return {**self.model.state_dict(), **masters}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Take parameters (fp32) and buffers by name; masters exactly, half weights rounded.
+
+        The average starts anew from them.
 
         Raises:
             CheckpointError: a name is missing or unexpected, or a shape differs.
         """
         self.optimizer.load_masters(self.model, weights)
+        if self.ema is not None:
+            self.ema.restart()
 
     def _take_turn(self, turn: Turn, batches: Sequence[Batch]) -> StepResult:
         """Forward and backward of a turn's losses on all micro-batches, and its step."""
@@ -312,10 +329,6 @@ class Trainer:
     def _call(self, event: str, *values: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *values)
-
-    def _weights(self) -> dict[str, Tensor]:
-        masters = self.optimizer.masters_by_name(self.model)
-        return {**self.model.state_dict(), **masters}
 
     def _on_device(self, batch: Batch) -> Batch:
         if self._device.type == "cpu":

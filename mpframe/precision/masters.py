@@ -157,7 +157,7 @@ def load_by_name(model: nn.Module, parts: Sequence[Masters], weights: Mapping[st
         own |= masters.by_name(model)
     _refuse_other_weights(own, weights)
     for name, tensor in own.items():
-        tensor.copy_(weights[name])
+        _copy_held(tensor, weights[name])
     for masters in parts:
         masters.publish()
         masters.publish_unclaimed()
@@ -179,6 +179,14 @@ def refuse_wrapped(optimizer: Optimizer) -> None:
 
 def _beyond(parameter: Tensor, master: Tensor) -> Tensor:
     return (master.abs() > torch.finfo(parameter.dtype).max).sum()
+
+
+def _copy_held(target: Tensor, source: Tensor) -> None:
+    """Copy into a tensor that may be half (a buffer where there are no op lists), saturated."""
+    if target.dtype in HALF:
+        limit = torch.finfo(target.dtype).max
+        source = source.clamp(-limit, limit)
+    target.copy_(source)
 
 
 def _round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -174,6 +174,21 @@ def test_weights_may_come_from_a_run_in_another_mode(
     assert taken.val_loss == pytest.approx(source.val_loss, rel=0.02)
 
 
+def test_a_head_may_differ_from_the_weights_that_are_taken(
+    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, small = tmp_path / "source", ["model.width=8", "trainer.max_steps=1"]
+    start_run(source, *small, "dtype=fp32")
+    other = [*small, f"init_from={source}", "model.classes=12"]
+    with pytest.raises(CheckpointError, match=r"init_from_except=\[head\.\*\]$"):
+        start_run(tmp_path / "refused", *other)
+    caplog.set_level("INFO")
+    start_run(tmp_path / "taken", *other, "init_from_except=[head.*]")
+    assert f"weights taken from {source}, but for head.*: 6 parameters are rounded to float16" in (
+        caplog.messages
+    )
+
+
 def test_a_damaged_checkpoint_is_refused(start_run: StartRun, tmp_path: Path) -> None:
     start_run(tmp_path, "dtype=fp32", "trainer.max_steps=2")
     (folder,) = checkpoint.all_in(tmp_path)

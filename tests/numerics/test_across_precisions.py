@@ -1,0 +1,190 @@
+"""Every mode loads every other's checkpoint; the error is the rounding of the format, no more."""
+
+import copy
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpframe import Backoff, OpLists, Precision, Trainer, checkpoint
+from mpframe.ema import Ema
+from mpframe.errors import CheckpointError, ConfigError
+from mpframe.saved_weights import fitted
+
+MODES = {
+    "fp32": ("fp32", "float16"),
+    "amp(float16)": ("amp", "float16"),
+    "mixed(float16)": ("mixed", "float16"),
+    "mixed(bfloat16)": ("mixed", "bfloat16"),
+}
+PAIRS = list(itertools.product(MODES, MODES))
+
+
+def make(name: str, ops: OpLists | None = None) -> Trainer:
+    mode, half = MODES[name]
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)
+    )
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    precision = Precision(mode, half, ops=ops)
+    model, masters = precision.prepare(model, plain)
+    ema = Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
+    scaled = mode != "fp32" and half == "float16"
+    scaler = Backoff(init_scale=1024.0) if scaled else None
+    return Trainer(
+        model, masters, nn.CrossEntropyLoss(), precision=precision, scaler=scaler, ema=ema
+    )
+
+
+def trained(name: str) -> Trainer:
+    trainer = make(name)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        inputs = torch.randn(8, 1, 8, 8, generator=generator)
+        trainer.train_step((inputs, torch.randint(0, 10, (8,), generator=generator)))
+    return trainer
+
+
+def through_a_file(trainer: Trainer, folder: Path) -> Any:
+    checkpoint.save(folder, 5, {"trainer": trainer.state_dict()}, keep_last=1)
+    return checkpoint.load(folder)["trainer"]
+
+
+def leaves(state: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(state, dict | list | tuple):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        return {k: v for key, node in items for k, v in leaves(node, f"{path}/{key}").items()}
+    return {path: state}
+
+
+def assert_same(first: Any, second: Any) -> None:
+    one, other = leaves(first), leaves(second)
+    assert one.keys() == other.keys()
+    for path, value in one.items():
+        same = (
+            torch.equal(value, other[path]) if isinstance(value, Tensor) else value == other[path]
+        )
+        assert same, path
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_each_loads_the_others_checkpoint(
+    source: str, target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = through_a_file(trained(source), tmp_path)
+    loaded = make(target)
+    with caplog.at_level(logging.INFO):
+        loaded.load_state_dict(copy.deepcopy(saved))
+    now = loaded.state_dict()
+    for part in ("weights", "optimizer", "ema", "progress"):
+        assert_same(saved[part], now[part])
+    for name, parameter in loaded.model.named_parameters():
+        assert torch.equal(parameter, saved["weights"][name].to(parameter.dtype)), name
+    for name, buffer in loaded.model.named_buffers():
+        assert torch.equal(buffer, saved["weights"][name]), name
+    assert_line(caplog.messages, source, target)
+    assert torch.isfinite(loaded.train_step((torch.randn(4, 1, 8, 8), torch.arange(4))).loss)
+
+
+def assert_line(messages: list[str], source: str, target: str) -> None:
+    if source == target:
+        assert messages == []
+        return
+    (line,) = messages
+    assert line.startswith(
+        f"checkpoint of {source} taken into {target}: masters and optimizer state as they were, "
+    )
+    rounded = {
+        "mixed(float16)": "4 parameters are rounded to float16",
+        "mixed(bfloat16)": "4 parameters are rounded to bfloat16",
+    }
+    assert rounded.get(target, "no parameter is rounded") in line
+    scaled = [name in ("amp(float16)", "mixed(float16)") for name in (source, target)]
+    assert ("its loss scale is not used" in line) == (scaled == [True, False])
+    assert ("the loss scale starts anew" in line) == (scaled == [False, True])
+
+
+def test_what_lies_beyond_the_range_is_held_counted_and_kept_in_the_master(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = trained("fp32")
+    weight = source.model[4].weight.data
+    weight[0, 0], weight[0, 1], weight[0, 2] = 1e6, -1e6, 65519.0  # the last rounds to 65504
+    loaded = make("mixed(float16)")
+    with caplog.at_level(logging.INFO):
+        loaded.load_state_dict(through_a_file(source, tmp_path))
+    half = loaded.model[4].weight
+    assert half[0, :3].tolist() == [65504.0, -65504.0, 65504.0]
+    assert loaded.weights()["4.weight"][0, :3].tolist() == [1e6, -1e6, 65519.0]
+    assert "3 values beyond its range held at its end" in caplog.text
+
+
+@pytest.mark.parametrize("target", ["mixed(float16)", "mixed(bfloat16)"])
+def test_half_buffers_are_rounded_and_held(target: str) -> None:
+    """Without op lists a mixed model's statistics are half."""
+    source = trained("fp32")
+    source.model[1].running_var[0] = 3.4e38  # rounds to inf in both
+    loaded = make(target, OpLists(allow=[], deny=[], infer=[]))
+    loaded.load_weights(source.weights())
+    variance = loaded.model[1].running_var
+    assert variance.dtype in (torch.float16, torch.bfloat16)
+    assert variance[0].item() == torch.finfo(variance.dtype).max
+    assert torch.equal(variance[1:], source.model[1].running_var[1:].to(variance.dtype))
+
+
+def test_the_average_starts_from_weights_that_are_loaded() -> None:
+    source, target = trained("fp32"), make("mixed(float16)")
+    target.load_weights(source.weights())
+    for name, average in target.ema.by_name(target.model).items():  # type: ignore[union-attr]
+        assert torch.equal(average, source.weights()[name])
+
+
+# init_from: what may differ
+
+OWN = {"body.w": torch.zeros(2), "head.w": torch.zeros(3), "head.b": torch.zeros(3)}
+SAVED = {"body.w": torch.ones(2), "head.w": torch.ones(5), "old.w": torch.ones(1)}
+
+
+def test_what_may_differ_keeps_its_first_values() -> None:
+    weights = fitted(SAVED, OWN, ["head.*", "old*"], "run")
+    assert list(weights) == list(OWN)
+    assert torch.equal(weights["body.w"], SAVED["body.w"])
+    assert weights["head.w"] is OWN["head.w"]
+    assert weights["head.b"] is OWN["head.b"]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "text"),
+    [
+        (
+            [],
+            "init_from=run: missing: head.b; unexpected: old.w; of another shape: head.w (5,) for "
+            "(3,); use the model it was made with, or name what may differ: "
+            "init_from_except=[head.*]",
+        ),
+        (["head.b"], "init_from=run: unexpected: old.w; of another shape: head.w (5,) for (3,);"),
+        (["*"], "init_from=run: nothing is left to take; use the model"),
+    ],
+)
+def test_all_that_does_not_fit_is_listed(left_out: list[str], text: str) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        fitted(SAVED, OWN, left_out, "run")
+    assert str(refused.value).startswith(text)
+
+
+def test_many_names_are_cut_short() -> None:
+    saved = {f"old{n}": torch.ones(1) for n in range(9)} | OWN
+    with pytest.raises(
+        CheckpointError, match="unexpected: old0, old1, old2, old3, old4 and 4 more"
+    ):
+        fitted(saved, OWN, [], "run")
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"init_from_except=haed\.w: matches no weight .*nearest"):
+        fitted(SAVED, OWN, ["haed.w"], "run")
