@@ -3,16 +3,18 @@
 Let a be the largest |unscaled gradient| of a step, s = 2^e the scale, T = log2 of the half format's
 largest number. All that matters is where the scaled gradients lie, in octaves:
 
-    x = log2(s a)                               on overflow x = max(T + 1, μ + σ)
+    x = log2(s a)                               on overflow x = max(T, μ)
     r = x - μ                                   the surprise, around the mean in use
-    σ² <- σ² + max(1/(n+ν), 1-β₂) (r² - σ²)     σ₀² at the first observation
-    μ  <- μ  + max(1/(n+1), 1-β₁) r
-    n  <- n + 1
+    m  <- m + [n >= J and r > z σ + m] - p      within [0, M]; the bracket is 1 or 0
+    σ² <- σ² + max(1/(n+ν), 1-β₂) (r² - σ²)     σ₀² at the first observation; clean steps only
+    μ  <- μ  + max(1/(n+1), 1-β₁) r             clean steps only
+    n  <- n + 1                                 clean steps only
 
-x is taken as normal. The scale rests at the largest power of two that leaves room for the quantile
-z of `overflow_probability` (3.09 for 0.001), and retreats from there by d octaves on overflows:
+x is taken as nearly normal, and p is `overflow_probability`. The scale rests at the largest power
+of two that leaves room for the quantile z of p (3.09 for 0.001) and for the margin m, and retreats
+from there by d octaves on overflows:
 
-    rest = e + ⌊T - μ - z σ⌋                    clamped to [min, max]
+    rest = e + ⌊T - μ - z σ - m⌋                clamped to [min, max]
     d <- 2 d + 1 on overflow, ⌊d/2⌋ on a clean step
     e <- max(rest - d, min)                     μ moves along, as x would have
 
@@ -23,8 +25,13 @@ Why it is so:
 - The gains are plain averages that turn into moving averages with decays β₁ and β₂. σ is that of
   the errors that μ really made, so it covers a lagging mean; ν observations of σ₀ octaves stand in
   for it at first and fade, for nothing can be said about a spread from a handful of samples.
+- Real gradients have higher spikes than normal ones, and a step may overflow below T where the
+  backward pass holds something larger than a. The margin learns both. A gradient beyond the room
+  held for it, overflow or not, costs one octave, and 1/p steps without one give it back. So while
+  m < M at most p N + M of N steps are beyond, whatever the distribution (adaptive conformal
+  inference, Gibbs and Candès 2021). Before the J-th observation only the spread is still unknown.
 - An overflow is a censored observation: all it says is that the gradient was above what s could
-  hold. It counts as one octave above that; as no less than μ + σ, so that it never lowers either.
+  hold. The margin needs to know no more than that; the averages would, and leave it out.
 - One overflow must not be paid for long, many in a row must end soon: the retreats fall by 1, 2,
   4, 8 octaves and are taken back in the reverse order.
 - `RESTART_AFTER` observations in a row beyond `SURPRISE` σ on the same side are another level, not
@@ -46,6 +53,10 @@ PRIOR_STD = 1.0
 """σ₀ in octaves: a guess on the safe side, batches differ by less in most training."""
 PRIOR_WEIGHT = 4.0
 """ν: after 50 equal gradients the prior asks for z √(4/53) = 0.85 octaves of room, below one."""
+JUDGED_AFTER = 10
+"""J. A spread wider than σ₀ shows by then; what lies beyond the room still then is no accident."""
+MAX_MARGIN = 10.0
+"""M in octaves, of the 40 of float16: where many batches hold a nan, no room would ever do."""
 SURPRISE = 2.0
 """In σ. One normal observation in 44 lies beyond it on one side."""
 RESTART_AFTER = 4
@@ -85,8 +96,8 @@ class LogMax(AdaptiveScaler):
         max_scale: float = 2.0**24,
         half: torch.dtype = torch.float16,
     ) -> None:
-        probability = number("overflow_probability", overflow_probability, _PROBABILITIES)
-        self._quantile = -NormalDist().inv_cdf(probability)
+        self._probability = number("overflow_probability", overflow_probability, _PROBABILITIES)
+        self._quantile = -NormalDist().inv_cdf(self._probability)
         self._mean_gain = 1 - number("mean_decay", mean_decay, _DECAYS)
         self._variance_gain = 1 - number("variance_decay", variance_decay, _DECAYS)
         super().__init__(init_scale, min_scale, max_scale, half)
@@ -100,7 +111,8 @@ class LogMax(AdaptiveScaler):
         # Half an octave below the edge: `scale` is where the scale rests, however this rounds.
         mean = zero + (self._top - self._quantile * PRIOR_STD - 0.5)
         moments = {"mean": mean, "variance": zero + PRIOR_STD**2, "count": zero}
-        return {"scale": scale, **moments, "highs": zero, "lows": zero, "retreat": zero}
+        rest = dict.fromkeys(("margin", "highs", "lows", "retreat"), zero)
+        return {"scale": scale, **moments, **rest}
 
     @property
     def log2_mean(self) -> Tensor:
@@ -117,13 +129,13 @@ class LogMax(AdaptiveScaler):
         self._wants_probe = False
         now = self._state
         overflow = ~(amax < torch.inf)  # nan compares false, so it counts as an overflow
-        surprise = self._octave(amax, overflow) - now["mean"]
+        surprise = self._surprise(amax, overflow)
         highs, lows = self._streaks(surprise)
         restart = (highs + lows) >= RESTART_AFTER
         count = now["count"].masked_fill(restart, 0)
-        seen = ~overflow | (count > 0)  # an overflow alone cannot say where the gradients are
         new = {
-            **self._moments(surprise, count, seen),
+            **self._moments(surprise, count, ~overflow),
+            "margin": self._margin(surprise).masked_fill(restart, 0),
             "highs": highs.masked_fill(restart, 0),
             "lows": lows.masked_fill(restart, 0),
             "retreat": _retreat(now["retreat"], overflow),
@@ -132,11 +144,11 @@ class LogMax(AdaptiveScaler):
         ignored = amax == 0
         self._state = {name: torch.where(ignored, now[name], new[name]) for name in now}
 
-    def _octave(self, amax: Tensor, overflow: Tensor) -> Tensor:
-        """x: where the largest scaled gradient lies, or at least lies after an overflow."""
+    def _surprise(self, amax: Tensor, overflow: Tensor) -> Tensor:
+        """r: how far above the mean the largest scaled gradient lies, or at least lies."""
+        mean = self._state["mean"]
         held = torch.log2(amax.double() * self.scale)  # float64, where no product overflows
-        censored = (self._state["mean"] + self.log2_std).clamp(min=self._top + 1)
-        return torch.where(overflow, censored, held)
+        return torch.where(overflow, mean.clamp(min=self._top), held) - mean
 
     def _streaks(self, surprise: Tensor) -> tuple[Tensor, Tensor]:
         """How many observations in a row, this one included, were surprisingly high, or low."""
@@ -146,6 +158,16 @@ class LogMax(AdaptiveScaler):
         high = (surprise > bound) & known
         low = (surprise < -bound) & known
         return (now["highs"] + 1) * high, (now["lows"] + 1) * low
+
+    def _margin(self, surprise: Tensor) -> Tensor:
+        """The margin after an observation."""
+        now = self._state
+        exceeded = (surprise > self._reserve(now)) & (now["count"] >= JUDGED_AFTER)
+        return (now["margin"] + exceeded - self._probability).clamp(0, MAX_MARGIN)
+
+    def _reserve(self, state: dict[str, Tensor]) -> Tensor:
+        """The octaves above the mean that are held free for what is to come."""
+        return self._quantile * state["variance"].sqrt() + state["margin"]
 
     def _moments(self, surprise: Tensor, count: Tensor, seen: Tensor) -> dict[str, Tensor]:
         """Mean, variance and count after an observation; unchanged where nothing was `seen`."""
@@ -163,7 +185,7 @@ class LogMax(AdaptiveScaler):
     def _placed(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
         """The scale that the new state asks for, and the mean as seen from that scale."""
         exponent = exponent_of(self.scale)
-        room = self._top - new["mean"] - self._quantile * new["variance"].sqrt()
+        room = self._top - new["mean"] - self._reserve(new)
         rest = (exponent + room.floor()).clamp(self._floor, self._ceiling)
         chosen = (rest - new["retreat"]).clamp(min=self._floor)
         return {"scale": power_of_two(chosen), "mean": new["mean"] + (chosen - exponent)}

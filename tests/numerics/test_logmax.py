@@ -32,12 +32,12 @@ class Replay(NamedTuple):
     overflow: Tensor
 
 
-def replay(scaler: Scaler, amax: Tensor) -> Replay:
-    """Train over `amax` (steps, streams): each step overflows if scale * amax is above LIMIT."""
+def replay(scaler: Scaler, amax: Tensor, limit: float | Tensor = LIMIT) -> Replay:
+    """Train over `amax` (steps, streams): each step overflows if scale * amax is above `limit`."""
     scales, overflows = [], []
     for row in amax:
         scale = scaler.scale.expand(row.shape)
-        overflow = row.double() * scale > LIMIT
+        overflow = row.double() * scale > limit
         scaler.update(torch.where(overflow, torch.inf, row))
         scales.append(scale)
         overflows.append(overflow)

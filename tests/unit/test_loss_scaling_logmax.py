@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpframe.loss_scaling import LogMax
-from mpframe.loss_scaling.logmax import PRIOR_STD, PRIOR_WEIGHT
+from mpframe.loss_scaling.logmax import JUDGED_AFTER, MAX_MARGIN, PRIOR_STD, PRIOR_WEIGHT
 
 TOP = math.log2(torch.finfo(torch.float16).max)
 QUANTILE = 3.090232306167813  # of the standard normal at 0.999
@@ -27,6 +27,10 @@ def overflow(scaler: LogMax, times: int = 1) -> LogMax:
 
 def log2_scale(scaler: LogMax) -> float:
     return math.log2(scaler.scale.item())
+
+
+def margin(scaler: LogMax) -> float:
+    return scaler.state_dict()["margin"].item()
 
 
 def settled(std: float = 0.0) -> LogMax:
@@ -94,16 +98,78 @@ def test_a_long_row_of_overflows_is_forgotten_as_soon_as_eight() -> None:
     assert same == [False] * 7 + [True]
 
 
-def test_an_overflow_counts_as_one_octave_above_what_the_scale_could_hold() -> None:
+def test_an_overflow_teaches_the_averages_nothing() -> None:
+    scaler = settled(std=0.5)
+    before = scaler.log2_mean, scaler.log2_std
+    overflow(scaler)
+    assert torch.equal(scaler.log2_mean, before[0])
+    assert torch.equal(scaler.log2_std, before[1])
+
+
+@pytest.mark.parametrize("spike", [2.0, math.inf])
+def test_a_gradient_beyond_the_room_costs_one_octave(spike: float) -> None:
+    scaler, unhurt = settled(), settled()
+    feed(scaler, spike)
+    assert margin(scaler) == 1 - 0.001
+    if spike == math.inf:  # which leaves the averages alone: the margin is all that differs
+        behind = [log2_scale(feed(unhurt, 0.0)) - log2_scale(feed(scaler, 0.0)) for _ in range(3)]
+        assert behind == [1, 1, 1]
+
+
+def test_a_gradient_within_the_room_costs_nothing() -> None:
     scaler = settled()
-    expected = 0.01 * (TOP + 1 - log2_scale(scaler))
-    assert overflow(scaler).log2_mean.item() == pytest.approx(expected, rel=1e-9)
+    feed(scaler, scaler.log2_mean.item() + 3.0 * scaler.log2_std.item())
+    assert margin(scaler) == 0
+    feed(scaler, scaler.log2_mean.item() + 3.2 * scaler.log2_std.item())
+    assert margin(scaler) > 0
 
 
-def test_an_overflow_at_the_floor_never_lowers_the_mean() -> None:
+def test_within_the_margin_too_it_costs_nothing() -> None:
+    scaler = overflow(settled())
+    before = margin(scaler)
+    feed(scaler, 0.9)
+    assert margin(scaler) < before
+
+
+@pytest.mark.parametrize("probability", [0.001, 0.01])
+def test_the_margin_is_given_back_in_the_time_an_overflow_may_take(probability: float) -> None:
+    scaler = overflow(feed(LogMax(overflow_probability=probability, **WIDE), *[0.0] * 1000))
+    steps = round(1 / probability)
+    feed(scaler, *[0.0] * (steps // 2))
+    assert margin(scaler) == pytest.approx(0.5 - probability, rel=1e-9)
+    feed(scaler, *[0.0] * steps)
+    assert margin(scaler) == 0
+
+
+def test_the_first_observations_are_not_judged() -> None:
+    early = feed(LogMax(**WIDE), *[0.0] * (JUDGED_AFTER - 1))
+    assert margin(overflow(early)) == 0
+    assert margin(overflow(feed(early, 0.0))) > 0
+
+
+def test_the_margin_has_an_end() -> None:
+    scaler = settled()
+    for _ in range(40):
+        feed(overflow(scaler), 0.0)
+    assert MAX_MARGIN - 0.002 <= margin(scaler) <= MAX_MARGIN
+
+
+@pytest.mark.parametrize("side", [1.0, -1.0])
+def test_a_restart_forgets_the_margin(side: float) -> None:
+    scaler = feed(overflow(settled()), 0.0, *[5.0 * side] * 3)
+    assert margin(scaler) > 0.9
+    assert margin(feed(scaler, 5.0 * side)) == 0
+
+
+def test_an_overflow_at_the_floor_is_no_surprise() -> None:
     scaler = feed(LogMax(), *[40.0] * 100)
     assert scaler.scale == 1.0
-    assert overflow(scaler).log2_mean > 40.0
+    mean = scaler.log2_mean
+    for _ in range(4):
+        overflow(scaler)
+    assert margin(scaler) == 0
+    assert torch.equal(feed(scaler, 40.0).log2_mean, mean)
+    assert scaler.state_dict()["count"] == 101  # it never restarted
 
 
 def test_zero_leaves_every_tensor_as_it_is() -> None:
