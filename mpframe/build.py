@@ -5,7 +5,7 @@ Nothing else instantiates a `_target_`, and no part below reads an option.
 
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,12 @@ from mpframe.ema import Ema
 from mpframe.errors import ConfigError, MpframeError, nearest
 from mpframe.loss_scaling import Backoff, LogMax, Static
 from mpframe.loss_spike import LossSpikes
+from mpframe.optimizer_parts import Selection, divided
 from mpframe.plan import Plan
-from mpframe.precision import MasterWeights, OpLists, Precision
-from mpframe.step import LossScaler
+from mpframe.precision import JointOptimizer, MasterWeights, OpLists, Precision
+from mpframe.step import LossScaler, Scaling
 from mpframe.trainer import Trainer
+from mpframe.turns import AnyOptimizer
 
 
 def seed_everything(seed: int) -> None:
@@ -143,30 +145,65 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
     """
     device = device_of(config.run.device)
     model: nn.Module = make("model", config.model).to(device)
-    optimizer: Optimizer = make("optimizer", config.optimizer, model.parameters())
+    optimizers = _build_optimizers(config, model)
     plan = build_plan(config)
-    schedule = _build_schedule(config, optimizer, max(1, plan.total_steps(batches)))
+    steps = max(1, plan.total_steps(batches))
+    schedules = {name: _build_schedule(config, own, steps) for name, own in optimizers.items()}
     precision = build_precision(config)
-    model, masters = precision.prepare(model, optimizer)
-    if masters.needs_closure:
-        raise ConfigError(
-            f"optimizer._target_={config.optimizer['_target_']}: needs a closure, which the "
-            "trainer does not give; choose an optimizer without one"
-        )
-    scaler = build_scaler(config)
+    masters = {name: precision.prepare(model, own)[1] for name, own in optimizers.items()}
+    optimizer = _joined(config, masters, task)
     return Trainer(
         model=model,
-        optimizer=masters,
+        optimizer=optimizer,
         loss=task.loss,
         precision=precision,
-        scaler=None if scaler is None else scaler.to(device),
-        schedule=schedule,
-        ema=_build_ema(config, model, masters),
+        scaler=_build_scalers(config, task, device),
+        schedule={name: own for name, own in schedules.items() if own is not None},
+        ema=_build_ema(config, model, optimizer),
         plan=plan,
         metric=task.metric,
         eval_precision=_build_eval_precision(config),
         spikes=_build_spikes(config),
     )
+
+
+def _build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
+    """The optimizers by name; the only one is named ""."""
+    if config.joint is None:
+        return {"": make("optimizer", config.optimizer, model.parameters())}
+    selections = {
+        name: Selection(part.options.parameters, part.options.without, part.options.ndim)
+        for name, part in config.joint.parts.items()
+    }
+    parameters = divided(model, selections)
+    return {
+        name: make(f"optimizer.parts.{name}", part.node, parameters[name])
+        for name, part in config.joint.parts.items()
+    }
+
+
+def _joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> AnyOptimizer:
+    """One optimizer over all; the only one is itself."""
+    if config.joint is not None:
+        several = isinstance(task.loss, Mapping)
+        return JointOptimizer(masters, skip=config.joint.skip, own_losses=several)
+    if masters[""].needs_closure:
+        raise ConfigError(
+            f"optimizer._target_={config.optimizer['_target_']}: needs a closure, which the "
+            "trainer does not give; choose an optimizer without one"
+        )
+    return masters[""]
+
+
+def _build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
+    """One scaler, one for each loss, or none."""
+    each = config.joint is not None and config.joint.scalers == "each"
+    names = list(task.loss) if each and isinstance(task.loss, Mapping) else [""]
+    scalers = {name: build_scaler(config) for name in names}
+    ready = {name: own.to(device) for name, own in scalers.items() if own is not None}
+    if not ready:
+        return None
+    return ready if each else ready[""]
 
 
 def build_plan(config: Config) -> Plan:
@@ -178,6 +215,7 @@ def build_plan(config: Config) -> Plan:
         accumulate=options.accumulate,
         clip_norm=options.clip_norm,
         eval_every=options.eval_every,
+        whole_windows=options.bad_micro_batch == "skip",
         compile=options.compile,
     )
 
@@ -235,7 +273,7 @@ def _build_schedule(config: Config, optimizer: Optimizer, total_steps: int) -> L
     return make("scheduler", node, optimizer)  # type: ignore[no-any-return]
 
 
-def _build_ema(config: Config, model: nn.Module, optimizer: MasterWeights) -> Ema | None:
+def _build_ema(config: Config, model: nn.Module, optimizer: AnyOptimizer) -> Ema | None:
     decay = config.trainer.ema_decay
     if decay is None:
         return None

@@ -19,8 +19,12 @@ from mpframe.config import (
     Config,
     DatasetOptions,
     Dtype,
+    Joint,
+    JointOptions,
     Ops,
     OptimizerOptions,
+    Part,
+    PartOptions,
     Range,
     Run,
     TrainerOptions,
@@ -40,6 +44,7 @@ def check(composed: DictConfig) -> Config:
     _refuse_unknown("", tree, {*SECTIONS, *RUN_OPTIONS, "loss_scaling", "model", "scheduler"})
     run = _load(Run, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
     optimizer = _section(tree, "optimizer")
+    joint = _joint(optimizer) if "parts" in optimizer else None
     _load(OptimizerOptions, "optimizer", {k: v for k, v in optimizer.items() if k == "lr"})
     dataset = dict(_section(tree, "dataset"))
     shared = {
@@ -54,10 +59,31 @@ def check(composed: DictConfig) -> Config:
         data=_load(DatasetOptions, "dataset", shared),
         model=_open(tree, "model"),
         dataset={**_open({"dataset": dataset}, "dataset")},
-        optimizer=_open(tree, "optimizer"),
+        optimizer=_open(tree, "optimizer") if joint is None else optimizer,
+        joint=joint,
         scheduler=None if not tree.get("scheduler") else _open(tree, "scheduler"),
         flat=flatten(tree),
     )
+
+
+def _joint(node: Mapping[str, Any]) -> Joint:
+    """Several optimizers, each with its own target and arguments."""
+    options = _load(JointOptions, "optimizer", node)
+    if not options.parts:
+        raise ConfigError("optimizer.parts={}: must name at least one optimizer")
+    parts = {str(name): _part(str(name), options.parts) for name in options.parts}
+    return Joint(options.skip, options.scalers, parts)
+
+
+def _part(name: str, parts: Mapping[str, Any]) -> Part:
+    path = f"optimizer.parts.{name}"
+    if not isinstance(parts[name], dict):
+        raise ConfigError(f"{path}={_shown(parts[name])}: must be a mapping with a _target_")
+    node = dict(parts[name])
+    _require_target(path, node)
+    own = {f.name for f in dataclasses.fields(PartOptions)}
+    options = _load(PartOptions, path, {key: value for key, value in node.items() if key in own})
+    return Part(options, {k: v for k, v in node.items() if k == "lr" or k not in own})
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -150,12 +176,16 @@ def _section(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _open(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     node = _section(tree, name)
+    _require_target(name, node)
+    return node
+
+
+def _require_target(path: str, node: Mapping[str, Any]) -> None:
     if not isinstance(node.get("_target_"), str):
         raise ConfigError(
-            f"{name}._target_={_shown(node.get('_target_'))}: "
+            f"{path}._target_={_shown(node.get('_target_'))}: "
             "must be the dotted name of a class or function"
         )
-    return node
 
 
 def _refuse_unknown(path: str, node: Mapping[str, Any], known: set[str]) -> None:

@@ -173,6 +173,11 @@ class TrainerOptions:
         low=0,
     )
     accumulate: int = option(1, "Micro-batches per optimizer step.", unit="batches", low=1)
+    bad_micro_batch: str = option(
+        "drop",
+        "A micro-batch of an accumulated step overflows: drop it, or skip the step.",
+        choices=("drop", "skip"),
+    )
     clip_norm: float | None = option(
         None, "Clip the global 2-norm of the unscaled gradients to this.", above=0.0
     )
@@ -231,6 +236,50 @@ class OptimizerOptions:
 
 
 @dataclass
+class JointOptions:
+    """`optimizer` with `parts`: several optimizers, as in `optimizer=gan` or `muon_adamw`."""
+
+    skip: str = option(
+        "all",
+        "all: no part moves unless the gradients of all are finite; each: on its own.",
+        choices=("all", "each"),
+    )
+    scalers: str = option(
+        "shared", "One loss scaler for all losses, or one for each.", choices=("shared", "each")
+    )
+    parts: dict[str, Any] = option({}, "The optimizers by name; named as the losses, if several.")
+
+
+@dataclass
+class PartOptions:
+    """`optimizer.parts.NAME`: one of several optimizers, beside its own arguments."""
+
+    lr: float = option(1e-3, "Learning rate.", above=0.0)
+    parameters: list[str] = option(["*"], "Patterns of the parameter names it may take.")
+    without: list[str] = option([], "Patterns of names it leaves to later parts.")
+    ndim: int | None = option(
+        None, "Takes only tensors of so many dimensions; null: any.", unit="dimensions", low=0
+    )
+
+
+@dataclass
+class Part:
+    """A checked part: its options, and the node with `_target_` and its arguments."""
+
+    options: PartOptions
+    node: dict[str, Any]
+
+
+@dataclass
+class Joint:
+    """Several checked optimizers."""
+
+    skip: str
+    scalers: str
+    parts: dict[str, Part]
+
+
+@dataclass
 class Run:
     """The run itself."""
 
@@ -260,7 +309,10 @@ RUN_OPTIONS = {f.name for f in dataclasses.fields(Run)}
 
 @dataclass
 class Config:
-    """A checked configuration. Open sections are plain mappings with their `_target_`."""
+    """A checked configuration. Open sections are plain mappings with their `_target_`.
+
+    `joint` holds the optimizers where there are several; `optimizer` is then without `_target_`.
+    """
 
     run: Run
     dtype: Dtype
@@ -271,5 +323,13 @@ class Config:
     model: dict[str, Any]
     dataset: dict[str, Any]
     optimizer: dict[str, Any]
+    joint: Joint | None
     scheduler: dict[str, Any] | None
     flat: dict[str, Any]
+
+    @property
+    def optimizer_nodes(self) -> list[dict[str, Any]]:
+        """The node of each optimizer, `_target_` and arguments."""
+        if self.joint is None:
+            return [self.optimizer]
+        return [part.node for part in self.joint.parts.values()]

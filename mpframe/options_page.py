@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from mpframe.config import SCALERS, SECTIONS, Range, Run
+from mpframe.config import SCALERS, SECTIONS, JointOptions, PartOptions, Range, Run
 
 _HEAD = """# Options
 
@@ -16,6 +16,7 @@ Written from `mpframe/config.py` by `python scripts/options.py`; a test keeps it
 def options_page() -> str:
     """The page as Markdown, one table for each section."""
     sections: list[tuple[str, type]] = [("", Run), *SECTIONS.items()]
+    sections += [("optimizer", JointOptions), ("optimizer.parts.NAME", PartOptions)]
     sections += [("loss_scaling", scaler) for name, scaler in SCALERS.items() if name != "auto"]
     return "\n".join([_HEAD, *(_table(path, section) for path, section in sections)])
 

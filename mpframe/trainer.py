@@ -176,11 +176,9 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that can change the run's future; weights as their fp32 masters."""
-        optimizer = self.optimizer.state_dict()
-        del optimizer["masters"]  # They stand among the weights, by name.
         return {
             "weights": self.weights(),
-            "optimizer": optimizer,
+            "optimizer": self.optimizer.bare_state_dict(),  # Masters stand among the weights.
             "scaler": _state_by_name(self.scaler),
             "schedule": _state_by_name(self.schedule),
             "ema": self.ema.by_name(self.model) if self.ema else None,

@@ -1,5 +1,6 @@
 """Datasets as tasks (samples, loss, metric) and the loader that orders them reproducibly."""
 
+from mpframe.data.adversarial import adversarial, digits_gan
 from mpframe.data.cifar10 import cifar10
 from mpframe.data.digits import digits
 from mpframe.data.fashion_mnist import fashion_mnist
@@ -19,9 +20,11 @@ __all__ = [
     "Metric",
     "Normalize",
     "Task",
+    "adversarial",
     "cifar10",
     "classification",
     "digits",
+    "digits_gan",
     "fashion_mnist",
     "image_folder",
 ]

@@ -1,6 +1,6 @@
 """What a dataset hands to a trainer: the samples, the loss to lower and the metric to report."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,12 +13,15 @@ Batch = tuple[Tensor, Tensor]
 """(inputs, targets), both with the samples along dimension 0."""
 
 
+Loss = Callable[[Any, Any], Tensor]
+
+
 class Metric(Protocol):
     """A running value over one validation pass."""
 
     name: str
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
+    def update(self, outputs: Any, targets: Tensor) -> None:
         """Take in one batch; must not wait for the device."""
 
     def value(self) -> Tensor:
@@ -32,13 +35,14 @@ class Task:
     Attributes:
         train: map-style samples (input, target) to learn from.
         val: map-style samples to measure on, never augmented.
-        loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch.
+        loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch; or several by name, for
+            a model that is called with the name as its second argument.
         metric: makes a fresh `Metric` for each validation pass.
     """
 
     train: Dataset[Any]
     val: Dataset[Any]
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss | Mapping[str, Loss]
     metric: Callable[[], Metric]
 
 

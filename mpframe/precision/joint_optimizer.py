@@ -141,6 +141,10 @@ class JointOptimizer:
         """The state of every part, by name."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
+    def bare_state_dict(self) -> dict[str, Any]:
+        """The same without masters, which are kept by name beside it."""
+        return {name: part.bare_state_dict() for name, part in self.parts.items()}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned.
 

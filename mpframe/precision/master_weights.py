@@ -228,7 +228,11 @@ class MasterWeights:
         `masters` lists the fp32 master of each half parameter in the groups' order, None where a
         parameter is its own.
         """
-        return {**self.optimizer.state_dict(), "masters": self._masters.listed()}
+        return {**self.bare_state_dict(), "masters": self._masters.listed()}
+
+    def bare_state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state alone, beside masters that are kept by name."""
+        return self.optimizer.state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

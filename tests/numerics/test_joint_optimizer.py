@@ -1,0 +1,432 @@
+"""Several optimizers in one step: exact against loops by hand, and who moves after an overflow."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpframe import Backoff, LogMax, Precision, Static, Trainer
+from mpframe.data.adversarial import discriminator_loss, generator_loss
+from mpframe.errors import CheckpointError, ConfigError
+from mpframe.models import gan
+from mpframe.plan import Plan
+from mpframe.precision import JointOptimizer
+from mpframe.trainer import Batch
+
+MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
+INF = float("inf")
+LOSSES = {"discriminator": discriminator_loss, "generator": generator_loss}
+
+
+def body_and_head() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batches(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def plain_parts(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    return {
+        "body": torch.optim.AdamW(model[0].parameters(), lr=1e-2),
+        "head": torch.optim.SGD(model[2].parameters(), lr=1e-1, momentum=0.9),
+    }
+
+
+def joint(
+    mode: str = "fp32", half: str = "float16", skip: str = "all"
+) -> tuple[nn.Module, JointOptimizer, Precision]:
+    model, precision = body_and_head(), Precision(mode, half)
+    parts = {n: precision.prepare(model, own)[1] for n, own in plain_parts(model).items()}
+    return model, JointOptimizer(parts, skip=skip), precision
+
+
+def snapshot(model: nn.Module, optimizer: JointOptimizer) -> dict[str, Any]:
+    """Weights, masters and optimizer state of each part."""
+    return {
+        name: copy.deepcopy([part.parameters, part.state_dict()])
+        for name, part in optimizer.parts.items()
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("skip", ["all", "each"])
+def test_in_fp32_it_is_the_loop_by_hand(skip: str, max_norm: float | None) -> None:
+    model, optimizer, _ = joint(skip=skip)
+    hand = body_and_head()
+    plain = plain_parts(hand)
+    scaler = Static(2.0**10)
+    for inputs, targets in batches(20):
+        (nn.functional.cross_entropy(model(inputs), targets) * scaler.scale).backward()
+        result = optimizer.step(scaler, max_norm=max_norm)
+        optimizer.zero_grad()
+        for own in plain.values():
+            own.zero_grad()
+        nn.functional.cross_entropy(hand(inputs), targets).backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(hand.parameters(), max_norm)
+        for own in plain.values():
+            own.step()
+        assert not result.skipped
+    # The norm of all parameters at once, and that of the parts' norms, differ in their last bit.
+    tolerance = 0.0 if max_norm is None else 1e-6
+    for mine, theirs in zip(model.parameters(), hand.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize("bad", ["body", "head"])
+def test_all_or_nothing(mode: str, half: str, bad: str) -> None:
+    model, optimizer, precision = joint(mode, half, "all")
+    one_good_step(model, optimizer, precision)
+    before = snapshot(model, optimizer)
+    backward(model, precision)
+    spoil(optimizer, bad)
+    scaler = Backoff()
+    result = optimizer.step(scaler)
+    assert result.skipped
+    assert all(part.skipped for part in result.each().values())
+    assert same(before, snapshot(model, optimizer))
+    assert scaler.scale == 2.0**15
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize(("bad", "good"), [("body", "head"), ("head", "body")])
+def test_each_on_its_own(mode: str, half: str, bad: str, good: str) -> None:
+    model, optimizer, precision = joint(mode, half, "each")
+    twin, alone, _ = joint(mode, half, "each")
+    for net, own in ((model, optimizer), (twin, alone)):
+        one_good_step(net, own, precision if net is model else _)
+    before = snapshot(model, optimizer)
+    backward(model, precision)
+    backward(twin, _)
+    spoil(optimizer, bad)
+    result = optimizer.step(Static(1.0), max_norm=1e-3)
+    for parameter in alone.parts[bad].parameters:
+        parameter.grad = None
+    alone.parts[good].step(Static(1.0), max_norm=1e-3)
+    after, expected = snapshot(model, optimizer), snapshot(twin, alone)
+    assert not result.skipped
+    assert {name: bool(part.skipped) for name, part in result.each().items()} == {
+        bad: True,
+        good: False,
+    }
+    assert same(before[bad], after[bad])
+    assert same(expected[good], after[good])
+    assert not same(before[good], after[good])
+
+
+def one_good_step(model: nn.Module, optimizer: JointOptimizer, precision: Precision) -> None:
+    backward(model, precision)
+    assert not optimizer.step(Static(1.0)).skipped
+    optimizer.zero_grad()
+
+
+def backward(model: nn.Module, precision: Precision) -> None:
+    inputs, targets = batches(1)[0]
+    with precision.cast():
+        outputs = model(inputs)
+    nn.functional.cross_entropy(outputs.float(), targets).backward()
+
+
+def spoil(optimizer: JointOptimizer, part: str) -> None:
+    gradient = optimizer.parts[part].parameters[0].grad
+    assert gradient is not None
+    gradient.view(-1)[0] = INF
+
+
+@pytest.mark.parametrize(("skip", "dropped"), [("all", ["body", "head"]), ("each", ["head"])])
+def test_a_bad_micro_batch_is_dropped_by_all_or_by_its_part(skip: str, dropped: list[str]) -> None:
+    model, optimizer, precision = joint(skip=skip)
+    twin, other, _ = joint(skip=skip)
+    for number in range(3):
+        backward(model, precision)
+        if number == 1:
+            spoil(optimizer, "head")
+        amax = optimizer.accumulate()
+        assert torch.isfinite(amax) == (number != 1)
+        backward(twin, _)
+        for name in dropped if number == 1 else []:
+            for parameter in other.parts[name].parameters:
+                parameter.grad = torch.full_like(parameter, INF)
+        for part in other.parts.values():
+            part.accumulate()
+    result = optimizer.step(None)
+    for part in other.parts.values():
+        part.step(None)
+    assert result.dropped == 1
+    assert same(snapshot(model, optimizer), snapshot(twin, other))
+
+
+def test_a_whole_window_is_skipped_where_asked() -> None:
+    model, optimizer, precision = joint()
+    before = snapshot(model, optimizer)
+    for number in range(3):
+        backward(model, precision)
+        if number == 1:
+            spoil(optimizer, "head")
+        optimizer.accumulate()
+    assert optimizer.step(None, whole=True).skipped
+    assert same(before, snapshot(model, optimizer))
+
+
+def test_its_state_continues_bit_for_bit() -> None:
+    model, optimizer, precision = joint("mixed")
+    one_good_step(model, optimizer, precision)
+    twin, loaded, other = joint("mixed")
+    loaded.load_masters(twin, {**model.state_dict(), **optimizer.masters_by_name(model)})
+    loaded.load_state_dict(copy.deepcopy(optimizer.bare_state_dict()))
+    for net, own, cast in ((model, optimizer, precision), (twin, loaded, other)):
+        one_good_step(net, own, cast)
+    assert same(snapshot(model, optimizer), snapshot(twin, loaded))
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_weight_beyond_half_is_held_at_its_end_after_loading() -> None:
+    model, optimizer, _ = joint("mixed")
+    weights = {**model.state_dict(), **optimizer.masters_by_name(model)}
+    weights["0.weight"] = torch.full((8, 6), 1e6)
+    optimizer.load_masters(model, weights)
+    assert torch.equal(model[0].weight, torch.full((8, 6), 65504.0, dtype=torch.float16))
+    assert torch.equal(optimizer.master_of(model[0].weight), weights["0.weight"])
+    assert "48 weights" in (optimizer.saturation_warning(model) or "")
+
+
+def gan_trainer(
+    mode: str = "fp32",
+    half: str = "float16",
+    skip: str = "each",
+    scaler: Any = None,
+    losses: dict[str, Callable[..., Tensor]] | None = None,
+    plan: Plan | None = None,
+) -> Trainer:
+    torch.manual_seed(0)
+    model, precision = gan([1, 4, 4], latent=4, hidden=8), Precision(mode, half)
+    plain = {
+        name: torch.optim.Adam(getattr(model, name).parameters(), lr=1e-2)
+        for name in ("discriminator", "generator")
+    }
+    parts = {name: precision.prepare(model, own)[1] for name, own in plain.items()}
+    schedules = {
+        name: torch.optim.lr_scheduler.ExponentialLR(own, 0.9) for name, own in plain.items()
+    }
+    return Trainer(
+        model,
+        JointOptimizer(parts, skip=skip, own_losses=True),
+        losses or LOSSES,
+        precision,
+        scaler=scaler,
+        schedule=schedules,
+        plan=plan or Plan(),
+    )
+
+
+def images(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(8, 1, 4, 4, generator=generator), torch.zeros(8)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("skip", ["each", "all"])
+def test_a_gan_in_fp32_is_the_loop_by_hand(skip: str) -> None:
+    trainer = gan_trainer(skip=skip, scaler=Static(2.0**8))
+    model = copy.deepcopy(trainer.model)
+    judge = torch.optim.Adam(model.discriminator.parameters(), lr=1e-2)
+    maker = torch.optim.Adam(model.generator.parameters(), lr=1e-2)
+    rates = [torch.optim.lr_scheduler.ExponentialLR(own, 0.9) for own in (judge, maker)]
+    torch.manual_seed(5)
+    for batch in images(15):
+        trainer.train_step(batch)
+    torch.manual_seed(5)
+    for inputs, targets in images(15):
+        take_gradients(model, "discriminator", inputs, targets)
+        if skip == "each":  # They take turns: the generator meets the updated discriminator.
+            judge.step()
+        take_gradients(model, "generator", inputs, targets)
+        if skip == "all":
+            judge.step()
+        maker.step()
+        for rate in rates:
+            rate.step()
+    for (name, mine), theirs in zip(
+        trainer.model.state_dict().items(), model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(mine, theirs), name
+
+
+def take_gradients(model: Any, name: str, inputs: Tensor, targets: Tensor) -> None:
+    """The gradients of a loss, in the parameters of its own part and nowhere else."""
+    parameters = list(getattr(model, name).parameters())
+    loss = LOSSES[name](model(inputs, name), targets)
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+
+
+def broken(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The loss times inf: its gradients are not finite."""
+    return lambda outputs, targets: loss(outputs, targets) * INF
+
+
+def state_of(trainer: Trainer, name: str) -> Any:
+    part = trainer.optimizer.parts[name]  # type: ignore[union-attr]
+    rate = trainer.schedule[name].state_dict()  # type: ignore[index]
+    return copy.deepcopy([part.parameters, part.state_dict(), rate])
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize("bad", list(LOSSES))
+def test_one_loss_overflows_and_the_other_goes_on(mode: str, half: str, bad: str) -> None:
+    scalers = {"discriminator": Backoff(), "generator": LogMax()}
+    losses = {**LOSSES, bad: broken(LOSSES[bad])}
+    trainer = gan_trainer(mode, half, "each", scalers, losses)
+    before = {name: state_of(trainer, name) for name in LOSSES}
+    result = trainer.train_step(images(1)[0])
+    (good,) = set(LOSSES) - {bad}
+    assert same(before[bad], state_of(trainer, bad))
+    assert not same(before[good], state_of(trainer, good))
+    assert scalers[bad].scale <= 2.0**15
+    assert scalers[good].scale > scalers[bad].scale
+    assert trainer.progress.part_skips == {bad: 1, good: 0}
+    assert (trainer.progress.steps, trainer.progress.skipped) == (1, 0)
+    assert trainer.progress.skipped_in_a_row == 1
+    assert result.parts is not None
+    assert torch.isfinite(result.parts[good].loss)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize("bad", list(LOSSES))
+def test_one_loss_overflows_and_nobody_moves(mode: str, half: str, bad: str) -> None:
+    losses = {**LOSSES, bad: broken(LOSSES[bad])}
+    scaler = Backoff()
+    trainer = gan_trainer(mode, half, "all", scaler, losses)
+    buffers = copy.deepcopy(list(trainer.model.buffers()))
+    before = {name: state_of(trainer, name) for name in LOSSES}
+    assert trainer.train_step(images(1)[0]).skipped
+    assert same(before, {name: state_of(trainer, name) for name in LOSSES})
+    assert same(buffers, list(trainer.model.buffers()))
+    assert scaler.scale == 2.0**15
+    assert (trainer.progress.steps, trainer.progress.skipped) == (0, 1)
+
+
+@pytest.mark.parametrize("skip", ["each", "all"])
+def test_a_shared_scaler_is_told_once_a_step_of_the_largest(skip: str) -> None:
+    class Noting(Static):
+        def __init__(self) -> None:
+            super().__init__(2.0**4)
+            self.told: list[Tensor] = []
+
+        def update(self, amax: Tensor) -> None:
+            self.told.append(amax)
+
+    scaler = Noting()
+    trainer = gan_trainer(skip=skip, scaler=scaler)
+    results = [trainer.train_step(batch) for batch in images(4)]
+    assert [r.parts is not None for r in results] == [True] * 4
+    largest = [max(part.amax for part in result.each().values()) for result in results]
+    assert scaler.told == largest
+
+
+@pytest.mark.parametrize("skip", ["each", "all"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_scaler_can_start_from_a_probe(skip: str, shared: bool) -> None:
+    def waiting() -> LogMax:
+        return LogMax(init_scale="probe")
+
+    scaler: Any = waiting() if shared else {name: waiting() for name in LOSSES}
+    trainer = gan_trainer("mixed", skip=skip, scaler=scaler)
+    before = copy.deepcopy(trainer.model.state_dict())
+    trainer.probe(images(1)[0])
+    assert not any(own.wants_probe for own in trainer.scalers.values())  # type: ignore[attr-defined]
+    assert same(dict(before), dict(trainer.model.state_dict()))
+    assert not trainer.train_step(images(1)[0]).any_skipped()
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize("skip", ["each", "all"])
+def test_a_gan_resumes_bit_for_bit(mode: str, half: str, skip: str) -> None:
+    def fresh() -> Trainer:
+        scalers = {"discriminator": Backoff(), "generator": LogMax()}
+        return gan_trainer(mode, half, skip, scalers, plan=Plan(accumulate=2, clip_norm=1.0))
+
+    whole, first, second = fresh(), fresh(), fresh()
+    data = images(12)
+    torch.manual_seed(7)
+    for at in range(0, 12, 2):
+        whole.train_step(*data[at : at + 2])
+    torch.manual_seed(7)
+    for at in range(0, 6, 2):
+        first.train_step(*data[at : at + 2])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for at in range(6, 12, 2):
+        second.train_step(*data[at : at + 2])
+    assert same(whole.state_dict(), second.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: joint(skip="some"), r"optimizer\.skip=some: must be all or each"),
+        (lambda: gan_trainer(scaler={"generator": Backoff()}), r"loss_scaling: scalers for generator; the losses are discriminator, generator"),
+        (lambda: gan_trainer(losses={"judge": discriminator_loss}), r"optimizer\.parts=discriminator, generator: the losses are judge; give each an optimizer by its name"),
+        (lambda: one_loss({"a": Backoff()}), r"optimizer\.scalers=each: there is one loss, and one backward pass has one scale; use optimizer\.scalers=shared"),
+        (lambda: twice(), r"optimizer\.parts: 2 parameters are in one and in two; each belongs to one part"),
+        (lambda: with_closure(), r"optimizer\.parts\.one=LBFGS: needs a closure, and steps alone; choose an optimizer without one"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(make: Callable[[], Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        make()
+
+
+def one_loss(scaler: Any) -> Trainer:
+    model, optimizer, precision = joint()
+    return Trainer(model, optimizer, nn.CrossEntropyLoss(), precision, scaler=scaler)
+
+
+def twice() -> JointOptimizer:
+    model, precision = nn.Linear(2, 2), Precision()
+    plain = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
+    one, two = (precision.prepare(model, own)[1] for own in plain)
+    return JointOptimizer({"one": one, "two": two})
+
+
+def with_closure() -> JointOptimizer:
+    model = nn.Linear(2, 2)
+    return JointOptimizer(
+        {"one": Precision().prepare(model, torch.optim.LBFGS(model.parameters()))[1]}
+    )
+
+
+def test_another_runs_parts_are_refused() -> None:
+    _, optimizer, _ = joint()
+    with pytest.raises(
+        CheckpointError, match=r"optimizer\.parts: the checkpoint has a, this run body, head"
+    ):
+        optimizer.load_state_dict({"a": {}})
+
+
+def test_another_runs_scalers_are_refused() -> None:
+    shared, each = gan_trainer(scaler=Backoff()), gan_trainer(scaler={n: Backoff() for n in LOSSES})
+    with pytest.raises(
+        CheckpointError,
+        match="loss_scaling: the checkpoint has a single one, this run discriminator, generator",
+    ):
+        each.load_state_dict(shared.state_dict())

@@ -1,0 +1,88 @@
+"""Which optimizer gets which parameter, from patterns and from the shipped configurations."""
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch import nn
+
+from mpframe import build
+from mpframe.command_line import checked
+from mpframe.errors import ConfigError
+from mpframe.locations import CONF
+from mpframe.models import mlp
+from mpframe.optimizer_parts import Selection, divided
+
+
+def names(model: nn.Module, parts: dict[str, list[nn.Parameter]]) -> dict[str, list[str]]:
+    known = {parameter: name for name, parameter in model.named_parameters()}
+    return {part: [known[parameter] for parameter in own] for part, own in parts.items()}
+
+
+def test_the_first_part_that_selects_a_parameter_gets_it() -> None:
+    model = mlp(4, classes=2, hidden=8)
+    parts = divided(
+        model,
+        {"matrices": Selection(["*"], without=["head.*"], ndim=2), "rest": Selection(["*"])},
+    )
+    assert names(model, parts) == {
+        "matrices": ["hidden1.linear.weight", "hidden2.linear.weight"],
+        "rest": ["hidden1.linear.bias", "hidden2.linear.bias", "head.weight", "head.bias"],
+    }
+
+
+def test_frozen_and_tied_parameters() -> None:
+    model = mlp(8, classes=8, hidden=8)
+    model.hidden1.linear.weight.requires_grad_(False)
+    model.head.weight = model.hidden2.linear.weight
+    parts = divided(model, {"all": Selection()})
+    assert len(parts["all"]) == len({p for p in model.parameters() if p.requires_grad}) == 4
+
+
+@pytest.mark.parametrize(
+    ("selections", "line"),
+    [
+        ({"head": Selection(["head.*"])}, r'optimizer\.parts: none of head takes hidden1\.linear\.weight; add a last part with parameters=\["\*"\]'),
+        ({"a": Selection(), "b": Selection(["hed.weight"])}, r"optimizer\.parts\.b\.parameters=\['hed\.weight'\]: no parameter is left for it; nearest: head\.weight"),
+        ({"a": Selection(), "b": Selection(["*"], ndim=7)}, r"optimizer\.parts\.b\.parameters=\['\*'\]: no parameter is left for it; the names are hidden1\.linear\.weight"),
+    ],
+)  # fmt: skip
+def test_what_divides_nothing_is_refused(selections: dict[str, Selection], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        divided(mlp(4, classes=2, hidden=8), selections)
+
+
+def trainer_of(*overrides: str) -> "build.Trainer":
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = checked(compose("config", overrides=["device=cpu", *overrides]))
+    return build.build_trainer(config, build.build_task(config), batches=4)
+
+
+def test_muon_gets_the_matrices() -> None:
+    trainer = trainer_of("optimizer=muon_adamw", "model=mlp", "dtype=mixed")
+    (matrices, rest) = trainer.optimizer.parts.values()  # type: ignore[union-attr]
+    assert isinstance(matrices.optimizer, torch.optim.Muon)
+    assert [tuple(p.shape) for p in matrices.parameters] == [(256, 64), (256, 256)]
+    assert len(rest.parameters) == 4
+    assert list(trainer.schedule) == ["matrices", "rest"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["optimizer=gan"], r"optimizer\.parts\.discriminator\.parameters=\['discriminator\.\*'\]|optimizer\.parts: none of discriminator, generator takes"),
+        (["optimizer=muon_adamw", "model=mlp", "optimizer.scalers=each"], r"optimizer\.scalers=each: there is one loss"),
+        (["optimizer=muon_adamw", "optimizer.parts.rest.lr=-1"], r"optimizer\.parts\.rest\.lr=-1: must be a number > 0"),
+        (["optimizer=muon_adamw", "optimizer.skip=some"], r"optimizer\.skip=some: must be one of all, each"),
+        (["experiment=digits_gan", "optimizer=adamw"], r"optimizer\.parts=none: the losses are discriminator, generator; give each an optimizer"),
+        (["experiment=digits_gan", "trainer.on_loss_spike=skip"], r"trainer\.on_loss_spike=skip: judges one loss, and the dataset has 2"),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_does_not_fit_is_refused(overrides: list[str], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        trainer_of(*overrides)
+
+
+@pytest.mark.parametrize(("scalers", "count"), [("shared", 1), ("each", 2)])
+def test_scalers_by_configuration(scalers: str, count: int) -> None:
+    trainer = trainer_of("experiment=digits_gan", f"optimizer.scalers={scalers}")
+    assert len(trainer.scalers) == count
