@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mpframe.command_line import prepare
 
@@ -53,6 +54,20 @@ def test_the_loop_of_the_readme_runs_as_it_stands(capsys: pytest.CaptureFixture[
     first, last = (float(line.split()[1]) for line in (printed[0], printed[-1]))
     assert 0.0 < last < 10.0
     assert first != last
+
+
+def test_the_joint_optimizer_of_the_documentation_steps() -> None:
+    page = (ROOT / "docs" / "several.md").read_text()
+    found = re.search(r"<!-- run: several -->\n```python\n(.*?)```", page, re.S)
+    assert found is not None
+    model = torch.nn.Linear(4, 3)
+    names: dict[str, Any] = {"torch": torch, "model": model}
+    names |= {"matrices": [model.weight], "others": [model.bias]}
+    exec(compile(found[1], "several.md", "exec"), names)
+    with names["precision"].cast():
+        loss = model(torch.ones(2, 4)).float().square().mean()
+    (loss * names["scaler"].scale).backward()
+    assert not names["optimizer"].step(names["scaler"], max_norm=1.0).skipped
 
 
 def test_the_layout_names_what_is_there() -> None:

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 
 from mpframe import Backoff, OpLists, Precision, Trainer
-from mpframe.models import cnn, mlp, resnet18
+from mpframe.data.adversarial import discriminator_loss, generator_loss
+from mpframe.locations import CONF
+from mpframe.models import cnn, gan, mlp, resnet18
+from mpframe.precision import JointOptimizer
 from mpframe.trainer import Plan
 
 FP32 = torch.float32
@@ -86,6 +89,31 @@ def test_no_silent_promotion(name: str, mode: str, half: str, lists: str, comput
         trainer.train_step(batch, batch)
     assert not result.skipped
     assert torch.isfinite(result.loss)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("skip", ["all", "each"])
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_no_silent_promotion_with_two_losses(mode: str, half: str, skip: str) -> None:
+    precision = Precision(mode, half)
+    model = gan((3, 16, 16), latent=4, hidden=8)
+    parts = {
+        name: precision.prepare(model, torch.optim.Adam(getattr(model, name).parameters()))[1]
+        for name in ("discriminator", "generator")
+    }
+    losses = {"discriminator": discriminator_loss, "generator": generator_loss}
+    optimizer = JointOptimizer(parts, skip=skip, own_losses=True)
+    trainer = Trainer(
+        model, optimizer, losses, precision, scaler=Backoff(2.0**8), plan=Plan(clip_norm=1.0)
+    )
+    with NoSilentPromotion():
+        result = trainer.train_step((IMAGES, TARGETS))
+        trainer.train_step((IMAGES, TARGETS), (IMAGES, TARGETS))
+    assert not result.any_skipped()
+
+
+def test_every_shipped_model_is_here() -> None:
+    shipped = {path.stem for path in (CONF / "model").glob("*.yaml")} - {"own"}
+    assert shipped == {*MODELS, "gan"} - {"attention", "recurrent"}
 
 
 def test_the_watch_sees_a_promotion() -> None:
