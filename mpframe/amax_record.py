@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mpframe.durable import write_atomically
 from mpframe.errors import DataError
 
 FILE_NAME = "log2_amax.txt"
@@ -30,7 +31,7 @@ class AmaxRecord:
         self._path = folder / FILE_NAME
         self._waiting: list[Tensor] = []
         older = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
-        self._path.write_text("".join(older[:kept]))
+        write_atomically(self._path, "".join(older[:kept]))
 
     def add(self, amax: Tensor) -> None:
         """Keep one step's amax (0-d, any device); no wait except once in many steps."""

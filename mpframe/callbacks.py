@@ -1,7 +1,9 @@
-"""What watches a run: curves, checkpoints, the progress bar, the guard against endless skips."""
+"""What watches a run: curves, the last validation, the progress bar, guards."""
 
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mpframe import checkpoint
 from mpframe.amax_record import AmaxRecord
 from mpframe.errors import DivergedError
 from mpframe.evaluation import Evaluation
+from mpframe.interruption import Interruption
 from mpframe.memory import peak_memory
 from mpframe.precision import JointOptimizer
 from mpframe.step import StepResult
@@ -25,6 +27,9 @@ log = logging.getLogger(__name__)
 class Curves(Callback):
     """Writes the run's scalars to TensorBoard; the x axis is the number of steps tried.
 
+    What was written at the last step is part of a checkpoint, and a resumed run writes it again: a
+    run may have been stopped between a step's training scalars and its validation's.
+
     Args:
         tracker: where they go.
         log_every: steps between two writes of the training scalars; a skipped step is always
@@ -33,27 +38,49 @@ class Curves(Callback):
     """
 
     def __init__(self, tracker: Tracker, log_every: int, batch_size: int) -> None:
-        self.last: StepResult | None = None
+        self.train_loss: float | Tensor | None = None
         self.samples_per_second: float | None = None
         self._tracker = tracker
         self._log_every = log_every
         self._batch_size = batch_size
         self._since = time.perf_counter()
         self._samples = 0
+        self._last: tuple[int, dict[str, float]] = (0, {})
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """Log the step where it is due."""
-        self.last = result
+        if result.loss is not None:
+            self.train_loss = result.loss
         self._samples += self._batch_size * trainer.plan.accumulate
         attempts = trainer.progress.attempts
         if attempts % self._log_every == 0 or trainer.progress.skipped_in_a_row:
-            self._tracker.scalars(attempts, self._of_step(trainer, result))
+            self._write(attempts, self._of_step(trainer, result))
 
     def after_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Log the validation."""
         values = {Tag.LOSS_VAL: evaluation.loss, metric_tag(evaluation.metric): evaluation.value}
-        self._tracker.scalars(trainer.progress.attempts, values)
+        self._write(trainer.progress.attempts, values)
         self._restart_clock()
+
+    def before_save(self, trainer: Trainer) -> None:
+        """Wait until the curves are in their file: none is to be older than a checkpoint."""
+        self._tracker.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last loss, and what was written at the last step."""
+        loss = None if self.train_loss is None else float(self.train_loss)
+        step, values = self._last
+        return {"train_loss": loss, "step": step, "values": values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the last loss, and write again what was written at the last step."""
+        self.train_loss = state["train_loss"]
+        self._write(state["step"], state["values"])
+
+    def _write(self, step: int, values: Mapping[str, float | Tensor]) -> None:
+        numbers = self._tracker.scalars(step, values)
+        kept = self._last[1] if self._last[0] == step else {}
+        self._last = step, {**kept, **{str(tag): number for tag, number in numbers.items()}}
 
     def _of_step(self, trainer: Trainer, result: StepResult) -> dict[str, float | Tensor]:
         values: dict[str, float | Tensor] = {
@@ -99,42 +126,6 @@ def _of_part(trainer: Trainer, name: str, part: StepResult) -> dict[str, float |
     return values
 
 
-class Checkpoints(Callback):
-    """Saves the run every so many steps, or after each epoch.
-
-    Args:
-        folder: the run's folder.
-        every: steps between two checkpoints; None: after each epoch.
-        keep_last: how many to keep.
-        tracker: flushed before a checkpoint, so that no curve is older than it.
-    """
-
-    def __init__(self, folder: Path, every: int | None, keep_last: int, tracker: Tracker) -> None:
-        self._folder = folder
-        self._every = every
-        self._keep_last = keep_last
-        self._tracker = tracker
-
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Save where it is due, but never from a step that was skipped: the last good one stays."""
-        if (
-            self._every
-            and trainer.progress.attempts % self._every == 0
-            and not bool(result.skipped)
-        ):
-            self._save(trainer)
-
-    def after_epoch(self, trainer: Trainer) -> None:
-        """Save after an epoch, unless saving goes by steps or the run is failing."""
-        if not self._every and not trainer.progress.skipped_in_a_row:
-            self._save(trainer)
-
-    def _save(self, trainer: Trainer) -> None:
-        self._tracker.flush()
-        state = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
-        checkpoint.save(self._folder, trainer.progress.attempts, state, self._keep_last)
-
-
 class RecordAmax(Callback):
     """Keeps the largest gradient of every step in the run's folder, for replays.
 
@@ -150,13 +141,32 @@ class RecordAmax(Callback):
         """Keep the step's amax."""
         self._record.add(result.amax)
 
-    def after_epoch(self, trainer: Trainer) -> None:
-        """Write what was kept, before a checkpoint counts on it."""
+    def before_save(self, trainer: Trainer) -> None:
+        """Write what was kept: a checkpoint counts on it."""
         self.flush()
 
     def flush(self) -> None:
         """Write what was kept."""
         self._record.flush()
+
+
+class LastEvaluation(Callback):
+    """Keeps the last validation for the summary."""
+
+    def __init__(self) -> None:
+        self.value: Evaluation | None = None
+
+    def after_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Keep it."""
+        self.value = evaluation
+
+    def state_dict(self) -> dict[str, Any]:
+        """The validation, if there was one."""
+        return {"value": None if self.value is None else asdict(self.value)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved one."""
+        self.value = None if state["value"] is None else Evaluation(**state["value"])
 
 
 class SaturationWarning(Callback):
@@ -239,6 +249,25 @@ def _cause(trainer: Trainer, result: StepResult) -> str:
         f"the loss is finite and its gradients overflow at scale {float(result.scale):g}: "
         "lower loss_scaling.min_scale or pin the overflowing module to fp32 in ops.modules"
     )
+
+
+class StopOnSignal(Callback):
+    """Ends a run that was asked to stop: between two steps, or between two validated batches.
+
+    Args:
+        interruption: knows whether a signal came. Comes last: all else is done with the step.
+    """
+
+    def __init__(self, interruption: Interruption) -> None:
+        self._interruption = interruption
+
+    def during_evaluation(self, trainer: Trainer) -> None:
+        """Abandon the validation where a signal came; a resumed run makes it anew."""
+        self._interruption.raise_if_received()
+
+    def between_steps(self, trainer: Trainer) -> None:
+        """Raise RunInterrupted where a signal came."""
+        self._interruption.raise_if_received()
 
 
 class Bar(Callback):

@@ -194,7 +194,27 @@ class TrainerOptions:
     checkpoint_every: int | None = option(
         None, "Save every so many steps; null: after each epoch.", unit="steps", low=1
     )
+    checkpoint_minutes: float | None = option(
+        None, "Save whenever so much time has passed.", unit="minutes", above=0.0
+    )
     keep_last: int = option(2, "Checkpoints kept, the newest ones.", unit="checkpoints", low=1)
+    keep_best: int = option(
+        0,
+        "Checkpoints kept besides, the best by the validation metric; each is saved when made.",
+        unit="checkpoints",
+        low=0,
+    )
+    async_save: bool = option(
+        False, "Write checkpoints while training goes on; takes memory for a second copy."
+    )
+    on_save_error: str = option(
+        "stop",
+        "What a checkpoint that cannot be written does to the run.",
+        choices=("stop", "warn"),
+    )
+    requeue: bool = option(
+        False, "Under Slurm, put the job back into the queue when SIGUSR1 stops it."
+    )
     log_every: int = option(
         10, "Write scalars to TensorBoard every so many steps.", unit="steps", low=1
     )

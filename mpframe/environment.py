@@ -44,6 +44,21 @@ def environment_text() -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in cells.items())])
 
 
+def arithmetic(device: torch.device) -> dict[str, str]:
+    """What the last bit of a sum may depend on, besides the configuration.
+
+    Args:
+        device: that the run computes on.
+    """
+    cuda = device.type == "cuda"
+    return {
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "device": torch.cuda.get_device_name(device) if cuda else device.type,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
 def shown_command(arguments: Iterable[str], environment: Mapping[str, str]) -> str:
     """The command line, each secret in it replaced by `***`.
 

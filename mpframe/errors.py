@@ -2,13 +2,20 @@
 
 import difflib
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
 class MpframeError(Exception):
-    """Something the user can mend. Its text is one line and names the way out."""
+    """Something the user can mend. Its text is one line and names the way out.
+
+    Attributes:
+        exit_code: what the program ends with.
+    """
+
+    exit_code = 1
 
 
 class ConfigError(MpframeError):
@@ -25,6 +32,20 @@ class CheckpointError(MpframeError):
 
 class DivergedError(MpframeError):
     """The run cannot go on: the loss or the gradients stay non-finite."""
+
+
+class RunInterrupted(MpframeError):  # noqa: N818 - not an error, but the way out of the loop
+    """A signal asked the run to stop; it ends with 128 + the signal's number, as in a shell.
+
+    Args:
+        received: the signal.
+        advice: what to do next.
+    """
+
+    def __init__(self, received: signal.Signals, advice: str = "") -> None:
+        super().__init__(f"stopped by {received.name}" + (f"; {advice}" if advice else ""))
+        self.received = received
+        self.exit_code = 128 + received
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:

@@ -13,11 +13,12 @@ from typing import Any
 from mpframe import build, checkpoint
 from mpframe.command_line import refuse_unwritable
 from mpframe.config import Config
+from mpframe.durable import write_atomically
 from mpframe.errors import ConfigError, nearest, one_line_exit, take_options
 from mpframe.evaluation import Evaluation
 from mpframe.saved_weights import KINDS, averages_of, steps_tried, weights_of
 from mpframe.stored_config import config_of
-from mpframe.summary import strict_json, write_atomically
+from mpframe.summary import strict_json
 from mpframe.trainer import Trainer
 
 _OPTIONS = ("checkpoint", "out", "weights")

@@ -12,11 +12,19 @@ from mpframe.precision import JointOptimizer, MasterWeights
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One validation: the mean loss per sample, and the metric by name."""
+    """One validation: the mean loss per sample, and the metric by name.
+
+    Attributes:
+        loss: mean loss per sample.
+        metric: the metric's name; `none` without one.
+        value: its value; nan without one.
+        higher_is_better: the metric's direction; None where it does not tell.
+    """
 
     loss: float
     metric: str
     value: float
+    higher_is_better: bool | None = None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from mpframe.command_line import checked, prepare
-from mpframe.errors import MpframeError
+from mpframe.errors import MpframeError, RunInterrupted
 from mpframe.locations import CONF
 
 
@@ -24,7 +24,10 @@ class JobError(CompactHydraException):
 
 
 def main() -> None:
-    """Train as the command line says; the exit code is 1 where it could not."""
+    """Train as the command line says.
+
+    The exit code is 1 where it could not, and 128 + the signal's number where one stopped it.
+    """
     try:
         sys.argv[1:] = prepare(sys.argv[1:])
         failures: list[MpframeError] = []
@@ -35,6 +38,8 @@ def main() -> None:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         sys.exit(_printed(error))
+    except KeyboardInterrupt:  # Before there was a run that could be saved.
+        sys.exit(130)
 
 
 def _hydra_main(failures: list[MpframeError]) -> None:
@@ -52,6 +57,8 @@ def _hydra_main(failures: list[MpframeError]) -> None:
             Run(config, composed, Path(HydraConfig.get().runtime.output_dir)).train()
         except MpframeError as error:
             if HydraConfig.get().mode is RunMode.MULTIRUN:
+                if isinstance(error, RunInterrupted):
+                    sys.exit(_printed(error))  # The jobs that are left are not started either.
                 raise JobError(str(error)) from error
             failures.append(error)
 
@@ -60,4 +67,4 @@ def _hydra_main(failures: list[MpframeError]) -> None:
 
 def _printed(error: MpframeError) -> int:
     print(f"mpframe: {error}", file=sys.stderr)
-    return 1
+    return error.exit_code

@@ -45,6 +45,7 @@ class Progress:
         dropped: micro-batches left out of an accumulated step.
         epoch: passes completed.
         batch: micro-batches of the present pass that were used.
+        validated: attempts at the last validation; 0 before the first.
         part_skips: skipped steps of each optimizer, where there are several.
         part_skips_in_a_row: of each, since its last applied step.
     """
@@ -55,6 +56,7 @@ class Progress:
     dropped: int = 0
     epoch: int = 0
     batch: int = 0
+    validated: int = 0
     part_skips: dict[str, int] = field(default_factory=dict)
     part_skips_in_a_row: dict[str, int] = field(default_factory=dict)
 
@@ -62,6 +64,12 @@ class Progress:
     def attempts(self) -> int:
         """Steps tried, applied or skipped."""
         return self.steps + self.skipped
+
+    def count_batches(self, used: int, per_epoch: int) -> None:
+        """Move on by the micro-batches of a step; behind the last one the next pass begins."""
+        self.batch += used
+        if self.batch >= per_epoch:
+            self.epoch, self.batch = self.epoch + 1, 0
 
     def tried(self, skips: Mapping[str, bool], dropped: int) -> None:
         """Count a step.

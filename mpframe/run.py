@@ -5,7 +5,9 @@ Whatever way a run ends, `summary.json` says so: finished, interrupted, diverged
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -13,38 +15,34 @@ from omegaconf import DictConfig, OmegaConf
 from mpframe import build, checkpoint
 from mpframe.callbacks import (
     Bar,
-    Checkpoints,
     Curves,
+    LastEvaluation,
     RecordAmax,
     SaturationWarning,
     SkipGuard,
     SpikeReport,
+    StopOnSignal,
 )
 from mpframe.check import flatten
+from mpframe.checkpoint import retention
 from mpframe.config import Config
 from mpframe.conversion import rounding
+from mpframe.durable import write_atomically
 from mpframe.environment import environment_text
-from mpframe.errors import CheckpointError, ConfigError, DivergedError
-from mpframe.evaluation import Evaluation
+from mpframe.errors import CheckpointError, ConfigError, DivergedError, RunInterrupted
+from mpframe.interruption import Interruption
 from mpframe.memory import peak_memory
 from mpframe.precision import as_table
+from mpframe.requeue import requeue
+from mpframe.resuming import Resume
+from mpframe.run_lock import RunLock
 from mpframe.saved_weights import fitted, weights_of
-from mpframe.summary import Status, Summary, write_atomically
+from mpframe.saving import Checkpoints, SavePlan
+from mpframe.summary import Status, Summary
 from mpframe.tracking import Tag, Tracker, metric_tag
 from mpframe.trainer import Callback, Trainer
 
 log = logging.getLogger(__name__)
-
-
-class LastEvaluation(Callback):
-    """Keeps the last validation for the summary."""
-
-    def __init__(self) -> None:
-        self.value: Evaluation | None = None
-
-    def after_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Keep it."""
-        self.value = evaluation
 
 
 class Run:
@@ -58,29 +56,41 @@ class Run:
 
     def __init__(self, config: Config, composed: DictConfig, folder: Path) -> None:
         self.config = config
+        self.config_text = _resolved_text(composed)
         self.folder = folder
         self.started = time.perf_counter()
         self.trainer: Trainer | None = None
         self.curves: Curves | None = None
         self.evaluation = LastEvaluation()
-        _refuse_used_folder(folder, config.run.resume)
-        write_atomically(folder / "config_resolved.yaml", _resolved_text(composed))
+        self.interruption = Interruption()
 
     def train(self) -> Summary:
         """Train, and write the summary however it ends.
 
         Raises:
-            MpframeError: the run could not start or go on; the summary is written.
-            KeyboardInterrupt: the user stopped it; the summary is written.
+            MpframeError: the run could not start or go on; the summary is written, unless the
+                folder belongs to another run.
+            RunInterrupted: a signal stopped it; checkpoint and summary are written.
         """
+        with RunLock(self.folder), self.interruption:
+            _refuse_used_folder(self.folder, self.config.run.resume)
+            retention.tidy(self.folder)
+            write_atomically(self.folder / "config_resolved.yaml", self.config_text)
+            return self._train()
+
+    def _train(self) -> Summary:
         try:
             self._fit()
         except DivergedError as error:
             self._finish(Status.DIVERGED, str(error))
             raise
-        except KeyboardInterrupt:
-            self._finish(Status.INTERRUPTED, "stopped from the keyboard")
-            raise
+        except RunInterrupted as stop:
+            self._finish(Status.INTERRUPTED, str(stop))
+            if self.config.trainer.requeue:
+                requeue(stop.received)
+            raise RunInterrupted(
+                stop.received, f"continue with resume=auto hydra.run.dir={self.folder}"
+            ) from None
         except BaseException as error:
             self._finish(Status.FAILED, str(error).splitlines()[0] if str(error) else repr(error))
             raise
@@ -95,26 +105,43 @@ class Run:
         self._announce(trainer)
         if config.trainer.max_steps == 0:
             return
-        self._load(trainer)
-        total = trainer.plan.total_steps(len(train))
-        record = RecordAmax(self.folder, trainer.progress.attempts)
-        bar = Bar(total, trainer.progress.attempts, config.trainer.progress)
+        if config.run.init_from is not None:
+            self._take_weights(trainer, config.run.init_from)
+        states = Resume(config.run.resume, self.folder, self.config_text).into(trainer)
+        attempts = trainer.progress.attempts
+        record = RecordAmax(self.folder, attempts)
+        bar = Bar(trainer.plan.total_steps(len(train)), attempts, config.trainer.progress)
+        saves = Checkpoints(self.folder, self._save_plan(), self.config_text)
         try:
-            with Tracker(self.folder, purge_step=trainer.progress.attempts + 1) as tracker:
-                trainer.callbacks = [record, *self._watchers(tracker), bar]
+            # The curves of a checkpoint's own step are in it, and are written again.
+            with Tracker(self.folder, purge_step=max(1, attempts)) as tracker:
+                trainer.callbacks = [record, *self._watchers(tracker, saves), bar]
                 self._describe(tracker, trainer)
-                trainer.fit(train, val)
+                _restore(trainer.callbacks, states)
+                with self.interruption.deferred(), saves.around(trainer):
+                    trainer.fit(train, val)
                 tracker.finished()
         finally:
             record.flush()
             bar.close()
 
-    def _watchers(self, tracker: Tracker) -> list[Callback]:
+    def _watchers(self, tracker: Tracker, saves: Checkpoints) -> list[Callback]:
         options = self.config.trainer
         self.curves = Curves(tracker, options.log_every, self.config.data.batch_size)
-        saves = Checkpoints(self.folder, options.checkpoint_every, options.keep_last, tracker)
-        guard = SkipGuard(options.max_consecutive_skips)
-        return [self.curves, SpikeReport(), guard, SaturationWarning(), self.evaluation, saves]
+        guards = [SpikeReport(), SkipGuard(options.max_consecutive_skips), SaturationWarning()]
+        # Saving comes after all that is due at a step, and stopping after saving.
+        return [self.curves, *guards, self.evaluation, saves, StopOnSignal(self.interruption)]
+
+    def _save_plan(self) -> SavePlan:
+        options = self.config.trainer
+        return SavePlan(
+            every=options.checkpoint_every,
+            minutes=options.checkpoint_minutes,
+            keep_last=options.keep_last,
+            keep_best=options.keep_best,
+            background=options.async_save,
+            on_error=options.on_save_error,
+        )
 
     def _announce(self, trainer: Trainer) -> None:
         rows = trainer.precision.dtype_map(trainer.model)
@@ -137,8 +164,7 @@ class Run:
     def _describe(self, tracker: Tracker, trainer: Trainer) -> None:
         name = trainer.metric().name if trainer.metric else "none"
         rows = trainer.precision.dtype_map(trainer.model)
-        text = (self.folder / "config_resolved.yaml").read_text()
-        tracker.text(Tag.TEXT_CONFIG, f"```yaml\n{text}\n```")
+        tracker.text(Tag.TEXT_CONFIG, f"```yaml\n{self.config_text}\n```")
         tracker.text(Tag.TEXT_DTYPE_MAP, f"```\n{as_table(rows)}\n```")
         tracker.text(Tag.TEXT_ENVIRONMENT, environment_text())
         tracker.layout([name])
@@ -162,19 +188,6 @@ class Run:
             "epochs": config.trainer.epochs,
             "seed": config.run.seed,
         }
-
-    def _load(self, trainer: Trainer) -> None:
-        """Take the weights of `init_from`, or continue what `resume` names."""
-        run = self.config.run
-        if run.init_from is not None:
-            self._take_weights(trainer, run.init_from)
-        source = _resume_from(run.resume, self.folder)
-        if source is None:
-            return
-        state = checkpoint.load(source)
-        trainer.load_state_dict(state["trainer"])
-        checkpoint.restore_rng(state["rng"])
-        log.info("resumed from %s at step %d", source, trainer.progress.attempts)
 
     def _take_weights(self, trainer: Trainer, source: str) -> None:
         """Start from another run's weights, all but those that may differ."""
@@ -209,7 +222,8 @@ class Run:
         return summary
 
     def _summary(self, status: Status, reason: str | None) -> Summary:
-        config, trainer, last = self.config, self.trainer, self.curves and self.curves.last
+        config, trainer = self.config, self.trainer
+        train_loss = self.curves.train_loss if self.curves else None
         progress = trainer.progress if trainer else None
         evaluation = self.evaluation.value
         return Summary(
@@ -218,7 +232,7 @@ class Run:
             steps=progress.steps if progress else 0,
             skipped_steps=progress.skipped if progress else 0,
             epochs=progress.epoch if progress else 0,
-            train_loss=float(last.loss) if last and last.loss is not None else None,
+            train_loss=None if train_loss is None else float(train_loss),
             val_loss=evaluation.loss if evaluation else None,
             metric=evaluation.metric if evaluation else None,
             val_metric=evaluation.value if evaluation else None,
@@ -253,19 +267,17 @@ def _resolved_text(composed: DictConfig) -> str:
     return OmegaConf.to_yaml(shown)
 
 
-def _resume_from(resume: str, folder: Path) -> Path | None:
-    if resume == "none":
-        return None
-    if resume != "auto":
-        if not Path(resume).exists():
+def _restore(callbacks: Sequence[Callback], states: dict[str, Any]) -> None:
+    for callback in callbacks:
+        name = type(callback).__name__
+        try:
+            if name in states:
+                callback.load_state_dict(states[name])
+        except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"resume={resume}: no such folder; name a run's folder or a checkpoint"
-            )
-        return Path(resume)
-    found = checkpoint.all_in(folder)
-    if not found:
-        log.info("resume=auto: no checkpoint in %s, starting from the beginning", folder)
-    return found[-1] if found else None
+                f"resume: the checkpoint's state of {name} does not fit ({error!r}); "
+                "resume from another checkpoint"
+            ) from None
 
 
 def _refuse_used_folder(folder: Path, resume: str) -> None:

@@ -6,13 +6,13 @@ a number that is not finite is written as the string "nan", "inf" or "-inf"; nul
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
+from mpframe.durable import write_atomically
 from mpframe.errors import MpframeError
 
 FILE_NAME = "summary.json"
@@ -106,33 +106,6 @@ class Summary:
 def strict_json(entries: Mapping[str, Any]) -> str:
     """`entries` as a JSON object, one entry a line; numbers that are not finite become words."""
     return json.dumps({key: _to_json(value) for key, value in entries.items()}, indent=2) + "\n"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Put `text` at `path` so that a reader or a crash meets the old content or the new one.
-
-    Raises:
-        OSError: the folder cannot be written; `path` is as before and nothing is left behind.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """The new name is on the disk only after its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _to_json(value: Any) -> Any:

@@ -24,8 +24,9 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from mpframe.durable import write_atomically
 from mpframe.errors import MpframeError
-from mpframe.summary import FILE_NAME, Summary, write_atomically
+from mpframe.summary import FILE_NAME, Summary
 
 NO_SUMMARY = "no summary"
 COLUMNS = (

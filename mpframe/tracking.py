@@ -99,7 +99,7 @@ class Tracker:
         self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
         self._events: Any = self._writer.file_writer
 
-    def scalars(self, step: int, values: Mapping[str, float | Tensor]) -> None:
+    def scalars(self, step: int, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Log `values` at `step` as one event.
 
         Args:
@@ -107,8 +107,10 @@ class Tracker:
             values: per tag a number or a 0-d tensor of any dtype, inf and nan included. This is
                 where the tensors are waited for: one transfer for all of a device's.
         """
-        numbers = _to_numbers(values).items()
-        self._add(Summary(value=[Summary.Value(tag=t, simple_value=n) for t, n in numbers]), step)
+        numbers = _to_numbers(values)
+        entries = [Summary.Value(tag=tag, simple_value=n) for tag, n in numbers.items()]
+        self._add(Summary(value=entries), step)
+        return numbers
 
     def text(self, tag: str, markdown: str) -> None:
         """Log a page of Markdown at the tracker's first step."""
@@ -193,7 +195,11 @@ class NullTracker(Tracker):
     def _nothing(self, *_arguments: object, **_named: object) -> None:
         pass
 
-    scalars = text = hparams = finished = layout = flush = close = _nothing
+    def scalars(self, step: int, values: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Nothing is logged."""
+        return {}
+
+    text = hparams = finished = layout = flush = close = _nothing
 
 
 def _to_numbers(values: Mapping[str, float | Tensor]) -> dict[str, float]:

@@ -55,11 +55,27 @@ class Callback:
     def after_step(self, trainer: "Trainer", result: StepResult) -> None:
         """A step was tried; `trainer.progress` already counts it."""
 
+    def during_evaluation(self, trainer: "Trainer") -> None:
+        """A batch is about to be validated; raising abandons the validation, to be redone."""
+
     def after_evaluation(self, trainer: "Trainer", evaluation: Evaluation) -> None:
         """The model was validated."""
 
     def after_epoch(self, trainer: "Trainer") -> None:
         """A pass over the training data is complete (and validated, where that is due)."""
+
+    def between_steps(self, trainer: "Trainer") -> None:
+        """All that was due after a step is done: where a run is saved, and may be stopped."""
+
+    def before_save(self, trainer: "Trainer") -> None:
+        """A checkpoint is about to be taken: bring what is written elsewhere up to it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know of this one: numbers, strings, lists, dicts, tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
 
 
 @dataclass
@@ -137,7 +153,11 @@ class Trainer:
         """Train as planned, from where `progress` stands."""
         if any(map(wants_probe, self.scalers.values())):
             self.probe(next(train.epoch(self.progress.epoch, start=self.progress.batch)))
-        while self.progress.epoch < self.plan.epochs and not self._at_last_step():
+        self.progress.count_batches(0, len(train))  # There may be less data than there was.
+        if self._validation_due():  # The run was stopped in its validation.
+            self._validate(val)
+            self._call("between_steps")
+        while not self._complete():
             self._run_epoch(train, val)
 
     def probe(self, batch: Batch) -> None:
@@ -155,12 +175,12 @@ class Trainer:
 
         Of several losses it is their sum, and the metric sees the outputs of the first.
         """
-        training = self.model.training
-        self.model.eval()
         metric = self.metric() if self.metric else None
         total, samples = torch.zeros((), dtype=torch.float64), 0
-        with self._weights_for_evaluation():
+        with self._weights_for_evaluation(), _mode_restored(self.model):
+            self.model.eval()
             for batch in loader.epoch(0):
+                self._call("during_evaluation")
                 inputs, targets = self._on_device(batch)
                 count = len(targets)
                 for objective in self._turns.objectives:
@@ -170,9 +190,11 @@ class Trainer:
                     if metric is not None and objective is self._turns.objectives[0]:
                         metric.update(outputs, targets)
                 samples += count
-        self.model.train(training)
-        name, value = (metric.name, float(metric.value())) if metric else ("none", math.nan)
-        return Evaluation(float(total) / max(samples, 1), name, value)
+        mean = float(total) / max(samples, 1)
+        if metric is None:
+            return Evaluation(mean, "none", math.nan)
+        higher = getattr(metric, "higher_is_better", None)
+        return Evaluation(mean, metric.name, float(metric.value()), higher)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that can change the run's future; weights as their fp32 masters."""
@@ -305,24 +327,39 @@ class Trainer:
         batches = train.epoch(self.progress.epoch, start=self.progress.batch)
         for window in _windows(batches, self.plan.accumulate):
             result = self.train_step(*window)
-            self.progress.batch += len(window)
+            self.progress.count_batches(len(window), len(train))
             self._call("after_step", result)
-            if self.plan.eval_every and self.progress.attempts % self.plan.eval_every == 0:
+            if self._validation_due():
                 self._validate(val)
-            if self._at_last_step():
+            if self._at_pause():
+                self._call("after_epoch")
+            self._call("between_steps")
+            if self._complete():
                 break
-        if self.progress.batch >= len(train):
-            self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
-        if not self.plan.eval_every or self._at_last_step():
-            self._validate(val)
-        self._call("after_epoch")
+
+    def _complete(self) -> bool:
+        return self.progress.epoch >= self.plan.epochs or self._at_last_step()
 
     def _at_last_step(self) -> bool:
         return self.plan.max_steps is not None and self.progress.steps >= self.plan.max_steps
 
+    def _at_pause(self) -> bool:
+        """True after the last step of an epoch or of the run."""
+        return self.progress.batch == 0 or self._at_last_step()
+
+    def _validation_due(self) -> bool:
+        attempts = self.progress.attempts
+        if attempts == self.progress.validated:
+            return False
+        every = self.plan.eval_every
+        at_step = attempts % every == 0 if every else self.progress.batch == 0
+        return at_step or self._complete()
+
     def _validate(self, val: Loader | None) -> None:
         if val is not None:
-            self._call("after_evaluation", self.evaluate(val))
+            evaluation = self.evaluate(val)
+            self.progress.validated = self.progress.attempts
+            self._call("after_evaluation", evaluation)
 
     def _call(self, event: str, *values: Any) -> None:
         for callback in self.callbacks:
@@ -363,6 +400,15 @@ def _load_by_name(given: Any, states: Mapping[str, Any], option: str) -> None:
 
 def _names(given: Iterable[str]) -> str:
     return ", ".join(name or "a single one" for name in sorted(given))
+
+
+@contextmanager
+def _mode_restored(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def _windows(batches: Iterator[Batch], size: int) -> Iterable[list[Batch]]:

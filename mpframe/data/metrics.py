@@ -14,6 +14,7 @@ class Accuracy:
     """The fraction of samples whose largest logit is the target's, 0 to 1."""
 
     name = "accuracy"
+    higher_is_better = True
 
     def __init__(self) -> None:
         self._hits: Tensor | int = 0
@@ -43,6 +44,7 @@ class RMSE:
     """The root of the mean squared error, in the targets' unit:  sqrt(1/n Σ (output - target)²)."""
 
     name = "rmse"
+    higher_is_better = False
 
     def __init__(self) -> None:
         self._squares: Tensor | float = 0.0

@@ -17,9 +17,15 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class Metric(Protocol):
-    """A running value over one validation pass."""
+    """A running value over one validation pass.
+
+    Attributes:
+        name: one word; its tag is `metric/<name>/val`.
+        higher_is_better: which of two values `trainer.keep_best` keeps.
+    """
 
     name: str
+    higher_is_better: bool
 
     def update(self, outputs: Any, targets: Tensor) -> None:
         """Take in one batch; must not wait for the device."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import Backoff, OpLists, Precision, Trainer, checkpoint
+from mpframe.checkpoint import Snapshot
 from mpframe.ema import Ema
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.saved_weights import fitted
@@ -51,7 +52,7 @@ def trained(name: str) -> Trainer:
 
 
 def through_a_file(trainer: Trainer, folder: Path) -> Any:
-    checkpoint.save(folder, 5, {"trainer": trainer.state_dict()}, keep_last=1)
+    checkpoint.save(folder, Snapshot(5, {"trainer": trainer.state_dict()}))
     return checkpoint.load(folder)["trainer"]
 
 

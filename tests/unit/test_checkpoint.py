@@ -1,6 +1,7 @@
-"""Checkpoints: whole or absent, verified, pruned by number."""
+"""Checkpoints: whole or absent, verified, ranked, pruned by number."""
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,64 +10,109 @@ import pytest
 import torch
 
 from mpframe import checkpoint
+from mpframe.checkpoint import Snapshot, retention, writing
+from mpframe.checkpoint.background import Background
 from mpframe.errors import CheckpointError
 
 STATE = {"weights": {"a": torch.arange(5.0)}, "steps": 3, "name": "x", "list": [1, None, 2.5]}
 
 
-def test_a_state_comes_back(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 3, STATE, keep_last=2)
-    loaded = checkpoint.load(path)
-    assert torch.equal(loaded["weights"]["a"], STATE["weights"]["a"])  # type: ignore[index]
-    assert {k: v for k, v in loaded.items() if k != "weights"} == {
+def save(folder: Path, attempts: int, accuracy: float | None = None, **state: Any) -> Path:
+    facts = {
+        "validation": {"metric": "accuracy", "value": accuracy, "higher_is_better": True}
+        if accuracy is not None
+        else None
+    }
+    return checkpoint.save(folder, Snapshot(attempts, state or STATE, "seed: 1\n", facts))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_snapshot_comes_back(tmp_path: Path) -> None:
+    path = save(tmp_path, 3, 0.5)
+    snapshot = checkpoint.read(path)
+    assert torch.equal(snapshot.state["weights"]["a"], STATE["weights"]["a"])  # type: ignore[index]
+    assert {k: v for k, v in snapshot.state.items() if k != "weights"} == {
         k: v for k, v in STATE.items() if k != "weights"
     }
+    assert (snapshot.attempts, snapshot.config) == (3, "seed: 1\n")
+    assert snapshot.facts["validation"]["value"] == 0.5
     assert checkpoint.load(tmp_path)["steps"] == 3
 
 
-def test_the_newest_are_kept_by_number_not_by_name(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 1, name="old")
+    save(tmp_path, 1, name="new")
+    assert checkpoint.load(tmp_path) == {"name": "new"}
+    assert names(tmp_path) == ["step_00000001"]
+
+
+def test_the_newest_stay_by_number_not_by_name(tmp_path: Path) -> None:
     for attempts in (9, 10, 99_999_999, 100_000_000):
-        checkpoint.save(tmp_path, attempts, STATE, keep_last=2)
-    kept = [path.name for path in checkpoint.all_in(tmp_path)]
-    assert kept == ["step_99999999", "step_100000000"]
+        save(tmp_path, attempts)
+    retention.prune(tmp_path, keep_last=2, keep_best=0)
+    assert names(tmp_path) == ["step_100000000", "step_99999999"]
+
+
+@pytest.mark.parametrize(("higher", "kept"), [(True, [2, 3, 5]), (False, [1, 4, 5])])
+def test_the_best_stay_besides_the_newest(tmp_path: Path, higher: bool, kept: list[int]) -> None:
+    for attempts, value in enumerate((0.1, 0.9, 0.8, 0.2, 0.5), start=1):
+        facts = {"validation": {"metric": "m", "value": value, "higher_is_better": higher}}
+        checkpoint.save(tmp_path, Snapshot(attempts, STATE, facts=facts))
+    retention.prune(tmp_path, keep_last=1, keep_best=2)
+    assert names(tmp_path) == [f"step_{n:08d}" for n in kept]
+
+
+def test_what_was_never_validated_or_is_nan_is_no_best(tmp_path: Path) -> None:
+    facts = {"validation": {"metric": "m", "value": None, "higher_is_better": True}}
+    checkpoint.save(tmp_path, Snapshot(1, STATE, facts=facts))
+    save(tmp_path, 2)
+    save(tmp_path, 3, 0.1)
+    assert [path.name for path in retention.best_in(tmp_path, 3)] == ["step_00000003"]
+    assert retention.rank_to_beat(tmp_path, 1) == -0.1
+    assert retention.rank_to_beat(tmp_path, 2) == float("inf")
+
+
+def test_newer_ones_are_set_aside_and_not_lost(tmp_path: Path) -> None:
+    for attempts in (1, 2, 3):
+        save(tmp_path, attempts)
+    moved = retention.set_aside_after(tmp_path, 1)
+    assert [path.name for path in moved] == ["step_00000002.set_aside", "step_00000003.set_aside"]
+    assert [path.name for path in checkpoint.all_in(tmp_path)] == ["step_00000001"]
+    save(tmp_path, 2)
+    retention.set_aside_after(tmp_path, 1)
+    assert checkpoint.load(moved[0])["steps"] == 3
+
+
+def test_what_a_kill_leaves_behind_is_tidied(tmp_path: Path) -> None:
+    """Half-written, half-deleted, and killed between the two renames of a replacement."""
+    for attempts in (1, 2, 3):
+        save(tmp_path, attempts)
+    parent = tmp_path / "checkpoints"
+    (parent / "step_00000001").rename(parent / ".step_00000001.dropped")
+    shutil.copytree(parent / "step_00000002", parent / ".step_00000002.new")
+    shutil.copytree(parent / "step_00000002", parent / ".step_00000002.replaced")
+    (parent / "step_00000003").rename(parent / ".step_00000003.replaced")
+    retention.tidy(tmp_path)
+    assert names(tmp_path) == ["step_00000002", "step_00000003"]
+    assert checkpoint.load(tmp_path)["steps"] == 3
 
 
 def test_a_failed_write_leaves_the_older_ones_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint.save(tmp_path, 1, STATE, keep_last=1)
+    save(tmp_path, 1)
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(CheckpointError, match=r"could not be written \(No space left on device\)"):
-        checkpoint.save(tmp_path, 2, STATE, keep_last=1)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
+        save(tmp_path, 2)
+    assert names(tmp_path) == ["step_00000001"]
     assert checkpoint.load(tmp_path)["steps"] == 3
-
-
-@pytest.mark.parametrize("where", [0.0, 0.5, 0.999])
-def test_one_flipped_bit_is_seen(tmp_path: Path, where: float) -> None:
-    path = checkpoint.save(tmp_path, 1, STATE, keep_last=1)
-    content = bytearray((path / "state.pt").read_bytes())
-    content[int(len(content) * where)] ^= 4
-    (path / "state.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"state\.pt: damaged, its digest differs"):
-        checkpoint.load(path)
-
-
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, STATE, keep_last=1)
-    manifest = (path / "manifest.json").read_text().replace('"format": 1', '"format": 2')
-    (path / "manifest.json").write_text(manifest)
-    with pytest.raises(CheckpointError, match="format 2, this version reads 1"):
-        checkpoint.load(path)
-
-
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no readable checkpoint"):
-        checkpoint.load(tmp_path)
 
 
 class Attack:
@@ -74,9 +120,19 @@ class Attack:
         return Path.touch, (Path("attacked"),)
 
 
+def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(
+        CheckpointError, match=r"the state holds numpy\S+, and loading it would run"
+    ):
+        save(tmp_path, 2, value=np.float64(1.0))
+    assert names(tmp_path) == ["step_00000001"]
+
+
 def test_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    path = checkpoint.save(tmp_path, 1, {"state": Attack()}, keep_last=1)
+    monkeypatch.setattr(writing, "_refuse_unreadable", lambda _: None)
+    path = save(tmp_path, 1, state=Attack())
     with pytest.raises(CheckpointError, match=r"state\.pt: holds code, which is never run"):
         checkpoint.load(path)
     assert not Path("attacked").exists()
@@ -87,7 +143,42 @@ def test_the_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
         return [float(torch.rand(())), random.random(), float(np.random.normal())]
 
     draw()
-    path = checkpoint.save(tmp_path, 1, {"rng": checkpoint.rng_state()}, keep_last=1)
+    path = save(tmp_path, 1, rng=checkpoint.rng_state())
     expected = [draw() for _ in range(3)]
     checkpoint.restore_rng(checkpoint.load(path)["rng"])
     assert [draw() for _ in range(3)] == expected
+
+
+def test_a_detached_snapshot_does_not_follow_the_run() -> None:
+    weight = torch.arange(6.0).reshape(2, 3).t()
+    counts = {"step": [1]}
+    state = {"a": weight, "tied": weight, "counts": counts, "pair": (weight[0], 1)}
+    taken = Snapshot(1, state).detached().state
+    expected = weight.clone()
+    weight.zero_()
+    counts["step"][0] = 2
+    assert torch.equal(taken["a"], expected)
+    assert torch.equal(taken["pair"][0], expected[0])
+    assert taken["a"] is taken["tied"]
+    assert taken["counts"] == {"step": [1]}
+
+
+def test_a_background_does_one_thing_at_a_time_and_raises_what_failed() -> None:
+    seen: list[str] = []
+
+    def fail() -> None:
+        raise OSError("full")
+
+    with Background() as background:
+        background.start(lambda: seen.append("first"))
+        background.start(lambda: seen.append("second"))
+        background.wait()
+        assert seen == ["first", "second"]
+        background.start(fail)
+        with pytest.raises(OSError, match="full"):
+            background.start(lambda: seen.append("third"))
+        assert seen == ["first", "second"]
+    background = Background()
+    background.start(fail)
+    with pytest.raises(OSError, match="full"):
+        background.close()

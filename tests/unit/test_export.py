@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mpframe import checkpoint
+from mpframe.checkpoint import Snapshot
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.export import FORMATS, converted, write
 from mpframe.export_command import main
@@ -131,7 +132,7 @@ def saved(tmp_path: Path) -> Path:
         "progress": {"steps": 5, "skipped": 2},
     }
     (tmp_path / "run").mkdir()
-    checkpoint.save(tmp_path / "run", 7, {"trainer": trainer, "rng": {}}, keep_last=1)
+    checkpoint.save(tmp_path / "run", Snapshot(7, {"trainer": trainer, "rng": {}}))
     return tmp_path / "run"
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from mpframe.durable import write_atomically
 from mpframe.errors import MpframeError
-from mpframe.summary import Status, Summary, write_atomically
+from mpframe.summary import Status, Summary
 from mpframe.sweep import COLUMNS, find_jobs, report
 
 SUMMARY = Summary(

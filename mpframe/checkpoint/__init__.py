@@ -1,0 +1,26 @@
+"""Checkpoints: folders that appear whole or not at all, and are verified before they are believed.
+
+    checkpoints/step_00001200/state.pt       everything that can change the run's future
+                              config.yaml    the resolved options, to read and to compare
+                              manifest.json  format version, facts, size and SHA-256 of each file
+
+`writing` makes one, `reading` verifies and loads one, `retention` decides which stay.
+"""
+
+from mpframe.checkpoint.layout import FOLDER, all_in, newest
+from mpframe.checkpoint.random_state import restore_rng, rng_state
+from mpframe.checkpoint.reading import load, read
+from mpframe.checkpoint.snapshot import Snapshot
+from mpframe.checkpoint.writing import save
+
+__all__ = [
+    "FOLDER",
+    "Snapshot",
+    "all_in",
+    "load",
+    "newest",
+    "read",
+    "restore_rng",
+    "rng_state",
+    "save",
+]

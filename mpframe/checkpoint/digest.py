@@ -1,0 +1,54 @@
+"""SHA-256 of files, computed while they are written and verified piece by piece.
+
+Neither way holds a file in memory: a checkpoint may be larger than what is free.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import IO
+
+PIECE = 2**20  # bytes read at once
+
+
+class HashingFile:
+    """Passes what is written on to a file, and digests it on the way.
+
+    Args:
+        file: open for binary writing.
+
+    Attributes:
+        size: bytes written so far.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.size = 0
+
+    def write(self, content: bytes | memoryview) -> int:
+        """Write all of `content`."""
+        self._file.write(content)
+        self._digest.update(content)
+        self.size += len(content)
+        return len(content)
+
+    def flush(self) -> None:
+        """Pass on what is buffered."""
+        self._file.flush()
+
+    def sha256(self) -> str:
+        """The digest of all that was written, in hexadecimal."""
+        return self._digest.hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """The digest of a file, in hexadecimal.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,44 @@
+"""Where checkpoints lie, and what their folders are called.
+
+step_00001200                a checkpoint: its number is the steps tried so far
+.step_00001200.new           being written
+.step_00001200.replaced      about to make way for another of the same step
+.step_00001200.dropped       about to be deleted
+step_00001200.set_aside      of a future the run did not take: kept, and never resumed from
+"""
+
+import re
+from pathlib import Path
+
+FOLDER = "checkpoints"
+STATE, CONFIG, MANIFEST = "state.pt", "config.yaml", "manifest.json"
+_NAME = re.compile(r"step_(\d+)")
+
+
+def path_of(folder: Path, attempts: int) -> Path:
+    """The checkpoint of step `attempts` in a run's folder."""
+    return folder / FOLDER / f"step_{attempts:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step a checkpoint's folder is named after."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def hidden(path: Path, why: str) -> Path:
+    """The name under which a checkpoint's folder is not yet, or no longer, one."""
+    return path.with_name(f".{path.name}.{why}")
+
+
+def newest(path: Path) -> Path:
+    """`path` itself, or its newest checkpoint where it is a run's folder that has one."""
+    found = [] if (path / MANIFEST).exists() else all_in(path)
+    return found[-1] if found else path
+
+
+def all_in(folder: Path) -> list[Path]:
+    """The checkpoints of a run's folder, the oldest first (by step number, not by name)."""
+    return sorted(
+        (path for path in (folder / FOLDER).glob("step_*") if step_of(path) >= 0), key=step_of
+    )

@@ -1,0 +1,28 @@
+"""The state of every random generator a step may draw from, loadable without unpickling code."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def rng_state() -> dict[str, Any]:
+    """Where torch's generators (CPU and every CUDA device), numpy's and python's stand."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).copy()), *map(float, rest)],
+        "python": random.getstate(),
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put the random generators where `rng_state` found them, on the devices there are."""
+    torch.set_rng_state(state["torch"])
+    for number, cuda in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda, number)
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy(), int(position), int(has_gauss), gauss))
+    random.setstate(state["python"])

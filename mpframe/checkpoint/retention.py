@@ -1,0 +1,96 @@
+"""Which checkpoints of a run stay: the newest ones, and the best ones by validation.
+
+Nothing goes before a newer one is durable, and a folder that goes is first renamed, so that what a
+crash leaves half-deleted never looks like a checkpoint.
+"""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mpframe.checkpoint.layout import FOLDER, all_in, hidden, step_of
+from mpframe.checkpoint.manifest import Manifest
+from mpframe.errors import CheckpointError
+
+
+def prune(folder: Path, keep_last: int, keep_best: int) -> None:
+    """Delete all but the newest and the best checkpoints.
+
+    Args:
+        folder: the run's folder.
+        keep_last: how many of the newest stay, >= 1.
+        keep_best: how many of the best by their validation stay besides, >= 0.
+
+    Raises:
+        OSError: one could not be deleted.
+    """
+    found = all_in(folder)
+    kept = {*found[-keep_last:], *best_in(folder, keep_best)}
+    for path in found:
+        if path not in kept:
+            dropped = hidden(path, "dropped")
+            path.rename(dropped)
+            shutil.rmtree(dropped)
+
+
+def best_in(folder: Path, count: int) -> list[Path]:
+    """The checkpoints with the best validation, the best first; of equals the older one."""
+    if count == 0:
+        return []
+    ranked = [(rank, path) for path in all_in(folder) if (rank := _rank_of(path)) is not None]
+    return [path for _, path in sorted(ranked, key=lambda pair: pair[0])[:count]]
+
+
+def rank_to_beat(folder: Path, count: int) -> float:
+    """The worst rank among the `count` best checkpoints; inf where there are fewer."""
+    best = best_in(folder, count)
+    return math.inf if len(best) < count else _rank_of(best[-1]) or 0.0
+
+
+def rank(validation: dict[str, Any]) -> float | None:
+    """A number that is lower for a better validation; None where its value is not finite."""
+    if validation["value"] is None:
+        return None
+    value = float(validation["value"])
+    return -value if validation["higher_is_better"] else value
+
+
+def set_aside_after(folder: Path, step: int) -> list[Path]:
+    """Put checkpoints newer than `step` out of the way of a run that goes on from there.
+
+    They are bad, or belong to a future the run now takes otherwise: they must not be resumed from,
+    nor count among the newest. What was set aside before under the same name is deleted.
+
+    Returns:
+        Their new places.
+    """
+    moved = []
+    for path in all_in(folder):
+        if step_of(path) > step:
+            place = path.with_name(f"{path.name}.set_aside")
+            shutil.rmtree(place, ignore_errors=True)
+            moved.append(path.rename(place))
+    return moved
+
+
+def tidy(folder: Path) -> None:
+    """Clear away what a killed run left half-written or half-deleted.
+
+    Only the process that holds the run's lock may do so.
+    """
+    for path in (folder / FOLDER).glob(".step_*"):
+        final = path.with_name(path.stem[1:])
+        if path.suffix == ".replaced" and not final.exists():
+            path.rename(final)  # Killed between the two renames that replace a checkpoint.
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _rank_of(path: Path) -> float | None:
+    """The rank of a checkpoint; None where it was not validated or cannot be read."""
+    try:
+        validation = Manifest.read(path).facts.get("validation")
+    except CheckpointError:
+        return None
+    return None if validation is None else rank(validation)

@@ -1,0 +1,42 @@
+"""What one checkpoint is made of, and a copy of it that the run can no longer change."""
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run between two steps.
+
+    Attributes:
+        attempts: steps tried so far; names the checkpoint.
+        state: tensors, numbers, strings, and lists, tuples and dicts of them.
+        config: the resolved options as YAML.
+        facts: what can be told without reading the state, as JSON: `validation`, `made_on`.
+    """
+
+    attempts: int
+    state: dict[str, Any]
+    config: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def detached(self) -> Self:
+        """The same with every tensor copied to the CPU: training may go on while it is written."""
+        return replace(self, state=_copied(self.state, {}))
+
+
+def _copied(value: Any, copies: dict[Any, Tensor]) -> Any:
+    """A deep copy; tensors that are one in memory stay one, so tied weights cost no more."""
+    if isinstance(value, Tensor):
+        place = (value.data_ptr(), value.dtype, value.device, value.shape, value.stride())
+        if value.data_ptr() == 0 or place not in copies:
+            copies[place] = value.detach().to("cpu", copy=True)
+        return copies[place]
+    if isinstance(value, dict) and type(value).__name__ in ("dict", "OrderedDict"):
+        return {key: _copied(entry, copies) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(entry, copies) for entry in value)
+    return copy.deepcopy(value)

@@ -1,0 +1,101 @@
+"""Writes a checkpoint beside its place, waits for the disk, and renames it.
+
+A kill, a full disk or a power cut at any moment leaves the older checkpoints whole, and of the new
+one either all or nothing.
+"""
+
+import contextlib
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpframe.checkpoint.digest import HashingFile
+from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, hidden, path_of
+from mpframe.checkpoint.manifest import Manifest
+from mpframe.checkpoint.snapshot import Snapshot
+from mpframe.durable import sync_file, sync_folder
+from mpframe.errors import CheckpointError
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+
+
+def save(folder: Path, snapshot: Snapshot) -> Path:
+    """Save a checkpoint; one of the same step is replaced.
+
+    Args:
+        folder: the run's folder.
+        snapshot: what to save.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: it could not be written, or could not be loaded again; the older ones are
+            whole.
+    """
+    final = path_of(folder, snapshot.attempts)
+    new = hidden(final, "new")
+    try:
+        final.parent.mkdir(exist_ok=True)
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        _write(new, snapshot)
+        _put_in_place(new, final)
+    except CheckpointError:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    except OSError as error:
+        shutil.rmtree(new, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint {final} could not be written ({error.strerror or error}); "
+            "older checkpoints are whole: free space or choose another hydra.run.dir"
+        ) from error
+    return final
+
+
+def _write(folder: Path, snapshot: Snapshot) -> None:
+    files = {
+        # Through a Python file a full disk is an OSError that says so; torch's own writer hides it.
+        STATE: _written(folder / STATE, lambda file: torch.save(snapshot.state, file)),
+        CONFIG: _written(folder / CONFIG, lambda file: file.write(snapshot.config.encode())),
+    }
+    _refuse_unreadable(folder / STATE)
+    manifest = Manifest(files, snapshot.facts).text().encode()
+    _written(folder / MANIFEST, lambda file: file.write(manifest))
+    sync_folder(folder)
+
+
+def _refuse_unreadable(path: Path) -> None:
+    """A state that could never be loaded is found now, not when it is needed."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # Reads no tensor.
+    except pickle.UnpicklingError as error:
+        held = _GLOBAL.search(str(error))
+        raise CheckpointError(
+            f"checkpoint: the state holds {held[1] if held else 'an object'}, and loading it would "
+            "run code; let state_dict return tensors, numbers, strings, lists and dicts"
+        ) from None
+
+
+def _written(path: Path, write: Callable[[Any], object]) -> dict[str, Any]:
+    """Write a file through to the disk; its size and digest, from what was meant to be written."""
+    with path.open("wb") as file:
+        hashing = HashingFile(file)
+        write(hashing)
+        sync_file(file)
+    return {"bytes": hashing.size, "sha256": hashing.sha256()}
+
+
+def _put_in_place(new: Path, final: Path) -> None:
+    replaced = hidden(final, "replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        final.rename(replaced)  # A folder cannot be renamed over another; see retention.tidy.
+    new.rename(final)
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

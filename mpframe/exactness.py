@@ -1,0 +1,112 @@
+"""Whether a resumed run can equal the undisturbed one bit for bit, and what speaks against it.
+
+It does where the same sums are taken in the same order: the same options, torch, number of threads
+and device. Options that only watch a run (how often it is logged, saved, validated) do not count.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from mpframe.check import flatten
+from mpframe.errors import CheckpointError
+
+_WATCHING = {
+    "device",  # `auto` may be the same device; the facts name the one it was
+    "init_from",
+    "resume",
+    "run_name",
+    "dataset.root",
+    "dataset.workers",
+    "trainer.async_save",
+    "trainer.checkpoint_every",
+    "trainer.checkpoint_minutes",
+    "trainer.eval_dtype",
+    "trainer.eval_every",
+    "trainer.keep_best",
+    "trainer.keep_last",
+    "trainer.log_every",
+    "trainer.max_consecutive_skips",
+    "trainer.on_save_error",
+    "trainer.progress",
+    "trainer.requeue",
+}
+_LENGTH = {"trainer.epochs", "trainer.max_steps"}
+_CARRIED = ("optimizer", "scheduler")
+
+
+def refuse_other_parts(then: str, now: str) -> None:
+    """Refuse a checkpoint made by another kind of optimizer or schedule.
+
+    Their states are tensors by number: another kind would take them and go on with nonsense.
+
+    Args:
+        then, now: the resolved options of the checkpoint and of this run, as YAML.
+
+    Raises:
+        CheckpointError: a `_target_` differs.
+    """
+    for path, (old, new) in _changes(then, now).items():
+        if path.startswith(_CARRIED) and path.endswith("_target_"):
+            raise CheckpointError(
+                f"made with {path}={old}, and this run has {new}; "
+                "resume with the same, or take the weights alone with init_from"
+            )
+
+
+def differences(then: str, now: str) -> list[str]:
+    """The options that keep the resumed run from equalling the undisturbed one.
+
+    Args:
+        then, now: the resolved options of the checkpoint and of this run, as YAML.
+
+    Returns:
+        `option=value (was value)` each.
+    """
+    changes = _changes(then, now)
+    scheduled = "scheduler._target_" in _flat(now)
+    return [
+        f"{path}={new} (was {old})"
+        for path, (old, new) in changes.items()
+        if path not in _WATCHING
+        and not path.startswith(_CARRIED)
+        and (scheduled or path not in _LENGTH)
+    ]
+
+
+def carried_over(then: str, now: str) -> list[str]:
+    """The options of optimizer and schedule that do not count: the saved state has its own.
+
+    Returns:
+        `option=value (goes on with value)` each.
+    """
+    changes = _changes(then, now)
+    return [
+        f"{path}={new} (goes on with {old})"
+        for path, (old, new) in changes.items()
+        if path.startswith(_CARRIED)
+    ]
+
+
+def other_arithmetic(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two `environment.arithmetic`: `fact=value (was value)` each."""
+    return [f"{k}={now[k]} (was {then[k]})" for k in now if k in then and then[k] != now[k]]
+
+
+def _changes(then: str, now: str) -> dict[str, tuple[Any, Any]]:
+    old, new = _flat(then), _flat(now)
+    if not old or not new:
+        return {}  # Saved without a configuration, in a loop of the user's own.
+    paths = sorted(old.keys() | new.keys())
+    pairs = {path: (_shown(old.get(path)), _shown(new.get(path))) for path in paths}
+    return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _flat(text: str) -> dict[str, Any]:
+    tree: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    return flatten(tree)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)

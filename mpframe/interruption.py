@@ -1,0 +1,70 @@
+"""Signals that ask a run to stop, noted when they come and obeyed where nothing is torn.
+
+    SIGTERM  the system asks: shutdown, `kill`, a cluster's time limit
+    SIGINT   the user asks, by Ctrl-C
+    SIGUSR1  a cluster warns before its time limit; with trainer.requeue the job is put back
+
+While a run trains, the first signal is only noted, and the run stops at the next point between two
+steps. Before that there is nothing to save, and it stops at once. Further signals change nothing: a
+checkpoint that is being written is finished.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Self
+
+from mpframe.errors import RunInterrupted
+
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
+)
+
+
+class Interruption:
+    """Catches the signals within a `with` block; outside the main thread it catches none.
+
+    Attributes:
+        received: the first signal that came, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._process = os.getpid()
+        self._deferring = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Within the block a signal is noted for `raise_if_received`; elsewhere it raises."""
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+
+    def raise_if_received(self) -> None:
+        """Raise RunInterrupted where a signal came."""
+        if self.received is not None:
+            raise RunInterrupted(self.received)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process or self.received is not None:
+            return  # A loader's worker, which inherited this handler, works on until it is told.
+        self.received = signal.Signals(number)
+        if not self._deferring:
+            raise RunInterrupted(self.received)
+        # Not through the log: the signal may have come while that was being written.
+        os.write(2, f"\n{self.received.name}: stopping after this step\n".encode())
