@@ -26,6 +26,7 @@ class Fooled:
     """The fraction of made images that the discriminator takes for real, 0 to 1."""
 
     name = "fooled"
+    higher_is_better = True
 
     def __init__(self) -> None:
         self._fooled: Tensor | int = 0
