@@ -76,9 +76,14 @@ def build_task(config: Config) -> Task:
 
 def build_loaders(config: Config, task: Task) -> tuple[Loader, Loader]:
     """The training loader (shuffled, whole batches only) and the validation loader."""
-    size, workers, seed = config.data.batch_size, config.data.workers, config.run.seed
-    train = Loader(task.train, size, seed=seed, shuffle=True, workers=workers, drop_last=True)
-    val = Loader(task.val, size, seed=seed, shuffle=False, workers=workers, drop_last=False)
+    data = config.data
+    common: dict[str, Any] = {
+        "seed": config.run.seed,
+        "workers": data.workers,
+        "worker_timeout": data.worker_timeout,
+    }
+    train = Loader(task.train, data.batch_size, shuffle=True, drop_last=True, **common)
+    val = Loader(task.val, data.batch_size, shuffle=False, split="validation", **common)
     return train, val
 
 

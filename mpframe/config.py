@@ -246,6 +246,12 @@ class DatasetOptions:
 
     batch_size: int = option(64, "Samples in a micro-batch.", unit="samples", low=1)
     workers: int = option(0, "Processes that load data; 0: the main one.", unit="processes", low=0)
+    worker_timeout: float | None = option(
+        600.0,
+        "Stop the run where the workers give no batch for so long; null: wait for ever.",
+        unit="seconds",
+        above=0.0,
+    )
 
 
 @dataclass

@@ -5,7 +5,8 @@ Whatever way a run ends, `summary.json` says so: finished, interrupted, diverged
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,13 @@ from mpframe.config import Config
 from mpframe.conversion import rounding
 from mpframe.durable import write_atomically
 from mpframe.environment import environment_text
-from mpframe.errors import CheckpointError, ConfigError, DivergedError, RunInterrupted
+from mpframe.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    RunInterrupted,
+)
 from mpframe.interruption import Interruption
 from mpframe.memory import peak_memory
 from mpframe.precision import as_table
@@ -118,7 +125,11 @@ class Run:
                 trainer.callbacks = [record, *self._watchers(tracker, saves), bar]
                 self._describe(tracker, trainer)
                 _restore(trainer.callbacks, states)
-                with self.interruption.deferred(), saves.around(trainer):
+                with (
+                    self.interruption.deferred(),
+                    saves.around(trainer),
+                    _data_errors_dated(trainer),
+                ):
                     trainer.fit(train, val)
                 tracker.finished()
         finally:
@@ -252,6 +263,16 @@ class Run:
 def _final_scale(trainer: Trainer) -> float | dict[str, float] | None:
     scales = {name: float(scaler.scale) for name, scaler in trainer.scalers.items()}
     return scales.get("", scales or None)
+
+
+@contextmanager
+def _data_errors_dated(trainer: Trainer) -> Iterator[None]:
+    """Say of an error in the data how far the run had come."""
+    try:
+        yield
+    except DataError as error:
+        error.args = (f"after step {trainer.progress.attempts}: {error}",)
+        raise
 
 
 def _resolved_text(composed: DictConfig) -> str:

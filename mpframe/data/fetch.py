@@ -14,8 +14,10 @@ Randomness has two homes, and both depend on (seed, epoch, index) alone:
 
 import copy
 import random
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from mpframe.data.keyed_random import keyed_state
 from mpframe.data.task import Batch
+from mpframe.data.workers import Slots
 from mpframe.errors import DataError, MpframeError
 
 
@@ -34,11 +37,13 @@ class Fetcher(Dataset[Any]):
     Args:
         dataset: map-style; `set_epoch` and `fetch_batch` are used where it has them.
         seed: the run's seed.
+        slots: where a worker says which sample it is reading.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, slots: Slots) -> None:
         self._dataset = dataset
         self._seed = seed
+        self._slots = slots
         self._epoch: int | None = None
         self._view: Any = dataset
 
@@ -49,14 +54,35 @@ class Fetcher(Dataset[Any]):
         it can be raised where the batch was asked for, still one line.
         """
         epoch, *indices = request
+        try:
+            answer: Batch | MpframeError = self._fetch(epoch, indices)
+        except MpframeError as error:
+            answer = error
+        self._slots.note()  # Not where the worker is ending: what it was reading is to be told.
+        return answer
+
+    def _fetch(self, epoch: int, indices: list[int]) -> Batch:
         if epoch != self._epoch:
             self._view, self._epoch = at_epoch(self._dataset, self._seed, epoch), epoch
-        try:
-            if hasattr(self._view, "fetch_batch"):
-                return _as_pair(self._view.fetch_batch(indices))
-            return _stack(_samples(self._view, indices, (self._seed, epoch)), indices)
-        except MpframeError as error:
-            return error
+        if not hasattr(self._view, "fetch_batch"):
+            return _stack(self._samples(indices, epoch), indices)
+        self._slots.note(indices[0])
+        with _blamed_on(f"samples {indices[0]} to {indices[-1]}"):
+            batch = self._view.fetch_batch(indices)
+        return _as_pair(batch)
+
+    def _samples(self, indices: Sequence[int], epoch: int) -> list[Any]:
+        states = keyed_state(self._seed, epoch, indices).tolist()
+        samples = []
+        with _generators_put_back():
+            for index, state in zip(indices, states, strict=True):
+                self._slots.note(index)
+                torch.default_generator.manual_seed(state)
+                random.seed(state)
+                np.random.seed(state % 2**32)
+                with _blamed_on(f"sample {index}"):
+                    samples.append(self._view[index])
+        return samples
 
 
 def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
@@ -77,16 +103,26 @@ def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
     return view
 
 
-def _samples(dataset: Any, indices: Sequence[int], key: tuple[int, int]) -> list[Any]:
-    states = keyed_state(*key, indices).tolist()
-    samples = []
-    with _generators_put_back():
-        for index, state in zip(indices, states, strict=True):
-            torch.default_generator.manual_seed(state)
-            random.seed(state)
-            np.random.seed(state % 2**32)
-            samples.append(dataset[index])
-    return samples
+@contextmanager
+def _blamed_on(what: str) -> Iterator[None]:
+    """Whatever the dataset's own code raises becomes one line; the traceback goes along as a note.
+
+    A note, for the error may have to travel from a worker, and its cause cannot.
+    """
+    try:
+        yield
+    except MpframeError:
+        raise
+    except Exception as error:
+        reason = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [frame for frame in frames if frame.filename != __file__][:1]
+        where = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in theirs)
+        blamed = DataError(
+            f"dataset: {what} cannot be read ({reason}{where}); mend the dataset or its data"
+        )
+        blamed.add_note(traceback.format_exc())
+        raise blamed from None
 
 
 @contextmanager

@@ -10,14 +10,14 @@ from mpframe.data.task import Batch
 from mpframe.errors import DataError
 
 
-def require_finite(batch: Batch, ids: Tensor, epoch: int, number: int) -> None:
+def require_finite(batch: Batch, ids: Tensor, split: str, place: tuple[int, int]) -> None:
     """Refuse a batch that holds NaN or inf.
 
     Args:
         batch: (inputs, targets) on the host.
         ids: [N] the samples' indices in the dataset.
-        epoch: for the message.
-        number: the batch's number in its epoch, for the message.
+        split: what the samples are for, for the message.
+        place: (epoch, the batch's number in it), for the message.
 
     Raises:
         DataError: names the first bad sample and the tensor.
@@ -26,8 +26,8 @@ def require_finite(batch: Batch, ids: Tensor, epoch: int, number: int) -> None:
         if not _is_finite(tensor):
             rows = ~torch.isfinite(tensor).reshape(len(tensor), -1).all(dim=1)
             raise DataError(
-                f"dataset: sample {int(ids[rows].min())} holds NaN or inf in its {name} "
-                f"(epoch {epoch}, batch {number}); every value must be finite: "
+                f"dataset: {split} sample {int(ids[rows].min())} holds NaN or inf in its {name} "
+                f"(epoch {place[0]}, batch {place[1]}); every value must be finite: "
                 "mend or remove the sample"
             )
 

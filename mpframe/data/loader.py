@@ -17,6 +17,7 @@ from mpframe.data.fetch import Fetcher
 from mpframe.data.finite import require_finite
 from mpframe.data.keyed_random import keyed_state
 from mpframe.data.task import Batch
+from mpframe.data.workers import POLL_SECONDS, Crew, Place, Slots, ignore_signals
 from mpframe.errors import ConfigError, DataError, MpframeError
 
 
@@ -29,7 +30,9 @@ class Loader:
         seed: decides order and augmentation, together with the epoch.
         shuffle: a new order in every epoch; otherwise the dataset's own.
         workers: processes that load; 0 loads in this one. The batches are the same.
+        worker_timeout: seconds to wait for a batch of the workers, > 0; None waits for ever.
         drop_last: leave out an incomplete last batch. Training wants True, validation False.
+        split: what the samples are for, in messages.
         option: the path of the batch size in the configuration, for messages.
 
     Raises:
@@ -45,7 +48,9 @@ class Loader:
         seed: int = 0,
         shuffle: bool,
         workers: int = 0,
+        worker_timeout: float | None = None,
         drop_last: bool = False,
+        split: str = "training",
         option: str = "dataset.batch_size",
     ) -> None:
         self.size = _size_of(dataset)
@@ -63,12 +68,17 @@ class Loader:
         self._option = option
         self._order: tuple[int, Tensor] | None = None
         self._plan = _Plan()
+        self._split = split
+        slots = Slots(workers)
+        self._crew = Crew(slots, worker_timeout)
         self._batches = DataLoader(
-            Fetcher(dataset, seed),
+            Fetcher(dataset, seed, slots),
             batch_sampler=self._plan,
             num_workers=workers,
             collate_fn=_unchanged,
             persistent_workers=workers > 0,
+            timeout=POLL_SECONDS if workers else 0,
+            worker_init_fn=ignore_signals,
             # Without one of its own it would draw from the global generator, the model's.
             generator=torch.Generator(),
         )
@@ -108,12 +118,13 @@ class Loader:
         numbers = range(start, len(self))
         requests = _requests(epoch, self._order_of(epoch), self.batch_size, numbers)
         self._plan.requests = requests
-        answers = iter(self._batches)
+        place = Place(self._split, epoch, self._order_of(epoch), self.batch_size)
+        answers = self._crew.start(self._batches)
         for number in numbers:
             if self._plan.requests is not requests:
                 raise RuntimeError(f"epoch {epoch} was ended: the loader has begun another epoch")
-            batch = _batch_or_raise(next(answers))
-            require_finite(batch, self.batch_ids(epoch, number), epoch, number)
+            batch = _batch_or_raise(self._crew.next_of(answers, place))
+            require_finite(batch, self.batch_ids(epoch, number), self._split, (epoch, number))
             yield batch
 
     def _order_of(self, epoch: int) -> Tensor:

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
+from mpframe.data import Loader
 from mpframe.ema import Ema
+from mpframe.errors import DataError
 from mpframe.plan import Plan
 from mpframe.schedules import warmup_cosine
 from mpframe.trainer import Batch
@@ -246,6 +249,18 @@ def test_evaluation_uses_the_average_and_leaves_the_model_as_it_was() -> None:
     assert trainer.model.training
     trainer.ema = None
     assert trainer.evaluate(Data()).loss != with_average.loss
+
+
+def test_bad_data_leaves_the_weights_of_the_step_before() -> None:
+    inputs, targets = batches(1)[0]
+    inputs[5, 0, 3, 3] = INF
+    loader = Loader(TensorDataset(inputs, targets), 4, shuffle=False)
+    trainer, alone = make_trainer("mixed"), make_trainer("mixed")
+    with pytest.raises(DataError, match=r"sample 5 holds NaN or inf in its inputs \(epoch 0, b"):
+        trainer.fit(loader)
+    alone.train_step((inputs[:4], targets[:4]))
+    alone.progress.batch = 1
+    assert differing(trainer.state_dict(), alone.state_dict()) == []
 
 
 class TwoBatches:

@@ -15,7 +15,7 @@ import mpframe.models
 from mpframe.data.augment import AUGMENTATIONS
 
 CONF = Path(__file__).parents[2] / "conf"
-LOADING = {"batch_size", "workers"}
+LOADING = {"batch_size", "workers", "worker_timeout"}
 
 
 def shipped(group: str) -> list[Path]:

@@ -206,7 +206,7 @@ def test_bad_inputs_are_named(dtype: torch.dtype, bad: float, workers: int) -> N
     batches = loader.epoch(2)
     next(batches)
     assert error_from(batches) == (
-        "dataset: sample 6 holds NaN or inf in its inputs (epoch 2, batch 1); "
+        "dataset: training sample 6 holds NaN or inf in its inputs (epoch 2, batch 1); "
         "every value must be finite: mend or remove the sample"
     )
 
@@ -215,7 +215,7 @@ def test_bad_targets_are_named() -> None:
     targets = torch.zeros(10)
     targets[3] = math.nan
     loader = Loader(TensorDataset(torch.zeros(10, 2), targets), 10, seed=1, shuffle=True)
-    assert "sample 3 holds NaN or inf in its targets" in error_from(loader.epoch(0))
+    assert "training sample 3 holds NaN or inf in its targets" in error_from(loader.epoch(0))
 
 
 def test_large_finite_values_pass() -> None:

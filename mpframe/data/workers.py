@@ -1,0 +1,190 @@
+"""Worker processes that load data, watched: one that crashes, is killed or hangs is named.
+
+Each worker writes the sample it is reading into a slot of shared memory. When it ends by itself, or
+gives no batch for too long, its slot says what it was reading, whatever became of it.
+
+Left alone, torch raises from a signal handler wherever the main process stands, in the middle of a
+step or of a file. Here a lost worker is seen where its batch is waited for, between two steps. A
+signal that is sent to all processes of a job (Ctrl-C, a scheduler's SIGTERM) is the main process's
+to answer: workers ignore it, and are killed when their loader or the program ends.
+"""
+
+import atexit
+import ctypes
+import math
+import multiprocessing
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
+
+from mpframe.errors import DataError
+
+_NONE = -1
+_SIGKILLED = -9
+POLL_SECONDS = 1.0
+"""How often a wait for a batch looks whether the workers are alive."""
+
+
+class Slots:
+    """Which sample each worker is reading.
+
+    Args:
+        workers: how many there are.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._reading = multiprocessing.RawArray(ctypes.c_int64, [_NONE] * workers)
+
+    def note(self, index: int = _NONE) -> None:
+        """Called in a worker: it is reading sample `index`, or none."""
+        worker = get_worker_info()
+        if worker is not None:
+            self._reading[worker.id] = index
+
+    def of(self, worker: int) -> int | None:
+        """The sample a worker was last reading; None where it was waiting."""
+        return None if self._reading[worker] == _NONE else self._reading[worker]
+
+    def __len__(self) -> int:
+        return len(self._reading)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in an epoch a sample stands.
+
+    Attributes:
+        split: what the samples are for.
+        epoch: its number.
+        order: [N] the samples' indices in the order they are read.
+        batch_size: samples per batch.
+    """
+
+    split: str
+    epoch: int
+    order: Tensor
+    batch_size: int
+
+    def of(self, index: int | None) -> str:
+        """Words for a sample."""
+        if index is None:
+            return f"no sample ({self.split}, epoch {self.epoch})"
+        batch = int((self.order == index).nonzero()[0]) // self.batch_size
+        return f"{self.split} sample {index} (epoch {self.epoch}, batch {batch})"
+
+
+class Crew:
+    """The workers of one loader.
+
+    Args:
+        slots: where they say what they read.
+        timeout: seconds to wait for a batch; None waits for ever.
+    """
+
+    def __init__(self, slots: Slots, timeout: float | None) -> None:
+        self._slots = slots
+        self._timeout = timeout
+        self._processes: list[Any] = []
+
+    def start(self, batches: DataLoader[Any]) -> Iterator[Any]:
+        """Begin an epoch: `iter(batches)`, and the workers where there are none yet."""
+        with _child_handler_kept():
+            answers = iter(batches)
+        if not self._processes and len(self._slots):
+            self._processes = list(getattr(answers, "_workers", []))
+            atexit.register(_end, self._processes)
+        return answers
+
+    def next_of(self, answers: Iterator[Any], place: Place) -> Any:
+        """The next answer.
+
+        Raises:
+            DataError: a worker ended by itself, or none answered in time; all are ended.
+        """
+        until = math.inf if self._timeout is None else monotonic() + self._timeout
+        while True:
+            try:
+                return next(answers)
+            except (
+                RuntimeError,
+                OSError,
+                EOFError,
+            ) as error:  # The last two: a broken pipe to one.
+                timed_out = "timed out" in str(error)
+                trouble = self._lost(place, timed_out) or self._late(until, place)
+                if trouble is None and not timed_out:
+                    raise
+            if trouble is not None:
+                _end(self._processes)
+                raise DataError(trouble)
+
+    def _lost(self, place: Place, timed_out: bool) -> str | None:
+        """What to say where a worker has ended by itself, or is ending."""
+        for number, process in enumerate(self._processes):
+            process.join(0.0 if timed_out else POLL_SECONDS)
+            code = process.exitcode
+            if code is not None:
+                hint = (
+                    "the system kills what uses too much memory: try fewer dataset.workers"
+                    if code == _SIGKILLED
+                    else "dataset.workers=0 may show the error itself"
+                )
+                return (
+                    f"dataset.workers={len(self._slots)}: worker {number} {_ending(code)} at "
+                    f"{place.of(self._slots.of(number))}; {hint}"
+                )
+        return None
+
+    def _late(self, until: float, place: Place) -> str | None:
+        """What to say where the time to wait is over."""
+        if monotonic() < until:
+            return None
+        reading = [(n, self._slots.of(n)) for n in range(len(self._slots))]
+        places = [f"worker {n} is at {place.of(i)}" for n, i in reading if i is not None]
+        return (
+            f"dataset.worker_timeout={self._timeout:g}: no batch within {self._timeout:g} s; "
+            f"{', '.join(places) or 'no worker is reading'}; raise dataset.worker_timeout, or mend "
+            "what hangs"
+        )
+
+
+def ignore_signals(worker: int) -> None:
+    """Called in a new worker: leave Ctrl-C and SIGTERM to the main process."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+
+
+def _end(processes: list[Any]) -> None:
+    """Kill the workers that are left, and wait until they are gone."""
+    with _child_handler_kept(signal.SIG_DFL):
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}"
+
+
+@contextmanager
+def _child_handler_kept(within: Any = None) -> Iterator[None]:
+    """After the block the handler of SIGCHLD is the one before it; within it, `within` if given."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Handlers are the main thread's; torch installs none elsewhere.
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        if within is not None:
+            signal.signal(signal.SIGCHLD, within)
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)

@@ -1,0 +1,181 @@
+"""Workers that crash, are killed or hang: named with what they were reading, and then gone."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+from torch.utils.data._utils import signal_handling
+
+from mpframe.data import Loader
+from mpframe.data.workers import Slots
+from mpframe.errors import DataError
+
+# From Python 3.12 on, starting a worker by fork beside torch's own threads warns.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
+
+
+class Trap(Dataset[Any]):
+    """Twelve samples; something happens while number 7 is read."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            self.spring()
+        return torch.tensor([float(index)]), index
+
+    def spring(self) -> None:
+        SPRUNG[self.what]()
+
+
+def no_such_picture() -> None:
+    raise KeyError("no such picture\nmore words")
+
+
+def signal_oneself(*signals: signal.Signals) -> None:
+    for name in signals:
+        os.kill(os.getpid(), name)
+
+
+SPRUNG: dict[str, Callable[[], Any]] = {
+    "killed": lambda: signal_oneself(signal.SIGKILL),
+    "ended": lambda: os._exit(3),
+    "exit": lambda: sys.exit(4),
+    "hangs": lambda: time.sleep(60),
+    "stopped": lambda: signal_oneself(signal.SIGSTOP),
+    "raises": no_such_picture,
+    "signalled": lambda: signal_oneself(signal.SIGTERM, signal.SIGINT),
+    "slow": lambda: time.sleep(0.5),
+}
+
+
+class WholeBatches(Trap):
+    def fetch_batch(self, indices: list[int]) -> Any:
+        samples = [self[index] for index in indices]
+        return torch.stack([inputs for inputs, _ in samples]), torch.tensor([t for _, t in samples])
+
+
+def message(loader: Loader) -> str:
+    """The error of reading an epoch; nothing of it is kept."""
+    try:
+        list(loader.epoch(0))
+    except DataError as error:
+        return str(error)
+    raise AssertionError("no DataError")
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # torch installs its handler once in a process: let it, in every test.
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    handler = signal.getsignal(signal.SIGCHLD)
+    yield
+    assert multiprocessing.active_children() == []
+    assert signal.getsignal(signal.SIGCHLD) == handler
+
+
+PLACE = "training sample 7 (epoch 0, batch 2)"
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (
+            "killed",
+            f"dataset.workers=2: worker 0 was killed by SIGKILL at {PLACE}; the system kills what "
+            "uses too much memory: try fewer dataset.workers",
+        ),
+        (
+            "ended",
+            f"dataset.workers=2: worker 0 ended with exit code 3 at {PLACE}; "
+            "dataset.workers=0 may show the error itself",
+        ),
+        ("exit", f"dataset.workers=2: worker 0 ended with exit code 4 at {PLACE}; "),
+    ],
+)
+def test_a_worker_that_is_lost_is_named(what: str, text: str, capfd: Any) -> None:
+    assert message(Loader(Trap(what), 3, shuffle=False, workers=2)).startswith(text)
+
+
+@pytest.mark.parametrize("what", ["hangs", "stopped"])
+@pytest.mark.parametrize("kind", [Trap, WholeBatches])
+def test_a_worker_that_hangs_is_named_and_killed(what: str, kind: type[Trap]) -> None:
+    began = time.monotonic()
+    loader = Loader(kind(what), 3, shuffle=False, workers=2, worker_timeout=1.5)
+    # A dataset that makes whole batches is known to read one, by its first sample.
+    first = 7 if kind is Trap else 6
+    assert message(loader) == (
+        "dataset.worker_timeout=1.5: no batch within 1.5 s; "
+        f"worker 0 is at training sample {first} (epoch 0, batch 2); "
+        "raise dataset.worker_timeout, or mend what hangs"
+    )
+    assert time.monotonic() - began < 30
+
+
+def test_the_place_is_found_in_a_shuffled_order() -> None:
+    loader = Loader(Trap("killed"), 3, seed=5, shuffle=True, workers=1, split="validation")
+    batch = next(n for n in range(4) if 7 in loader.batch_ids(0, n))
+    assert f"at validation sample 7 (epoch 0, batch {batch})" in message(loader)
+
+
+def test_signals_to_all_processes_are_left_to_the_main_one() -> None:
+    loader = Loader(Trap("signalled"), 3, shuffle=False, workers=2)
+    read = torch.cat([targets for _, targets in loader.epoch(0)])
+    assert torch.equal(read, torch.arange(12))
+
+
+def test_a_wait_longer_than_a_poll_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpframe.data.loader.POLL_SECONDS", 0.05)
+
+    loader = Loader(Trap("slow"), 3, shuffle=False, workers=2)
+    for epoch in range(2):
+        read = torch.cat([targets for _, targets in loader.epoch(epoch)])
+        assert torch.equal(read, torch.arange(12))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "named"), [(Trap, "sample 7"), (WholeBatches, "samples 6 to 8")])
+def test_what_a_dataset_raises_is_one_line(workers: int, kind: type[Trap], named: str) -> None:
+    loader = Loader(kind("raises"), 3, shuffle=False, workers=workers)
+    try:
+        list(loader.epoch(0))
+    except DataError as error:
+        text, notes = str(error), error.__notes__
+    line = Trap.__getitem__.__code__.co_firstlineno + 2
+    where = line if kind is Trap else WholeBatches.fetch_batch.__code__.co_firstlineno + 1
+    assert text == (
+        f"dataset: {named} cannot be read (KeyError 'no such picture\\nmore words' at "
+        f"test_data_workers.py:{where}); mend the dataset or its data"
+    )
+    # HYDRA_FULL_ERROR=1 shows the traceback, from wherever it came.
+    assert "in no_such_picture" in notes[0]
+
+
+def test_slots_are_for_workers_only() -> None:
+    slots = Slots(2)
+    slots.note(5)
+    assert (slots.of(0), slots.of(1), len(slots)) == (None, None, 2)
+
+
+def test_workers_do_not_change_the_batches() -> None:
+    arrays = [np.full(3, index, dtype=np.float32) for index in range(12)]
+    data = [(array, index) for index, array in enumerate(arrays)]
+    alone = Loader(data, 5, seed=1, shuffle=True)  # type: ignore[arg-type]
+    crew = Loader(data, 5, seed=1, shuffle=True, workers=2, worker_timeout=60.0)  # type: ignore[arg-type]
+    for (a, b), (c, d) in zip(alone.epoch(3), crew.epoch(3), strict=True):
+        assert torch.equal(a, c)
+        assert torch.equal(b, d)
