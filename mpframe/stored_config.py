@@ -32,10 +32,10 @@ FILE_NAME = "config_resolved.yaml"
 _MOST_BYTES = 2**16
 _DEEPEST = 16
 _TARGETS = {f"{group}._target_" for group in OPEN}
-_UNUSED = {"optimizer", "scheduler", "loss_scaling", "resume", "init_from"}
+_UNUSED = {"optimizer", "scheduler", "loss_scaling", "resume", "init_from", "init_from_except"}
 # What an evaluation needs none of, but a complete configuration holds.
+_OPTIMIZER = {"_target_": "torch.optim.SGD", "lr": 1.0}
 _INSTEAD = {
-    "optimizer": {"_target_": "torch.optim.SGD", "lr": 1.0},
     "scheduler": None,
     "loss_scaling": {"name": "none"},
     "resume": "none",
@@ -55,7 +55,9 @@ def config_of(folder: Path, given: list[str]) -> Config:
         ConfigError: the command line, or the two together, are not allowed.
     """
     path = folder / FILE_NAME
-    stored = {k: v for k, v in _read(path).items() if k not in _UNUSED}
+    read = _read(path)
+    stored = {k: v for k, v in read.items() if k not in _UNUSED}
+    joint = _parts(read.get("optimizer"))
     overrides, composed = compose_named([*_choices_of(stored, given), *given])
     _refuse_unfit(overrides)
     fresh = _without_hydra(composed)
@@ -66,10 +68,23 @@ def config_of(folder: Path, given: list[str]) -> Config:
     taken = [o.key_or_group for o in overrides if not is_group(o.key_or_group)]
     for key in taken:
         _drop(stored, key)
-    _refuse_unsafe(path, stored, named)
+    _refuse_unsafe(path, {**stored, "optimizer": joint}, named)
     for key in (*named, *taken):
         _put(stored, key, fresh)
-    return checked(OmegaConf.create({**stored, **_INSTEAD}))
+    parts = {"parts": {name: {**part, **_OPTIMIZER} for name, part in joint.items()}}
+    optimizer = parts if joint else _OPTIMIZER
+    return checked(OmegaConf.create({**stored, **_INSTEAD, "optimizer": optimizer}))
+
+
+def _parts(optimizer: Any) -> dict[Any, Any]:
+    """Of several optimizers the names and what each may take, which is what weights go by."""
+    parts = optimizer.get("parts") if isinstance(optimizer, dict) else None
+    kept = ("parameters", "without", "ndim")
+    return {
+        name: {key: part[key] for key in kept if key in part}
+        for name, part in (parts.items() if isinstance(parts, dict) else ())
+        if isinstance(part, dict)
+    }
 
 
 def _without_hydra(composed: DictConfig) -> dict[str, Any]:
@@ -114,7 +129,7 @@ def _refuse_contrived(path: Path, text: bytes) -> None:
 def _choices_of(stored: Mapping[str, Any], given: list[str]) -> list[str]:
     """`GROUP=CHOICE` for what is stored, so that the command line may name its options."""
     choices = []
-    for group in set(OPEN) & stored.keys() - _words(given):
+    for group in (set(OPEN) - _UNUSED) & stored.keys() - _words(given):
         target = _target(stored, group)
         names = [choice for choice, own in _shipped(group).items() if own == target]
         choices.append(f"{group}={names[0] if names else 'own'}")
@@ -154,7 +169,7 @@ def _refuse_unfit(overrides: list[Override]) -> None:
 
 
 def _refuse_unsafe(path: Path, stored: Mapping[str, Any], named: set[str]) -> None:
-    for group in set(OPEN) & stored.keys():
+    for group in (set(OPEN) - _UNUSED) & stored.keys():
         target = _target(stored, group)
         if group not in named and target not in _shipped(group).values():
             raise CheckpointError(
