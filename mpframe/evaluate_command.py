@@ -67,8 +67,8 @@ def evaluate(path: Path, given: list[str], weights: str | None = None) -> Evalua
     Raises:
         MpframeError: anything that is missing, damaged or does not fit, in one line.
     """
-    config = config_of(run_folder(path), given)
-    state = checkpoint.load(path)
+    snapshot, source = checkpoint.read(path), checkpoint.newest(path)
+    state, config = snapshot.state, config_of(snapshot.config, source / "config.yaml", given)
     trained = weights_of(state, "trained", path)
     kind = weights or ("ema" if config.trainer.ema_decay is not None else "trained")
     build.seed_everything(config.run.seed)

@@ -1,7 +1,7 @@
 """A run's stored configuration, read back as data.
 
-A run folder may come from anybody, and a configuration is code: a `_target_` names what is called.
-So nothing that `config_resolved.yaml` says is run, called or looked up, but for one thing: where it
+A checkpoint may come from anybody, and a configuration is code: a `_target_` names what is called.
+So nothing that its `config.yaml` says is run, called or looked up, but for one thing: where it
 names a class or function that a file of this program's own `conf/` names as well, that one is
 meant. Any other must be named again on the command line, which is the user's word:
 
@@ -28,8 +28,7 @@ from mpframe.config import OPEN, Config
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.locations import CONF
 
-FILE_NAME = "config_resolved.yaml"
-_MOST_BYTES = 2**16
+_MOST_LETTERS = 2**16
 _DEEPEST = 16
 _TARGETS = {f"{group}._target_" for group in OPEN}
 _UNUSED = {"optimizer", "scheduler", "loss_scaling", "resume", "init_from", "init_from_except"}
@@ -43,19 +42,19 @@ _INSTEAD = {
 }
 
 
-def config_of(folder: Path, given: list[str]) -> Config:
+def config_of(text: str, path: Path, given: list[str]) -> Config:
     """The configuration to evaluate a run with: the stored one, changed as the command line says.
 
     Args:
-        folder: the run's folder.
+        text: the stored configuration, YAML.
+        path: where it came from, for messages.
         given: `GROUP=CHOICE` and `option=value` words.
 
     Raises:
-        CheckpointError: the stored configuration is missing, damaged, or names what is not ours.
+        CheckpointError: the stored configuration is none, or names what is not ours.
         ConfigError: the command line, or the two together, are not allowed.
     """
-    path = folder / FILE_NAME
-    read = _read(path)
+    read = _parsed(text, path)
     stored = {k: v for k, v in read.items() if k not in _UNUSED}
     joint = _parts(read.get("optimizer"))
     overrides, composed = compose_named([*_choices_of(stored, given), *given])
@@ -93,36 +92,29 @@ def _without_hydra(composed: DictConfig) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(own, resolve=False))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The file as plain values."""
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    """The stored configuration as plain values."""
     try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
-        _refuse_contrived(path, text)
+        _refuse_contrived(text, path)
         tree = yaml.safe_load(text)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}); "
-            "name a checkpoint that lies in the folder of its run"
-        ) from None
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path}: not a stored configuration ({reason})") from None
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}: not a stored configuration; use the folder of a run")
+        raise CheckpointError(f"{path}: not a stored configuration; use a checkpoint of a run")
     return tree
 
 
-def _refuse_contrived(path: Path, text: bytes) -> None:
+def _refuse_contrived(text: str, path: Path) -> None:
     """Refuse what would take the parser hours, or unfold to more than the memory holds."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         starts = isinstance(event, yaml.CollectionStartEvent)
         depth += starts - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST or isinstance(event, yaml.AliasEvent) or len(text) > _MOST_BYTES:
+        if depth > _DEEPEST or isinstance(event, yaml.AliasEvent) or len(text) > _MOST_LETTERS:
             raise CheckpointError(
-                f"{path}: refused, a stored configuration has no aliases, at most {_MOST_BYTES} "
-                f"bytes and at most {_DEEPEST} levels"
+                f"{path}: refused, a stored configuration has no aliases, at most {_MOST_LETTERS} "
+                f"letters and at most {_DEEPEST} levels"
             )
 
 

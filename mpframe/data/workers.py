@@ -156,8 +156,8 @@ class Crew:
 
 
 def ignore_signals(worker: int) -> None:
-    """Called in a new worker: leave Ctrl-C and SIGTERM to the main process."""
-    for name in (signal.SIGINT, signal.SIGTERM):
+    """Called in a new worker: leave what asks a run to stop to the main process."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ RUNS = [
     "dtype=amp_bf16 trainer.eval_dtype=fp32 optimizer=sgd scheduler=onecycle",
     "dtype=mixed ops=none",
     "dtype=mixed ops.allow+=[batch_norm] ops.modules={head:fp32}",
-    "dtype=mixed optimizer=muon_adamw",
+    "dtype=mixed model=mlp optimizer=muon_adamw",
     "dtype=mixed experiment=digits_gan",
     "dtype=mixed model=mlp model.hidden=24 trainer.ema_decay=0.9",
 ]
@@ -118,7 +119,8 @@ def test_a_class_of_the_users_is_built_once_it_is_named_again(
     with pytest.raises(CheckpointError) as refused:
         evaluate(run, [])
     assert str(refused.value) == (
-        f"{run}/config_resolved.yaml: model._target_=own_net.net is not mpframe's own, and a "
+        f"{run}/checkpoints/step_00000003/config.yaml: model._target_=own_net.net is not "
+        "mpframe's own, and a "
         "stored configuration runs nothing; if you trust it, add model._target_=own_net.net"
     )
     assert "own_net" not in sys.modules
@@ -128,11 +130,16 @@ def test_a_class_of_the_users_is_built_once_it_is_named_again(
 # What a stored configuration may not do
 
 
+def stored(run: Path, text: str) -> None:
+    """Put a configuration into the newest checkpoint, sealed as a real one."""
+    snapshot = checkpoint.read(run)
+    checkpoint.save(run, replace(snapshot, config=text))
+
+
 def changed(run: Path, section: str, entries: dict[Any, Any]) -> None:
-    path = run / "config_resolved.yaml"
-    tree = yaml.safe_load(path.read_text())
+    tree = yaml.safe_load(checkpoint.read(run).config)
     (tree[section] if section else tree).update(entries)
-    path.write_text(yaml.safe_dump(tree))
+    stored(run, yaml.safe_dump(tree))
 
 
 TOUCH = {"_target_": "os.system", "path": "touch attacked"}
@@ -182,9 +189,10 @@ def test_a_hostile_stored_configuration_is_refused(
         ("a: &a [x]\nb: [*a, *a]\n", "has no aliases"),
         ("model: !!python/object/apply:os.system ['touch attacked']\n", "not a stored config"),
         ("model: {", "not a stored configuration"),
+        ("", "not a stored configuration; use a checkpoint of a run"),
         ("- 1\n", "not a stored configuration"),
         ("[" * 60_000, "at most 16 levels"),
-        ("a: " + "x" * 2**16, "at most 65536 bytes"),
+        ("a: " + "x" * 2**16, "at most 65536 letters"),
         ("at: 2026-11-21\n", "at is a date; refused"),
     ],
 )
@@ -192,7 +200,7 @@ def test_a_hostile_file_is_refused(
     run_copy: Path, monkeypatch: pytest.MonkeyPatch, content: str, text: str
 ) -> None:
     monkeypatch.chdir(run_copy)
-    (run_copy / "config_resolved.yaml").write_text(content)
+    stored(run_copy, content)
     with pytest.raises(CheckpointError, match=text) as refused:
         evaluate(run_copy, [])
     assert "\n" not in str(refused.value)
@@ -202,7 +210,9 @@ def test_a_hostile_file_is_refused(
 def test_a_hostile_optimizer_is_not_looked_at(run_copy: Path) -> None:
     changed(run_copy, "optimizer", {"_target_": "os.system"})
     changed(run_copy, "", {"scheduler": {"_target_": "os.system"}})
-    assert config_of(run_copy, []).optimizer["_target_"] == "torch.optim.SGD"
+    text = checkpoint.read(run_copy).config
+    assert "os.system" in text
+    assert config_of(text, run_copy, []).optimizer["_target_"] == "torch.optim.SGD"
 
 
 # Bad input
@@ -228,7 +238,7 @@ def test_a_hostile_optimizer_is_not_looked_at(run_copy: Path) -> None:
             ["checkpoint=RUN", "out=/nonexistent/x.json"],
             "x.json: cannot be written (No such",
         ),
-        (["checkpoint=RUN/nope"], "RUN/nope/config_resolved.yaml: cannot be read"),
+        (["checkpoint=RUN/nope"], "RUN/nope: no readable checkpoint"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -58,7 +58,7 @@ SPRUNG: dict[str, Callable[[], Any]] = {
     "hangs": lambda: time.sleep(60),
     "stopped": lambda: signal_oneself(signal.SIGSTOP),
     "raises": no_such_picture,
-    "signalled": lambda: signal_oneself(signal.SIGTERM, signal.SIGINT),
+    "signalled": lambda: signal_oneself(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
     "slow": lambda: time.sleep(0.5),
 }
 
