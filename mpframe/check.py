@@ -7,6 +7,7 @@ each with the option's path, the value and what is allowed.
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -43,6 +44,7 @@ def check(composed: DictConfig) -> Config:
     tree = _resolved(composed)
     _refuse_unknown("", tree, {*SECTIONS, *RUN_OPTIONS, "loss_scaling", "model", "scheduler"})
     run = _load(Run, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
+    _refuse_leaving(run.run_name)
     optimizer = _section(tree, "optimizer")
     joint = _joint(optimizer) if "parts" in optimizer else None
     _load(OptimizerOptions, "optimizer", {k: v for k, v in optimizer.items() if k == "lr"})
@@ -84,6 +86,15 @@ def _part(name: str, parts: Mapping[str, Any]) -> Part:
     own = {f.name for f in dataclasses.fields(PartOptions)}
     options = _load(PartOptions, path, {key: value for key, value in node.items() if key in own})
     return Part(options, {k: v for k, v in node.items() if k == "lr" or k not in own})
+
+
+def _refuse_leaving(run_name: str) -> None:
+    """A name for a folder under runs/, which a `..` would lead out of."""
+    name = PurePosixPath(run_name.replace("\\", "/"))
+    if name.is_absolute() or ".." in name.parts:
+        raise ConfigError(
+            f"run_name={run_name}: must stay within runs/; for another place set hydra.run.dir"
+        )
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

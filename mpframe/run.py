@@ -4,6 +4,7 @@ Whatever way a run ends, `summary.json` says so: finished, interrupted, diverged
 """
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from mpframe import build, checkpoint
 from mpframe.callbacks import (
@@ -24,7 +25,6 @@ from mpframe.callbacks import (
     SpikeReport,
     StopOnSignal,
 )
-from mpframe.check import flatten
 from mpframe.checkpoint import retention
 from mpframe.config import Config
 from mpframe.conversion import rounding
@@ -40,6 +40,14 @@ from mpframe.errors import (
 from mpframe.interruption import Interruption
 from mpframe.memory import peak_memory
 from mpframe.precision import as_table
+from mpframe.redaction import (
+    hidden_from_logs,
+    hide,
+    hide_in_files,
+    resolved_text,
+    secrets_of,
+    values_of,
+)
 from mpframe.requeue import requeue
 from mpframe.resuming import Resume
 from mpframe.run_lock import RunLock
@@ -63,7 +71,8 @@ class Run:
 
     def __init__(self, config: Config, composed: DictConfig, folder: Path) -> None:
         self.config = config
-        self.config_text = _resolved_text(composed)
+        self.secrets = secrets_of(values_of(composed), os.environ)
+        self.config_text = resolved_text(composed, self.secrets)
         self.folder = folder
         self.started = time.perf_counter()
         self.trainer: Trainer | None = None
@@ -83,7 +92,9 @@ class Run:
             _refuse_used_folder(self.folder, self.config.run.resume)
             retention.tidy(self.folder)
             write_atomically(self.folder / "config_resolved.yaml", self.config_text)
-            return self._train()
+            hide_in_files(self.folder.glob(".hydra/*.yaml"), self.secrets)
+            with hidden_from_logs(self.secrets):
+                return self._train()
 
     def _train(self) -> Summary:
         try:
@@ -214,7 +225,7 @@ class Run:
         )
 
     def _finish(self, status: Status, reason: str | None = None) -> Summary:
-        summary = self._summary(status, reason)
+        summary = self._summary(status, None if reason is None else hide(reason, self.secrets))
         summary.write(self.folder)
         metric = (
             f"val_{summary.metric} {summary.val_metric:.4f}, "
@@ -273,19 +284,6 @@ def _data_errors_dated(trainer: Trainer) -> Iterator[None]:
     except DataError as error:
         error.args = (f"after step {trainer.progress.attempts}: {error}",)
         raise
-
-
-def _resolved_text(composed: DictConfig) -> str:
-    """The resolved configuration as YAML; what comes from the environment stays a reference.
-
-    An environment variable may hold a secret, and the file is meant to be passed on.
-    """
-    raw = flatten(OmegaConf.to_container(composed, resolve=False))  # type: ignore[arg-type]
-    shown = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
-    for path, value in raw.items():
-        if "${oc.env" in str(value):
-            OmegaConf.update(shown, path, str(value).replace("$", "\\$"), force_add=True)
-    return OmegaConf.to_yaml(shown)
 
 
 def _restore(callbacks: Sequence[Callback], states: dict[str, Any]) -> None:

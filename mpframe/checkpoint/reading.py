@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpframe.checkpoint.archive import refuse_bomb, refuse_hollow
 from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, newest, step_of
 from mpframe.checkpoint.manifest import Manifest
 from mpframe.checkpoint.snapshot import Snapshot
@@ -40,6 +41,7 @@ def read(path: Path) -> Snapshot:
 
 
 def _state(path: Path) -> dict[str, Any]:
+    refuse_bomb(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -53,4 +55,5 @@ def _state(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a run's state")
+    refuse_hollow(path, state)
     return state

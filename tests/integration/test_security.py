@@ -1,0 +1,299 @@
+"""Attacks on what a run reads and searches of what it leaves: see docs/security.md.
+
+A stored configuration is attacked in test_evaluate.py, CIFAR-10's pickles and image trees in the
+tests of those readers.
+"""
+
+import ast
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import StartRun, train
+
+from mpframe import checkpoint
+from mpframe.checkpoint.digest import sha256_of
+from mpframe.checkpoint.manifest import Manifest
+from mpframe.command_line import prepare
+from mpframe.errors import CheckpointError, ConfigError, DataError
+from mpframe.evaluate_command import evaluate
+from mpframe.export_command import main as export
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["dtype=fp32", "model.width=4", "trainer.max_steps=2"]
+
+
+class Attack:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, call: Callable[..., Any] = os.system, *arguments: Any) -> None:
+        self.reduced = call, arguments or ("touch attacked",)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not Path("attacked").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(folder, *SMALL)
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def sealed(run: Path, content: bytes) -> None:
+    """Put other bytes into the newest checkpoint, with digests that are right."""
+    folder = checkpoint.newest(run)
+    (folder / "state.pt").write_bytes(content)
+    manifest = Manifest.read(folder)
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
+        for name in manifest.files
+    }
+    (folder / "manifest.json").write_text(replace(manifest, files=files).text())
+
+
+# A checkpoint
+
+
+def saved(state: Any, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer, **options)
+    return buffer.getvalue()
+
+
+def repacked(content: bytes, compression: int, rename: str = "") -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(buffer, "w") as new:
+        for entry in old.infolist():
+            new.writestr(f"{rename}{entry.filename}", old.read(entry), compression)
+    return buffer.getvalue()
+
+
+STATE = {"trainer": {"weights": {"a": torch.zeros(2)}}}
+NESTED: list[Any] = []
+NESTED.append(NESTED)
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "code": (saved({"trainer": Attack()}), "holds code, which is never run"),
+    "eval": (saved({"a": Attack(eval, "open('attacked', 'w')")}), "holds code"),
+    "code in an old file": (
+        saved({"trainer": Attack()}, _use_new_zipfile_serialization=False),
+        "not a saved state",
+    ),
+    "a bare pickle": (pickle.dumps(Attack()), "not a saved state"),
+    "a bomb": (
+        repacked(saved({"a": torch.zeros(2**22)}), zipfile.ZIP_DEFLATED),
+        "its entries are not stored as torch stores them",
+    ),
+    "a name that leaves": (repacked(saved(STATE), zipfile.ZIP_STORED, "../../"), "not stored as"),
+    "an absolute name": (repacked(saved(STATE), zipfile.ZIP_STORED, "/etc/"), "not stored as"),
+    "a hollow tensor": (
+        saved({"trainer": {"weights": {"a": torch.zeros(1).expand(10**12)}}}),
+        "a tensor of 1000000000000 values in a file of",
+    ),
+    "no run": (
+        saved({"trainer": {"weights": {"a": 3}}}),
+        "holds no weights of a run|unknown to the model",
+    ),
+    "endless": (saved({"trainer": NESTED}), "holds no weights of a run|of something"),
+    "a list": (saved([1, 2]), "holds a list, not a run's state"),
+}
+READERS: dict[str, Callable[[Path], Any]] = {
+    "evaluate": lambda run: evaluate(run, []),
+    "init_from": lambda run: train(run.parent / "next", *SMALL, f"init_from={run}"),
+    "resume": lambda run: train(run.parent / "next", *SMALL, f"resume={run}"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_checkpoint_is_refused_in_one_line(name: str, reader: str, run: Path) -> None:
+    content, text = HOSTILE[name]
+    sealed(run, content)
+    with pytest.raises(CheckpointError, match=text) as refused:
+        READERS[reader](run)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_checkpoint_is_not_exported(
+    name: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sealed(run, HOSTILE[name][0])
+    with pytest.raises(SystemExit):
+        export([f"checkpoint={run}", "out=x.safetensors"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mpframe: ")
+    assert not Path("x.safetensors").exists()
+
+
+def test_the_attacks_would_work_on_a_reader_that_unpickles(tmp_path: Path) -> None:
+    """The control: what is refused above does leave its file elsewhere."""
+    torch.load(io.BytesIO(HOSTILE["code"][0]), weights_only=False)
+    assert Path("attacked").exists()
+    Path("attacked").unlink()
+    pickle.loads(HOSTILE["a bare pickle"][0])
+    assert Path("attacked").exists()
+    Path("attacked").unlink()
+
+
+# A data file
+
+
+def test_a_pickle_as_data_is_refused(start_run: StartRun, tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"):
+        (folder / name).write_bytes(pickle.dumps({"labels": [0], "data": Attack()}, protocol=2))
+    with pytest.raises(DataError, match="refused, not a file of CIFAR-10's Python version"):
+        start_run(tmp_path / "run", "dataset=cifar10", f"dataset.root={tmp_path}/data")
+
+
+def test_no_reader_of_the_package_unpickles_or_unpacks() -> None:
+    """Nothing is ever extracted, so no archive can leave its folder; nothing is unpickled."""
+    for path in sorted((ROOT / "mpframe").rglob("*.py")):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            names = _imported(node)
+            assert not names & {"tarfile", "shelve", "dill", "joblib", "cloudpickle"}, path
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            assert not re.fullmatch(
+                r"pickle\.loads?|.*\.extract(all)?|shutil\.unpack_archive|eval|exec|os\.system|"
+                r"yaml\.(load|unsafe_load|full_load)|np\.load|torch\.hub\..*",
+                called,
+            ), f"{path}: {called}"
+            if called == "torch.load":
+                arguments = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                assert arguments["weights_only"] == "True", path
+
+
+def _imported(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    return {(node.module or "").partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+
+
+def test_tensorboard_is_never_bound_to_the_network() -> None:
+    """mpframe starts no server, and no page tells to open one to others."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").glob("*.py")]
+    for path in [*pages, *(ROOT / "mpframe").rglob("*.py"), *(ROOT / "conf").rglob("*.yaml")]:
+        text = path.read_text()
+        assert not re.search(r"--bind_all|--host[ =]|0\.0\.0\.0", text), path
+        if path.suffix == ".py":
+            assert not re.search(r"tensorboard\.program|http\.server|socketserver", text), path
+
+
+# A name
+
+
+@pytest.mark.parametrize("name", ["../escape", "a/../../escape", "/etc/escape", "..", "a\\..\\b"])
+def test_a_run_name_stays_within_runs(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        prepare([f"run_name='{name}'"])
+    text = str(refused.value)
+    assert text.startswith("run_name=")
+    assert text.endswith("must stay within runs/; for another place set hydra.run.dir")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_may_have_folders() -> None:
+    assert prepare(["run_name=a/b..c"]) == ["run_name=a/b..c"]
+
+
+# A secret of the environment
+
+SECRET = "hunter2-correct-horse"
+OWN = """
+import logging, torch
+
+def net(token, fails=False, handed_on=""):
+    logging.getLogger("own").warning("connecting with %s", token)
+    if fails:
+        raise ValueError(f"{token} was refused")
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+"""
+
+
+def train_with_secret(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "own.py").write_text(OWN)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
+        "OMP_NUM_THREADS": "1",
+        "MY_TOKEN": SECRET,
+        "PLAIN_NAME": SECRET[::-1],
+    }
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "train.py"), "trainer.max_steps=2",
+         "trainer.progress=false", "hydra.run.dir=run", "model._target_=own.net", *words],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+REFERENCES = [
+    "model.token=${oc.env:PLAIN_NAME}",
+    "model.handed_on=${model.token}",
+    "run_name=${oc.env:MY_TOKEN}",
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ([*REFERENCES], 0),
+        ([*REFERENCES, "model.fails=true"], 1),
+        ([f"model.token={SECRET}", f"run_name={SECRET}"], 0),  # as a shell would have filled it in
+    ],
+    ids=["a run", "a run that fails", "filled in by a shell"],
+)
+def test_no_secret_reaches_any_byte_of_a_runs_folder(
+    words: list[str], code: int, tmp_path: Path
+) -> None:
+    done = train_with_secret(tmp_path, *words)
+    assert done.returncode == code, done.stderr
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert {"summary.json", "train.log", "config_resolved.yaml", "overrides.yaml"} <= names
+    if code == 0:
+        assert "state.pt" in names
+        assert any("tfevents" in name for name in names)
+    for secret in (SECRET, SECRET[::-1]):
+        assert [path for path in files if holds(path, secret)] == []
+    assert "connecting with ***" in (tmp_path / "run" / "train.log").read_text()
+    if code == 1:
+        reason = json.loads((tmp_path / "run" / "summary.json").read_text())["reason"]
+        assert reason == "model: own.net refused its options: *** was refused"
+
+
+def holds(path: Path, secret: str) -> bool:
+    """True where the bytes of a file, or of the entries of an archive, hold the secret."""
+    content = path.read_bytes()
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            content += b"".join(archive.read(entry) for entry in archive.infolist())
+    return secret.encode() in content
