@@ -1,6 +1,6 @@
 """What a validation gives, and the fp32 weights it may be made with."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,9 +28,12 @@ class Evaluation:
 
 
 @contextmanager
-def fp32_weights(optimizer: MasterWeights | JointOptimizer, model: nn.Module) -> Iterator[None]:
-    """Within the block half weights are replaced by copies of their fp32 masters."""
-    half = {p: p.data for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
+def fp32_weights(
+    optimizer: MasterWeights | JointOptimizer, model: nn.Module, but: Container[nn.Parameter] = ()
+) -> Iterator[None]:
+    """Within the block half weights are replaced by copies of their fp32 masters, save `but`."""
+    narrow = (p for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16))
+    half = {p: p.data for p in narrow if p not in but}
     try:
         for parameter in half:
             parameter.data = optimizer.master_of(parameter).detach().float().clone()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mpframe.errors import ConfigError
 from mpframe.precision.cast import CastMode
@@ -18,12 +19,11 @@ from mpframe.precision.policy import CASTABLE, Policy
 from mpframe.precision.tree import map_tensors
 
 
-def pin_modules(model: nn.Module, mode: CastMode) -> None:
+def pin_modules(model: nn.Module, mode: CastMode) -> list[RemovableHandle]:
     """Hook every module that the lists pin, containers and what they contain alike."""
-    for name, module in model.named_modules():
-        pin = mode.policy.pin_of(name)
-        if pin is not None:
-            _pin(mode, module, name, pin[1])
+    pins = [(name, module, mode.policy.pin_of(name)) for name, module in model.named_modules()]
+    pinned = [_pin(mode, module, name, pin[1]) for name, module, pin in pins if pin is not None]
+    return [handle for pair in pinned for handle in pair]
 
 
 def refuse_idle_pins(model: nn.Module, policy: Policy) -> None:
@@ -39,7 +39,7 @@ def refuse_idle_pins(model: nn.Module, policy: Policy) -> None:
             raise ConfigError(f"ops.modules[{pattern!r}] matches no module; the model has {known}")
 
 
-def _pin(mode: CastMode, module: nn.Module, name: str, pin: str) -> None:
+def _pin(mode: CastMode, module: nn.Module, name: str, pin: str) -> list[RemovableHandle]:
     half = mode.policy.half_dtype
     inside = torch.float32 if pin == "fp32" else half
 
@@ -56,8 +56,10 @@ def _pin(mode: CastMode, module: nn.Module, name: str, pin: str) -> None:
         # Without lists no op casts its own inputs: what follows expects half.
         return map_tensors(lambda tensor: cast_to(tensor, half), result)
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave, always_call=True)
+    return [
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
+    ]
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:

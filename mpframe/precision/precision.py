@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils.hooks import RemovableHandle
 
 from mpframe.precision.cast import CastMode
 from mpframe.precision.dtype_map import Row, dtype_map
@@ -93,12 +94,19 @@ class Precision:
         if model in self._hooked:
             return
         self._hooked.add(model)
-        if self._mode is not None:
-            self._mode.compute_on(next((p.device for p in model.parameters()), torch.device("cpu")))
-            pin_modules(model, self._mode)
-            fit_recurrent_layers(model, self._mode)
+        self._hook(model)
         if self.policy.mode == "mixed" and self.policy.ops.empty:
             model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+
+    @contextmanager
+    def attached(self, model: nn.Module) -> Iterator[None]:
+        """Within the block pins and recurrent layers follow this precision, to try it out."""
+        handles = self._hook(model)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @contextmanager
     def cast(self) -> Iterator[None]:
@@ -153,6 +161,12 @@ class Precision:
 
     def __str__(self) -> str:
         return str(self.policy)
+
+    def _hook(self, model: nn.Module) -> list[RemovableHandle]:
+        if self._mode is None:
+            return []
+        self._mode.compute_on(next((p.device for p in model.parameters()), torch.device("cpu")))
+        return [*pin_modules(model, self._mode), *fit_recurrent_layers(model, self._mode)]
 
 
 def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:

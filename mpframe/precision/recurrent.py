@@ -7,13 +7,14 @@ the weights' format when the layer is entered, and the op then casts both, as fo
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from mpframe.precision.cast import CastMode
 from mpframe.precision.pins import cast_to
 from mpframe.precision.tree import map_tensors
 
 
-def fit_recurrent_layers(model: nn.Module, mode: CastMode) -> None:
+def fit_recurrent_layers(model: nn.Module, mode: CastMode) -> list[RemovableHandle]:
     """Hook every LSTM, GRU and RNN of `model`; outside a cast block the hook does nothing."""
 
     def fit(layer: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -22,6 +23,5 @@ def fit_recurrent_layers(model: nn.Module, mode: CastMode) -> None:
         weight = next(layer.parameters())
         return map_tensors(lambda tensor: cast_to(tensor, weight.dtype), (args, kwargs))
 
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module.register_forward_pre_hook(fit, with_kwargs=True)
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    return [layer.register_forward_pre_hook(fit, with_kwargs=True) for layer in layers]

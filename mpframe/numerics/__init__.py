@@ -1,0 +1,1 @@
+"""What precision does to your numbers: ranges, autopsy, search, doctor."""

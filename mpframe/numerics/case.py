@@ -1,0 +1,90 @@
+"""A training step to look into: everything its forward and backward pass went by."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.precision import Precision
+from mpframe.turns import AnyOptimizer, Objective
+
+Batch = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step.
+
+    Attributes:
+        model: prepared by `precision`, holding the weights and buffers the step began with.
+        optimizer: has the fp32 masters of the weights.
+        precision: the dtype mode of the run.
+        objectives: the losses, in their order; their scalers are not asked.
+        batches: (inputs, targets) of each micro-batch, on the model's device.
+        scales: the loss scale of each objective, by its name.
+        floors: the least scale each may get; 1 where it has no scaler that could go lower.
+        samples: the dataset's indices of each micro-batch's samples; empty where unknown.
+        random: the states of torch's generators before the step; None: as they are now.
+        first_loss: the unscaled loss of the run's first steps, to tell divergence; None: unknown.
+        skipped: the objectives whose step was skipped; None: all are of interest.
+    """
+
+    model: nn.Module
+    optimizer: AnyOptimizer
+    precision: Precision
+    objectives: Sequence[Objective]
+    batches: Sequence[Batch]
+    scales: Mapping[str, float]
+    floors: Mapping[str, float] = field(default_factory=dict)
+    samples: Sequence[Sequence[int]] = ()
+    random: "RandomState | None" = None
+    first_loss: float | None = None
+    skipped: frozenset[str] | None = None
+
+    @property
+    def half(self) -> torch.dtype:
+        """The run's 16-bit format; float32 in an fp32 run, which has no narrower limit."""
+        policy = self.precision.policy
+        return torch.float32 if policy.mode == "fp32" else policy.half_dtype
+
+    @property
+    def room_below(self) -> int:
+        """Octaves by which every scale may still be lowered, >= 0."""
+        rooms = (
+            max(0.0, math.log2(scale / self.floors.get(name, 1.0)))
+            for name, scale in self.scales.items()
+        )
+        return int(min(rooms, default=0.0))
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Where torch's generators stand; a model draws from no others of ours.
+
+    Attributes:
+        cpu: state of the CPU's generator.
+        device: state of the model's CUDA device's, or None.
+    """
+
+    cpu: Tensor
+    device: Tensor | None = None
+
+    @classmethod
+    def now(cls, device: torch.device) -> "RandomState":
+        """The present states; does not wait for the device."""
+        own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), own)
+
+    def restore(self, device: torch.device) -> None:
+        """Put the generators there."""
+        torch.set_rng_state(self.cpu)
+        if self.device is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.device, device)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are; the CPU for one without."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

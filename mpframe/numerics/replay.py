@@ -1,0 +1,205 @@
+"""Runs a saved step again, in another format or at another scale, and watches every op of it.
+
+Nothing moves: no optimizer steps, and gradients, buffers and the random generators are put back.
+The fp32 replay computes with the masters and without any cast, so what is not finite there is not
+precision's doing. It is not scaled; the magnitudes seen in its backward pass times the scale are
+what the run's own pass would have met, had its format no end.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.buffers import Buffers
+from mpframe.evaluation import fp32_weights
+from mpframe.numerics.case import Batch, Case, RandomState, device_of
+from mpframe.numerics.magnitudes import magnitudes_of
+from mpframe.numerics.watch import Trace, Watch
+from mpframe.precision import OpLists, Precision
+from mpframe.precision.storage import formats_of
+from mpframe.precision.tree import map_tensors
+from mpframe.turns import Objective
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a step is replayed.
+
+    Attributes:
+        fp32: without any cast and unscaled, whatever the run's mode.
+        octaves: the scales are multiplied by 2^octaves.
+        pins: modules pinned to fp32 besides the run's pins.
+        denied: ops that run in fp32 besides the run's.
+    """
+
+    fp32: bool = False
+    octaves: int = 0
+    pins: tuple[str, ...] = ()
+    denied: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> bool:
+        """True where the lists and pins are those of the run."""
+        return not (self.pins or self.denied)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forward and backward of one loss on one micro-batch.
+
+    Attributes:
+        batch: number of the micro-batch in the step.
+        objective: name of the loss.
+        scale: the loss scale.
+        loss: unscaled.
+        trace: what was seen.
+        weights_finite: whether the gradients of all weights are.
+    """
+
+    batch: int
+    objective: str
+    scale: float
+    loss: float
+    trace: Trace
+    weights_finite: bool
+
+    @property
+    def loss_finite(self) -> bool:
+        """Whether the forward pass ended well."""
+        return abs(self.loss) < float("inf")
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step could have been made."""
+        return self.loss_finite and self.weights_finite
+
+
+@dataclass(frozen=True)
+class Replay:
+    """All passes of a step, in the order they ran."""
+
+    setting: Setting
+    passes: Sequence[Pass]
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of them are."""
+        return all(one.finite for one in self.passes)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss."""
+        return sum(one.loss for one in self.passes) / max(1, len(self.passes))
+
+
+def replay(case: Case, setting: Setting) -> Replay:
+    """Run a step's forward and backward passes again.
+
+    Args:
+        case: the step; left as it was.
+        setting: how.
+    """
+    precision = _precision(case.precision, setting)
+    with _left_as_it_was(case), ExitStack() as stack:
+        if setting.fp32 or not setting.own:
+            stack.enter_context(fp32_weights(case.optimizer, case.model, _narrow(case, precision)))
+            stack.enter_context(precision.attached(case.model))
+        if setting.fp32:
+            stack.enter_context(_fp32_buffers(case.model))
+        passes = [
+            _pass(case, (number, objective), precision, setting)
+            for number in range(len(case.batches))
+            for objective in case.objectives
+        ]
+    wanted = case.skipped
+    return Replay(setting, [p for p in passes if wanted is None or p.objective in wanted])
+
+
+def _pass(case: Case, which: tuple[int, Objective], precision: Precision, setting: Setting) -> Pass:
+    number, objective = which
+    case.model.zero_grad()
+    scale = 1.0 if setting.fp32 else case.scales[objective.name] * 2.0**setting.octaves
+    watch = Watch(case.model, case.half, _rows(case.batches[number]))
+    loss = _loss(case, case.batches[number], objective, precision, watch)
+    (loss * scale).backward(inputs=objective.parameters)  # type: ignore[no-untyped-call]
+    watch.count_weights()
+    gradients = [p.grad for p in case.model.parameters() if p.grad is not None]
+    finite = magnitudes_of(gradients).finite
+    return Pass(number, objective.name, scale, float(loss.detach()), watch.trace, finite)
+
+
+def _loss(
+    case: Case, batch: Batch, objective: Objective, precision: Precision, watch: Watch
+) -> Tensor:
+    inputs, targets = batch
+    with watch.modules():
+        with precision.cast(), watch:
+            outputs = case.model(inputs, *objective.arguments)
+        with watch:
+            return objective.loss(map_tensors(_widened, outputs), targets)
+
+
+def _precision(run: Precision, setting: Setting) -> Precision:
+    if setting.fp32:
+        return Precision()
+    if setting.own:
+        return run
+    policy = run.policy
+    ops: OpLists = policy.ops.moved(dict.fromkeys(setting.denied, "deny"))
+    ops = replace(ops, modules={**ops.modules, **dict.fromkeys(setting.pins, "fp32")})
+    return Precision(policy.mode, policy.half, ops=ops, compute=policy.compute)
+
+
+def _narrow(case: Case, precision: Precision) -> set[nn.Parameter]:
+    """The weights that would be stored in half: pinned to fp32 they would not."""
+    formats = formats_of(case.model, precision.policy)
+    return {parameter for parameter, dtype in formats.items() if dtype != torch.float32}
+
+
+@contextmanager
+def _fp32_buffers(model: nn.Module) -> Iterator[None]:
+    """Within the block statistics kept in half are fp32, as their weights are."""
+    half = {b: b.data for b in model.buffers() if b.dtype in (torch.float16, torch.bfloat16)}
+    try:
+        for buffer in half:
+            buffer.data = buffer.data.float()
+        yield
+    finally:
+        for buffer, values in half.items():
+            buffer.data = values
+
+
+@contextmanager
+def _left_as_it_was(case: Case) -> Iterator[None]:
+    model, device = case.model, device_of(case.model)
+    buffers, before = Buffers(model), RandomState.now(device)
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    modes = {module: module.training for module in model.modules()}
+    buffers.save()
+    try:
+        model.train()
+        (case.random or before).restore(device)
+        yield
+    finally:
+        buffers.restore_where(torch.ones((), dtype=torch.bool, device=device))
+        before.restore(device)
+        _put_back(gradients, modes)
+
+
+def _put_back(gradients: dict[nn.Parameter, Tensor | None], modes: dict[nn.Module, bool]) -> None:
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+    for module, training in modes.items():
+        module.training = training
+
+
+def _rows(batch: Batch) -> int:
+    targets = batch[1]
+    return len(targets) if isinstance(targets, Tensor) and targets.dim() else 0
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -1,0 +1,411 @@
+"""Planted faults, and what the autopsy says of them: module, direction and verdict."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpframe.numerics.case import Case, RandomState
+from mpframe.numerics.replay import Setting, replay
+from mpframe.numerics.verdict import Kind, judge
+from mpframe.numerics.watch import OUTSIDE
+from mpframe.precision import OpLists, Precision
+from mpframe.turns import Objective
+
+MODES = [(mode, compute) for mode in ("mixed", "amp") for compute in ("emulated", "native")]
+ROWS = 8
+
+
+class Times(nn.Module):
+    """Multiplies by a number in the forward pass."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class _Louder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+class Louder(nn.Module):
+    """The identity, whose backward pass multiplies by a number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Louder.apply(x, self.factor)
+
+
+class Exp(nn.Module):
+    """e^(x + shift)."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(0.01 * x + self.shift)
+
+
+class Sum(nn.Module):
+    """The sum over the features, beside each of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (0.0 * x + 10_000.0).sum(dim=-1, keepdim=True).expand_as(x)
+
+
+class Attention(nn.Module):
+    """Self-attention over a sequence of length 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = torch.stack([x, x], dim=1)
+        return self.inner(pair, pair, pair, need_weights=False)[0].mean(dim=1)
+
+
+class Recurrent(nn.Module):
+    """A GRU over a sequence of length 1, its projection behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x[:, None])[0][:, 0]
+
+
+class Twice(nn.Module):
+    """Two users of one tensor, whose gradients fit in half one by one and not together."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.left, self.right = Louder(factor), Louder(factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) + self.right(x)
+
+
+def conv(dimensions: int, transposed: bool = False) -> nn.Module:
+    """A convolution over 16 features seen as channels and places."""
+    name = f"Conv{'Transpose' * transposed}{dimensions}d"
+    sizes = {1: (4, 4), 2: (4, 2, 2), 3: (2, 2, 2, 2)}[dimensions]
+    layer = getattr(nn, name)(sizes[0], sizes[0], 1)
+    return nn.Sequential(nn.Unflatten(1, sizes), layer, nn.Flatten())
+
+
+def net(middle: nn.Module) -> nn.Module:
+    """Layers around a middle; the norm behind it keeps what it does from the others."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), middle, nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def loud(layer: nn.Module) -> nn.Module:
+    """The layer, and a loud backward pass before it."""
+    return nn.Sequential(OrderedDict(loud=Louder(1e9), layer=layer))
+
+
+def unbalanced() -> nn.Module:
+    """Small numbers in front of a large factor: the forward pass fits, the backward does not."""
+    return nn.Sequential(Times(1e-6), Times(1e6))
+
+
+def large(layer: nn.Module, factor: float = 1e5) -> nn.Module:
+    """The same layer with large weights."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(factor)
+    return layer
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(ROWS, 16, generator=generator)
+    return inputs, torch.randint(0, 4, (ROWS,), generator=generator)
+
+
+def case_of(
+    model: nn.Module,
+    mode: str = "mixed",
+    compute: str = "emulated",
+    half: str = "float16",
+    **more: Any,
+) -> Case:
+    ops = more.pop("ops", None)
+    precision = Precision(mode, half, compute=compute, ops=ops)
+    model, masters = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    objective = Objective("", nn.CrossEntropyLoss(), None)
+    scale = more.pop("scale", 1024.0)
+    batches = more.pop("batches", [data()])
+    return Case(model, masters, precision, [objective], batches, {"": scale}, **more)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is planted and what the autopsy has to say."""
+
+    name: str
+    middle: Callable[[], nn.Module]
+    module: str
+    kind: Kind
+    direction: str = "forward"
+    options: dict[str, Any] = field(default_factory=dict)
+    op: str | None = None
+
+
+BEYOND, TOO_HIGH = Kind.BEYOND_FORMAT, Kind.SCALE_TOO_HIGH
+FP32, LOW = Kind.NOT_FINITE_IN_FP32, Kind.UNDERFLOW
+HALF = {"ops": OpLists.named().moved({"exp": "allow", "sum": "allow"})}
+
+FAULTS = [
+    Fault("linear forward", lambda: large(nn.Linear(16, 16)), "2", BEYOND, op="linear"),
+    Fault("conv1d forward", lambda: large(conv(1)), "2.1", BEYOND, op="conv1d"),
+    Fault("conv2d forward", lambda: large(conv(2)), "2.1", BEYOND, op="conv2d"),
+    Fault("conv3d forward", lambda: large(conv(3)), "2.1", BEYOND, op="conv3d"),
+    Fault("transposed", lambda: large(conv(2, True)), "2.1", BEYOND, op="conv_transpose2d"),
+    Fault("attention forward", lambda: large(Attention(), 400.0), "2.inner", BEYOND),
+    Fault("product forward", lambda: Times(1e6), "2", BEYOND, op="mul"),
+    Fault("exp", lambda: Exp(13.0), "2", BEYOND, op="exp", options=HALF),
+    Fault("exp in fp32", lambda: nn.Sequential(Exp(13.0), nn.Linear(16, 16)), "2.0", BEYOND),
+    Fault("exp beyond fp32", lambda: Exp(100.0), "2", FP32, op="exp"),
+    Fault("sum", lambda: Sum(), "2", BEYOND, op="sum", options=HALF),
+    Fault("sum in fp32", lambda: nn.Sequential(Sum(), nn.Linear(16, 16)), "2.0", BEYOND),
+    Fault("linear backward", lambda: loud(nn.Linear(16, 16)), "2.loud", BEYOND, "backward"),
+    Fault("conv backward", lambda: loud(conv(2)), "2.loud", BEYOND, "backward"),
+    Fault("own function", lambda: Louder(1e9), "2", BEYOND, "backward", op="_Louder"),
+    Fault("product backward", unbalanced, "2.1", BEYOND, "backward"),
+    Fault("beyond fp32 backward", lambda: Louder(1e38 * 1e3), "2", FP32, "backward"),
+    Fault("scale too high", nn.Identity, OUTSIDE, TOO_HIGH, "backward", {"scale": 2.0**22}),
+    Fault("scale too low", nn.Identity, "", LOW, "backward", {"scale": 2.0**-12}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "compute"), MODES)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_found(fault: Fault, mode: str, compute: str) -> None:
+    case = case_of(net(fault.middle()), mode, compute, **fault.options)
+    verdict = judge(case)
+    finding = verdict.finding
+    assert verdict.kind is fault.kind
+    assert finding is not None
+    place = finding.origin or finding.place
+    assert finding.direction == fault.direction
+    assert place.module == (fault.module or place.module)
+    if fault.op:
+        assert place.op == fault.op
+    if fault.kind is BEYOND:
+        assert verdict.proven
+        assert finding.value > finding.limit == 65504.0
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_sample_is_named_by_its_index(mode: str, bad: float) -> None:
+    inputs, targets = data()
+    inputs[3, 2] = bad
+    samples = [list(range(100, 100 + ROWS))]
+    case = case_of(net(nn.Identity()), mode, batches=[(inputs, targets)], samples=samples)
+    verdict = judge(case)
+    assert verdict.kind is FP32
+    assert verdict.finding is not None
+    assert (verdict.finding.direction, verdict.finding.samples) == ("data", (103,))
+    assert verdict.finding.place.op == "inputs"
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
+def test_a_weight_that_is_nan_is_named(mode: str) -> None:
+    case = case_of(net(nn.Linear(16, 16)), mode)
+    with torch.no_grad():
+        case.model[2].bias[1] = float("nan")
+        case.optimizer.master_of(case.model[2].bias)[1] = float("nan")
+    verdict = judge(case)
+    assert verdict.kind is FP32
+    assert verdict.finding is not None
+    place = verdict.finding.place
+    assert (place.module, place.op, verdict.finding.direction) == ("2", "bias", "weights")
+
+
+def test_samples_that_overflow_are_named() -> None:
+    inputs, targets = data()
+    inputs[[1, 6]] *= 1e5
+    case = case_of(net(nn.Linear(16, 16)), batches=[(inputs, targets)], samples=[range(50, 58)])
+    verdict = judge(case)
+    assert verdict.kind is BEYOND
+    assert verdict.finding is not None
+    assert verdict.finding.place.module == "0"
+    assert verdict.finding.samples == (51, 56)
+
+
+@pytest.mark.parametrize("mode", ["mixed", "amp"])
+@pytest.mark.parametrize("first_loss", [None, 1.4])
+def test_weights_that_ran_away_are_not_a_matter_of_formats(
+    mode: str, first_loss: float | None
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 4))
+    case = case_of(large(model, 1e4), mode, first_loss=first_loss)
+    verdict = judge(case)
+    # Who does not know what the loss was can only see large activations.
+    assert verdict.kind is (BEYOND if first_loss is None else Kind.DIVERGING)
+    assert verdict.finding is not None
+
+
+def test_gradients_that_overflow_in_their_sum_are_told_from_one_that_does() -> None:
+    # Each user hands back up to half of what fp16 holds and a bit, both together more.
+    case = case_of(net(Twice(1.0)), scale=1.0)
+    full = replay(case, Setting(fp32=True))
+    through = {
+        place.module: sight.gave.largest for place, sight in full.passes[0].trace.backward.items()
+    }
+    factor = 0.75 * 65504.0 / through["2.left"]  # in steps of 2^-10 of it, half's unit there
+    verdict = judge(case_of(net(Twice(factor)), scale=1.0))
+    birth = verdict.replays[1].passes[0].trace.born("backward")[0]
+    assert birth.summed
+    assert birth.place.module == "1"
+    assert verdict.kind is BEYOND
+
+
+def test_a_mask_of_infinities_is_no_fault() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.masked_fill(x > 0.5, float("-inf")).softmax(dim=-1) + 0.0 * x
+
+    verdict = judge(case_of(net(Masked())))
+    assert verdict.kind is Kind.NO_FAULT
+    beyond = judge(case_of(net(nn.Sequential(Masked(), Times(1e7), nn.Linear(16, 16)))))
+    assert beyond.finding is not None
+    assert beyond.finding.origin is not None
+    assert (beyond.kind, beyond.finding.origin.module) == (BEYOND, "2.1")
+
+
+def test_the_bad_micro_batch_is_named() -> None:
+    inputs, targets = data()
+    good, bad = (inputs, targets), (inputs * 1e6, targets)
+    verdict = judge(case_of(net(nn.Identity()), batches=[good, bad, good]))
+    assert verdict.kind is BEYOND
+    assert verdict.finding is not None
+    assert verdict.finding.batch == 1
+
+
+def test_only_the_loss_that_was_skipped_is_judged() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = net(nn.Identity()), net(Times(1e6))
+
+        def forward(self, x: Tensor, name: str) -> Tensor:
+            return self.a(x) if name == "a" else self.b(x)
+
+    def case(skipped: frozenset[str] | None) -> Case:
+        base = case_of(Two())
+        parts = {n: list(getattr(base.model, n).parameters()) for n in "ab"}
+        objectives = [Objective(n, nn.CrossEntropyLoss(), None, parts[n]) for n in "ab"]
+        return replace(base, objectives=objectives, scales={"a": 8.0, "b": 8.0}, skipped=skipped)
+
+    verdict = judge(case(None))
+    assert verdict.finding is not None
+    assert (verdict.finding.place.module, verdict.finding.objective) == ("b.2", "b")
+    assert judge(case(frozenset("a"))).kind is Kind.NO_FAULT
+
+
+@pytest.mark.parametrize("floor", [1.0, 2.0**18])
+def test_the_floor_decides_between_a_lower_scale_and_a_pin(floor: float) -> None:
+    case = case_of(net(nn.Identity()), scale=2.0**22, floors={"": floor})
+    verdict = judge(case)
+    assert verdict.kind is (TOO_HIGH if floor == 1.0 else BEYOND)
+    if floor == 1.0:
+        # One octave less than what it names does not do.
+        assert replay(case, Setting(octaves=verdict.octaves)).finite
+        assert not replay(case, Setting(octaves=verdict.octaves + 1)).finite
+
+
+def test_a_scale_that_would_lose_the_other_gradients_is_not_the_way_out() -> None:
+    class Wide(nn.Module):
+        """Two branches, the gradients of one 2^30 times those of the other."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.quiet = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 16))
+            self.loud = nn.Sequential(nn.Linear(16, 2), Louder(2.0**20), nn.Linear(2, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.quiet(x) + self.loud(x)
+
+    verdict = judge(case_of(nn.Sequential(Wide(), nn.LayerNorm(16), nn.Linear(16, 4)), scale=64.0))
+    assert verdict.kind is BEYOND
+    assert verdict.proven
+    assert all(pin.startswith("0.loud") for pin in verdict.remedy.pins)
+
+
+@pytest.mark.parametrize(("mode", "compute"), MODES)
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_step_without_fault_is_called_so(mode: str, compute: str, half: str) -> None:
+    verdict = judge(case_of(net(nn.Dropout(0.5)), mode, compute, half))
+    assert (verdict.kind, verdict.finding) == (Kind.NO_FAULT, None)
+
+
+def test_a_step_of_an_fp32_run_with_nothing_wrong() -> None:
+    assert judge(case_of(net(nn.Identity()), "fp32", scale=1.0)).kind is Kind.NO_FAULT
+
+
+@pytest.mark.parametrize("layer", [Attention, Recurrent, lambda: conv(2)])
+@pytest.mark.parametrize("ops", ["default", "none"])
+def test_layers_and_rungs_replay(layer: Callable[[], nn.Module], ops: str) -> None:
+    middle = nn.Sequential(layer(), nn.BatchNorm1d(16))
+    verdict = judge(case_of(net(middle), ops=OpLists.named(ops)))
+    assert verdict.kind is Kind.NO_FAULT
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
+def test_nothing_is_left_changed(mode: str) -> None:
+    middle = nn.Sequential(Times(1e6), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5))
+    case = case_of(net(middle), mode, random=RandomState.now(torch.device("cpu")))
+    case.model.eval()
+    for parameter in case.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = copy.deepcopy(case.model.state_dict())
+    torch.rand(5)
+    random = torch.get_rng_state()
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in case.model.modules()]
+    judge(case)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not case.model.training
+    after = case.model.state_dict()
+    assert all(
+        torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in after
+    )
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in case.model.parameters())
+    now = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in case.model.modules()]
+    assert now == hooks
+
+
+def test_a_replay_draws_the_random_numbers_of_the_step() -> None:
+    random = RandomState.now(torch.device("cpu"))
+    case = case_of(net(nn.Dropout(0.5)), "fp32", scale=1.0)
+    case = replace(case, random=random)
+    random.restore(torch.device("cpu"))
+    inputs, targets = case.batches[0]
+    loss = nn.functional.cross_entropy(case.model(inputs), targets)
+    torch.rand(7)
+    assert replay(case, Setting()).loss == float(loss.detach())
+    assert replay(case, Setting(fp32=True)).loss == float(loss.detach())
