@@ -148,6 +148,7 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
         task: gives the loss and the metric.
         batches: micro-batches per epoch, for the schedule.
     """
+    _refuse_unwatchable(config)
     device = device_of(config.run.device)
     model: nn.Module = make("model", config.model).to(device)
     optimizers = _build_optimizers(config, model)
@@ -209,6 +210,15 @@ def _build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
     if not ready:
         return None
     return ready if each else ready[""]
+
+
+def _refuse_unwatchable(config: Config) -> None:
+    """Ranges are taken from modules, and a compiled model has none."""
+    if config.numerics.every is not None and config.trainer.compile:
+        raise ConfigError(
+            f"numerics.every={config.numerics.every}: a compiled model has no modules to watch; "
+            "use trainer.compile=false or numerics=off"
+        )
 
 
 def build_plan(config: Config) -> Plan:

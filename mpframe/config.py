@@ -241,6 +241,19 @@ class TrainerOptions:
 
 
 @dataclass
+class NumericsOptions:
+    """`numerics`: how often the ranges of weights, activations, gradients, updates are taken."""
+
+    every: int | None = option(None, "Steps between two reports; null: never.", unit="steps", low=1)
+    worst: int = option(
+        3, "Layers of each kind that scalars are written for.", unit="layers", low=1
+    )
+    layers: list[str] = option(
+        [], "Patterns of layers drawn over time; empty: the one nearest to overflow."
+    )
+
+
+@dataclass
 class DatasetOptions:
     """`dataset`: options that belong to every dataset, beside its own arguments."""
 
@@ -327,6 +340,7 @@ SECTIONS: dict[str, type] = {
     "dtype": Dtype,
     "ops": Ops,
     "trainer": TrainerOptions,
+    "numerics": NumericsOptions,
     "dataset": DatasetOptions,
     "optimizer": OptimizerOptions,
 }
@@ -345,6 +359,7 @@ class Config:
     loss_scaling: Any
     ops: Ops
     trainer: TrainerOptions
+    numerics: NumericsOptions
     data: DatasetOptions
     model: dict[str, Any]
     dataset: dict[str, Any]

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from mpframe.errors import (
 )
 from mpframe.interruption import Interruption
 from mpframe.memory import peak_memory
+from mpframe.numerics.range_watch import RangeWatch
 from mpframe.precision import as_table
 from mpframe.redaction import (
     hidden_from_logs,
@@ -139,6 +140,7 @@ class Run:
                 with (
                     self.interruption.deferred(),
                     saves.around(trainer),
+                    self._watch_ranges(trainer, tracker),
                     _data_errors_dated(trainer),
                 ):
                     trainer.fit(train, val)
@@ -153,6 +155,22 @@ class Run:
         guards = [SpikeReport(), SkipGuard(options.max_consecutive_skips), SaturationWarning()]
         # Saving comes after all that is due at a step, and stopping after saving.
         return [self.curves, *guards, self.evaluation, saves, StopOnSignal(self.interruption)]
+
+    def _watch_ranges(self, trainer: Trainer, tracker: Tracker) -> AbstractContextManager[None]:
+        options, half = self.config.numerics, getattr(torch, self.config.dtype.half)
+        if options.every is None:
+            return nullcontext()
+        watch = RangeWatch(
+            trainer,
+            self.folder,
+            tracker,
+            half=half,
+            every=options.every,
+            worst=options.worst,
+            layers=tuple(options.layers),
+        )
+        trainer.callbacks = [watch, *trainer.callbacks]
+        return watch.around()
 
     def _save_plan(self) -> SavePlan:
         options = self.config.trainer

@@ -13,13 +13,16 @@ the curve of what was repeated is replaced and every tag's steps strictly increa
 """
 
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from tensorboard.compat.proto.histogram_pb2 import (  # type: ignore[import-untyped]
+    HistogramProto,
+)
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
 from tensorboard.plugins.text import metadata as text_metadata  # type: ignore[import-untyped]
@@ -29,6 +32,7 @@ from torch.utils.tensorboard import summary as summaries
 
 from mpframe.errors import MpframeError
 
+_COLOURS = 4  # red, green, blue and opacity
 LONGEST_WAIT = 5.0  # seconds a resumed run waits for the clock to pass its older event files
 
 
@@ -111,6 +115,40 @@ class Tracker:
         entries = [Summary.Value(tag=tag, simple_value=n) for tag, n in numbers.items()]
         self._add(Summary(value=entries), step)
         return numbers
+
+    def image(self, tag: str, png: bytes, step: int) -> None:
+        """Log a picture, an encoded PNG."""
+        width, height = _size_of_png(png)
+        image = Summary.Image(
+            encoded_image_string=png, width=width, height=height, colorspace=_COLOURS
+        )
+        self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+
+    def histogram(
+        self, tag: str, counts: Sequence[float], edges: Sequence[float], step: int
+    ) -> None:
+        """Log a histogram.
+
+        Args:
+            tag: its name, no scalar's.
+            counts: [n] values in each bin, not all 0.
+            edges: [n + 1], ascending.
+            step: place on the x axis.
+        """
+        filled = [index for index, count in enumerate(counts) if count]
+        first, last = filled[0], filled[-1] + 1
+        total = float(sum(counts))
+        middles = [(edges[i] + edges[i + 1]) / 2 for i in range(len(counts))]
+        proto = HistogramProto(
+            min=edges[first],
+            max=edges[last],
+            num=total,
+            sum=sum(c * m for c, m in zip(counts, middles, strict=True)),
+            sum_squares=sum(c * m * m for c, m in zip(counts, middles, strict=True)),
+            bucket_limit=edges[first + 1 : last + 1],
+            bucket=counts[first:last],
+        )
+        self._add(Summary(value=[Summary.Value(tag=tag, histo=proto)]), step)
 
     def text(self, tag: str, markdown: str) -> None:
         """Log a page of Markdown at the tracker's first step."""
@@ -239,6 +277,11 @@ def _charts(metrics: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
         "loss scaling": {"scale": lines(Tag.SCALE), "skipped steps": lines(Tag.SKIPPED_TOTAL)},
         "gradients": {"norm and amax": lines(Tag.GRAD_NORM, Tag.GRAD_AMAX)},
     }
+
+
+def _size_of_png(png: bytes) -> tuple[int, int]:
+    """Width and height in pixels, from the header's fixed place."""
+    return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
 
 
 def _wait_for_a_later_name(folder: Path) -> None:

@@ -74,6 +74,7 @@ def test_muon_gets_the_matrices() -> None:
         (["optimizer=muon_adamw", "optimizer.parts.rest.lr=-1"], r"optimizer\.parts\.rest\.lr=-1: must be a number > 0"),
         (["optimizer=muon_adamw", "optimizer.skip=some"], r"optimizer\.skip=some: must be one of all, each"),
         (["experiment=digits_gan", "optimizer=adamw"], r"optimizer\.parts=none: the losses are discriminator, generator; give each an optimizer"),
+        (["numerics=on", "trainer.compile=true"], r"numerics\.every=100: a compiled model has no modules to watch; use trainer\.compile=false or numerics=off"),
         (["experiment=digits_gan", "trainer.on_loss_spike=skip"], r"trainer\.on_loss_spike=skip: judges one loss, and the dataset has 2"),
     ],
 )  # fmt: skip

@@ -1,0 +1,110 @@
+"""Where the magnitudes of a tensor lie: a count for each power of two, and for each half limit.
+
+    exponent of x    floor(log2 |x|), zeros apart
+
+A half format with smallest normal number 2^e, f bits behind the point and largest number M meets a
+scaled value y = s x. It loses y altogether at |y| <= 2^(e-f-1), half its smallest number (the tie
+goes to the even zero); keeps fewer than its bits of it below 2^e; cannot hold it above M. All
+counting is done on the tensor's device, in fp32, without waiting for it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOWEST, HIGHEST = -127, 127
+"""Exponents counted apart. Below 2^-126 lie fp32's own subnormal numbers, together in one bin."""
+BINS = HIGHEST - LOWEST + 1
+
+FIELDS = (
+    "count",
+    "zeros",
+    "bad",
+    "lost_at_half_scale",
+    "lost",
+    "lost_at_twice_scale",
+    "subnormal",
+    "over",
+    "amax",
+)
+"""What stands before the bins in a row of `measured`."""
+WIDTH = len(FIELDS) + BINS
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A half format's limits.
+
+    Attributes:
+        lost: the largest magnitude that rounds to zero.
+        normal: the smallest that keeps all its bits.
+        largest: the largest number.
+    """
+
+    lost: float
+    normal: float
+    largest: float
+
+    @classmethod
+    def of(cls, half: torch.dtype) -> "Limits":
+        """Those of float16 or bfloat16."""
+        info = torch.finfo(half)
+        return cls(info.smallest_normal * info.eps / 2, info.smallest_normal, info.max)
+
+
+def measured(values: Tensor, limits: Limits, scale: Tensor | float = 1.0) -> Tensor:
+    """Count a tensor's magnitudes.
+
+    Args:
+        values: any shape, floating, on any device.
+        limits: of the half format.
+        scale: s, what the values are multiplied by where they meet the format: 0-d or a number,
+            a power of two.
+
+    Returns:
+        [WIDTH] float64 on the tensor's device: the counts of `FIELDS`, then of each exponent from
+        LOWEST to HIGHEST. `count` holds all values, `bad` those that are inf or nan, `lost` and
+        its neighbours those that are not zero and round to zero at that multiple of the scale,
+        `subnormal` those that do not and are below the smallest normal number, `over` finite ones
+        above the largest; `amax` is the largest finite |s x|, 0 where there is none.
+    """
+    wide = values.detach().reshape(-1).float()
+    magnitudes = wide.abs()
+    finite = magnitudes < torch.inf
+    bits = (wide.view(torch.int32) >> 23) & 255
+    zero = magnitudes == 0
+    scaled = torch.where(finite, magnitudes, 0.0) * scale
+    nothing = zero.sum() + (~finite).sum()  # count as 0 in `scaled`, and are no loss
+    lost = [(scaled <= limits.lost * k).sum() - nothing for k in (2.0, 1.0, 0.5)]
+    below_normal = (scaled < limits.normal).sum() - nothing
+    fields = [
+        torch.as_tensor(wide.numel(), device=wide.device),
+        zero.sum(),
+        (~finite).sum(),
+        *lost,
+        (below_normal - lost[1]).clamp(min=0),
+        (scaled > limits.largest).sum(),
+        scaled.max() if wide.numel() else torch.zeros((), device=wide.device),
+    ]
+    row = torch.stack([field.double() for field in fields])
+    bins = _counted(bits)[:BINS].double()  # the last one, 255, stands for inf and nan
+    bins[0] -= row[FIELDS.index("zeros")]
+    return torch.cat([row, bins])
+
+
+def _counted(bits: Tensor) -> Tensor:
+    """How often each biased exponent 0 to 255 occurs; 0 stands for subnormal numbers and zero."""
+    if bits.device.type == "cpu":
+        return torch.bincount(bits, minlength=256)
+    counts = torch.zeros(256, dtype=torch.int64, device=bits.device)
+    return counts.scatter_add_(0, bits.long(), torch.ones_like(bits, dtype=torch.int64))
+
+
+def added(rows: list[Tensor]) -> Tensor:
+    """One row for several tensors: counts add up, `amax` is the largest."""
+    stacked = torch.stack(rows)
+    total = stacked.sum(dim=0)
+    at = FIELDS.index("amax")
+    total[at] = stacked[:, at].max()
+    return total

@@ -1,0 +1,114 @@
+"""What a half format loses of a run's gradients: unscaled, at the present scale, at the best.
+
+The gradients of all activations and weights are taken on one batch in fp32, where nothing is lost,
+and counted by exponent. A loss scale s = 2^k moves them k octaves to the right. What then lies at
+or below half the format's smallest number is lost, what lies below its smallest normal number keeps
+fewer bits, what lies above its largest number is inf. The best scale is the largest power of two
+at which nothing is inf.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpframe.numerics.exponents import FIELDS, HIGHEST, LOWEST, Limits
+from mpframe.numerics.ranges import KINDS, SCALED, Counts, Ranges
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What the format takes at one scale.
+
+    Attributes:
+        title: which scale it is.
+        scale: a power of two.
+        bins: [BINS] gradients that are not zero, by unscaled exponent.
+        lost, subnormal, over: fractions of the gradients that are not zero.
+    """
+
+    title: str
+    scale: float
+    bins: Counts
+    lost: float
+    subnormal: float
+    over: float
+
+    def line(self) -> str:
+        """As plain text."""
+        return (
+            f"{self.title:24} 2^{np.log2(self.scale):<4g} lost {self.lost:8.3%}   "
+            f"fewer bits {self.subnormal:8.3%}   inf {self.over:8.3%}"
+        )
+
+
+def losses_at(title: str, ranges: Ranges) -> Losses:
+    """The figures of a report taken in fp32 at its scale."""
+    rows = ranges.rows[[KINDS.index(kind) for kind in SCALED]].sum(axis=(0, 1))
+    counts = dict(zip(FIELDS, rows, strict=False))
+    present = max(counts["count"] - counts["zeros"] - counts["bad"], 1.0)
+    return Losses(
+        title,
+        ranges.scale,
+        rows[len(FIELDS) :],
+        counts["lost"] / present,
+        counts["subnormal"] / present,
+        counts["over"] / present,
+    )
+
+
+def best_scale(ranges: Ranges, half: torch.dtype) -> float:
+    """The largest power of two at which no gradient of the report is above the format's largest."""
+    amax = max(ranges.field(kind, "amax").max() for kind in SCALED) / ranges.scale
+    if not amax:
+        return 1.0
+    return float(2.0 ** np.floor(np.log2(Limits.of(half).largest / amax)))
+
+
+def draw(losses: Sequence[Losses], half: torch.dtype, step: int, path: Path) -> None:
+    """A panel for each scale, one above the other, over the exponent of the scaled gradient.
+
+    Args:
+        losses: of the same gradients at several scales.
+        half: the format.
+        step: steps tried by the run.
+        path: where the PNG goes.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 2.4 * len(losses) + 0.8), layout="constrained")
+    panels = figure.subplots(len(losses), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, own in zip(panels, losses, strict=True):
+        _panel(axes, own, half)
+    panels[-1].set_xlabel("exponent of the scaled gradient, floor(log2 |s g|)")
+    name = str(half).removeprefix("torch.")
+    figure.suptitle(f"Gradients of activations and weights after {step} steps, held in {name}")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _panel(axes: Any, losses: Losses, half: torch.dtype) -> None:
+    limits = Limits.of(half)
+    shift = np.log2(losses.scale)
+    shown = np.flatnonzero(losses.bins)
+    x = shown + LOWEST + shift
+    axes.bar(x, losses.bins[shown] / losses.bins.sum(), width=0.9, color="0.25")
+    lost, normal, largest = (np.log2(v) - 0.5 for v in (limits.lost, limits.normal, limits.largest))
+    axes.axvspan(2 * LOWEST, lost, color="tab:red", alpha=0.3, label="lost: rounds to 0")
+    axes.axvspan(lost, normal, color="tab:orange", alpha=0.3, label="fewer bits: subnormal")
+    axes.axvspan(normal, largest, color="tab:green", alpha=0.15, label="kept")
+    axes.axvspan(largest, HIGHEST + shift, color="tab:purple", alpha=0.3, label="inf")
+    axes.set_yscale("log")
+    axes.set_ylim(1e-6, 1)
+    axes.set_xlim(min(lost - 20, -45), largest + 6)
+    axes.set_ylabel("share of gradients")
+    axes.set_title(
+        f"{losses.title}, 2^{shift:g}: {losses.lost:.2%} lost, {losses.subnormal:.2%} with fewer "
+        f"bits, {losses.over:.2%} inf",
+        fontsize=10,
+        loc="left",
+    )

@@ -1,0 +1,89 @@
+"""The ranges of a run, report after report, in one file of its folder.
+
+    numerics/ranges.bin    { length (8 bytes), zlib of a JSON line and float64 numbers } ...
+
+A report is appended whole; one cut short by a kill is dropped when the file is next opened, and so
+are the reports of steps that a resumed run takes again.
+"""
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mpframe.errors import DataError
+from mpframe.numerics.exponents import WIDTH
+from mpframe.numerics.ranges import KINDS, Ranges
+
+FOLDER = "numerics"
+FILE_NAME = "ranges.bin"
+_LENGTH = struct.Struct("<q")
+
+
+class RangeRecord:
+    """Appends to a run's record.
+
+    Args:
+        folder: the run's folder.
+        kept: steps tried whose reports stay, for a resumed run.
+    """
+
+    def __init__(self, folder: Path, kept: int = 0) -> None:
+        self._path = folder / FOLDER / FILE_NAME
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        content = self._path.read_bytes() if self._path.exists() else b""
+        whole = [block for block in _blocks(content) if _decoded(block).step <= kept]
+        self._path.write_bytes(b"".join(_LENGTH.pack(len(block)) + block for block in whole))
+
+    def add(self, ranges: Ranges) -> None:
+        """Append a report."""
+        block = _encoded(ranges)
+        with self._path.open("ab") as file:
+            file.write(_LENGTH.pack(len(block)) + block)
+
+
+def read_ranges(folder: Path) -> list[Ranges]:
+    """The reports of a run, the oldest first.
+
+    Raises:
+        DataError: the run has none, or the file is damaged.
+    """
+    path = folder / FOLDER / FILE_NAME
+    try:
+        reports = [_decoded(block) for block in _blocks(path.read_bytes())]
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; train the run with numerics=on") from None
+    except (ValueError, KeyError, zlib.error) as error:
+        raise DataError(f"{path}: damaged ({error}); train the run again") from None
+    if not reports:
+        raise DataError(f"{path}: holds no report; train for numerics.every steps or more")
+    return reports
+
+
+def _encoded(ranges: Ranges) -> bytes:
+    head = {"step": ranges.step, "scale": ranges.scale, "layers": ranges.layers}
+    numbers = np.concatenate([ranges.rounded_away, ranges.rows.ravel()]).astype("<f8")
+    return zlib.compress(json.dumps(head).encode() + b"\n" + numbers.tobytes(), level=1)
+
+
+def _decoded(block: bytes) -> Ranges:
+    head, _, body = zlib.decompress(block).partition(b"\n")
+    known = json.loads(head)
+    layers, numbers = tuple(known["layers"]), np.frombuffer(body, "<f8")
+    rows = numbers[len(layers) :].reshape(len(KINDS), len(layers), WIDTH)
+    return Ranges(known["step"], known["scale"], layers, rows, numbers[: len(layers)])
+
+
+def _blocks(content: bytes) -> Iterator[bytes]:
+    """The whole blocks of a file."""
+    at = 0
+    while at + _LENGTH.size <= len(content):
+        (length,) = _LENGTH.unpack_from(content, at)
+        at += _LENGTH.size
+        if at + length > len(content):
+            return
+        yield content[at : at + length]
+        at += length

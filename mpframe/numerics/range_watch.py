@@ -1,0 +1,147 @@
+"""Takes the ranges of a step now and then, and shows them: scalars, histograms, pictures.
+
+Between two reports nothing is attached to the model. Scalars are written for the few layers that
+stand worst at a report; the pictures have all layers.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mpframe.numerics.exponents import HIGHEST, LOWEST, Limits
+from mpframe.numerics.range_pictures import draw_layers, draw_time
+from mpframe.numerics.range_record import FOLDER, RangeRecord, read_ranges
+from mpframe.numerics.ranges import KINDS, Counts, RangeProbe, Ranges
+from mpframe.step import StepResult
+from mpframe.tracking import Tracker
+from mpframe.trainer import Callback, Trainer
+
+_EDGES = [float(exponent) for exponent in range(LOWEST, HIGHEST + 2)]
+_DRAWN_EVERY = 60.0  # seconds at least: a picture takes about one
+
+
+class RangeWatch(Callback):
+    """Reports every so many steps.
+
+    Args:
+        trainer: about to train, from where its progress stands.
+        folder: the run's folder.
+        tracker: where scalars, histograms and pictures go.
+        half: the format whose limits count.
+        every: steps between two reports, >= 1.
+        worst: layers of each kind that scalars are written for.
+        layers: patterns of the layers drawn over time; empty: the one nearest to overflow.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        folder: Path,
+        tracker: Tracker,
+        *,
+        half: torch.dtype,
+        every: int,
+        worst: int = 3,
+        layers: tuple[str, ...] = (),
+    ) -> None:
+        self._folder = folder
+        self._tracker = tracker
+        self._half = half
+        self._limits = Limits.of(half)
+        self._every = every
+        self._worst = worst
+        self._chosen = layers
+        self._record = RangeRecord(folder, trainer.progress.attempts)
+        self._last: Ranges | None = None
+        self._drawn = time.monotonic()
+        self._probe = self._armed(trainer)
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Report the step where it was due, and get ready for the next where that is."""
+        if self._probe is not None:
+            self._last = self._probe.ranges()
+            self._record.add(self._last)
+            self._tracker.scalars(self._last.step, self._scalars(self._last))
+        self._probe = self._armed(trainer)
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        """Draw, where the last pictures are old."""
+        if time.monotonic() - self._drawn > _DRAWN_EVERY:
+            self.draw()
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Around the training: draws at its end, however it comes."""
+        try:
+            yield
+        finally:
+            self.draw()
+
+    def draw(self) -> None:
+        """Draw what has been reported into the run's folder, and into TensorBoard."""
+        if self._last is None:
+            return
+        step, folder = self._last.step, self._folder / FOLDER
+        reports = read_ranges(self._folder)
+        for kind in KINDS:
+            path = folder / f"{kind}.png"
+            if not draw_layers(self._last, kind, self._half, path):
+                continue
+            self._tracker.image(f"numerics/{kind}/layers_by_exponent", path.read_bytes(), step)
+            self._histograms(kind, step)
+            for layer in self._followed(kind):
+                path = folder / f"{kind}_over_time_{layer}.png"
+                draw_time(reports, kind, layer, self._half, path)
+                tag = f"numerics/{kind}/exponents_by_step/{layer}"
+                self._tracker.image(tag, path.read_bytes(), step)
+        self._last, self._drawn = None, time.monotonic()
+
+    def _armed(self, trainer: Trainer) -> RangeProbe | None:
+        due = (trainer.progress.attempts + 1) % self._every == 0
+        return RangeProbe(trainer, self._half) if due else None
+
+    def _scalars(self, ranges: Ranges) -> dict[str, float]:
+        """The worst layers of each kind, in bits and fractions."""
+        values: dict[str, float] = {}
+        for kind in KINDS:
+            figures = {
+                "headroom_bits": (ranges.headroom(kind, self._limits), -1),
+                "lost_fraction": (ranges.fraction(kind, "lost"), 1),
+                "lost_fraction_at_twice_scale": (ranges.fraction(kind, "lost_at_twice_scale"), 1),
+                "lost_fraction_at_half_scale": (ranges.fraction(kind, "lost_at_half_scale"), 1),
+                "subnormal_fraction": (ranges.fraction(kind, "subnormal"), 1),
+                "zero_fraction": (ranges.fraction(kind, "zeros"), 1),
+                "over_count": (ranges.field(kind, "over"), 1),
+            }
+            for name, (figure, sign) in figures.items():
+                values |= self._of_worst(f"numerics/{kind}/{name}", ranges, figure * sign, sign)
+        away = ranges.rounded_away_fraction()
+        return values | self._of_worst("numerics/updates/rounded_away_fraction", ranges, away, 1)
+
+    def _of_worst(self, tag: str, ranges: Ranges, badness: Counts, sign: int) -> dict[str, float]:
+        known = np.flatnonzero(~np.isnan(badness))
+        worst = known[np.argsort(-badness[known], kind="stable")][: self._worst]
+        return {f"{tag}/{ranges.layers[index]}": float(badness[index]) * sign for index in worst}
+
+    def _followed(self, kind: str) -> list[str]:
+        """The layers drawn over time."""
+        assert self._last is not None
+        has = self._last.field(kind, "count") > 0
+        names = [name for name, there in zip(self._last.layers, has, strict=True) if there]
+        if self._chosen:
+            return [n for n in names if any(fnmatchcase(n, pattern) for pattern in self._chosen)]
+        headroom = self._last.headroom(kind, self._limits)[has]
+        known = np.where(np.isnan(headroom), np.inf, headroom)
+        return [names[int(known.argmin())]] if names else []
+
+    def _histograms(self, kind: str, step: int) -> None:
+        assert self._last is not None
+        for layer, counts in zip(self._last.layers, self._last.bins(kind), strict=True):
+            if counts.any():
+                tag = f"numerics/{kind}/exponents/{layer}"
+                self._tracker.histogram(tag, counts.tolist(), _EDGES, step)

@@ -1,0 +1,62 @@
+"""A run that reports its ranges: curves, histograms, pictures, after a resume too; the picture."""
+
+from pathlib import Path
+
+import pytest
+from conftest import StartRun
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mpframe import gradient_command
+from mpframe.numerics.range_record import read_ranges
+from mpframe.numerics.ranges import KINDS
+
+OPTIONS = ("numerics=on", "numerics.every=5", "model=mlp", "numerics.layers=[head,hidden1.linear]")
+
+
+def accumulated(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(
+        str(folder), size_guidance={"scalars": 0, "images": 0, "histograms": 0}
+    )
+    events.Reload()
+    return events
+
+
+def test_a_run_shows_its_ranges_and_a_resumed_one_continues(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    start_run(run, *OPTIONS, "trainer.epochs=1")
+    start_run(run, *OPTIONS, "trainer.epochs=2", "resume=auto")
+    assert [report.step for report in read_ranges(run)] == [5, 10, 15, 20, 25, 30, 35, 40]
+    events = accumulated(run)
+    tags = events.Tags()
+    for kind in KINDS:
+        assert any(tag.startswith(f"numerics/{kind}/headroom_bits/") for tag in tags["scalars"])
+        assert f"numerics/{kind}/layers_by_exponent" in tags["images"]
+        assert f"numerics/{kind}/exponents_by_step/head" in tags["images"]
+        assert f"numerics/{kind}/exponents/head" in tags["histograms"]
+        assert (run / "numerics" / f"{kind}.png").stat().st_size > 5000
+    steps = [event.step for event in events.Scalars("numerics/weights/headroom_bits/head")]
+    assert steps == sorted(set(steps))
+    counted = events.Histograms("numerics/weights/exponents/head")[-1].histogram_value
+    assert counted.num == read_ranges(run)[-1].bins("weights")[-1].sum()
+
+
+def test_the_picture_of_the_gradients(
+    start_run: StartRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    start_run(run, "model=mlp", "dtype=mixed", "trainer.epochs=1", "loss_scaling=Backoff")
+    capsys.readouterr()
+    gradient_command.main([f"run={run}", f"out={tmp_path / 'picture.png'}"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:3] == ["present", "scale", "2^16"]
+    lost = [float(line.split("lost")[1].split("%")[0]) for line in lines[:3]]
+    assert lost[0] > lost[1] >= lost[2]
+    assert all(line.endswith("inf   0.000%") for line in lines[:3])
+    assert (tmp_path / "picture.png").stat().st_size > 5000
+
+
+def test_nothing_is_attached_when_off(start_run: StartRun, tmp_path: Path) -> None:
+    start_run(tmp_path / "run", "trainer.max_steps=3", "model=mlp")
+    assert not (tmp_path / "run" / "numerics").exists()

@@ -1,0 +1,91 @@
+"""Counts of magnitudes against a recount in float64 on the host, for every kind and format."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mpframe.numerics.exponents import BINS, FIELDS, HIGHEST, LOWEST, Limits, added, measured
+
+HALVES = [torch.float16, torch.bfloat16]
+FORMATS = [torch.float32, *HALVES]
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 65504.0, 65505.0, 2.0**-24, 2.0**-25, 2.0**-26]
+SPECIAL += [2.0**-14, 2.0**-14 * (1 - 2.0**-12), 2.0**-126, 2.0**-133, 2.0**-134, 2.0**-149, 3e38]
+
+numbers = st.one_of(
+    st.sampled_from([*SPECIAL, *(-value for value in SPECIAL)]),
+    st.floats(width=32),
+    st.builds(lambda m, e: m * 2.0**e, st.floats(1, 2, width=32), st.integers(-40, 17)),
+)
+
+
+def recount(values: Tensor, half: torch.dtype, scale: float) -> list[float]:
+    """The same figures by rounding each value alone, in float64 and numpy."""
+    x = values.double().numpy().ravel()
+    finite, zero = np.isfinite(x), x == 0
+    y = x[finite & ~zero].astype(np.float64) * scale
+    info = torch.finfo(half)
+
+    def rounds_to_zero(scaled: np.ndarray) -> np.ndarray:
+        # Every number of either half format is one of fp32's, so float64 -> half rounds once here.
+        steps = np.round(scaled / (info.smallest_normal * info.eps))  # ties to even, as the format
+        return np.asarray(steps == 0)
+
+    lost = [rounds_to_zero(y * k) for k in (0.5, 1.0, 2.0)]
+    tiny = (np.abs(y) < info.smallest_normal) & ~lost[1]
+    counts = [x.size, zero.sum(), (~finite).sum(), *(own.sum() for own in lost), tiny.sum()]
+    counts += [(np.abs(y) > info.max).sum(), np.abs(y).max(initial=0.0)]
+    bins = np.zeros(BINS)
+    for value in np.abs(x[finite & ~zero]):
+        bins[max(math.frexp(value)[1] - 1, LOWEST) - LOWEST] += 1
+    return [float(count) for count in [*counts, *bins]]
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("stored", FORMATS)
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(numbers, max_size=40), exponent=st.integers(-4, 20))
+def test_a_float64_recount_agrees(
+    stored: torch.dtype, half: torch.dtype, values: list[float], exponent: int
+) -> None:
+    tensor = torch.tensor(values, dtype=torch.float32).to(stored)
+    scale = 2.0**exponent
+    # A product beyond fp32 would be inf there and finite in the recount.
+    scale = scale if not (tensor.abs()[tensor.isfinite()] * scale).isinf().any() else 1.0
+    row = measured(tensor, Limits.of(half), torch.tensor(scale))
+    # fp32 products below 2^-149 are rounded: exact where nothing so small is made still smaller.
+    if exponent >= 1 or not (tensor.abs()[tensor != 0] < 2.0**-120).any():
+        assert row.tolist() == recount(tensor, half, scale)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_the_tie_at_half_the_smallest_number_is_lost(half: torch.dtype) -> None:
+    info = torch.finfo(half)
+    smallest = info.smallest_normal * info.eps
+    values = torch.tensor([smallest / 2, smallest * 0.50001, smallest])
+    assert values.to(half).count_nonzero() == 2
+    row = dict(zip(FIELDS, measured(values, Limits.of(half)).tolist(), strict=False))
+    assert (row["lost"], row["subnormal"]) == (1, 2)
+    assert (row["lost_at_twice_scale"], row["lost_at_half_scale"]) == (0, 3)
+
+
+def test_an_empty_tensor_has_no_magnitudes() -> None:
+    assert not measured(torch.empty(0, 3), Limits.of(torch.float16)).any()
+
+
+def test_rows_add_up() -> None:
+    one, two = torch.randn(50) * 1e-6, torch.randn(3, 7) * 1e5
+    limits = Limits.of(torch.float16)
+    both = measured(torch.cat([one, two.ravel()]), limits, 4.0)
+    assert torch.equal(added([measured(one, limits, 4.0), measured(two, limits, 4.0)]), both)
+
+
+def test_every_finite_number_has_its_bin() -> None:
+    values = torch.tensor([2.0**e for e in range(-126, HIGHEST + 1)])
+    bins = measured(values, Limits.of(torch.bfloat16))[len(FIELDS) :]
+    assert bins[1:].tolist() == [1.0] * (BINS - 1)
+    assert bins[0] == 0
