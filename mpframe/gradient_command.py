@@ -35,8 +35,9 @@ def _main(arguments: list[str]) -> None:
         raise ConfigError("run: must be given, e.g. run=runs/2026-11-21/05-45-42")
     path = Path(own["run"])
     out = Path(own.get("out") or run_folder(path) / "numerics" / "gradient_picture.png")
-    config = config_of(run_folder(path), given)
-    state = checkpoint.load(path)
+    snapshot = checkpoint.read(path)
+    state = snapshot.state
+    config = config_of(snapshot.config, checkpoint.newest(path) / "config.yaml", given)
     half, step = getattr(torch, config.dtype.half), steps_tried(state, path)
     losses = _losses(config, weights_of(state, "trained", path), _scale_of(state), half)
     draw(losses, half, step, out)

@@ -237,7 +237,7 @@ class NullTracker(Tracker):
         """Nothing is logged."""
         return {}
 
-    text = hparams = finished = layout = flush = close = _nothing
+    text = image = histogram = hparams = finished = layout = flush = close = _nothing
 
 
 def _to_numbers(values: Mapping[str, float | Tensor]) -> dict[str, float]:

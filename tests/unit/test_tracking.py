@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -305,6 +306,8 @@ def test_null_tracker_answers_every_call_and_writes_nothing(
         tracker.scalars(1, {Tag.LOSS_TRAIN: torch.ones(())})
         tracker.text(Tag.TEXT_CONFIG, "")
         tracker.hparams({"a": {}}, [])
+        tracker.image("picture", b"", 1)
+        tracker.histogram("counts", [1.0], [0.0, 1.0], 1)
         tracker.layout(["accuracy"])
         tracker.finished()
         tracker.flush()
@@ -313,7 +316,7 @@ def test_null_tracker_answers_every_call_and_writes_nothing(
 
 def test_null_tracker_overrides_every_public_method() -> None:
     public = [n for n, _ in inspect.getmembers(Tracker, inspect.isfunction) if n[0] != "_"]
-    assert len(public) == 7
+    assert len(public) == 9
     assert all(getattr(NullTracker, name) is not getattr(Tracker, name) for name in public)
 
 
@@ -396,3 +399,25 @@ def test_environment_names_the_commit_and_whether_files_differ(
 def test_command_line_is_shown_without_its_secrets(argument: str, shown: str) -> None:
     environment = {"MY_SECRET": "filled-in-by-the-shell", "A_TOKEN": "short", "HOME": "0.1"}
     assert shown_command([argument], environment).strip("'") == shown
+
+
+# --- pictures and histograms
+
+
+def test_a_picture_and_a_histogram_are_read_back(tmp_path: Path) -> None:
+    figure = Figure(figsize=(2, 1))
+    figure.savefig(tmp_path / "picture.png", dpi=50)
+    png = (tmp_path / "picture.png").read_bytes()
+    with Tracker(tmp_path / "run") as tracker:
+        tracker.image("picture", png, 3)
+        tracker.histogram("counts", [0.0, 2.0, 0.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 3)
+    events = EventAccumulator(str(tmp_path / "run"), size_guidance={"images": 0, "histograms": 0})
+    events.Reload()
+    (image,) = events.Images("picture")
+    assert (image.encoded_image_string, image.width, image.height) == (png, 100, 50)
+    (entry,) = events.Histograms("counts")
+    counted = entry.histogram_value
+    assert (counted.min, counted.max, counted.num) == (1.0, 4.0, 3.0)
+    assert (counted.sum, counted.sum_squares) == (2 * 1.5 + 3.5, 2 * 1.5**2 + 3.5**2)
+    assert list(counted.bucket_limit) == [2.0, 3.0, 4.0]
+    assert list(counted.bucket) == [2.0, 0.0, 1.0]
