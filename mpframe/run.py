@@ -90,6 +90,7 @@ class Run:
             RunInterrupted: a signal stopped it; checkpoint and summary are written.
         """
         with RunLock(self.folder), self.interruption:
+            _refuse_to_forget(self.config)
             _refuse_used_folder(self.folder, self.config.run.resume)
             retention.tidy(self.folder)
             write_atomically(self.folder / "config_resolved.yaml", self.config_text)
@@ -120,6 +121,8 @@ class Run:
         build.seed_everything(config.run.seed)
         task = build.build_task(config)
         train, val = build.build_loaders(config, task)
+        # Anew: what a dataset imports may draw, but only where it was not imported before.
+        build.seed_everything(config.run.seed)
         trainer = self.trainer = build.build_trainer(config, task, len(train))
         self._announce(trainer)
         if config.trainer.max_steps == 0:
@@ -133,12 +136,14 @@ class Run:
         saves = Checkpoints(self.folder, self._save_plan(), self.config_text)
         try:
             # The curves of a checkpoint's own step are in it, and are written again.
-            with Tracker(self.folder, purge_step=max(1, attempts)) as tracker:
+            with (
+                self.interruption.deferred(),
+                Tracker(self.folder, purge_step=max(1, attempts)) as tracker,
+            ):
                 trainer.callbacks = [record, *self._watchers(tracker, saves), bar]
                 self._describe(tracker, trainer)
                 _restore(trainer.callbacks, states)
                 with (
-                    self.interruption.deferred(),
                     saves.around(trainer),
                     self._watch_ranges(trainer, tracker),
                     _data_errors_dated(trainer),
@@ -315,6 +320,15 @@ def _restore(callbacks: Sequence[Callback], states: dict[str, Any]) -> None:
                 f"resume: the checkpoint's state of {name} does not fit ({error!r}); "
                 "resume from another checkpoint"
             ) from None
+
+
+def _refuse_to_forget(config: Config) -> None:
+    """A job that is requeued runs the same command line again, and must go on where it was."""
+    if config.trainer.requeue and config.run.resume != "auto":
+        raise ConfigError(
+            f"trainer.requeue=true: needs resume=auto, not resume={config.run.resume}, and a fixed "
+            "hydra.run.dir, so that the job goes on from its checkpoint"
+        )
 
 
 def _refuse_used_folder(folder: Path, resume: str) -> None:

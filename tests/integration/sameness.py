@@ -56,4 +56,5 @@ def assert_same_run(first: Path, second: Path) -> None:
         assert steps == sorted(set(steps)), f"{tag}: {steps}"
     for tag in MEASURED:
         assert [s for s, _ in curves[tag]] == [s for s, _ in scalars(first)[tag]], tag
-    assert differing(results(first), results(second)) == []
+    found = differing(results(first), results(second))
+    assert not found, found

@@ -1,0 +1,87 @@
+"""Storms: runs killed at random moments, saves included, come to the same as the undisturbed run.
+
+The short storm runs with all other tests; `pytest -m storm` runs the long one, over a checkpoint of
+more than 100 MB.
+"""
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from processes import exit_code, finished, saving, start, training, wait_until
+from sameness import assert_same_run
+
+from mpframe import checkpoint
+
+OPTIONS = [
+    "model=mlp", "model.dropout=0.1", "dataset.augment=crop", "dtype=mixed", "loss_scaling=LogMax",
+    "trainer.ema_decay=0.9", "trainer.checkpoint_every=3", "trainer.eval_every=4",
+    "trainer.max_steps=14", "trainer.log_every=1", "trainer.keep_best=1",
+]  # fmt: skip
+SMALL = [*OPTIONS, "model.hidden=64"]
+LARGE = [*OPTIONS, "model.hidden=2816"]  # 131 MB
+
+
+class Storm:
+    """An undisturbed run, and others that are disturbed and must equal it.
+
+    Args:
+        folder: where the runs go.
+        options: of all runs.
+        seed: of the moments.
+    """
+
+    def __init__(self, folder: Path, options: list[str], seed: int) -> None:
+        self.folder, self.options = folder, options
+        self.random = random.Random(seed)
+        self.whole = folder / "whole"
+        process = start(self.whole, *options)
+        assert wait_until(lambda: training(self.whole), process)
+        began = time.monotonic()
+        assert exit_code(process, 300) == 0
+        self.seconds = time.monotonic() - began
+
+    def bytes_saved(self) -> int:
+        (state,) = (p / "state.pt" for p in checkpoint.all_in(self.whole)[-1:])
+        return state.stat().st_size
+
+    def strike(self, number: int, name: str, *options: str) -> None:
+        """Signal a run at a random moment, let it go on to its end, and compare."""
+        struck = self.folder / f"{name}-{number}"
+        expected = {"SIGKILL": -9, "SIGTERM": 143}[name]
+        # Every third time in a save, wherever in it that may be.
+        while self._signalled(struck, name, number % 3 == 0, options) != expected:
+            shutil.rmtree(struck)  # It was over before its moment came.
+        assert finished(struck, *self.options, *options, "resume=auto") == 0
+        assert_same_run(self.whole, struck)
+        shutil.rmtree(struck)
+
+    def _signalled(self, struck: Path, name: str, in_save: bool, options: tuple[str, ...]) -> int:
+        process = start(struck, *self.options, *options)
+        wait_until(lambda: training(struck), process)
+        time.sleep(self.random.uniform(0, 0.9 * self.seconds))
+        if in_save and wait_until(lambda: saving(struck), process):
+            time.sleep(self.random.uniform(0, 0.02 * self.seconds))
+        if process.is_alive():
+            os.kill(process.pid or 0, signal.Signals[name])
+        return exit_code(process, 20)
+
+
+def test_a_short_storm(tmp_path: Path) -> None:
+    storm = Storm(tmp_path, SMALL, seed=1)
+    for number in range(3):
+        storm.strike(number, "SIGKILL", f"trainer.async_save={bool(number % 2)}")
+    storm.strike(0, "SIGTERM")
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize(("name", "strikes"), [("SIGKILL", 30), ("SIGTERM", 10)])
+def test_a_long_storm(tmp_path: Path, name: str, strikes: int) -> None:
+    storm = Storm(tmp_path, LARGE, seed=2)
+    assert storm.bytes_saved() >= 100_000_000
+    for number in range(strikes):
+        storm.strike(number, name, f"trainer.async_save={bool(number % 2)}")
