@@ -13,6 +13,9 @@ PIECE = 2**20  # bytes read at once
 class HashingFile:
     """Passes what is written on to a file, and digests it on the way.
 
+    After a failed write nothing more is written, and `raise_if_failed` tells why. It is not raised
+    at once: torch's writer would go on from a wrong position, and speak of that instead.
+
     Args:
         file: open for binary writing.
 
@@ -23,18 +26,28 @@ class HashingFile:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._digest = hashlib.sha256()
+        self._error: OSError | None = None
         self.size = 0
 
     def write(self, content: bytes | memoryview) -> int:
-        """Write all of `content`."""
-        self._file.write(content)
-        self._digest.update(content)
+        """Write all of `content`, unless writing has failed."""
+        try:
+            if self._error is None:
+                self._file.write(content)
+                self._digest.update(content)
+        except OSError as error:
+            self._error = error
         self.size += len(content)
         return len(content)
 
     def flush(self) -> None:
         """Pass on what is buffered."""
         self._file.flush()
+
+    def raise_if_failed(self) -> None:
+        """Raise the OSError that writing ended with, if it did."""
+        if self._error is not None:
+            raise self._error
 
     def sha256(self) -> str:
         """The digest of all that was written, in hexadecimal."""

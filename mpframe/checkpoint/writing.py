@@ -60,7 +60,6 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
 
 def _write(folder: Path, snapshot: Snapshot) -> None:
     files = {
-        # Through a Python file a full disk is an OSError that says so; torch's own writer hides it.
         STATE: _written(folder / STATE, lambda file: torch.save(snapshot.state, file)),
         CONFIG: _written(folder / CONFIG, lambda file: file.write(snapshot.config.encode())),
     }
@@ -87,6 +86,7 @@ def _written(path: Path, write: Callable[[Any], object]) -> dict[str, Any]:
     with path.open("wb") as file:
         hashing = HashingFile(file)
         write(hashing)
+        hashing.raise_if_failed()
         sync_file(file)
     return {"bytes": hashing.size, "sha256": hashing.sha256()}
 

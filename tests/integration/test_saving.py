@@ -1,0 +1,139 @@
+"""When checkpoints are made and which stay; and what a disk that fails does to a run."""
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import StartRun, scalars
+from sameness import differing
+
+from mpframe import checkpoint, saving
+from mpframe.checkpoint import retention
+from mpframe.errors import CheckpointError, MpframeError
+from mpframe.summary import Summary
+
+OPTIONS = [
+    "model=mlp", "model.hidden=32", "trainer.epochs=1", "trainer.max_steps=10",
+    "trainer.log_every=1",
+]  # fmt: skip
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in checkpoint.all_in(folder)]
+
+
+def test_the_last_step_is_saved_whatever_was_due(start_run: StartRun, tmp_path: Path) -> None:
+    start_run(tmp_path, *OPTIONS, "trainer.checkpoint_every=4", "trainer.keep_last=9")
+    assert steps(tmp_path) == [4, 8, 10]
+
+
+def test_saved_by_the_clock(
+    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that moves on by ten seconds each time it is read, which is once a step."""
+    ticks = iter(range(0, 100_000, 10))
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    start_run(tmp_path, *OPTIONS, "trainer.checkpoint_minutes=0.5", "trainer.keep_last=9")
+    assert steps(tmp_path) == [3, 6, 9, 10]
+
+
+def test_the_best_are_saved_when_made_and_kept(start_run: StartRun, tmp_path: Path) -> None:
+    options = ["trainer.eval_every=1", "trainer.checkpoint_every=5", "trainer.keep_last=1"]
+    start_run(tmp_path, *OPTIONS, *options, "trainer.keep_best=2", "optimizer.lr=0.03")
+    curve = scalars(tmp_path)["metric/accuracy/val"]
+    best = sorted(curve, key=lambda point: (-point[1], point[0]))[:2]
+    assert {step for step, _ in best} | {10} == set(steps(tmp_path))
+    assert [path.name for path in retention.best_in(tmp_path, 2)] == [
+        f"step_{step:08d}" for step, _ in best
+    ]
+
+
+def test_the_best_by_a_metric_that_does_not_say_which_are_refused(
+    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("mpframe.data.metrics.Accuracy.higher_is_better")
+    with pytest.raises(MpframeError, match=r"^trainer\.keep_best=1: metric accuracy does not say"):
+        start_run(tmp_path, *OPTIONS, "trainer.keep_best=1", "trainer.eval_every=1")
+
+
+def test_a_save_in_the_background_holds_its_own_step(
+    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written slowly, while the weights move on: each is what the run was at its step."""
+    options = [*OPTIONS, "trainer.checkpoint_every=2", "trainer.keep_last=99"]
+    start_run(tmp_path / "whole", *options)
+    save, under_way, most = checkpoint.save, [0], [0]
+
+    def slowly(*arguments: object) -> Path:
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        time.sleep(0.1)
+        try:
+            return save(*arguments)  # type: ignore[arg-type]
+        finally:
+            under_way[0] -= 1
+
+    monkeypatch.setattr(checkpoint, "save", slowly)
+    start_run(tmp_path / "background", *options, "trainer.async_save=true")
+    assert (most[0], under_way[0]) == (1, 0)
+    assert steps(tmp_path / "background") == [2, 4, 6, 8, 10]
+    for first, second in zip(
+        checkpoint.all_in(tmp_path / "whole"),
+        checkpoint.all_in(tmp_path / "background"),
+        strict=True,
+    ):
+        assert differing(checkpoint.load(first), checkpoint.load(second)) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A run's folder whose checkpoints lie on a disk of their own, with room for one or two."""
+    place = tmp_path / "run" / "checkpoints"
+    place.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount a file system")
+    yield tmp_path / "run"
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+FAILING = ["model.hidden=96", "trainer.checkpoint_every=2", "trainer.keep_last=9"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_stops_the_run_and_leaves_the_older_checkpoints_whole(
+    start_run: StartRun, small_disk: Path, background: bool
+) -> None:
+    said = (
+        r"^checkpoint \S+ could not be written \(No space left on device\); older checkpoints are"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        start_run(small_disk, *OPTIONS, *FAILING, f"trainer.async_save={background}")
+    assert Summary.read(small_disk).status == "failed"
+    (whole,) = checkpoint.all_in(small_disk)
+    assert checkpoint.read(whole).attempts == 2
+    assert [path.name for path in whole.parent.iterdir()] == [whole.name]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_may_be_warned_of_only(
+    start_run: StartRun, small_disk: Path, background: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ["trainer.on_save_error=warn", f"trainer.async_save={background}"]
+    assert start_run(small_disk, *OPTIONS, *FAILING, *options).status == "finished"
+    said = [line for line in caplog.messages if "could not be written" in line]
+    tried = [int(line.split(" could")[0].split("step_")[1]) for line in said]
+    assert tried == [4, 6, 8, 10, 10]  # The last step's once more at the end.
+    assert checkpoint.load(small_disk)["trainer"]["progress"]["steps"] == 2
+
+
+def test_a_folder_gone_read_only_is_named(start_run: StartRun, small_disk: Path) -> None:
+    start_run(small_disk, *OPTIONS, "trainer.max_steps=2")
+    place = small_disk / "checkpoints"
+    subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+    with pytest.raises(CheckpointError, match=r"could not be written \(Read-only file system\)"):
+        start_run(small_disk, *OPTIONS, "trainer.max_steps=4", "resume=auto")
+    assert checkpoint.load(small_disk)["trainer"]["progress"]["steps"] == 2
