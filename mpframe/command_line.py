@@ -15,6 +15,7 @@ Four forms are rewritten for Hydra:
 import itertools
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,24 @@ def prepare(arguments: list[str]) -> list[str]:
     for job in _jobs(_parsed(overrides), multirun):
         _check_job(job, multirun)
     return [*flags, *overrides]
+
+
+def jobs(arguments: list[str]) -> Iterator[tuple[list[str], Config]]:
+    """The words and the checked configuration of each job that training would run.
+
+    Args:
+        arguments: the command line, as training takes it; of its flags only `-m`.
+
+    Raises:
+        ConfigError: as for `prepare`.
+    """
+    multirun = not {"-m", "--multirun"}.isdisjoint(arguments)
+    given = [argument for argument in arguments if argument not in ("-m", "--multirun")]
+    for word in given:
+        if word.startswith("-"):
+            raise ConfigError(f"{word}: no such option; give option=value, and -m for a sweep")
+    for job in _jobs(_parsed(_rewritten(given)), multirun):
+        yield job, checked(_composed_by_known_names(_parsed(job)))
 
 
 def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:

@@ -40,18 +40,43 @@ def probe_amax(
     Returns:
         0-d float32; inf or nan where fp32 overflows too.
     """
-    buffers, seen = Buffers(model), _Largest()
-    buffers.save()
-    with _same_random_numbers(), seen.of_outputs(model), _all_fp32(precision).cast():
+    seen = _Largest()
+    probe(model, loss, precision, (arguments, targets), seen.add)
+    return seen.value()
+
+
+def probe(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    precision: Precision,
+    batch: tuple[tuple[Any, ...], Any],
+    see: Callable[[Tensor], None],
+) -> None:
+    """Show `see` every gradient of the unscaled loss on a batch; the model is left as it was.
+
+    Args:
+        model, loss, precision: as for `probe_amax`.
+        batch: its arguments and its targets.
+        see: called with the gradient of each module's output, then of each parameter.
+    """
+    arguments, targets = batch
+    with undisturbed(model), _outputs_seen(model, see), _all_fp32(precision).cast():
         outputs = map_tensors(_widened, model(*arguments))
         loss(outputs, targets).backward()  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
         if parameter.grad is not None:
-            seen.add(parameter.grad)
+            see(parameter.grad)
             parameter.grad = None
-    amax = seen.value()
-    buffers.restore_where(torch.ones_like(amax, dtype=torch.bool))
-    return amax
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """The block runs the model; its buffers and the random generators are then as before."""
+    buffers = Buffers(model)
+    buffers.save()
+    with _same_random_numbers():
+        yield
+    buffers.restore_where(torch.ones((), dtype=torch.bool, device=_device_of(model)))
 
 
 class _Largest:
@@ -68,21 +93,26 @@ class _Largest:
     def value(self) -> Tensor:
         return torch.stack(self._values).max() if self._values else torch.zeros(())
 
-    @contextmanager
-    def of_outputs(self, model: nn.Module) -> Iterator[None]:
-        """Within the block every module's output reports its gradient."""
 
-        def watch(_: nn.Module, args: Any, output: Any) -> None:
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self.add)  # type: ignore[no-untyped-call]
+@contextmanager
+def _outputs_seen(model: nn.Module, see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Within the block every module's output reports its gradient."""
 
-        handles = [module.register_forward_hook(watch) for module in model.modules()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def watch(_: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(see)  # type: ignore[no-untyped-call]
+
+    handles = [module.register_forward_hook(watch) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _all_fp32(precision: Precision) -> Precision:

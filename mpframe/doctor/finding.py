@@ -1,0 +1,71 @@
+"""What the doctor says: one line each, with the words for the command line that mend it."""
+
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+_NUMBER = re.compile(r"^(\d+)\.(\d+)$")
+
+
+class Severity(IntEnum):
+    """How bad it is; the worst first."""
+
+    ERROR = 0
+    """The run will fail, or its numbers will be wrong."""
+    WARNING = 1
+    """The run loses accuracy or time."""
+    NOTE = 2
+    """Good to know."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that will go wrong.
+
+    Attributes:
+        severity: how bad it is.
+        what: the option or the modules, its value, and what comes of it; one line.
+        mend: words of the command line that end it; empty where no option does.
+    """
+
+    severity: Severity
+    what: str
+    mend: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        line = f"{self.severity.name.lower()}: {self.what}"
+        return f"{line}; mend: {shlex.join(self.mend)}" if self.mend else line
+
+
+def error(what: str, *mend: str) -> Finding:
+    """A finding that ends the doctor with exit code 1."""
+    return Finding(Severity.ERROR, what, mend)
+
+
+def warning(what: str, *mend: str) -> Finding:
+    """A finding that costs accuracy or time."""
+    return Finding(Severity.WARNING, what, mend)
+
+
+def note(what: str, *mend: str) -> Finding:
+    """A finding that is good to know."""
+    return Finding(Severity.NOTE, what, mend)
+
+
+def pinned(modules: Iterable[str]) -> tuple[str, ...]:
+    """The words that pin some modules to fp32."""
+    names = list(modules)
+    # In Hydra's braces 0 and 0.1, as layers of a Sequential are called, would be numbers.
+    alone = [f"ops.modules.{name}=fp32" for name in names if name.isdigit()]
+    dotted = [_NUMBER.sub(r"\1?\2", name) or "*" for name in names if not name.isdigit()]
+    together = ",".join(f"{name}:fp32" for name in dotted)
+    return (*([f"ops.modules={{{together}}}"] if dotted else []), *alone)
+
+
+def few(names: Iterable[str], shown: int = 3) -> str:
+    """The first names, and how many more there are."""
+    listed = list(names)
+    more = f" and {len(listed) - shown} more" if len(listed) > shown else ""
+    return ", ".join(listed[:shown]) + more

@@ -1,0 +1,114 @@
+"""Which ops of this model run where they should not, or slower than they could."""
+
+from collections.abc import Iterator
+
+import torch
+
+from mpframe.doctor.finding import Finding, error, few, note, pinned, warning
+from mpframe.doctor.patient import Patient
+from mpframe.precision.dtype_map import Row
+from mpframe.precision.module_ops import op_of
+
+NORMS = (
+    "batch_norm",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "local_response_norm",
+    "rms_norm",
+)
+_TILE = 8  # half values that a tensor core takes at once: 16 bytes
+
+
+def check_activations(patient: Patient) -> Iterator[Finding]:
+    """Modules whose output on the first batch is beyond the half range."""
+    found = patient.rehearsal.overflowing if patient.half is not None else []
+    if found:
+        yield error(
+            f"{few(found)}: the output on the first batch is not finite in {patient.policy.half}, "
+            "whose largest number is " + f"{torch.finfo(patient.policy.half_dtype).max:g}",
+            *pinned(found),
+        )
+
+
+def check_binary_cross_entropy(patient: Patient) -> Iterator[Finding]:
+    """A BCELoss that is given half probabilities: between 1 - 2^-11 and 1 there is nothing."""
+    half = patient.half
+    if half is None:
+        return
+    given = [values for values in patient.rehearsal.probabilities if _rounded_to(half, values)]
+    if given:
+        seen = given[0].dtype == half
+        mend = ("ops=default",) if patient.policy.ops.empty else ()
+        ops = "binary_cross_entropy,sigmoid" if seen else "sigmoid"
+        text = (
+            f"binary_cross_entropy: its probabilities are {patient.policy.half} numbers, none of "
+            f"them between {1 - torch.finfo(half).eps / 2:g} and 1; use BCEWithLogitsLoss, or"
+        )
+        make = error if seen else warning
+        yield make(f"{text} compute in fp32", *mend, f"ops.deny+=[{ops}]")
+
+
+def check_norms(patient: Patient) -> Iterator[Finding]:
+    """Norms that run in half."""
+    norms = [(row, op) for row in patient.rows if (op := _op(patient, row)) in NORMS]
+    half = str(patient.half).removeprefix("torch.")
+    stored = [row.module for row, _ in norms if row.storage == patient.half]
+    computed = {op: row.module for row, op in norms if row.compute == half}
+    if stored:
+        yield warning(
+            f"{few(stored)}: norms stored and computed in {half}; their sums lose small terms",
+            *(("ops=default",) if patient.policy.ops.empty else _unlisted(patient, norms)),
+        )
+    elif computed:
+        yield note(
+            f"{few(computed.values())}: norms with {half} inputs and outputs; the kernels sum in "
+            "fp32 and each output is rounded once",
+            *_unlisted(patient, norms),
+        )
+
+
+def check_dimensions(patient: Patient) -> Iterator[Finding]:
+    """Dimensions of half products that an option sets and tensor cores pad."""
+    half = str(patient.half).removeprefix("torch.")
+    products = [row for row in patient.rows if row.compute == half]
+    sizes = {size for row in products for size in _sizes(patient, row)}
+    options = {
+        path: value
+        for path, value in patient.options.items()
+        if isinstance(value, int) and not isinstance(value, bool) and value % _TILE
+        if (path.startswith("model.") and value in sizes) or path == "dataset.batch_size"
+    }
+    fixed = {patient.options.get("dataset.classes"), patient.options.get("dataset.channels")}
+    options = {path: value for path, value in options.items() if value not in fixed}
+    if options and products:
+        yield note(
+            f"{few(f'{path}={value}' for path, value in options.items())}: not a multiple of "
+            f"{_TILE}; tensor cores compute {half} products in tiles of it",
+            *(f"{path}={-(-value // _TILE) * _TILE}" for path, value in options.items()),
+        )
+
+
+def _op(patient: Patient, row: Row) -> str:
+    return op_of(patient.trainer.model.get_submodule(row.module)) or ""
+
+
+def _sizes(patient: Patient, row: Row) -> list[int]:
+    module = patient.trainer.model.get_submodule(row.module)
+    return [size for p in module.parameters(recurse=False) if p.ndim >= 2 for size in p.shape[:2]]
+
+
+def _rounded_to(half: torch.dtype, values: torch.Tensor) -> bool:
+    wide = values.float()
+    return values.dtype == half or torch.equal(wide, wide.to(half).float())
+
+
+def _unlisted(patient: Patient, norms: list[tuple[Row, str]]) -> tuple[str, ...]:
+    """What takes these norms to fp32: out of `allow`, and out of their pins to half."""
+    half = str(patient.half).removeprefix("torch.")
+    concerned = [
+        (r, op) for r, op in norms if half in (r.compute, str(r.storage).removeprefix("torch."))
+    ]
+    pins = [row.module for row, _ in concerned if patient.policy.pin_of(row.module)]
+    listed = sorted({op for row, op in concerned if row.module not in pins})
+    return (*([f"ops.deny+=[{','.join(listed)}]"] if listed else []), *pinned(pins))

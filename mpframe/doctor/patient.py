@@ -1,0 +1,117 @@
+"""What is examined: a trainer built as for training, its data, and what was tried on them.
+
+Whatever is tried here is undone: weights, buffers, optimizer state and random numbers are
+afterwards bit for bit what they were.
+"""
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpframe.data.loader import Loader
+from mpframe.doctor.gradients import GradientRange
+from mpframe.doctor.rehearsal import Rehearsal, rehearse
+from mpframe.precision import MasterWeights
+from mpframe.precision.dtype_map import Row
+from mpframe.precision.joint_optimizer import JointOptimizer
+from mpframe.precision.policy import Policy
+from mpframe.precision.tree import map_tensors
+from mpframe.probe import probe
+from mpframe.trainer import Batch, Trainer
+from mpframe.turns import Objective, turns_of
+
+
+@dataclass
+class Patient:
+    """What is examined.
+
+    Attributes:
+        trainer: as built for the run, `init_from` taken, before its first step.
+        loader: the training data.
+        options: every option of the run by its dotted path.
+        added: the paths that the command line added with `+`.
+        born_in: the precision that trained the weights of `init_from`, e.g. `mixed(bfloat16)`; None
+            where there are none.
+    """
+
+    trainer: Trainer
+    loader: Loader
+    options: Mapping[str, Any]
+    added: Set[str] = frozenset()
+    born_in: str | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The run's precision policy."""
+        return self.trainer.precision.policy
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The half format of the run; None where nothing is half."""
+        return None if self.policy.mode == "fp32" else self.policy.half_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((p.device for p in self.trainer.model.parameters()), torch.device("cpu"))
+
+    @property
+    def objectives(self) -> list[Objective]:
+        """The losses, as a step takes them."""
+        trainer = self.trainer
+        return turns_of(trainer.loss, trainer.optimizer, trainer.scaler).objectives
+
+    @property
+    def optimizers(self) -> dict[str, MasterWeights]:
+        """The optimizers by the path of their options."""
+        optimizer = self.trainer.optimizer
+        if isinstance(optimizer, JointOptimizer):
+            return {f"optimizer.parts.{name}": part for name, part in optimizer.parts.items()}
+        return {"optimizer": optimizer}
+
+    def typed(self, path: str, value: object) -> str:
+        """The word that sets an option of an open section, as it must be typed."""
+        known = path in self.options and path not in self.added
+        return f"{'' if known else '++'}{path}={value}"
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The dtype map."""
+        return self.trainer.precision.dtype_map(self.trainer.model)
+
+    def half_weights(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(module, parameter, fp32 values) of every weight that is stored or computed with in half."""
+        weights = self.trainer.weights()
+        for row in self.rows:
+            if self.half in (row.storage, getattr(torch, row.compute, None)):
+                module = self.trainer.model.get_submodule(row.module)
+                for name, parameter in module.named_parameters(recurse=False):
+                    if parameter.is_floating_point():
+                        full = f"{row.module}.{name}".lstrip(".")
+                        yield row.module, full, weights[full].detach().float()
+
+    @cached_property
+    def batch(self) -> Batch:
+        """The first batch of the first epoch, on the device."""
+        first = next(self.loader.epoch(0))
+        return map_tensors(lambda tensor: tensor.to(self.device), first)  # type: ignore[no-any-return]
+
+    @cached_property
+    def gradients(self) -> GradientRange:
+        """How the gradients of the first batch spread, in fp32."""
+        self.trainer.model.train()
+        seen = GradientRange()
+        for objective in self.objectives:
+            arguments = (self.batch[0], *objective.arguments)
+            model, precision = self.trainer.model, self.trainer.precision
+            probe(model, objective.loss, precision, (arguments, self.batch[1]), seen.add)
+        return seen
+
+    @cached_property
+    def rehearsal(self) -> Rehearsal:
+        """The forward pass of the first batch, in the run's precision."""
+        return rehearse(self.trainer, self.objectives, self.batch)

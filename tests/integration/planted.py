@@ -1,0 +1,96 @@
+"""Models and data with one fault each, for the doctor to find."""
+
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
+
+from mpframe.data.metrics import Accuracy
+from mpframe.data.task import Task
+
+
+def net(head: float = 1.0, form: str = "float32", width: int = 32) -> nn.Module:
+    """Two linear layers; the head's weights multiplied by `head` and held in `form`."""
+    first, last = nn.Linear(64, width), nn.Linear(width, 10)
+    with torch.no_grad():
+        last.weight.mul_(head)
+        last.weight.copy_(last.weight.to(getattr(torch, form)).float())
+    model = nn.Sequential(nn.Flatten(), first, nn.ReLU())
+    model.add_module("head", last)
+    return model
+
+
+def numbered(head: float = 1.0) -> nn.Module:
+    """The same with modules that have numbers for names."""
+    return nn.Sequential(nn.Sequential(nn.Flatten(), net(head)[1]), nn.ReLU(), net(head).head)
+
+
+def loud(gain: float = 1.0) -> nn.Module:
+    """A layer in the middle with outputs of about `gain`, brought down again."""
+
+    class Loud(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle, self.last = (nn.Linear(64, n) for n in (64, 64, 10))
+            nn.init.constant_(self.middle.bias, gain)
+            nn.init.constant_(self.first.weight, gain / 1000)
+
+        def forward(self, images: Tensor) -> Tensor:
+            hidden = self.middle(self.first(images.flatten(1)))
+            return self.last(hidden.float() / gain)
+
+    return Loud()
+
+
+def normed() -> nn.Module:
+    """A layer norm and a batch norm between linear layers."""
+    model = net()
+    return nn.Sequential(
+        *[model[0], model[1], nn.LayerNorm(32), nn.BatchNorm1d(32), nn.ReLU()], model.head
+    )
+
+
+class Likely(nn.Module):
+    """Probabilities of the ten classes, each on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[N, 10] in [0, 1]."""
+        return torch.sigmoid(self.net(images))
+
+
+def digits(
+    gain: float = 1.0, loss: str = "cross_entropy", delay: float = 0.0, size: int = 256
+) -> Task:
+    """Random images; the loss multiplied by `gain`; each sample takes `delay` seconds to load.
+
+    Worker processes load at once.
+    """
+    images, labels = torch.randn(size, 1, 8, 8), torch.arange(size) % 10
+
+    def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+        if loss == "bce":
+            return F.binary_cross_entropy(outputs, F.one_hot(targets, 10).float())
+        return gain * F.cross_entropy(outputs, targets)
+
+    data = _Slow(TensorDataset(images, labels), delay)
+    return Task(data, data, loss_of, Accuracy)
+
+
+class _Slow(Dataset[Any]):
+    def __init__(self, data: TensorDataset, delay: float) -> None:
+        self._data, self._delay = data, delay
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        if get_worker_info() is None:
+            time.sleep(self._delay)
+        return self._data[index]

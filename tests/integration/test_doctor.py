@@ -1,0 +1,245 @@
+"""Every check of the doctor: silent without the fault, one line with it, silent once mended."""
+
+import copy
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mpframe import doctor_command
+from mpframe.command_line import jobs
+from mpframe.doctor import CHECKS, Finding, Patient, Severity, examine, numbers, ops, scaling, speed
+from mpframe.doctor import weights as weights_checks
+from mpframe.doctor_command import patient_of
+from mpframe.locations import CONF
+
+DIGITS = "dataset._target_=planted.digits"
+NET = "model._target_=planted.net"
+
+
+class Case(NamedTuple):
+    """A fault: the words that plant it, those without it, and the line it gets."""
+
+    check: Callable[[Patient], Any]
+    fault: str
+    sound: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.check.__name__}-{self.fault}"
+
+
+CASES = [
+    Case(numbers.check_numbers, "dtype.master_weights=false", "",
+         r"error: optimizer\.eps=1e-08 is 0 in float16, the format optimizer works in; mend: dtype\.master_weights=true"),
+    Case(numbers.check_numbers, "dtype.master_weights=false optimizer.eps=1e-4 optimizer.lr=1e-8", "optimizer.lr=1e-8",
+         r"error: optimizer\.lr=1e-08 is 0 in float16, the format optimizer works in; mend: dtype\.master_weights=true"),
+    Case(numbers.check_numbers, "dtype.master_weights=false optimizer.eps=1e-4", "dtype=fp32",
+         r"warning: optimizer\.betas\[1\]=0\.999 becomes 0\.999 in float16, the format .*"),
+    Case(numbers.check_numbers, "dtype=mixed_bf16 dtype.master_weights=false", "dtype=mixed_bf16",
+         r"error: optimizer\.betas\[1\]=0\.999 is 1 in bfloat16, the format optimizer works in; mend: dtype\.master_weights=true"),
+    Case(numbers.check_numbers, "dtype=fp32 optimizer.eps=1e-50", "dtype=fp32",
+         r"error: optimizer\.eps=1e-50 is 0 in float32, the format optimizer works in; mend: optimizer\.eps=1e-08"),
+    Case(numbers.check_numbers, "dtype=fp32 optimizer.betas=[0.9,0.999999999]", "dtype=fp32",
+         r"error: optimizer\.betas\[1\]=0\.999999999 is 1 in float32, the format optimizer works in; mend: 'optimizer\.betas=\[0\.9,0\.999\]'"),
+    Case(numbers.check_numbers, "experiment=digits_gan +optimizer.parts.generator.eps=1e-60", "experiment=digits_gan",
+         r"error: optimizer\.parts\.generator\.eps=1e-60 is 0 in float32, .*; mend: \+\+optimizer\.parts\.generator\.eps=1e-08"),
+    Case(numbers.check_masters, "dtype.master_weights=false", "dtype=amp",
+         r"warning: dtype\.master_weights=false: updates below half a unit in the last place of the \d+ float16 weights are lost; mend: dtype\.master_weights=true"),
+    Case(weights_checks.check_weight_range, f"{NET} model.head=1e7", NET,
+         r"error: head\.weight: weights beyond 65504, the largest float16 number \(head\.weight reaches 1\.\d+e\+06\); mend: 'ops\.modules=\{head:fp32\}'"),
+    Case(weights_checks.check_weight_range, f"{NET} model.head=1e7 dtype=amp", f"{NET} model.head=1e7 dtype=fp32",
+         r"error: head\.weight: weights beyond 65504, .*"),
+    Case(weights_checks.check_weight_range, "model._target_=planted.numbered model.head=1e7", f"{NET} model.head=1e7 dtype=amp_bf16",
+         r"error: 2\.weight: weights beyond .*; mend: ops\.modules\.2=fp32"),
+    Case(weights_checks.check_small_weights, f"{NET} model.head=1e-7", f"{NET} model.head=1e-7 dtype=mixed_bf16",
+         r"warning: head\.weight: small weights; in float16 100\.0% of head\.weight become 0 and 0\.0% subnormal; mend: 'ops\.modules=\{head:fp32\}'"),
+    Case(weights_checks.check_small_weights, f"{NET} model.head=1e-4", NET,
+         r"warning: head\.weight: small weights; in float16 0\.\d% of head\.weight become 0 and 100\.0% subnormal; .*"),
+    Case(weights_checks.check_birth, f"{NET} model.form=bfloat16", f"{NET} model.form=float16",
+         r"warning: head\.weight: all values are bfloat16 numbers; weights trained in bfloat16 may make activations beyond 65504, the largest float16 number; mend: dtype\.half=bfloat16"),
+    Case(ops.check_activations, "model._target_=planted.loud model.gain=1e5", "model._target_=planted.loud",
+         r"error: middle: the output on the first batch is not finite in float16, whose largest number is 65504; mend: 'ops\.modules=\{middle:fp32\}'"),
+    Case(ops.check_binary_cross_entropy, f"{DIGITS} dataset.loss=bce model._target_=planted.Likely", f"{DIGITS} dataset.loss=bce model._target_=planted.Likely dtype=fp32",
+         r"warning: binary_cross_entropy: its probabilities are float16 numbers, none of them between 0\.999512 and 1; use BCEWithLogitsLoss, or compute in fp32; mend: 'ops\.deny\+=\[sigmoid\]'"),
+    Case(ops.check_binary_cross_entropy, f"{DIGITS} dataset.loss=bce model._target_=planted.Likely ops=none", f"{NET} {DIGITS}",
+         r"warning: binary_cross_entropy: .*; mend: ops=default 'ops\.deny\+=\[sigmoid\]'"),
+    Case(ops.check_norms, "ops=none model._target_=planted.normed", "model._target_=planted.normed",
+         r"warning: 2, 3: norms stored and computed in float16; their sums lose small terms; mend: ops=default"),
+    Case(ops.check_norms, "ops=fast model._target_=planted.normed dtype=amp", "ops=fast",
+         r"note: 2: norms with float16 inputs and outputs; the kernels sum in fp32 and each output is rounded once; mend: 'ops\.deny\+=\[layer_norm\]'"),
+    Case(ops.check_norms, "ops=fast model._target_=planted.normed", "ops=fp32_norms model._target_=planted.normed",
+         r"warning: 2: norms stored and computed in float16; their sums lose small terms; mend: 'ops\.deny\+=\[layer_norm\]'"),
+    Case(ops.check_norms, "ops.modules={2*:half} model._target_=planted.normed", "model._target_=planted.normed",
+         r"warning: 2: norms stored .*; mend: ops\.modules\.2=fp32"),
+    Case(ops.check_dimensions, "experiment=digits_mlp model.hidden=100", "experiment=digits_mlp model.hidden=104",
+         r"note: model\.hidden=100: not a multiple of 8; tensor cores compute float16 products in tiles of it; mend: model\.hidden=104"),
+    Case(ops.check_dimensions, "dataset.batch_size=60", "dataset.batch_size=60 dtype=fp32",
+         r"note: dataset\.batch_size=60: not .*; mend: dataset\.batch_size=64"),
+    Case(scaling.check_scaling, "loss_scaling=none", "loss_scaling=none dtype=mixed_bf16",
+         r"warning: loss_scaling=none with float16: \d+\.\d% of the first batch's gradients become 0; mend: loss_scaling=Backoff"),
+    Case(scaling.check_scaling, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e4", f"{NET} {DIGITS} loss_scaling=static",
+         r"error: loss_scaling\.scale=1024: too large, the first batch overflows \(its largest gradient is \d+\); mend: loss_scaling\.scale=\d+"),
+    Case(scaling.check_scaling, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9", f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9 dtype=mixed_bf16",
+         r"warning: loss_scaling\.scale=1024: too small, 100\.0% of the first batch's gradients become 0 \(\d\.\d% at [\d.e+]+\); mend: loss_scaling\.scale=\d+"),
+    Case(scaling.check_scaling, f"{NET} {DIGITS} dataset.gain=1e3", f"{NET} {DIGITS}",
+         r"note: loss_scaling\.init_scale=65536: the first batch overflows, and steps are skipped until the scale is down to about \d+; mend: loss_scaling=Backoff loss_scaling\.init_scale=probe"),
+    Case(scaling.check_scaling, f"{NET} {DIGITS} dataset.gain=1e4 loss_scaling=LogMax loss_scaling.min_scale=1024", f"{NET} {DIGITS} loss_scaling=LogMax",
+         r"error: loss_scaling\.min_scale=1024: too large, the first batch overflows at it; mend: loss_scaling\.init_scale=probe loss_scaling\.min_scale=\d+"),
+    Case(speed.check_emulation, "device=cpu", "device=cpu dtype=fp32",
+         r"note: dtype\.half=float16 on cpu is emulated: the numbers are a tensor core's, the speed and memory are not; mend: (dtype\.half=bfloat16|dtype=fp32|device=cuda)"),
+    Case(speed.check_emulation, "device=cpu dtype.compute=native", "device=cpu dtype=fp32 dtype.compute=native",
+         r"warning: dtype\.compute=native: this cpu has no float16 products, and PyTorch's kernels for them are many times slower than fp32's; mend: dtype\.compute=auto"),
+    Case(speed.check_skipping, "optimizer._target_=torch.optim.RMSprop", "",
+         r"(note|warning): optimizer: RMSprop has no kernel that skips by itself: on an accelerator each step waits for the device to know whether it is skipped; mend: optimizer\._target_=torch\.optim\.AdamW"),
+    Case(speed.check_skipping, "model=mlp optimizer=muon_adamw", "model=mlp optimizer=sgd",
+         r"(note|warning): optimizer\.parts\.matrices: Muon has no kernel that skips by itself: .*; mend: optimizer=adamw"),
+    Case(speed.check_loading, f"{NET} {DIGITS} model.width=2048 dataset.delay=0.01", f"{NET} {DIGITS} model.width=2048",
+         r"warning: dataset\.workers=0: loading is the bottleneck, \d+ ms a batch for steps of [\d.]+ ms, about \d+ s of waiting in all; mend: dataset\.workers=\d+"),
+]  # fmt: skip
+
+
+def patient(words: str) -> Patient:
+    given = shlex.split(words)
+    own = [group for group in ("model", "dataset") if f"{group}._target_=planted" in words]
+    given += [*(f"{group}=own" for group in own), *(["scheduler=none"] if "dataset" in own else [])]
+    ((job, config),) = jobs(given)
+    return patient_of(config, job)
+
+
+def found(check: Callable[[Patient], Any], words: str) -> list[Finding]:
+    return list(check(patient(words)))
+
+
+def planted_fault(case: Case) -> Finding:
+    """The one finding with the case's line; there may be others beside it."""
+    (finding,) = [f for f in found(case.check, case.fault) if re.fullmatch(case.line, str(f))]
+    return finding
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_is_said_without_the_fault(case: Case) -> None:
+    assert found(case.check, case.sound) == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_fault_is_one_line_and_what_it_says_to_type_mends_it(case: Case) -> None:
+    finding = planted_fault(case)
+    typed = str(finding).split("; mend: ")[1]
+    left = found(case.check, f"{case.fault} {typed}")
+    assert [f for f in left if f.severity <= finding.severity] == []
+
+
+def test_weights_of_a_bfloat16_run_are_recognised(tmp_path: Path, start_run: Any) -> None:
+    start_run(tmp_path, "experiment=digits_mlp", "dtype=mixed_bf16", "trainer.max_steps=1")
+    words = f"experiment=digits_mlp init_from={tmp_path}"
+    (finding,) = found(weights_checks.check_birth, words)
+    assert str(finding) == (
+        f"warning: init_from={tmp_path}: trained as mixed(bfloat16), whose activations may lie "
+        "beyond 65504, the largest float16 number; mend: dtype.half=bfloat16"
+    )
+    assert not found(weights_checks.check_birth, f"{words} {finding.mend[0]}")
+
+
+def test_weights_of_a_float16_run_are_not(tmp_path: Path, start_run: Any) -> None:
+    start_run(tmp_path, "experiment=digits_mlp", "dtype=mixed", "trainer.max_steps=1")
+    assert not found(weights_checks.check_birth, f"experiment=digits_mlp init_from={tmp_path}")
+
+
+EXPERIMENTS = [
+    ("digits_mlp", ""),
+    ("digits_gan", ""),
+    ("fashion_mnist_cnn", "fashion_mnist dataset.batch_size=8"),
+    ("cifar10_small", "image_folder dataset.batch_size=8"),
+    ("cifar10_resnet18", "cifar10 dataset.batch_size=8 dataset.workers=0 model.width=8"),
+    ("image_folder_resnet18", "image_folder dataset.batch_size=8 model.width=8"),
+]
+
+
+def test_every_shipped_experiment_is_examined() -> None:
+    shipped = {file.stem for file in (CONF / "experiment").glob("*.yaml")}
+    assert shipped == {name for name, _ in EXPERIMENTS}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp", "mixed_bf16"])
+@pytest.mark.parametrize(("name", "data"), EXPERIMENTS)
+def test_shipped_experiments_have_no_errors(
+    name: str, data: str, dtype: str, tiny_data: Path
+) -> None:
+    root = f"dataset.root={tiny_data / data}" if data else ""
+    examined = patient(f"experiment={name} device=cpu dtype={dtype} {root}")
+    assert [str(f) for f in examine(examined) if f.severity is Severity.ERROR] == []
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "mixed", "mixed_bf16"])
+@pytest.mark.parametrize("experiment", ["digits_mlp", "digits_gan"])
+def test_an_examination_changes_nothing(experiment: str, dtype: str) -> None:
+    dropout = "model.dropout=0.5" if experiment == "digits_mlp" else ""
+    examined = patient(f"experiment={experiment} dtype={dtype} {dropout}")
+    trainer = examined.trainer
+    state = copy.deepcopy(trainer.state_dict()["optimizer"])
+    before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    scales = {name: float(own.scale) for name, own in trainer.scalers.items()}
+    generator = torch.get_rng_state()
+    examine(examined)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.weights().items())
+    assert scales == {name: float(own.scale) for name, own in trainer.scalers.items()}
+    assert trainer.progress.attempts == 0
+    assert trainer.state_dict()["optimizer"] == state  # no moments, so no tensors, in either
+
+
+def run(arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        doctor_command.main(shlex.split(arguments))
+    return int(exit_.value.code or 0)
+
+
+def test_the_exit_code_is_one_where_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("experiment=digits_mlp dtype=fp32") == 0
+    assert capsys.readouterr().out == "experiment=digits_mlp dtype=fp32:\nnothing found\n"
+    assert run("experiment=digits_mlp dtype=fp32 optimizer.eps=1e-50") == 1
+    assert capsys.readouterr().out == (
+        "experiment=digits_mlp dtype=fp32 optimizer.eps=1e-50:\n"
+        "error: optimizer.eps=1e-50 is 0 in float32, the format optimizer works in; "
+        "mend: optimizer.eps=1e-08\n"
+        "1 error\n"
+    )
+
+
+def test_a_sweep_is_examined_job_by_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("-m experiment=digits_mlp optimizer.eps=0.5,1e-50 dtype=fp32") == 1
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.endswith(":")]
+    assert heads == [
+        f"experiment=digits_mlp optimizer.eps={eps} dtype=fp32:" for eps in ("0.5", "1e-50")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("optimizer.epps=1", "mpframe: optimizer.epps: no such option; nearest: optimizer.eps"),
+        ("--info", "mpframe: --info: no such option; give option=value, and -m for a sweep"),
+        ("seed=1,2", "mpframe: seed=1,2: several values make a sweep; add -m"),
+        ("init_from=/nonexistent", "mpframe: /nonexistent: no "),
+    ],
+)
+def test_a_slip_is_one_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(line)
+    assert said.count("\n") == 1
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("experiment=digits_mlp")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_check_has_a_case() -> None:
+    assert {case.check for case in CASES} == set(CHECKS)
