@@ -11,8 +11,8 @@ from pathlib import Path
 from mpframe import build, checkpoint
 from mpframe.command_line import jobs
 from mpframe.config import Config
-from mpframe.doctor import Finding, Patient, Severity, examine
 from mpframe.errors import ConfigError, one_line_exit
+from mpframe.numerics.doctor import Finding, Patient, Severity, examine
 from mpframe.saved_weights import fitted, weights_of
 from mpframe.trainer import Trainer
 

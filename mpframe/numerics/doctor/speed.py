@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from mpframe.doctor.finding import Finding, note, warning
-from mpframe.doctor.patient import Patient
-from mpframe.doctor.undoing import undone
+from mpframe.numerics.doctor.finding import Finding, note, warning
+from mpframe.numerics.doctor.patient import Patient
+from mpframe.numerics.doctor.undoing import undone
 from mpframe.precision.policy import has_native_half
 
 _MEASURED = 4  # batches
@@ -67,8 +67,8 @@ def check_loading(patient: Patient) -> Iterator[Finding]:
     whole = pace.waits * steps * patient.trainer.plan.accumulate
     if whole > _SECONDS:
         yield warning(
-            f"dataset.workers={pace.workers}: loading is the bottleneck, {pace.load * 1e3:.3g} ms a "
-            f"batch for steps of {pace.step * 1e3:.3g} ms, about {whole:.0f} s of waiting in all",
+            f"dataset.workers={pace.workers}: loading is the bottleneck, {pace.load * 1e3:.0f} ms "
+            f"a batch for steps of {pace.step * 1e3:.1f} ms, about {whole:.0f} s of waiting in all",
             *_faster(patient, pace),
         )
 

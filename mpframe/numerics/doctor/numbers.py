@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from mpframe.doctor.finding import Finding, error, warning
-from mpframe.doctor.patient import Patient
+from mpframe.numerics.doctor.finding import Finding, error, warning
+from mpframe.numerics.doctor.patient import Patient
 from mpframe.precision import MasterWeights
 
 SMALL = ("eps", "lr", "weight_decay")
@@ -81,7 +81,7 @@ def _fate(name: str, value: float, form: torch.dtype) -> Fate | None:
     if matters[0] == 0.0 < matters[1]:
         return error, f"is {held:g}"
     if abs(matters[0] - matters[1]) > _BADLY * abs(matters[1]):
-        return warning, f"becomes {held:.4g}"
+        return warning, f"becomes {held:.6g}"
     return None
 
 

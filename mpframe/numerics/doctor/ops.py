@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from mpframe.doctor.finding import Finding, error, few, note, pinned, warning
-from mpframe.doctor.patient import Patient
+from mpframe.numerics.doctor.finding import Finding, error, few, note, pinned, warning
+from mpframe.numerics.doctor.patient import Patient
 from mpframe.precision.dtype_map import Row
 from mpframe.precision.module_ops import op_of
 

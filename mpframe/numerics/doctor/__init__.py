@@ -12,18 +12,18 @@ is written, and whatever a check tried is undone.
 
 from collections.abc import Callable, Iterable
 
-from mpframe.doctor.finding import Finding, Severity
-from mpframe.doctor.numbers import check_masters, check_numbers
-from mpframe.doctor.ops import (
+from mpframe.numerics.doctor.finding import Finding, Severity
+from mpframe.numerics.doctor.numbers import check_masters, check_numbers
+from mpframe.numerics.doctor.ops import (
     check_activations,
     check_binary_cross_entropy,
     check_dimensions,
     check_norms,
 )
-from mpframe.doctor.patient import Patient
-from mpframe.doctor.scaling import check_scaling
-from mpframe.doctor.speed import check_emulation, check_loading, check_skipping
-from mpframe.doctor.weights import check_birth, check_small_weights, check_weight_range
+from mpframe.numerics.doctor.patient import Patient
+from mpframe.numerics.doctor.scaling import check_scaling
+from mpframe.numerics.doctor.speed import check_emulation, check_loading, check_skipping
+from mpframe.numerics.doctor.weights import check_birth, check_small_weights, check_weight_range
 
 CHECKS: tuple[Callable[[Patient], Iterable[Finding]], ...] = (
     check_numbers,

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mpframe.doctor.finding import Finding, error, few, pinned, warning
-from mpframe.doctor.patient import Patient
+from mpframe.numerics.doctor.finding import Finding, error, few, pinned, warning
+from mpframe.numerics.doctor.patient import Patient
 
 _MANY_SUBNORMAL = 0.05
 _MANY_LOST = 0.01
@@ -94,4 +94,5 @@ def _bfloat16_born(values: Tensor) -> bool:
     """
     if values.numel() < _TELLING or not torch.equal(values, values.bfloat16().float()):
         return False
-    return torch.unique(values).numel() >= _TELLING // 4
+    different: int = torch.unique(values).numel()
+    return different >= _TELLING // 4

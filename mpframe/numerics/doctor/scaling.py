@@ -5,15 +5,15 @@ from collections.abc import Iterator
 
 import torch
 
-from mpframe.doctor.finding import Finding, error, note, warning
-from mpframe.doctor.patient import Patient
+from mpframe.numerics.doctor.finding import Finding, error, note, warning
+from mpframe.numerics.doctor.patient import Patient
 from mpframe.step import wants_probe
 
 _MANY_LOST = 0.05
 
 
 def check_scaling(patient: Patient) -> Iterator[Finding]:
-    """No scale, or one that is too large or too small; of several scalers the options are shared."""
+    """No scale, or one too large or too small; several scalers share their options."""
     half = patient.half
     if half is None:
         return

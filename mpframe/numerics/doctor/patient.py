@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mpframe.data.loader import Loader
-from mpframe.doctor.gradients import GradientRange
-from mpframe.doctor.rehearsal import Rehearsal, rehearse
+from mpframe.numerics.doctor.gradients import GradientRange
+from mpframe.numerics.doctor.rehearsal import Rehearsal, rehearse
 from mpframe.precision import MasterWeights
 from mpframe.precision.dtype_map import Row
 from mpframe.precision.joint_optimizer import JointOptimizer
@@ -84,7 +84,7 @@ class Patient:
         return self.trainer.precision.dtype_map(self.trainer.model)
 
     def half_weights(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(module, parameter, fp32 values) of every weight that is stored or computed with in half."""
+        """(module, parameter, fp32 values) of each weight stored or computed with in half."""
         weights = self.trainer.weights()
         for row in self.rows:
             if self.half in (row.storage, getattr(torch, row.compute, None)):
