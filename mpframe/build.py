@@ -150,7 +150,7 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
     """
     _refuse_unwatchable(config)
     device = device_of(config.run.device)
-    model: nn.Module = make("model", config.model).to(device)
+    model = _build_model(config).to(device)
     optimizers = _build_optimizers(config, model)
     plan = build_plan(config)
     steps = max(1, plan.total_steps(batches))
@@ -171,6 +171,16 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
         eval_precision=_build_eval_precision(config),
         spikes=_build_spikes(config),
     )
+
+
+def _build_model(config: Config) -> nn.Module:
+    model = make("model", config.model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model._target_={config.model['_target_']}: must return a torch.nn.Module, got "
+            f"{type(model).__name__}"
+        )
+    return model
 
 
 def _build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
@@ -251,7 +261,7 @@ def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
         if isinstance(error.__cause__, MpframeError):
             raise error.__cause__ from None
         raise ConfigError(f"{section}: {str(error).splitlines()[0]}") from error
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, LookupError) as error:
         raise ConfigError(
             f"{section}: {target} refused its options: {_first_line(error)}"
         ) from error
@@ -302,4 +312,6 @@ def _build_spikes(config: Config) -> LossSpikes | None:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    """The first line of an error, and the second where the first ends in a colon."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

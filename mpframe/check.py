@@ -46,6 +46,10 @@ def check(composed: DictConfig) -> Config:
     _refuse_unknown("", tree, {*SECTIONS, *RUN_OPTIONS, "loss_scaling", "model", "scheduler"})
     run = _load(Run, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
     _refuse_leaving(run.run_name)
+    if run.init_from_except and run.init_from is None:
+        raise ConfigError(
+            f"init_from_except={run.init_from_except}: has no meaning without init_from; give both"
+        )
     optimizer = _section(tree, "optimizer")
     joint = _joint(optimizer) if "parts" in optimizer else None
     _load(OptimizerOptions, "optimizer", {k: v for k, v in optimizer.items() if k == "lr"})
@@ -144,7 +148,10 @@ def _refuse_bad(path: str, value: Any, spec: Any) -> None:
     """Refuse a value of the wrong type or outside its range, saying what is allowed."""
     limits: Range = spec.metadata["range"]
     try:
-        fits = limits.holds(_converted(value, spec))
+        # OmegaConf would take any number for a truth.
+        fits = limits.holds(_converted(value, spec)) and not (
+            spec.type is bool and isinstance(value, int | float) and not isinstance(value, bool)
+        )
     except OmegaConfBaseException:
         fits = False
     if fits:

@@ -50,6 +50,7 @@ def prepare(arguments: list[str]) -> list[str]:
     flags = [argument for argument in arguments if argument not in given]
     if parsed.help or parsed.hydra_help or parsed.shell_completion:
         return arguments
+    _refuse_unfit_flags(parsed, rest)
     overrides = _rewritten(given)
     if parsed.config_name or parsed.config_path or parsed.config_dir:
         return [*flags, *overrides]  # A configuration of the user's own: checked once composed.
@@ -75,6 +76,21 @@ def jobs(arguments: list[str]) -> Iterator[tuple[list[str], Config]]:
             raise ConfigError(f"{word}: no such option; give option=value, and -m for a sweep")
     for job in _jobs(_parsed(_rewritten(given)), multirun):
         yield job, checked(_composed_by_known_names(_parsed(job)))
+
+
+def _refuse_unfit_flags(parsed: Any, rest: list[str]) -> None:
+    for word in rest:
+        if word.startswith("-"):
+            raise ConfigError(f"{word}: no such flag; write options as option=value; see --help")
+    folder = Path(parsed.config_dir or CONF)
+    if not folder.is_dir():
+        raise ConfigError(f"--config-dir={folder}: no such folder; name one with .yaml files")
+    name = str(parsed.config_name or "config").removesuffix(".yaml")
+    folders = [folder, CONF] if parsed.config_path is None else []
+    if folders and not any((place / f"{name}.yaml").is_file() for place in folders):
+        raise ConfigError(
+            f"--config-name={name}: no {name}.yaml in {folder}; add --config-dir=FOLDER"
+        )
 
 
 def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
@@ -205,7 +221,10 @@ def _refuse_unknown_choice(override: Override) -> None:
 
 def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     key = override.key_or_group
-    if is_group(key) or key.startswith("hydra"):
+    if is_group(key) or "/" in key:
+        return
+    if key.startswith("hydra"):
+        _refuse_unknown_hydra_key(override, base)
         return
     section, _, rest = key.partition(".")
     known = _paths(base)
@@ -220,6 +239,13 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     if section in OPEN and rest and not adds:
         advice += f"; an argument of your own class: +{key}=..."
     raise ConfigError(f"{key}: no such option; {advice}")
+
+
+def _refuse_unknown_hydra_key(override: Override, base: DictConfig) -> None:
+    key = override.key_or_group
+    known = {f"hydra.{path}" for path in _paths(base.hydra)} | {"hydra"}
+    if override.type is OverrideType.CHANGE and key not in known:
+        raise ConfigError(f"{key}: no such option of Hydra; {nearest(key, known)}".rstrip("; "))
 
 
 def _paths(node: DictConfig, prefix: str = "") -> set[str]:

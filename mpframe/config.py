@@ -66,9 +66,13 @@ class Range:
             return "one of " + ", ".join(self.choices)
         ends = [f"> {self.above:g}"] if self.above is not None else []
         ends += [f">= {self.low:g}"] if self.low is not None else []
-        ends += [f"<= {self.high:g}"] if self.high is not None else []
+        ends += [f"<= {_number(self.high)}"] if self.high is not None else []
         ends += [f"< {self.below:g}"] if self.below is not None else []
         return " or ".join([" and ".join(ends), *self.words]) if ends else ""
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def option(default: Any, sentence: str, *, unit: str = "", **limits: Any) -> Any:
@@ -324,7 +328,7 @@ class Run:
 
     run_name: str = option("", "The folder under runs/ that the run goes into.")
     device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
-    seed: int = option(0, "Fixes weights, order and augmentation.", low=0)
+    seed: int = option(0, "Fixes weights, order and augmentation.", low=0, high=2**63 - 1)
     resume: str = option("none", "auto: the run folder's newest checkpoint; a path; or none.")
     init_from: str | None = option(None, "Start from the weights of this checkpoint folder.")
     init_from_except: list[str] = option(

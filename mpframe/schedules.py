@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from mpframe.errors import ConfigError
+
 
 def constant(optimizer: Optimizer) -> LRScheduler:
     """The optimizer's own learning rate throughout."""
@@ -29,7 +31,13 @@ def warmup_cosine(
         total_steps: planned optimizer steps, >= 1.
         warmup: share of the steps spent rising, 0 to 1.
         min_factor: the last learning rate as a fraction of the first group's, 0 to 1.
+
+    Raises:
+        ConfigError: a share or fraction out of its range.
     """
+    for option, value in (("warmup", warmup), ("min_factor", min_factor)):
+        if not 0.0 <= value <= 1.0:
+            raise ConfigError(f"scheduler.{option}={value}: must be a fraction >= 0 and <= 1")
     rising = int(total_steps * warmup)
     lowest = min_factor * float(optimizer.param_groups[0]["lr"])
     falling = max(1, total_steps - rising)

@@ -69,6 +69,75 @@ CASES = [
 ]  # fmt: skip
 
 
+def exactly(arguments: str, line: str, leaves: str = "") -> Case:
+    """A case whose whole line is known."""
+    return Case(arguments, rf"^mpframe: {re.escape(line)}$", leaves)
+
+
+EXACT = [
+    # choices and flags
+    ("dtype=", "dtype=: choose amp, amp_bf16, fp32, mixed, mixed_bf16"),
+    ("dtype=mixed,amp", "dtype=mixed,amp: several values make a sweep; add -m"),
+    ("trainer=fast", "trainer=fast: choose default; nearest: default"),
+    ("scheduler=cosine", "scheduler=cosine: choose none, onecycle, own, warmup_cosine; nearest: warmup_cosine, none"),
+    ("-m dtype=fp32,amp optimizer.lr=1e-3,nan", "optimizer.lr=nan: must be a number > 0"),
+    ("--epochs=3", "--epochs=3: no such flag; write options as option=value; see --help"),
+    ("--config-dir=/nonexistent", "--config-dir=/nonexistent: no such folder; name one with .yaml files"),
+    ("epochs", "epochs: not of the form option=value; missing EQUAL at '<EOF>'"),
+    ("trainer..epochs=3", "trainer..epochs=3: not of the form option=value; token recognition error at: '.'"),
+    ("~optimizer", "optimizer=null: must be a mapping; choose a file of conf/optimizer"),
+    # how long and how often
+    ("trainer.epochs=0", "trainer.epochs=0: must be a whole number epochs >= 1"),
+    ("trainer.epochs=null", "trainer.epochs=null: must be a whole number epochs >= 1"),
+    ("trainer.max_steps=-1", "trainer.max_steps=-1: must be a whole number or null steps >= 0"),
+    ("trainer.max_steps=1e3", "trainer.max_steps=1000.0: must be a whole number or null steps >= 0"),
+    ("trainer.accumulate=0", "trainer.accumulate=0: must be a whole number batches >= 1"),
+    ("trainer.eval_every=0", "trainer.eval_every=0: must be a whole number or null steps >= 1"),
+    ("trainer.checkpoint_every=2.5", "trainer.checkpoint_every=2.5: must be a whole number or null steps >= 1"),
+    ("trainer.keep_last=0", "trainer.keep_last=0: must be a whole number checkpoints >= 1"),
+    ("trainer.log_every=0", "trainer.log_every=0: must be a whole number steps >= 1"),
+    ("trainer.max_consecutive_skips=0", "trainer.max_consecutive_skips=0: must be a whole number steps >= 1"),
+    # what a step does
+    ("trainer.clip_norm=0", "trainer.clip_norm=0: must be a number or null > 0"),
+    ("trainer.clip_norm=inf", "trainer.clip_norm=inf: must be a number or null > 0"),
+    ("trainer.ema_decay=1", "trainer.ema_decay=1: must be a number or null per step > 0 and < 1"),
+    ("trainer.eval_dtype=float8", "trainer.eval_dtype=float8: must be one of fp32, float16, bfloat16; nearest: float16, bfloat16"),
+    ("trainer.on_loss_spike=skpi", "trainer.on_loss_spike=skpi: must be one of off, warn, skip, stop; nearest: skip, stop"),
+    ("trainer.loss_spike_factor=1", "trainer.loss_spike_factor=1: must be a number > 1"),
+    ("dtype.master_weights=2", "dtype.master_weights=2: must be true or false"),
+    ("dtype.mode=fp16", "dtype.mode=fp16: must be one of fp32, mixed, amp; nearest: fp32"),
+    ("ops.allow=softmax", "ops.allow=softmax: must be a list"),
+    # data
+    ("dataset.workers=-1", "dataset.workers=-1: must be a whole number processes >= 0"),
+    ("dataset.worker_timeout=0", "dataset.worker_timeout=0: must be a number or null seconds > 0"),
+    ("dataset.worker_timeout=soon", "dataset.worker_timeout=soon: must be a number or null seconds > 0"),
+    ("dataset.batch_size=[64]", "dataset.batch_size=[64]: must be a whole number samples >= 1"),
+    ("dataset.batch_size=64.0", "dataset.batch_size=64.0: must be a whole number samples >= 1"),
+    # optimizer and scaling
+    ("optimizer.lr=0", "optimizer.lr=0: must be a number > 0"),
+    ("optimizer.lr=null", "optimizer.lr=null: must be a number > 0"),
+    ("loss_scaling.scale=8", "loss_scaling.scale: no such option; nearest: loss_scaling.name, loss_scaling"),
+    ("loss_scaling=static loss_scaling.scale=nan", "loss_scaling.scale=nan: must be a number > 0"),
+    ("loss_scaling=Backoff loss_scaling.backoff_factor=1", "loss_scaling.backoff_factor=1: must be a number > 0 and < 1"),
+    ("loss_scaling=Backoff loss_scaling.hysteresis=0", "loss_scaling.hysteresis=0: must be a whole number overflows >= 1"),
+    ("loss_scaling=Backoff loss_scaling.init_scale=prob", "loss_scaling.init_scale=prob: must be a value > 0 or probe"),
+    ("loss_scaling=LogMax loss_scaling.overflow_probability=0.5", "loss_scaling.overflow_probability=0.5: must be a number fraction > 0 and < 0.5"),
+    # the run itself
+    ("seed=1.5", "seed=1.5: must be a whole number >= 0 and <= 9223372036854775807"),
+    ("seed=99999999999999999999", "seed=99999999999999999999: must be a whole number >= 0 and <= 9223372036854775807"),
+    ("run_name=../elsewhere", "run_name=../elsewhere: must stay within runs/; for another place set hydra.run.dir"),
+    ("hydra.run.dri=x", "hydra.run.dri: no such option of Hydra; nearest: hydra.run.dir, hydra.run, hydra.runtime"),
+    ("init_from_except=[head.*]", "init_from_except=['head.*']: has no meaning without init_from; give both"),
+    ("model._target_=1", "model._target_=1: must be the dotted name of a class or function"),
+    # what only the built objects know
+    ("model._target_=os.getcwd", "model._target_=os.getcwd: must return a torch.nn.Module, got str", "failed"),
+    ("optimizer.betas=[0.9]", "optimizer: torch.optim.AdamW refused its options: list index out of range", "failed"),
+    ("scheduler.warmup=2", "scheduler.warmup=2: must be a fraction >= 0 and <= 1", "failed"),
+    ("ops.modules={head:fp16}", "ops.modules['head']=fp16: choose fp32 or half", "failed"),
+    ("dataset.classes=7", "dataset.classes=7: digits has 10; set dataset.classes=10", "failed"),
+]  # fmt: skip
+
+
 def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
     return subprocess.run(
@@ -81,7 +150,9 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.arguments)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(exactly(*case) for case in EXACT)], ids=lambda case: case.arguments
+)
 def test_a_mistake_is_one_line(case: Case, tmp_path: Path) -> None:
     done = run(case.arguments.split(), tmp_path)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
