@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -209,10 +209,12 @@ class SkipGuard(Callback):
 
     Args:
         limit: skipped steps in a row that end it.
+        hint: gives a last clause for its reason, or "".
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, hint: Callable[[], str] = str) -> None:
         self._limit = limit
+        self._hint = hint
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """Raise where the limit is reached.
@@ -229,6 +231,7 @@ class SkipGuard(Callback):
             where, part = f" by optimizer.parts.{worst}", result.parts[worst]
         raise DivergedError(
             f"trainer.max_consecutive_skips={self._limit} reached{where}: {_cause(trainer, part)}"
+            + self._hint()
         )
 
 

@@ -225,6 +225,18 @@ class TrainerOptions:
     max_consecutive_skips: int = option(
         50, "Stop as diverged after this many skipped steps in a row.", unit="steps", low=1
     )
+    autopsy: str = option(
+        "on_trouble",
+        "Replay a step that failed and report what is wrong with it; see autopsy_after.",
+        choices=("off", "on_trouble"),
+    )
+    autopsy_after: int = option(
+        10,
+        "Skipped steps in a row that are looked into; a loss that is not finite, and a skip at the "
+        "scale's floor, are at once.",
+        unit="steps",
+        low=1,
+    )
     on_loss_spike: str = option(
         "off",
         "What a finite loss far above the last ones does: a warning, a skipped step, or the end.",

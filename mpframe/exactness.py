@@ -20,6 +20,8 @@ _WATCHING = {
     "dataset.root",
     "dataset.workers",
     "trainer.async_save",
+    "trainer.autopsy",
+    "trainer.autopsy_after",
     "trainer.checkpoint_every",
     "trainer.checkpoint_minutes",
     "trainer.eval_dtype",

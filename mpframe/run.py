@@ -28,6 +28,7 @@ from mpframe.callbacks import (
 from mpframe.checkpoint import retention
 from mpframe.config import Config
 from mpframe.conversion import rounding
+from mpframe.data import Loader
 from mpframe.durable import write_atomically
 from mpframe.environment import environment_text
 from mpframe.errors import (
@@ -39,6 +40,7 @@ from mpframe.errors import (
 )
 from mpframe.interruption import Interruption
 from mpframe.memory import peak_memory
+from mpframe.numerics.autopsy import Autopsy
 from mpframe.numerics.range_watch import RangeWatch
 from mpframe.precision import as_table
 from mpframe.redaction import (
@@ -140,7 +142,8 @@ class Run:
                 self.interruption.deferred(),
                 Tracker(self.folder, purge_step=max(1, attempts)) as tracker,
             ):
-                trainer.callbacks = [record, *self._watchers(tracker, saves), bar]
+                guards = self._guards(train)
+                trainer.callbacks = [record, *self._watchers(tracker, saves, guards), bar]
                 self._describe(tracker, trainer)
                 _restore(trainer.callbacks, states)
                 with (
@@ -154,10 +157,21 @@ class Run:
             record.flush()
             bar.close()
 
-    def _watchers(self, tracker: Tracker, saves: Checkpoints) -> list[Callback]:
+    def _guards(self, train: Loader) -> list[Callback]:
+        options = self.config.trainer
+        limit = options.max_consecutive_skips
+        if options.autopsy == "off":
+            return [SpikeReport(), SkipGuard(limit), SaturationWarning()]
+        after = min(options.autopsy_after, limit)
+        autopsy = Autopsy(self.folder, self.config_text, after, train.batch_ids)
+        # The autopsy comes before the guard that ends the run and points to its report.
+        return [autopsy, SpikeReport(), SkipGuard(limit, autopsy.hint), SaturationWarning()]
+
+    def _watchers(
+        self, tracker: Tracker, saves: Checkpoints, guards: list[Callback]
+    ) -> list[Callback]:
         options = self.config.trainer
         self.curves = Curves(tracker, options.log_every, self.config.data.batch_size)
-        guards = [SpikeReport(), SkipGuard(options.max_consecutive_skips), SaturationWarning()]
         # Saving comes after all that is due at a step, and stopping after saving.
         return [self.curves, *guards, self.evaluation, saves, StopOnSignal(self.interruption)]
 

@@ -52,6 +52,9 @@ class Loader(Protocol):
 class Callback:
     """Watches a run; each method is called after what it names and does nothing here."""
 
+    def before_step(self, trainer: "Trainer", batches: Sequence[Batch]) -> None:
+        """A step is about to be tried on these micro-batches."""
+
     def after_step(self, trainer: "Trainer", result: StepResult) -> None:
         """A step was tried; `trainer.progress` already counts it."""
 
@@ -133,6 +136,11 @@ class Trainer:
     def scalers(self) -> dict[str, LossScaler]:
         """The scalers by the name of their loss; the only one, or a shared one, is named ""."""
         return _by_name(self.scaler)
+
+    @property
+    def objectives(self) -> list[Objective]:
+        """The losses in their order, each with its scaler and the parameters it moves."""
+        return self._turns.objectives
 
     def train_step(self, *batches: Batch) -> StepResult:
         """One optimizer step on one batch, or on the micro-batches of an accumulation window.
@@ -326,6 +334,7 @@ class Trainer:
         self.model.train()
         batches = train.epoch(self.progress.epoch, start=self.progress.batch)
         for window in _windows(batches, self.plan.accumulate):
+            self._call("before_step", window)
             result = self.train_step(*window)
             self.progress.count_batches(len(window), len(train))
             self._call("after_step", result)

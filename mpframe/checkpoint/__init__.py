@@ -11,7 +11,7 @@ from mpframe.checkpoint.layout import FOLDER, all_in, newest
 from mpframe.checkpoint.random_state import restore_rng, rng_state
 from mpframe.checkpoint.reading import load, read
 from mpframe.checkpoint.snapshot import Snapshot
-from mpframe.checkpoint.writing import save
+from mpframe.checkpoint.writing import save, save_as
 
 __all__ = [
     "FOLDER",
@@ -23,4 +23,5 @@ __all__ = [
     "restore_rng",
     "rng_state",
     "save",
+    "save_as",
 ]

@@ -38,7 +38,11 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
         CheckpointError: it could not be written, or could not be loaded again; the older ones are
             whole.
     """
-    final = path_of(folder, snapshot.attempts)
+    return save_as(path_of(folder, snapshot.attempts), snapshot)
+
+
+def save_as(final: Path, snapshot: Snapshot) -> Path:
+    """Save a snapshot as the folder `final`, whose parent may be missing; errors as of `save`."""
     new = hidden(final, "new")
     try:
         final.parent.mkdir(exist_ok=True)

@@ -63,6 +63,11 @@ class AdaptiveScaler(Scaler, ABC):
         super().__init__(self._initial_state(torch.tensor(first, dtype=torch.float32)))
         self._wants_probe = probing
 
+    @property
+    def floor(self) -> float:
+        """`min_scale`."""
+        return self._min
+
     def start_from(self, amax: Tensor) -> None:
         """Start anew, with the largest safe power of two for what a probing backward pass gave.
 

@@ -31,6 +31,11 @@ class Scaler:
         return self._state["scale"]
 
     @property
+    def floor(self) -> float:
+        """The least scale it may take; a scaler that never moves has its own."""
+        return float(self.scale)
+
+    @property
     def wants_probe(self) -> bool:
         """Whether the first scale is to come from a backward pass made before step 1."""
         return self._wants_probe

@@ -25,7 +25,8 @@ class Case:
         objectives: the losses, in their order; their scalers are not asked.
         batches: (inputs, targets) of each micro-batch, on the model's device.
         scales: the loss scale of each objective, by its name.
-        floors: the least scale each may get; 1 where it has no scaler that could go lower.
+        floors: the least scale each scaler may take; absent where there is none.
+        scaling: `static`, `Backoff`, `LogMax`, or `none`.
         samples: the dataset's indices of each micro-batch's samples; empty where unknown.
         random: the states of torch's generators before the step; None: as they are now.
         first_loss: the unscaled loss of the run's first steps, to tell divergence; None: unknown.
@@ -39,6 +40,7 @@ class Case:
     batches: Sequence[Batch]
     scales: Mapping[str, float]
     floors: Mapping[str, float] = field(default_factory=dict)
+    scaling: str = "none"
     samples: Sequence[Sequence[int]] = ()
     random: "RandomState | None" = None
     first_loss: float | None = None
@@ -52,11 +54,9 @@ class Case:
 
     @property
     def room_below(self) -> int:
-        """Octaves by which every scale may still be lowered, >= 0."""
-        rooms = (
-            max(0.0, math.log2(scale / self.floors.get(name, 1.0)))
-            for name, scale in self.scales.items()
-        )
+        """Octaves to the floor, or to 1 where that is lower: a higher floor the user may lower."""
+        lowest = {name: min(1.0, self.floors.get(name, 1.0)) for name in self.scales}
+        rooms = (max(0.0, math.log2(scale / lowest[name])) for name, scale in self.scales.items())
         return int(min(rooms, default=0.0))
 
 

@@ -328,15 +328,23 @@ def test_only_the_loss_that_was_skipped_is_judged() -> None:
     assert judge(case(frozenset("a"))).kind is Kind.NO_FAULT
 
 
-@pytest.mark.parametrize("floor", [1.0, 2.0**18])
-def test_the_floor_decides_between_a_lower_scale_and_a_pin(floor: float) -> None:
+@pytest.mark.parametrize("floor", [1.0, 2.0**18, 2.0**-8])
+def test_the_scale_that_is_named_is_the_largest_that_does(floor: float) -> None:
     case = case_of(net(nn.Identity()), scale=2.0**22, floors={"": floor})
     verdict = judge(case)
-    assert verdict.kind is (TOO_HIGH if floor == 1.0 else BEYOND)
-    if floor == 1.0:
-        # One octave less than what it names does not do.
-        assert replay(case, Setting(octaves=verdict.octaves)).finite
-        assert not replay(case, Setting(octaves=verdict.octaves + 1)).finite
+    assert verdict.kind is TOO_HIGH
+    assert replay(case, Setting(octaves=verdict.octaves)).finite
+    assert not replay(case, Setting(octaves=verdict.octaves + 1)).finite
+
+
+def test_below_one_a_scale_is_tried_only_where_the_scaler_may_go_there() -> None:
+    case = case_of(net(Louder(2.0**19)), scale=4.0)
+    assert judge(case).kind is BEYOND
+    lower = judge(replace(case, floors={"": 2.0**-12}))
+    assert (lower.kind, lower.octaves) == (
+        TOO_HIGH,
+        judge(replace(case, scales={"": 2.0**10}, floors={"": 2.0**-12})).octaves + 8,
+    )
 
 
 def test_a_scale_that_would_lose_the_other_gradients_is_not_the_way_out() -> None:

@@ -1,0 +1,156 @@
+"""The autopsy of a run in trouble: evidence, replays, a verdict, a report.
+
+A step is looked into where
+
+    its loss is not finite
+    it was skipped at the scaler's floor, or without a scaler: no lower scale will come
+    it is the last of so many skipped ones in a row
+
+Until then all there is to do is to remember which batch came and where the random generators
+stood; a skipped step leaves weights and buffers as they were.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpframe.durable import write_atomically
+from mpframe.errors import MpframeError
+from mpframe.numerics import evidence as evidence_of
+from mpframe.numerics.case import RandomState, device_of
+from mpframe.numerics.evidence import Evidence
+from mpframe.numerics.report import Report, report_on
+from mpframe.numerics.verdict import judge
+from mpframe.step import StepResult
+from mpframe.trainer import Batch, Callback, Trainer
+
+log = logging.getLogger(__name__)
+
+REPORT = "report.md"
+_MOST = 3  # Reports in a run: a model that keeps failing in one way needs no fourth.
+
+
+class Autopsy(Callback):
+    """Looks into a step that failed, once in a row of failures.
+
+    Args:
+        folder: the run's folder.
+        config: the run's resolved options, YAML.
+        after: skipped steps in a row after which the last of them is looked into.
+        samples: the dataset's indices of the samples in a batch, by epoch and number.
+
+    Attributes:
+        written: the report on the present row of failures; None where there is none.
+    """
+
+    def __init__(
+        self, folder: Path, config: str, after: int, samples: Callable[[int, int], Tensor]
+    ) -> None:
+        self.written: Path | None = None
+        self._folder, self._config, self._after, self._samples = folder, config, after, samples
+        self._device: torch.device | None = None
+        self._step: tuple[Sequence[Batch], RandomState, int, int] | None = None
+        self._first_loss: float | Tensor | None = None
+        self._reports, self._looked = 0, False
+
+    def before_step(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+        """Remember what the step starts from."""
+        if self._device is None:
+            self._device = device_of(trainer.model)
+        progress = trainer.progress
+        self._step = (batches, RandomState.now(self._device), progress.epoch, progress.batch)
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Look into the step where that is due."""
+        if self._first_loss is None:
+            self._first_loss = result.loss
+        if not trainer.progress.skipped_in_a_row:
+            self.written, self._looked = None, False
+        elif not self._looked and self._reports < _MOST:
+            reason = self._reason(trainer, result)
+            if reason is not None:
+                self._looked = True
+                self._reports += 1
+                self._look(trainer, result, reason)
+        self._step = None  # A batch is not kept longer than it is needed.
+
+    def hint(self) -> str:
+        """A clause that leads to the report; empty where there is none."""
+        return "" if self.written is None else f"; see {self.written}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss of the run's first step."""
+        return {"first_loss": None if self._first_loss is None else float(self._first_loss)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved one."""
+        self._first_loss = state["first_loss"]
+
+    def _reason(self, trainer: Trainer, result: StepResult) -> str | None:
+        if trainer.spikes is not None and bool(trainer.spikes.spiked):
+            return None  # Left out for its height, not for its format.
+        # Of an accumulated step it is nan where all was dropped, for whatever cause.
+        if result.dropped is None and not _finite(result.loss):
+            return f"the loss is {float(result.loss):g}"  # type: ignore[arg-type]
+        floors = evidence_of.floors_of(trainer)
+        skipped = evidence_of.skipped_of(trainer, result)
+        for name, scale in evidence_of.scales_of(trainer, result).items():
+            if name in skipped and scale <= floors.get(name, scale):
+                what = "at the scaler's floor" if name in floors else "without a loss scaler"
+                return f"the step was skipped {what}"
+        in_a_row = trainer.progress.skipped_in_a_row
+        return f"{in_a_row} steps in a row were skipped" if in_a_row >= self._after else None
+
+    def _look(self, trainer: Trainer, result: StepResult, reason: str) -> None:
+        try:
+            step = self._evidence(trainer, result, reason)
+            folder = evidence_of.save(self._folder, step, trainer.weights(), self._config)
+            report = examine(step, trainer)
+            self.written = write_report(folder, report)
+        except (MpframeError, OSError, RuntimeError) as error:  # Memory for replays, above all.
+            first = str(error).splitlines()[0]
+            log.warning("warning: the autopsy of a failed step failed itself: %s", first)
+            return
+        log.warning("warning: %s\n%s", reason, report.text(self.written))
+
+    def _evidence(self, trainer: Trainer, result: StepResult, reason: str) -> Evidence:
+        if self._step is None:
+            raise RuntimeError("the step was not announced")
+        batches, random, epoch, batch = self._step
+        numbers = range(batch, batch + len(batches))
+        first = None if self._first_loss is None else float(self._first_loss)
+        return Evidence(
+            step=trainer.progress.attempts,
+            reason=reason,
+            batches=batches,
+            samples=[self._samples(epoch, number).tolist() for number in numbers],
+            epoch=epoch,
+            batch=batch,
+            scales=evidence_of.scales_of(trainer, result),
+            floors=evidence_of.floors_of(trainer),
+            scaling=evidence_of.scaling_of(trainer),
+            random=random,
+            first_loss=first,
+            skipped=evidence_of.skipped_of(trainer, result),
+        )
+
+
+def _finite(loss: Tensor | None) -> bool:
+    return loss is None or bool(torch.isfinite(loss))
+
+
+def examine(step: Evidence, trainer: Trainer) -> Report:
+    """Replay a step with a trainer that holds its weights, and say what is wrong with it."""
+    case = step.case(trainer)
+    return report_on(judge(case), case, step)
+
+
+def write_report(folder: Path, report: Report) -> Path:
+    """Write a report beside its evidence; its path."""
+    path = folder / REPORT
+    write_atomically(path, report.markdown())
+    return path

@@ -1,0 +1,208 @@
+"""The evidence of a failed step: all it takes to run the step again, in a folder of its own.
+
+    autopsy/step_00000012/state.pt        weights from before the step (a skipped one moves none),
+                                          batches, random states, scales
+                          config.yaml     the run's resolved options
+                          manifest.json   digests
+                          report.md       what was found
+
+It is written and verified as a checkpoint is, and trusted as little.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpframe import checkpoint
+from mpframe.checkpoint import Snapshot
+from mpframe.errors import CheckpointError
+from mpframe.numerics.case import Case, RandomState, device_of
+from mpframe.precision.tree import map_tensors
+from mpframe.step import StepResult
+from mpframe.trainer import Batch, Trainer
+
+FOLDER = "autopsy"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A step and what is known of it.
+
+    Attributes:
+        step: its number, counting skipped ones.
+        reason: why it is looked into.
+        batches: its micro-batches.
+        samples: the dataset's indices of each micro-batch's samples.
+        epoch, batch: where the first micro-batch stands in the data.
+        scales, floors: loss scale and the scaler's floor of each loss, by name.
+        scaling: the kind of scaler.
+        random: torch's generators before the step; None: unknown.
+        first_loss: unscaled, of the run's first step; None: unknown.
+        skipped: the losses whose step was skipped; None: all are of interest.
+    """
+
+    step: int
+    reason: str
+    batches: Sequence[Batch]
+    samples: Sequence[Sequence[int]]
+    epoch: int
+    batch: int
+    scales: dict[str, float]
+    floors: dict[str, float]
+    scaling: str
+    random: RandomState | None = None
+    first_loss: float | None = None
+    skipped: frozenset[str] | None = None
+
+    def case(self, trainer: Trainer) -> Case:
+        """The step, to be replayed with a trainer that holds its weights and buffers."""
+        device = device_of(trainer.model)
+        batches = [map_tensors(lambda t: t.to(device), batch) for batch in self.batches]
+        return Case(
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            precision=trainer.precision,
+            objectives=trainer.objectives,
+            batches=batches,
+            scales=self.scales,
+            floors=self.floors,
+            scaling=self.scaling,
+            samples=self.samples,
+            random=self.random,
+            first_loss=self.first_loss,
+            skipped=self.skipped,
+        )
+
+
+def scales_of(trainer: Trainer, result: StepResult) -> dict[str, float]:
+    """The loss scale a step was made with, by the name of the loss."""
+    parts = result.each()
+    return {
+        objective.name: float(parts.get(objective.name, result).scale)
+        for objective in trainer.objectives
+    }
+
+
+def floors_of(trainer: Trainer) -> dict[str, float]:
+    """The scalers' floors, by the name of the loss; without those that have none."""
+    own = {objective.name: objective.scaler for objective in trainer.objectives}
+    shared = trainer.scalers.get("")
+    scalers = {name: trainer.scalers.get(name, shared) for name in own}
+    floors = {name: getattr(scaler, "floor", None) for name, scaler in scalers.items()}
+    return {name: float(floor) for name, floor in floors.items() if floor is not None}
+
+
+def scaling_of(trainer: Trainer) -> str:
+    """The kind of scaler."""
+    kinds = [str(getattr(scaler, "kind", "own")) for scaler in trainer.scalers.values()]
+    return kinds[0] if kinds else "none"
+
+
+def skipped_of(trainer: Trainer, result: StepResult) -> frozenset[str]:
+    """The losses whose step was skipped."""
+    parts = result.each()
+    return frozenset(
+        objective.name
+        for objective in trainer.objectives
+        if bool(parts.get(objective.name, result).skipped)
+    )
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Where the evidence of a step lies in a run's folder."""
+    return run / FOLDER / f"step_{step:08d}"
+
+
+def all_in(run: Path) -> list[Path]:
+    """The evidence in a run's folder, the oldest step first."""
+    found = (run / FOLDER).glob("step_*")
+    return sorted(path for path in found if (path / "manifest.json").exists())
+
+
+def save(run: Path, evidence: Evidence, weights: dict[str, Tensor], config: str) -> Path:
+    """Write the evidence of a step.
+
+    Args:
+        run: the run's folder.
+        evidence: of the step.
+        weights: parameters as fp32 masters, and buffers, by name.
+        config: the run's resolved options, YAML.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        CheckpointError: it could not be written, or the batches could not be read back.
+    """
+    random = evidence.random
+    state = {
+        **{name: value for name, value in vars(evidence).items() if name not in _OTHERWISE},
+        "batches": list(evidence.batches),
+        "samples": [list(ids) for ids in evidence.samples],
+        "random": None if random is None else [random.cpu, random.device],
+        "skipped": None if evidence.skipped is None else sorted(evidence.skipped),
+        "weights": weights,
+    }
+    return checkpoint.save_as(folder_of(run, evidence.step), Snapshot(evidence.step, state, config))
+
+
+def load(folder: Path) -> tuple[Evidence, dict[str, Tensor], str]:
+    """The verified evidence in a folder, its weights, and the run's options as YAML.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is not the evidence of a step.
+    """
+    snapshot = checkpoint.read(folder)
+    try:
+        return _evidence(snapshot.state), _weights(snapshot.state), snapshot.config
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise CheckpointError(
+            f"{folder}: not the evidence of a step; name a run's folder, and step=N for one of "
+            "several"
+        ) from None
+
+
+_OTHERWISE = {"batches", "samples", "random", "skipped"}
+
+
+def _evidence(state: dict[str, Any]) -> Evidence:
+    random, skipped, first = state["random"], state["skipped"], state["first_loss"]
+    return Evidence(
+        step=int(state["step"]),
+        reason=str(state["reason"]),
+        batches=[(inputs, targets) for inputs, targets in state["batches"]],
+        samples=[[int(number) for number in ids] for ids in state["samples"]],
+        epoch=int(state["epoch"]),
+        batch=int(state["batch"]),
+        scales=_positive(state["scales"]),
+        floors=_positive(state["floors"]),
+        scaling=str(state["scaling"]),
+        random=None if random is None else _random(*random),
+        first_loss=None if first is None else float(first),
+        skipped=None if skipped is None else frozenset(map(str, skipped)),
+    )
+
+
+def _positive(numbers: dict[str, Any]) -> dict[str, float]:
+    found = {str(name): float(number) for name, number in numbers.items()}
+    if not all(0 < number < float("inf") for number in found.values()):
+        raise ValueError("scales are positive and finite")
+    return found
+
+
+def _random(cpu: Any, device: Any) -> RandomState:
+    for state in (cpu, device):
+        if state is not None and not (isinstance(state, Tensor) and state.dtype == torch.uint8):
+            raise TypeError("states of generators are bytes")
+    return RandomState(cpu, device)
+
+
+def _weights(state: dict[str, Any]) -> dict[str, Tensor]:
+    weights = state["weights"]
+    if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise TypeError("weights are tensors")
+    return dict(weights)
