@@ -16,11 +16,11 @@ from mpframe.config import Config
 from mpframe.data.loader import Loader
 from mpframe.durable import write_atomically
 from mpframe.errors import CheckpointError, ConfigError, one_line_exit, take_options
-from mpframe.numerics import evidence
-from mpframe.numerics.autopsy import examine, write_report
-from mpframe.numerics.case import RandomState
-from mpframe.numerics.evidence import Evidence
-from mpframe.numerics.report import Report
+from mpframe.numerics.autopsy import evidence
+from mpframe.numerics.autopsy.callback import examine, write_report
+from mpframe.numerics.autopsy.case import RandomState
+from mpframe.numerics.autopsy.evidence import Evidence
+from mpframe.numerics.autopsy.report import Report
 from mpframe.plan import Progress
 from mpframe.saved_weights import steps_tried, weights_of
 from mpframe.stored_config import config_of

@@ -40,7 +40,7 @@ from mpframe.errors import (
 )
 from mpframe.interruption import Interruption
 from mpframe.memory import peak_memory
-from mpframe.numerics.autopsy import Autopsy
+from mpframe.numerics.autopsy.callback import Autopsy
 from mpframe.numerics.range_watch import RangeWatch
 from mpframe.precision import as_table
 from mpframe.redaction import (

@@ -11,7 +11,7 @@ from conftest import StartRun
 
 from mpframe import autopsy_command, checkpoint
 from mpframe.errors import CheckpointError, DivergedError, MpframeError
-from mpframe.numerics import evidence
+from mpframe.numerics.autopsy import evidence
 
 OWN = "model._target_=overflowing.Overflowing"
 SHORT = ["dataset=digits", "device=cpu", "dataset.batch_size=32", "trainer.max_steps=3"]
@@ -217,7 +217,7 @@ def test_a_failing_autopsy_does_not_end_the_run(
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory\nand more")
 
-    monkeypatch.setattr("mpframe.numerics.autopsy.judge", fail)
+    monkeypatch.setattr("mpframe.numerics.autopsy.callback.judge", fail)
     with caplog.at_level(logging.WARNING), pytest.raises(DivergedError) as error:
         start_run(tmp_path, OWN, *SHORT, STOPS)
     assert "the autopsy of a failed step failed itself: out of memory" in caplog.text

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpframe.numerics.case import Case, RandomState
-from mpframe.numerics.replay import Setting, replay
-from mpframe.numerics.verdict import Kind, judge
-from mpframe.numerics.watch import OUTSIDE
+from mpframe.numerics.autopsy.case import Case, RandomState
+from mpframe.numerics.autopsy.replay import Setting, replay
+from mpframe.numerics.autopsy.verdict import Kind, judge
+from mpframe.numerics.autopsy.watch import OUTSIDE
 from mpframe.precision import OpLists, Precision
 from mpframe.turns import Objective
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.errors import CheckpointError
-from mpframe.numerics.case import Case, RandomState, device_of
+from mpframe.numerics.autopsy.case import Case, RandomState, device_of
 from mpframe.precision.tree import map_tensors
 from mpframe.step import StepResult
 from mpframe.trainer import Batch, Trainer

@@ -25,7 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from mpframe.numerics.magnitudes import Magnitudes, bad_rows, floats_in, magnitudes_of
+from mpframe.numerics.autopsy.magnitudes import Magnitudes, bad_rows, floats_in, magnitudes_of
 from mpframe.precision.spellings import op_name
 from mpframe.precision.tree import tensors_in
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mpframe.numerics.case import Case
-from mpframe.numerics.findings import Finding, format_name
-from mpframe.numerics.replay import Pass, Replay
-from mpframe.numerics.watch import Place
+from mpframe.numerics.autopsy.case import Case
+from mpframe.numerics.autopsy.findings import Finding, format_name
+from mpframe.numerics.autopsy.replay import Pass, Replay
+from mpframe.numerics.autopsy.watch import Place
 
 
 def lost_share(own: Replay, full: Replay) -> float:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from mpframe.buffers import Buffers
 from mpframe.evaluation import fp32_weights
-from mpframe.numerics.case import Batch, Case, RandomState, device_of
-from mpframe.numerics.magnitudes import magnitudes_of
-from mpframe.numerics.watch import Trace, Watch
+from mpframe.numerics.autopsy.case import Batch, Case, RandomState, device_of
+from mpframe.numerics.autopsy.magnitudes import magnitudes_of
+from mpframe.numerics.autopsy.watch import Trace, Watch
 from mpframe.precision import OpLists, Precision
 from mpframe.precision.storage import formats_of
 from mpframe.precision.tree import map_tensors

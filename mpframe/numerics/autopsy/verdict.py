@@ -19,16 +19,16 @@ from enum import Enum
 
 import torch
 
-from mpframe.numerics.case import Case
-from mpframe.numerics.findings import (
+from mpframe.numerics.autopsy.case import Case
+from mpframe.numerics.autopsy.findings import (
     Finding,
     first_bad_input,
     first_of,
     first_of_fp32,
 )
-from mpframe.numerics.lost import largest_gradient, lost_share, most_lost
-from mpframe.numerics.replay import Replay, Setting, replay
-from mpframe.numerics.watch import OUTSIDE
+from mpframe.numerics.autopsy.lost import largest_gradient, lost_share, most_lost
+from mpframe.numerics.autopsy.replay import Replay, Setting, replay
+from mpframe.numerics.autopsy.watch import OUTSIDE
 from mpframe.precision.spellings import known_ops
 
 LOST = 0.25  # Share of gradients below the normal range from which on a scale counts as too low.

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from torch import nn
 
-from mpframe.numerics.case import Case
-from mpframe.numerics.evidence import Evidence
-from mpframe.numerics.findings import Finding
-from mpframe.numerics.replay import Replay, Setting
-from mpframe.numerics.verdict import Kind, Verdict
-from mpframe.numerics.watch import OUTSIDE, Place
+from mpframe.numerics.autopsy.case import Case
+from mpframe.numerics.autopsy.evidence import Evidence
+from mpframe.numerics.autopsy.findings import Finding
+from mpframe.numerics.autopsy.replay import Replay, Setting
+from mpframe.numerics.autopsy.verdict import Kind, Verdict
+from mpframe.numerics.autopsy.watch import OUTSIDE, Place
 
 _FEW = 8
 

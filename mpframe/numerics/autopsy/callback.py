@@ -20,11 +20,11 @@ from torch import Tensor
 
 from mpframe.durable import write_atomically
 from mpframe.errors import MpframeError
-from mpframe.numerics import evidence as evidence_of
-from mpframe.numerics.case import RandomState, device_of
-from mpframe.numerics.evidence import Evidence
-from mpframe.numerics.report import Report, report_on
-from mpframe.numerics.verdict import judge
+from mpframe.numerics.autopsy import evidence as evidence_of
+from mpframe.numerics.autopsy.case import RandomState, device_of
+from mpframe.numerics.autopsy.evidence import Evidence
+from mpframe.numerics.autopsy.report import Report, report_on
+from mpframe.numerics.autopsy.verdict import judge
 from mpframe.step import StepResult
 from mpframe.trainer import Batch, Callback, Trainer
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mpframe.numerics.case import Case
-from mpframe.numerics.magnitudes import bad_rows, magnitudes_of
-from mpframe.numerics.replay import Pass, Replay
-from mpframe.numerics.watch import Birth, Place, Sight
+from mpframe.numerics.autopsy.case import Case
+from mpframe.numerics.autopsy.magnitudes import bad_rows, magnitudes_of
+from mpframe.numerics.autopsy.replay import Pass, Replay
+from mpframe.numerics.autopsy.watch import Birth, Place, Sight
 
 
 @dataclass(frozen=True)
