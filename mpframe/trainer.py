@@ -177,6 +177,22 @@ class Trainer:
                 scaled = [o for o in self._turns.objectives if name in ("", o.name)]
                 scaler.start_from(largest([self._probed(objective, batch) for objective in scaled]))
 
+    def backward(self, batch: Batch, scale: float = 1.0) -> float:
+        """Forward and scaled backward of every loss, for measurements: no step follows.
+
+        Gradients are added to the parameters' own, buffers move.
+
+        Returns:
+            The unscaled sum of the losses.
+        """
+        inputs, targets = self._on_device(batch)
+        total = 0.0
+        for objective in self._turns.objectives:
+            loss = objective.loss(self._predict(inputs, self._forward, objective), targets)
+            (loss * scale).backward(inputs=objective.parameters)  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        return total
+
     @torch.no_grad()
     def evaluate(self, loader: Loader) -> Evaluation:
         """The mean loss per sample and the metric over one pass; the model is left as it was.

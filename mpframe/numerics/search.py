@@ -1,0 +1,239 @@
+"""Which modules must stay in fp32: found by measuring what each of them does to the gradients.
+
+Beside an fp32 shadow with the same weights, batches and random numbers,
+
+    E(P) = max( |g - g_0| / |g_0|, |L - L_0| / |L_0| )
+
+is the relative error of the gradients of all weights, and of the loss, with the modules P pinned to
+fp32 and all else in half; not finite counts as infinite. A module's own error is E with every other
+module in fp32 and its inputs rounded to half.
+
+The smallest set is sought greedily: pinned are the modules whose own error passes the target, then
+the next worst until E(P) reaches it; then each is let go again, the mildest first, that is not
+needed. That is one trial for each module and a few more, not one for each set of modules.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.precision.pins import cast_to
+from mpframe.precision.tree import map_tensors
+from mpframe.trainer import Batch, Trainer
+
+Pins = Mapping[str, str]
+Maker = Callable[[Pins, str | None], Trainer]
+"""Builds a fresh trainer, always with the same weights: in half with these modules pinned; with
+one op alone in half where it is named."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a step in half is from the same step in fp32: relative, inf where not finite."""
+
+    loss: float
+    gradients: float
+
+    @property
+    def worst(self) -> float:
+        """The larger of both."""
+        return max(self.loss, self.gradients)
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A module, or an op, and the error that it causes alone."""
+
+    name: str
+    kind: str
+    error: Error
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        target: the error that was to be reached.
+        scale: the loss scale of all trials in half.
+        all_half: the error with nothing in fp32.
+        modules, ops: ranked, the worst first.
+        trail: the sets that were tried, and their errors.
+        pinned: the smallest set found, in the model's order.
+        reached: its error.
+    """
+
+    target: float
+    scale: float
+    all_half: Error
+    modules: tuple[Suspect, ...]
+    ops: tuple[Suspect, ...]
+    trail: tuple[tuple[tuple[str, ...], Error], ...]
+    pinned: tuple[str, ...]
+    reached: Error
+
+
+class Search:
+    """Measures and searches.
+
+    Args:
+        reference: a fresh trainer in fp32, with the weights that every trial starts from.
+        make: builds the trainers of the trials.
+        batches: one or more, all trials see the same.
+        target: relative error to reach, > 0.
+        progress: told the number of trials done and a name after each.
+    """
+
+    def __init__(
+        self,
+        reference: Trainer,
+        make: Maker,
+        batches: Sequence[Batch],
+        target: float,
+        progress: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._make = make
+        self._batches = batches
+        self._target = target
+        self._progress = progress
+        self._modules = _candidates(reference.model)
+        self._loss, self._gradients = _step(reference, batches, 1.0)
+        self._scale = _safe_scale(self._gradients, reference.precision.policy.half_dtype)
+        self._trail: list[tuple[tuple[str, ...], Error]] = []
+
+    def run(self, ops: Sequence[str] = ()) -> Found:
+        """Search; rank these ops beside the modules."""
+        all_half = self._with(())
+        modules = sorted(map(self._suspect, self._modules), key=_badness, reverse=True)
+        ranked = sorted(map(self._op_alone, ops), key=_badness, reverse=True)
+        pinned, reached = self._pruned(*self._reached(modules))
+        ordered = tuple(name for name in self._modules if name in pinned)
+        return Found(
+            self._target,
+            self._scale,
+            all_half,
+            tuple(modules),
+            tuple(ranked),
+            tuple(self._trail),
+            ordered,
+            reached,
+        )
+
+    def _reached(self, ranked: Sequence[Suspect]) -> tuple[list[str], Error]:
+        """Pins in the order of the ranking until the target is reached, or all are pinned."""
+        pinned = [suspect.name for suspect in ranked if suspect.error.worst > self._target]
+        error = self._with(pinned)
+        for suspect in ranked[len(pinned) :]:
+            if error.worst <= self._target:
+                break
+            pinned.append(suspect.name)
+            error = self._with(pinned)
+        return pinned, error
+
+    def _pruned(self, pinned: list[str], error: Error) -> tuple[list[str], Error]:
+        """Without the pins that the target does not need, the mildest tried first."""
+        for name in reversed(pinned):
+            fewer = [other for other in pinned if other != name]
+            without = self._with(fewer)
+            if without.worst <= self._target:
+                pinned, error = fewer, without
+        return pinned, error
+
+    def _with(self, pinned: Sequence[str]) -> Error:
+        """E(P)."""
+        names = tuple(sorted(pinned))
+        for known, error in self._trail:
+            if known == names:
+                return error
+        error = self._error(self._make(dict.fromkeys(names, "fp32"), None))
+        self._trail.append((names, error))
+        self._progress(f"{len(names)} modules in fp32")
+        return error
+
+    def _suspect(self, name: str) -> Suspect:
+        """A module alone in half."""
+        others = [other for other in self._modules if other != name]
+        trainer = self._make(dict.fromkeys(others, "fp32"), None)
+        module = trainer.model.get_submodule(name)
+        with _half_inputs(module, trainer.precision.policy.half_dtype):
+            error = self._error(trainer)
+        self._progress(name)
+        return Suspect(name, type(module).__name__, error)
+
+    def _op_alone(self, op: str) -> Suspect:
+        error = self._error(self._make({}, op))
+        self._progress(op)
+        return Suspect(op, "op", error)
+
+    def _error(self, trainer: Trainer) -> Error:
+        loss, gradients = _step(trainer, self._batches, self._scale)
+        own = [gradients[name] for name in self._gradients]
+        away = _norm([g - g0 for g, g0 in zip(own, self._gradients.values(), strict=True)])
+        return Error(
+            _relative(abs(loss - self._loss), abs(self._loss)),
+            _relative(away, _norm(list(self._gradients.values()))),
+        )
+
+
+def _badness(suspect: Suspect) -> float:
+    return suspect.error.worst
+
+
+def _candidates(model: nn.Module) -> list[str]:
+    """Modules without children, by name: what can be pinned one by one."""
+    return [name for name, module in model.named_modules() if name and not list(module.children())]
+
+
+def _step(
+    trainer: Trainer, batches: Sequence[Batch], scale: float
+) -> tuple[float, dict[str, Tensor]]:
+    """The summed loss and gradients of some batches: float64, on the CPU, unscaled."""
+    torch.manual_seed(0)  # dropout and noise are the same in every trial
+    trainer.model.train()
+    total = 0.0
+    sums: dict[str, Tensor] = {}
+    for batch in batches:
+        total += trainer.backward(batch, scale)
+        for name, parameter in trainer.model.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.detach().to_dense().double().cpu() / scale
+                sums[name] = sums[name] + gradient if name in sums else gradient
+            parameter.grad = None
+    return total, sums
+
+
+def _safe_scale(gradients: Mapping[str, Tensor], half: torch.dtype) -> float:
+    """The largest power of two, up to 2^16, at which no weight's gradient passes half the limit."""
+    amax = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+    if not 0 < amax < math.inf:
+        return 1.0
+    return 2.0 ** min(16, math.floor(math.log2(torch.finfo(half).max / 2 / amax)))
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
+
+
+def _relative(away: float, size: float) -> float:
+    if not math.isfinite(away):
+        return math.inf
+    return away / size if size else float(away > 0)
+
+
+@contextmanager
+def _half_inputs(module: nn.Module, half: torch.dtype) -> Iterator[None]:
+    """Within the block the module's inputs are rounded to half, as a half neighbour's would be."""
+
+    def round_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return map_tensors(lambda tensor: cast_to(tensor, half), (args, kwargs))
+
+    handle = module.register_forward_pre_hook(round_inputs, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
