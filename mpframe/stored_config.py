@@ -54,7 +54,7 @@ def config_of(text: str, path: Path, given: list[str]) -> Config:
         CheckpointError: the stored configuration is none, or names what is not ours.
         ConfigError: the command line, or the two together, are not allowed.
     """
-    read = _parsed(text, path)
+    read = parsed(text, path)
     stored = {k: v for k, v in read.items() if k not in _UNUSED}
     joint = _parts(read.get("optimizer"))
     overrides, composed = compose_named([*_choices_of(stored, given), *given])
@@ -75,6 +75,27 @@ def config_of(text: str, path: Path, given: list[str]) -> Config:
     return checked(OmegaConf.create({**stored, **_INSTEAD, "optimizer": optimizer}))
 
 
+def parsed(text: str, path: Path) -> dict[str, Any]:
+    """A stored configuration as plain values; nothing in it is called or looked up.
+
+    Args:
+        text: YAML.
+        path: where it came from, for messages.
+
+    Raises:
+        CheckpointError: it is not a configuration, or contrived to take hours or all memory.
+    """
+    try:
+        _refuse_contrived(text, path)
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path}: not a stored configuration ({reason})") from None
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path}: not a stored configuration; use a checkpoint of a run")
+    return tree
+
+
 def _parts(optimizer: Any) -> dict[Any, Any]:
     """Of several optimizers the names and what each may take, which is what weights go by."""
     parts = optimizer.get("parts") if isinstance(optimizer, dict) else None
@@ -90,19 +111,6 @@ def _without_hydra(composed: DictConfig) -> dict[str, Any]:
     """The composed options as plain values, interpolations left as they are."""
     own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     return cast(dict[str, Any], OmegaConf.to_container(own, resolve=False))
-
-
-def _parsed(text: str, path: Path) -> dict[str, Any]:
-    """The stored configuration as plain values."""
-    try:
-        _refuse_contrived(text, path)
-        tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path}: not a stored configuration ({reason})") from None
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}: not a stored configuration; use a checkpoint of a run")
-    return tree
 
 
 def _refuse_contrived(text: str, path: Path) -> None:

@@ -1,0 +1,132 @@
+"""Runs that differ in the seed alone, and how each such group compares with fp32.
+
+A group's numbers are means over its finished runs; the spread is from the lowest to the highest.
+Its fp32 counterpart is every finished fp32 run whose options are the same but for those of dtype,
+loss scaling and ops.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mpframe.report.records import Record
+from mpframe.summary import Summary
+
+PRECISION = ("dtype", "loss_scaling", "ops")
+# They change what is seen or kept of a run, and none of its numbers.
+WATCHING = re.compile(
+    r"numerics\.|run_name$|resume$|trainer\.(progress|log_every|eval_every|checkpoint_|keep_|async_"
+    r"|on_save|requeue)"
+)
+SHOWN_APART = ("dtype.mode", "dtype.half", "loss_scaling.name")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Some numbers: their mean and ends."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, numbers: Iterable[float | None]) -> "Span | None":
+        """Of those that are known; None where none is."""
+        known = [float(number) for number in numbers if number is not None]
+        if not known:
+            return None
+        return cls(math.fsum(known) / len(known), min(known), max(known), len(known))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in the seed alone.
+
+    Attributes:
+        differing: `option=value` words of what tells it from other groups, beside mode and scaling.
+        runs: all of them, finished or not.
+        fp32: the finished runs it is measured against; empty where there are none.
+    """
+
+    differing: tuple[str, ...]
+    runs: Sequence[Record]
+    fp32: Sequence[Record] = ()
+
+    @property
+    def label(self) -> str:
+        """Mode, scaling and differing options in one line."""
+        return " · ".join([self.runs[0].mode, self.runs[0].scaling, *self.differing])
+
+    def span(self, value: Callable[[Summary], float | None]) -> Span | None:
+        """A number of the finished runs."""
+        return _span(self.runs, value)
+
+    def beside(self, value: Callable[[Summary], float | None]) -> tuple[float, float] | None:
+        """(mean of this group, mean of its fp32 counterpart); None where either is unknown."""
+        own, full = _span(self.runs, value), _span(self.fp32, value)
+        return (own.mean, full.mean) if own and full else None
+
+
+def compared(records: Sequence[Record]) -> list[Group]:
+    """The records by group, fp32 first, else as they come, each with its fp32 counterpart."""
+    keys = _differing(records)
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        label = (record.mode, record.scaling, *_words(record, keys))
+        groups.setdefault(label, []).append(record)
+    ordered = sorted(groups.values(), key=lambda runs: runs[0].mode != "fp32")
+    return [
+        Group(tuple(_words(runs[0], keys)), runs, _counterpart(runs[0], records, keys))
+        for runs in ordered
+    ]
+
+
+def _differing(records: Sequence[Record]) -> list[str]:
+    """The options that are not the same in all runs.
+
+    Where the section is another choice (another `name` or `_target_`) in some runs, an option that
+    only one choice has differs in nothing.
+    """
+    known = [record.options for record in records if record.options]
+    paths = dict.fromkeys(path for options in known for path in options)
+    differing = []
+    for path in paths:
+        values = {str(options[path]) for options in known if path in options}
+        lacking = any(path not in options for options in known)
+        if len(values) > 1 or (lacking and not _another_choice(path, known)):
+            differing.append(path)
+    apart = ("seed", *SHOWN_APART)
+    return [path for path in differing if path not in apart and not WATCHING.match(path)]
+
+
+def _another_choice(path: str, known: Sequence[Mapping[str, object]]) -> bool:
+    section = path.split(".")[0]
+    choices = (f"{section}.name", f"{section}._target_")
+    return any(len({str(options.get(choice)) for options in known}) > 1 for choice in choices)
+
+
+def _words(record: Record, keys: Sequence[str]) -> list[str]:
+    own = record.options
+    return [f"{key}={_typed(own[key])}" for key in keys if key in own]
+
+
+def _typed(value: object) -> str:
+    """A value as a command line would have it."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _counterpart(
+    record: Record, records: Sequence[Record], keys: Sequence[str]
+) -> tuple[Record, ...]:
+    plain = [key for key in keys if key.split(".")[0] not in PRECISION]
+    own = _words(record, plain)
+    return tuple(
+        run for run in records if run.mode == "fp32" and run.finished and _words(run, plain) == own
+    )
+
+
+def _span(runs: Iterable[Record], value: Callable[[Summary], float | None]) -> Span | None:
+    return Span.of(value(run.summary) for run in runs if run.finished and run.summary)

@@ -1,0 +1,48 @@
+"""The report's tables as Markdown; what comes from runs can end no cell and start no markup."""
+
+import re
+from collections.abc import Sequence
+
+from mpframe.report.groups import Group
+from mpframe.report.records import Record
+from mpframe.report.tables import NOTES, Table, every_run, results, unfinished
+
+_MARKUP = re.compile(r"([\\`*_{}\[\]<>#|~!&])")
+
+
+def as_markdown(title: str, groups: Sequence[Group], records: Sequence[Record]) -> str:
+    """The tables, and the names of the range pictures.
+
+    Args:
+        title: what was reported on.
+        groups: what the result table shows.
+        records: every run.
+    """
+    stopped = unfinished(groups)
+    pictures = [f"{record.name}: {name}" for record in records for name, _ in record.pictures]
+    parts = [
+        f"# {_escaped(title)}",
+        _table(results(groups)),
+        *NOTES,
+        *(["## Not finished", _table(stopped)] if stopped else []),
+        "## Every run",
+        _table(every_run(groups)),
+        "The curves" + (" and range pictures" if pictures else "") + " are in report.html.",
+        *(["\n".join(f"- {_escaped(text)}" for text in pictures)] if pictures else []),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(table: Table) -> str:
+    head, *rows = [[_in_one_line(cell) for cell in row] for row in table]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _in_one_line(cell: str) -> str:
+    first, _, second = cell.partition("\n")
+    return _escaped(f"{first} ({second})" if second else first)
+
+
+def _escaped(text: str) -> str:
+    return _MARKUP.sub(r"\\\1", " ".join(text.split()))

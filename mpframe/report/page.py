@@ -1,0 +1,126 @@
+"""The report as one HTML file: no script, no address, every picture inside.
+
+What comes from runs goes through `escape`; a content security policy forbids the page to load
+anything, should that ever fail.
+"""
+
+import base64
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from mpframe.report.curves import draw
+from mpframe.report.groups import Group
+from mpframe.report.records import Record
+from mpframe.report.tables import NOTES, Table, every_run, results, unfinished
+
+_TEXT_COLUMNS = {"dtype", "loss scaling", "options", "runs", "run", "status", "reason", "device"}
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #1c2430; background: #fff;
+  margin: 2rem auto; max-width: 1240px; padding: 0 1.5rem; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
+p { max-width: 75ch; } .quiet { color: #5b6675; font-size: .88rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .84rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .35rem .55rem; text-align: right; border-bottom: 1px solid #e3e7ed;
+  vertical-align: top; }
+th { color: #5b6675; font-weight: 600; border-bottom: 2px solid #c5ccd6;
+  vertical-align: bottom; }
+td { white-space: nowrap; } td .quiet { font-size: .77rem; } .text { text-align: left; }
+tbody tr:hover { background: #f5f7fa; }
+td.wrap { white-space: normal; overflow-wrap: anywhere; min-width: 10rem; }
+img { max-width: 100%; height: auto; } img.full { width: 100%; } figure { margin: 1rem 0 1.6rem; }
+summary { cursor: pointer; margin: .5rem 0; }
+figcaption { color: #5b6675; font-size: .88rem; overflow-wrap: anywhere; }
+"""
+
+
+def as_page(title: str, groups: Sequence[Group], records: Sequence[Record]) -> str:
+    """The page.
+
+    Args:
+        title: what was reported on.
+        groups: what the result table and the curves show.
+        records: every run.
+    """
+    stopped = unfinished(groups)
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p class=quiet>{escape(_counted(groups, records))}</p>",
+        "<h2>Results</h2>",
+        _table(results(groups)),
+        *(f"<p class=quiet>{escape(note)}</p>" for note in NOTES),
+        *(["<h2>Not finished</h2>", _table(stopped)] if stopped else []),
+        "<h2>Curves</h2>",
+        _figure("svg+xml", draw(groups), "A line for each run; a cross where one did not finish."),
+        *_range_pictures(records),
+        "<h2>Every run</h2>",
+        _table(every_run(groups)),
+    ]
+    return _HEAD.format(title=escape(title), style=_STYLE) + "\n".join(parts) + "\n</body></html>\n"
+
+
+_HEAD = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title><style>{style}</style></head><body>
+"""
+
+
+def _counted(groups: Sequence[Group], records: Sequence[Record]) -> str:
+    finished = sum(record.finished for record in records)
+    versions = sorted({record.summary.torch for record in records if record.summary})
+    devices = sorted({record.summary.device for record in records if record.summary})
+    said = [f"{finished} of {len(records)} runs finished, in {len(groups)} groups"]
+    said += [f"torch {', '.join(versions)}"] if versions else []
+    return "; ".join([*said, *([f"on {', '.join(devices)}"] if devices else [])])
+
+
+def _table(table: Table) -> str:
+    head, *rows = table
+    cells = "".join(f"<th{_kind(name)}>{escape(name)}</th>" for name in head)
+    body = "\n".join(f"<tr>{_cells(head, row)}</tr>" for row in rows)
+    heading = f"<thead><tr>{cells}</tr></thead>"
+    return f"<div class=wide><table>{heading}\n<tbody>{body}</tbody></table></div>"
+
+
+def _cells(head: Iterable[str], row: Iterable[str]) -> str:
+    return "".join(
+        f"<td{_kind(name)}>{_lines(cell)}</td>" for name, cell in zip(head, row, strict=True)
+    )
+
+
+def _lines(cell: str) -> str:
+    first, _, second = escape(cell).partition("\n")
+    return f"{first}<br><span class=quiet>{second}</span>" if second else first
+
+
+def _kind(name: str) -> str:
+    if name in ("options", "reason"):
+        return ' class="text wrap"'
+    return " class=text" if name in _TEXT_COLUMNS else ""
+
+
+def _range_pictures(records: Sequence[Record]) -> list[str]:
+    """The pictures of each run, those of the first one in sight."""
+    shown = [
+        f"<details{' open' * (number == 0)}><summary>{escape(run.name)}, {escape(run.mode)}: "
+        f"{len(run.pictures)} pictures</summary>{_of_run(run)}</details>"
+        for number, run in enumerate(run for run in records if run.pictures)
+    ]
+    return ["<h2>Ranges</h2>", *shown] if shown else []
+
+
+def _of_run(run: Record) -> str:
+    return "".join(_figure("png", png, f"{run.name}: {name}") for name, png in run.pictures)
+
+
+def _figure(kind: str, content: bytes, caption: str) -> str:
+    encoded = base64.b64encode(content).decode()
+    text = escape(caption)
+    size = " class=full" if kind == "svg+xml" else ""  # which loses nothing when enlarged
+    return (
+        f'<figure><img{size} alt="{text}" src="data:image/{kind};base64,{encoded}">'
+        f"<figcaption>{text}</figcaption></figure>"
+    )

@@ -1,0 +1,157 @@
+"""A run's folder, read: what it was asked, how it ended, its curves and its pictures."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from os.path import commonpath
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
+
+from mpframe.check import flatten
+from mpframe.errors import ConfigError, MpframeError
+from mpframe.stored_config import parsed
+from mpframe.summary import FILE_NAME, Summary
+
+CONFIG = "config_resolved.yaml"
+MARKS = (FILE_NAME, CONFIG, ".hydra/overrides.yaml")
+NO_SUMMARY = "no summary"
+_PNG = b"\x89PNG\r\n\x1a\n"
+_LARGEST_PICTURE = 8 * 2**20  # bytes
+
+Curve = Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run.
+
+    Attributes:
+        name: its folder, seen from the one all runs lie in.
+        status: finished, interrupted, diverged, failed, or `no summary`.
+        reason: why it is not finished; one line, may be empty.
+        options: dotted path -> value; empty where they cannot be read.
+        summary: how it ended; None where it left none.
+        curves: by tag, (step, value) in order.
+        pictures: (file name, PNG) of the folder `numerics`.
+    """
+
+    name: str
+    status: str
+    reason: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    summary: Summary | None = None
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    pictures: Sequence[tuple[str, bytes]] = ()
+
+    @property
+    def finished(self) -> bool:
+        """Whether it came to its end."""
+        return self.status == "finished"
+
+    @property
+    def mode(self) -> str:
+        """The dtype mode with its half format, e.g. `mixed float16`."""
+        known = self.summary
+        mode = known.dtype if known else str(self.options.get("dtype.mode", "unknown"))
+        half = known.half if known else self.options.get("dtype.half")
+        return mode if mode in ("fp32", "unknown") or not half else f"{mode} {half}"
+
+    @property
+    def scaling(self) -> str:
+        """The name of the loss scaling."""
+        if self.summary is not None:
+            return self.summary.loss_scaling
+        return str(self.options.get("loss_scaling.name", "unknown"))
+
+
+def find_runs(paths: Sequence[Path]) -> tuple[Path, list[Record]]:
+    """Read every run in or below some folders.
+
+    Returns:
+        Where a report on them belongs, which is the first folder, or beside it where it is a run;
+        and the runs, folder by folder in the order of their names.
+
+    Raises:
+        ConfigError: a folder is missing or holds no run.
+    """
+    folders: dict[Path, None] = {}
+    for path in paths:
+        found = sorted(_run_folders(path), key=_natural)
+        if not found:
+            what = "holds no run" if path.is_dir() else "no such folder"
+            raise ConfigError(f"{path}: {what}; name the folder of a run or of a sweep")
+        folders |= dict.fromkeys(found)
+    first = paths[0].resolve()
+    top = Path(commonpath([folder.parent for folder in folders]))
+    home = first.parent if first in folders else first
+    return home, [read(folder, top) for folder in folders]
+
+
+def read(folder: Path, top: Path) -> Record:
+    """Read one run; what cannot be read is its reason.
+
+    Args:
+        folder: the run's.
+        top: what its name is seen from.
+    """
+    summary, reason = _summary(folder)
+    try:
+        path = folder / CONFIG
+        options = flatten(parsed(path.read_text(encoding="utf-8"), path))
+    except (OSError, ValueError, MpframeError) as error:
+        options, reason = {}, reason or _line(error, folder)
+    status = str(summary.status) if summary else NO_SUMMARY
+    curves, pictures = _curves(folder), tuple(_pictures(folder / "numerics"))
+    return Record(str(folder.relative_to(top)), status, reason, options, summary, curves, pictures)
+
+
+def _run_folders(path: Path) -> Iterable[Path]:
+    if any((path / mark).exists() for mark in MARKS):
+        return [path.resolve()]
+    found = {file for mark in MARKS for file in path.rglob(mark)}
+    return {(f.parents[1] if f.parent.name == ".hydra" else f.parent).resolve() for f in found}
+
+
+def _natural(folder: Path) -> list[tuple[int, int, str]]:
+    """A key by which 2 comes before 10."""
+    words = re.split(r"(\d+)", str(folder))
+    return [(1, int(word), "") if word.isdecimal() else (0, 0, word) for word in words]
+
+
+def _summary(folder: Path) -> tuple[Summary | None, str]:
+    try:
+        summary = Summary.read(folder)
+    except FileNotFoundError:
+        return None, "killed, or still running"
+    except (OSError, MpframeError) as error:
+        return None, _line(error, folder)
+    return summary, summary.reason or ""
+
+
+def _line(error: Exception, folder: Path) -> str:
+    """What an error says, without where on this machine the folder lies."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return text.replace(f"{folder}/", "")
+
+
+def _curves(folder: Path) -> dict[str, Curve]:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 1, "tensors": 1})
+    events.Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def _pictures(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """The PNG files of a folder; a link that leads out of it is none."""
+    for path in sorted(folder.glob("*.png")):
+        inside = path.resolve().parent == folder.resolve()
+        if inside and path.is_file() and path.stat().st_size <= _LARGEST_PICTURE:
+            content = path.read_bytes()
+            if content.startswith(_PNG):
+                yield path.name, content

@@ -1,0 +1,137 @@
+"""The report's tables as plain text cells; how they look is for page.py and markdown.py.
+
+A second line of a cell, after a line break, is the lesser one: a spread, a ratio. A column in which
+every cell is empty is left out.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from mpframe.report.groups import Group, Span
+from mpframe.report.records import Record
+from mpframe.summary import Summary
+
+Table = list[list[str]]
+NOTES = (
+    "Numbers are means over the finished runs of a group, followed by the lowest and the highest. "
+    "Gap and ratios are against the fp32 runs with otherwise the same options.",
+    "Memory is what torch allocated at most on a CUDA device. On a CPU it is the peak of the whole "
+    "process, which all jobs of a sweep share: there only its growth says something.",
+)
+
+
+def results(groups: Sequence[Group]) -> Table:
+    """A row for each group, the head first; an empty cell is not known."""
+    metrics = {run.summary.metric for group in groups for run in group.runs if run.summary}
+    known = sorted(name for name in metrics if name)
+    metric = known[0] if len(known) == 1 else "metric"
+    head = ["dtype", "loss scaling", "options", "runs", metric, "gap to fp32", "val loss"]
+    head += ["skipped", "final scale", "samples / s", "memory, MiB"]
+    return _without_empty([head, *map(_row, groups)])
+
+
+def unfinished(groups: Sequence[Group]) -> Table:
+    """A row for each run that is not finished, the head first; empty where all are."""
+    rows = [
+        [*_named(group, run), run.status, run.reason]
+        for group in groups
+        for run in group.runs
+        if not run.finished
+    ]
+    head = ["run", "dtype", "loss scaling", "options", "seed", "status", "reason"]
+    return _without_empty([head, *rows]) if rows else []
+
+
+def every_run(groups: Sequence[Group]) -> Table:
+    """A row for each run, the head first."""
+    head = ["run", "dtype", "loss scaling", "options", "seed", "status", "steps", "skipped"]
+    head += ["metric", "val loss", "seconds", "device", "torch"]
+    rows = [
+        [*_named(group, run), run.status, *_numbers(run.summary)]
+        for group in groups
+        for run in group.runs
+    ]
+    return _without_empty([head, *rows])
+
+
+def _row(group: Group) -> list[str]:
+    first = group.runs[0]
+    scales = [
+        run.summary.final_scale for run in group.runs if run.summary and run.summary.final_scale
+    ]
+    return [
+        first.mode,
+        first.scaling,
+        " ".join(group.differing),
+        _counts(group.runs),
+        _spread(group.span(_metric), ".4f"),
+        _gap(group),
+        _spread(group.span(lambda s: s.val_loss), ".4g"),
+        _spread(group.span(lambda s: s.skipped_steps), ".4g"),
+        ", ".join(dict.fromkeys(_scale(scale) for scale in scales)),
+        _beside_fp32(group, lambda summary: summary.samples_per_second),
+        _beside_fp32(group, _mebibytes),
+    ]
+
+
+def _named(group: Group, run: Record) -> list[str]:
+    seed = run.summary.seed if run.summary else run.options.get("seed", "")
+    return [run.name, run.mode, run.scaling, " ".join(group.differing), str(seed)]
+
+
+def _numbers(done: Summary | None) -> list[str]:
+    if done is None:
+        return [""] * 7
+    return [
+        str(done.steps),
+        str(done.skipped_steps),
+        "" if done.val_metric is None else f"{done.metric} {done.val_metric:.4f}",
+        "" if done.val_loss is None else f"{done.val_loss:.4g}",
+        f"{done.seconds:.1f}",
+        done.device,
+        done.torch,
+    ]
+
+
+def _counts(runs: Sequence[Record]) -> str:
+    return ", ".join(f"{n} {status}" for status, n in Counter(r.status for r in runs).items())
+
+
+def _spread(span: Span | None, form: str) -> str:
+    if span is None:
+        return ""
+    if span.low == span.high:
+        return f"{span.mean:{form}}"
+    return f"{span.mean:{form}}\n{span.low:{form}} – {span.high:{form}}"
+
+
+def _gap(group: Group) -> str:
+    pair = group.beside(_metric)
+    return "" if pair is None or group.runs[0].mode == "fp32" else f"{pair[0] - pair[1]:+.4f}"
+
+
+def _beside_fp32(group: Group, value: Callable[[Summary], float | None]) -> str:
+    """The mean and, below it, what part of the fp32 runs' it is."""
+    own, pair = group.span(value), group.beside(value)
+    mean = f"{own.mean:.0f}" if own else ""
+    return f"{mean}\n{pair[0] / pair[1]:.2f} x" if pair and pair[1] else mean
+
+
+def _without_empty(table: Table) -> Table:
+    _, *rows = table
+    kept = [number for number in range(len(table[0])) if any(row[number] for row in rows)]
+    return [[row[number] for number in kept] for row in table]
+
+
+def _metric(summary: Summary) -> float | None:
+    return summary.val_metric
+
+
+def _mebibytes(summary: Summary) -> float | None:
+    return None if summary.peak_memory_bytes is None else summary.peak_memory_bytes / 2**20
+
+
+def _scale(scale: float | dict[str, float]) -> str:
+    if isinstance(scale, dict):
+        return " ".join(f"{name} {own:g}" for name, own in scale.items())
+    return f"{scale:.10g}"

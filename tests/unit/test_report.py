@@ -1,0 +1,364 @@
+"""Reports: what is compared with what, what is told of failed runs, what a page may hold."""
+
+import base64
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mpframe import report_command
+from mpframe.errors import ConfigError
+from mpframe.report import as_markdown, as_page, compared, find_runs
+from mpframe.report.tables import every_run, results, unfinished
+from mpframe.summary import Status, Summary
+from mpframe.tracking import Tag, Tracker
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+SUMMARY = Summary(
+    status=Status.FINISHED,
+    steps=100,
+    skipped_steps=0,
+    epochs=1,
+    train_loss=0.1,
+    val_loss=0.2,
+    metric="accuracy",
+    val_metric=0.9,
+    seconds=10.0,
+    samples_per_second=1000.0,
+    peak_memory_bytes=100 * 2**20,
+    dtype="fp32",
+    loss_scaling="none",
+    seed=1,
+    device="cpu",
+    torch="2.11.0",
+)
+MIXED = replace(SUMMARY, dtype="mixed", half="float16", loss_scaling="Backoff", final_scale=65536.0)
+
+MakeRun = Callable[..., Path]
+
+
+def options_of(summary: Summary, **other: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "model": {"_target_": "mpframe.models.mlp", "hidden": 8},
+        "dtype": {"mode": summary.dtype, "half": summary.half or "float16"},
+        "loss_scaling": {"name": summary.loss_scaling},
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+        "seed": summary.seed,
+    }
+    for path, value in other.items():
+        section, _, name = path.partition("__")
+        options[section] = {**options[section], name: value} if name else value
+    return options
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """Write a run's folder: make_run(name, summary or None, option__name=value, ...)."""
+
+    def make(name: str, summary: Summary | None = SUMMARY, **options: Any) -> Path:
+        folder = tmp_path / "sweep" / name
+        folder.mkdir(parents=True)
+        text = yaml.safe_dump(options_of(summary or SUMMARY, **options))
+        (folder / "config_resolved.yaml").write_text(text)
+        if summary is not None:
+            summary.write(folder)
+        return folder
+
+    return make
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    head, *rows = results(compared(find_runs([folder])[1]))
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+# --- what is compared with what
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_row(make_run: MakeRun, tmp_path: Path) -> None:
+    for seed, accuracy in ((1, 0.90), (2, 0.94), (3, 0.95)):
+        make_run(f"a{seed}", replace(SUMMARY, seed=seed, val_metric=accuracy))
+        make_run(
+            f"b{seed}",
+            replace(MIXED, seed=seed, val_metric=accuracy - 0.01, skipped_steps=seed,
+                    samples_per_second=2000.0, peak_memory_bytes=75 * 2**20),
+        )  # fmt: skip
+    full, mixed = table(tmp_path)
+    assert (full["dtype"], full["loss scaling"], full["runs"]) == ("fp32", "none", "3 finished")
+    assert full["accuracy"] == "0.9300\n0.9000 – 0.9500"
+    assert full["gap to fp32"] == ""
+    assert mixed == {
+        "dtype": "mixed float16",
+        "loss scaling": "Backoff",
+        "runs": "3 finished",
+        "accuracy": "0.9200\n0.8900 – 0.9400",
+        "gap to fp32": "-0.0100",
+        "val loss": "0.2",
+        "skipped": "2\n1 – 3",
+        "final scale": "65536",
+        "samples / s": "2000\n2.00 x",
+        "memory, MiB": "75\n0.75 x",
+    }
+
+
+def test_each_group_is_held_against_fp32_with_its_own_options(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    for lr, accuracy in ((0.1, 0.9), (0.2, 0.5)):
+        make_run(f"full{lr}", replace(SUMMARY, val_metric=accuracy), optimizer__lr=lr)
+        make_run(f"mixed{lr}", replace(MIXED, val_metric=accuracy + 0.03), optimizer__lr=lr)
+    rows = {(row["dtype"], row["options"]): row["gap to fp32"] for row in table(tmp_path)}
+    assert rows == {
+        ("fp32", "optimizer.lr=0.1"): "",
+        ("fp32", "optimizer.lr=0.2"): "",
+        ("mixed float16", "optimizer.lr=0.1"): "+0.0300",
+        ("mixed float16", "optimizer.lr=0.2"): "+0.0300",
+    }
+
+
+def test_options_of_precision_do_not_part_a_run_from_its_fp32_runs(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run("0", SUMMARY)
+    make_run("1", replace(MIXED, val_metric=0.8), loss_scaling__init_scale=2.0, ops={"deny": []})
+    _, mixed = table(tmp_path)
+    assert mixed["gap to fp32"] == "-0.1000"
+
+
+def test_an_option_that_only_one_scaler_has_tells_no_groups_apart(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run("0", MIXED, loss_scaling__growth_interval=7)
+    make_run("1", replace(MIXED, loss_scaling="LogMax"), loss_scaling__mean_decay=0.5)
+    assert "options" not in table(tmp_path)[0]
+
+
+def test_an_option_that_one_run_lacks_does(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("0", MIXED)
+    make_run("1", MIXED, model__dropout=0.5)
+    assert [row["options"] for row in table(tmp_path)] == ["", "model.dropout=0.5"]
+
+
+def test_without_fp32_runs_there_is_no_gap(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("0", MIXED)
+    (row,) = table(tmp_path)
+    assert "gap to fp32" not in row
+    assert row["samples / s"] == "1000"
+
+
+# --- runs that did not finish
+
+
+def test_unfinished_runs_are_shown_and_not_averaged(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("0", SUMMARY)
+    stopped = {Status.DIVERGED: "too high", Status.INTERRUPTED: "SIGTERM", Status.FAILED: "no disk"}
+    for number, (status, reason) in enumerate(stopped.items(), start=1):
+        make_run(str(number), replace(SUMMARY, status=status, reason=reason, val_metric=0.1))
+    make_run("4", None)
+    groups = compared(find_runs([tmp_path])[1])
+    (row,) = table(tmp_path)
+    assert row["runs"] == "1 finished, 1 diverged, 1 interrupted, 1 failed, 1 no summary"
+    assert row["accuracy"] == "0.9000"
+    said = {line[-2]: line[-1] for line in unfinished(groups)[1:]}
+    assert said == {
+        "diverged": "too high",
+        "interrupted": "SIGTERM",
+        "failed": "no disk",
+        "no summary": "killed, or still running",
+    }
+    page, text = as_page("t", groups, []), as_markdown("t", groups, [])
+    assert all(reason in page and reason in text for reason in said.values())
+
+
+def test_a_run_that_cannot_be_read_is_shown_with_its_reason(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    (make_run("0", None) / "config_resolved.yaml").write_text("a: &a [1]\nb: *a\n")
+    (make_run("1", SUMMARY) / "summary.json").write_text("{")
+    _, runs = find_runs([tmp_path])
+    assert [run.status for run in runs] == ["no summary", "no summary"]
+    assert runs[1].reason.startswith("summary.json: not a run's summary (")
+    assert str(tmp_path) not in runs[1].reason
+    assert as_page("t", compared(runs), runs)
+
+
+def test_a_diverged_loss_of_nan_is_drawn_and_told(make_run: MakeRun, tmp_path: Path) -> None:
+    nan = float("nan")
+    folder = make_run("0", replace(SUMMARY, status=Status.DIVERGED, val_loss=nan, val_metric=nan))
+    with Tracker(folder) as tracker:
+        for step in range(1, 4):
+            tracker.scalars(step, {Tag.LOSS_TRAIN: nan if step == 3 else 1.0, Tag.SCALE: 8.0})
+    _, runs = find_runs([tmp_path])
+    assert [step for step, _ in runs[0].curves["loss/train"]] == [1, 2, 3]
+    told = dict(zip(*every_run(compared(runs)), strict=True))
+    assert (told["metric"], told["val loss"]) == ("accuracy nan", "nan")
+    assert as_page("t", compared(runs), runs)
+
+
+# --- which folders are runs
+
+
+def test_runs_are_found_once_and_in_the_order_of_their_numbers(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    for name in ("10", "2", "1"):
+        make_run(name)
+    sweep = tmp_path / "sweep"
+    home, runs = find_runs([sweep / "2", sweep])
+    assert home == sweep
+    assert [run.name for run in runs] == ["2", "1", "10"]
+
+
+def test_a_job_that_failed_before_its_first_line_is_a_run(tmp_path: Path) -> None:
+    (tmp_path / "0" / ".hydra").mkdir(parents=True)
+    (tmp_path / "0" / ".hydra" / "overrides.yaml").write_text("[]")
+    _, (run,) = find_runs([tmp_path])
+    assert (run.name, run.status, run.mode) == ("0", "no summary", "unknown")
+
+
+@pytest.mark.parametrize(("name", "says"), [("nothing", "no such folder"), ("", "holds no run")])
+def test_a_folder_without_runs_is_one_line(name: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        find_runs([tmp_path / name])
+    expected = f"{tmp_path / name}: {says}; name the folder of a run or of a sweep"
+    assert str(error.value) == expected
+
+
+# --- the page
+
+
+class Tags(HTMLParser):
+    """Every tag of a page with its attributes, and all text outside of them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+EVIL = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def evil_page(make_run: MakeRun, tmp_path: Path) -> tuple[str, str]:
+    """Page and Markdown of runs whose every text is hostile."""
+    bad = replace(
+        MIXED, status=Status.FAILED, reason=f"x {EVIL} | y", metric=f"a{EVIL}", device=f'"{EVIL}'
+    )
+    folder = make_run("x<script>alert(1)<", bad, model__hidden=f'"><img src=x onerror={EVIL}')
+    (folder / "numerics").mkdir()
+    (folder / "numerics" / '"><script>.png').write_bytes(PNG)
+    with Tracker(folder) as tracker:
+        tracker.scalars(1, {Tag.LOSS_TRAIN: 1.0})
+    make_run("$x_{$", SUMMARY, model__hidden=f"$\\frac{{{EVIL}")
+    _, runs = find_runs([tmp_path])
+    groups = compared(runs)
+    return as_page(EVIL, groups, runs), as_markdown(EVIL, groups, runs)
+
+
+def test_what_comes_from_runs_is_text(evil_page: tuple[str, str]) -> None:
+    page = Tags(evil_page[0])
+    assert EVIL in page.text
+    assert {tag for tag, _ in page.tags} <= {
+        *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "table"),
+        *("thead", "tbody", "tr", "th", "td", "br", "span", "figure", "img", "figcaption"),
+        *("details", "summary"),
+    }
+    assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
+
+
+def test_the_page_is_one_file_without_an_address(evil_page: tuple[str, str]) -> None:
+    page = Tags(evil_page[0])
+    sources = [attrs["src"] or "" for tag, attrs in page.tags if tag == "img"]
+    assert len(sources) == 2
+    assert all(source.startswith("data:image/") for source in sources)
+    assert not [attrs for _, attrs in page.tags if "href" in attrs or "srcset" in attrs]
+    assert "http" not in re.sub(r'content="default|http-equiv|base64,[^"]*', "", evil_page[0])
+    assert any("default-src 'none'" in str(attrs.get("content")) for _, attrs in page.tags)
+
+
+def test_no_cell_of_the_markdown_is_ended_by_what_it_holds(evil_page: tuple[str, str]) -> None:
+    text = evil_page[1]
+    assert "<" not in text.replace("\\<", "")
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        bars = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+        assert len(bars) == 1
+
+
+def test_range_pictures_are_embedded_with_their_names(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = make_run("0") / "numerics"
+    folder.mkdir()
+    (folder / "weights.png").write_bytes(PNG)
+    (folder / "no_picture.png").write_bytes(b"text")
+    (tmp_path / "outside.png").write_bytes(PNG)
+    (folder / "link.png").symlink_to(tmp_path / "outside.png")
+    _, runs = find_runs([tmp_path])
+    assert runs[0].pictures == (("weights.png", PNG),)
+    page = as_page("t", compared(runs), runs)
+    assert f'src="data:image/png;base64,{base64.b64encode(PNG).decode()}"' in page
+    assert "<figcaption>0: weights.png</figcaption>" in page
+
+
+def test_the_same_runs_give_the_same_page(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = make_run("0", MIXED)
+    with Tracker(folder) as tracker:
+        tracker.scalars(1, {Tag.LOSS_TRAIN: 1.0, Tag.SCALE: 8.0, Tag.SKIPPED_TOTAL: 1})
+    pages = []
+    for _ in range(2):
+        _, runs = find_runs([tmp_path])
+        pages.append(as_page("t", compared(runs), runs))
+    assert pages[0] == pages[1]
+
+
+# --- the command
+
+
+def run(*words: str) -> int:
+    try:
+        report_command.main(list(words))
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("named", ["sweep", "sweep/lr=0.1"])
+def test_both_files_lie_in_the_sweep(named: str, make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("lr=0.1", MIXED)
+    assert run(str(tmp_path / named)) == 0
+    written = {path.name for path in (tmp_path / "sweep").iterdir()}
+    assert written == {"lr=0.1", "report.html", "report.md"}
+
+
+def test_out_names_another_folder(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("0", MIXED)
+    assert run(str(tmp_path / "sweep"), f"out={tmp_path / 'a' / 'b'}") == 0
+    assert (tmp_path / "a" / "b" / "report.html").exists()
+    assert not (tmp_path / "sweep" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "mpframe: no folder given; name runs or a sweep, e.g. runs/2026-11-21/05-45-42\n"),
+        (("--all",), "mpframe: --all: no such option; give folders of runs, and out=FOLDER\n"),
+    ],
+)
+def test_a_slip_is_one_line(
+    words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words) == 1
+    assert capsys.readouterr().err == line
