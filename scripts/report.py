@@ -3,7 +3,8 @@
     python scripts/report.py runs/2026-11-21/05-45-42            a sweep, or one run
     python scripts/report.py runs/first runs/second out=compared
 
-Writes report.html and report.md into the first folder (beside it where it is a run), or into out=FOLDER.
+Writes report.html and report.md into the first folder, beside it where it is a run, or into
+out=FOLDER.
 """
 
 from mpframe.report_command import main
