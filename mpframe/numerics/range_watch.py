@@ -5,7 +5,7 @@ stand worst at a report; the pictures have all layers.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,7 +19,7 @@ from mpframe.numerics.range_record import FOLDER, RangeRecord, read_ranges
 from mpframe.numerics.ranges import KINDS, Counts, RangeProbe, Ranges
 from mpframe.step import StepResult
 from mpframe.tracking import Tracker
-from mpframe.trainer import Callback, Trainer
+from mpframe.trainer import Batch, Callback, Trainer
 
 _EDGES = [float(exponent) for exponent in range(LOWEST, HIGHEST + 2)]
 _DRAWN_EVERY = 60.0  # seconds at least: a picture takes about one
@@ -59,15 +59,19 @@ class RangeWatch(Callback):
         self._record = RangeRecord(folder, trainer.progress.attempts)
         self._last: Ranges | None = None
         self._drawn = time.monotonic()
+        self._probe: RangeProbe | None = None
+
+    def before_step(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+        """Attach to the model where a report is due. No earlier: others may run it in between."""
         self._probe = self._armed(trainer)
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Report the step where it was due, and get ready for the next where that is."""
+        """Report the step where it was due."""
         if self._probe is not None:
             self._last = self._probe.ranges()
             self._record.add(self._last)
             self._tracker.scalars(self._last.step, self._scalars(self._last))
-        self._probe = self._armed(trainer)
+            self._probe = None
 
     def after_epoch(self, trainer: Trainer) -> None:
         """Draw, where the last pictures are old."""

@@ -5,6 +5,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import StartRun
@@ -12,6 +13,7 @@ from conftest import StartRun
 from mpframe import autopsy_command, checkpoint
 from mpframe.errors import CheckpointError, DivergedError, MpframeError
 from mpframe.numerics.autopsy import evidence
+from mpframe.numerics.range_record import read_ranges
 
 OWN = "model._target_=overflowing.Overflowing"
 SHORT = ["dataset=digits", "device=cpu", "dataset.batch_size=32", "trainer.max_steps=3"]
@@ -199,13 +201,18 @@ def test_a_run_is_bit_for_bit_the_same_with_it_and_without(
 ) -> None:
     high = ["loss_scaling=Backoff", "loss_scaling.init_scale=16777216", "trainer.autopsy_after=1"]
     mend = "ops.modules={gain:fp32}"
+    ranges = ["numerics=on", "numerics.every=1"]
     for name, switch in (("with", "on_trouble"), ("without", "off")):
-        start_run(tmp_path / name, OWN, *SHORT, *high, mend, f"trainer.autopsy={switch}")
+        start_run(tmp_path / name, OWN, *SHORT, *high, mend, *ranges, f"trainer.autopsy={switch}")
     assert evidence.all_in(tmp_path / "with")
     first, second = (
         checkpoint.load(tmp_path / name)["trainer"]["weights"] for name in ("with", "without")
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
+    watched = [read_ranges(tmp_path / name) for name in ("with", "without")]
+    assert len(watched[0]) > 3
+    for one, other in zip(*watched, strict=True):
+        assert np.array_equal(one.rows, other.rows)  # No replay was counted.
 
 
 def test_a_failing_autopsy_does_not_end_the_run(

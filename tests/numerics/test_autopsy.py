@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.numerics.autopsy.case import Case, RandomState
+from mpframe.numerics.autopsy.lost import lost_share
 from mpframe.numerics.autopsy.replay import Setting, replay
 from mpframe.numerics.autopsy.verdict import Kind, judge
 from mpframe.numerics.autopsy.watch import OUTSIDE
@@ -328,9 +329,10 @@ def test_only_the_loss_that_was_skipped_is_judged() -> None:
     assert judge(case(frozenset("a"))).kind is Kind.NO_FAULT
 
 
-@pytest.mark.parametrize("floor", [1.0, 2.0**18, 2.0**-8])
-def test_the_scale_that_is_named_is_the_largest_that_does(floor: float) -> None:
-    case = case_of(net(nn.Identity()), scale=2.0**22, floors={"": floor})
+@pytest.mark.parametrize("floor", [1.0, 2.0**16, 2.0**-8])
+@pytest.mark.parametrize("exponent", [18, 19, 20, 21, 22])
+def test_the_scale_that_is_named_is_the_largest_that_does(floor: float, exponent: int) -> None:
+    case = case_of(net(nn.Identity()), scale=2.0**exponent, floors={"": floor})
     verdict = judge(case)
     assert verdict.kind is TOO_HIGH
     assert replay(case, Setting(octaves=verdict.octaves)).finite
@@ -353,16 +355,35 @@ def test_a_scale_that_would_lose_the_other_gradients_is_not_the_way_out() -> Non
 
         def __init__(self) -> None:
             super().__init__()
-            self.quiet = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 16))
-            self.loud = nn.Sequential(nn.Linear(16, 2), Louder(2.0**20), nn.Linear(2, 16))
+            layers = nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16)
+            self.quiet = nn.Sequential(*layers, Louder(2.0**-16))
+            self.loud = nn.Sequential(nn.Linear(16, 2), Louder(2.0**14), nn.Linear(2, 16))
 
         def forward(self, x: Tensor) -> Tensor:
             return self.quiet(x) + self.loud(x)
 
-    verdict = judge(case_of(nn.Sequential(Wide(), nn.LayerNorm(16), nn.Linear(16, 4)), scale=64.0))
+    model = nn.Sequential(Wide(), nn.LayerNorm(16), nn.Linear(16, 4))
+    verdict = judge(case_of(model, scale=2.0**16))
+    lower = [one for one in verdict.replays if one.setting.own and one.setting.octaves < 0]
+    assert any(one.finite for one in lower)
     assert verdict.kind is BEYOND
     assert verdict.proven
     assert all(pin.startswith("0.loud") for pin in verdict.remedy.pins)
+
+
+@pytest.mark.parametrize("mode", ["mixed", "amp"])
+def test_a_quarter_of_the_gradients_may_be_lost(mode: str) -> None:
+    case = case_of(net(nn.Linear(16, 16)), mode)
+    full = replay(case, Setting(fp32=True))
+    kinds = set()
+    for exponent in range(6, -14, -1):
+        lower = replace(case, scales={"": 2.0**exponent})
+        lost = lost_share(replay(lower, Setting()), full)
+        verdict = judge(lower)
+        assert verdict.lost == lost
+        assert verdict.kind is (LOW if lost > 0.25 else Kind.NO_FAULT)
+        kinds.add((verdict.kind, lost > 0))
+    assert kinds == {(Kind.NO_FAULT, False), (Kind.NO_FAULT, True), (LOW, True)}
 
 
 @pytest.mark.parametrize(("mode", "compute"), MODES)

@@ -61,12 +61,14 @@ def report_on(verdict: Verdict, case: Case, step: Evidence) -> Report:
         facts += _where(finding, verdict, case)
         facts += _samples(finding, step)
     facts += [("do", line) for line in _advice(verdict, case, step)]
-    title = f"autopsy of step {step.step}: {_title(verdict)}"
+    title = f"autopsy of step {step.step}: {_title(verdict, case)}"
     return Report(title, facts, _table(verdict.replays))
 
 
-def _title(verdict: Verdict) -> str:
+def _title(verdict: Verdict, case: Case) -> str:
     finding = verdict.finding
+    if verdict.kind is Kind.SCALE_TOO_HIGH and not _scaler_goes_there(verdict, case):
+        return "scale too high, and the scaler does not go lower"
     if verdict.kind is Kind.BEYOND_FORMAT and finding is not None:
         what = "gradient" if finding.direction == "backward" else "activation"
         return f"{what} beyond {finding.half} in {_module(finding.place)}"
@@ -177,13 +179,18 @@ def _lower(verdict: Verdict, case: Case) -> str:
     fits = case.scales[name] * 2.0**verdict.octaves
     if case.scaling == "static":
         return f"loss_scaling.scale={fits:g} is finite; or loss_scaling=Backoff, which finds it"
-    if fits < case.floors.get(name, 0.0):
+    if not _scaler_goes_there(verdict, case):
         return f"loss_scaling.min_scale={fits:g}: there the step is finite, above it is not"
     skips = -verdict.octaves
     return (
         f"nothing: the scale goes from {case.scales[name]:g} to {fits:g} by itself, in about "
         f"{skips} skipped steps; loss_scaling.init_scale={fits:g} starts there"
     )
+
+
+def _scaler_goes_there(verdict: Verdict, case: Case) -> bool:
+    floors = case.floors
+    return all(floors.get(n, s) <= s * 2.0**verdict.octaves for n, s in case.scales.items())
 
 
 def _raise(verdict: Verdict, case: Case) -> str:

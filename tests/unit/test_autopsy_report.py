@@ -1,0 +1,129 @@
+"""The wording of an autopsy's advice: what it says to type is accepted by the command line."""
+
+import math
+import re
+import shlex
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from mpframe.command_line import prepare
+from mpframe.numerics.autopsy.case import Case
+from mpframe.numerics.autopsy.evidence import Evidence
+from mpframe.numerics.autopsy.findings import Finding
+from mpframe.numerics.autopsy.replay import Pass, Replay, Setting
+from mpframe.numerics.autopsy.report import Report, option_lines, report_on
+from mpframe.numerics.autopsy.verdict import Kind, Verdict
+from mpframe.numerics.autopsy.watch import Place, Trace
+from mpframe.precision import Precision
+from mpframe.turns import Objective
+
+FOUND = Finding(Place("0", "linear"), "forward", 1e5, "result", 65504.0, "float16")
+STEP = Evidence(
+    12, "the loss is nan", [], [range(100, 120)], 2, 5, {"": 1024.0}, {"": 1.0}, "Backoff"
+)
+
+
+def report(kind: Kind, scaling: str = "Backoff", floor: float = 1.0, **more: object) -> Report:
+    model = nn.Sequential(nn.Linear(2, 2))
+    precision = Precision("amp")
+    model, masters = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    objective = Objective("", nn.MSELoss(), None)
+    case = Case(model, masters, precision, [objective], [], {"": 1024.0}, {"": floor}, scaling)
+    replays = (Replay(Setting(fp32=True), [Pass(0, "", 1.0, 1e7, Trace(), True)]),)
+    arguments: dict[str, object] = {"finding": FOUND, "replays": replays, **more}
+    verdict = Verdict(kind, **arguments)  # type: ignore[arg-type]
+    return report_on(verdict, case, replace(STEP, first_loss=2.0))
+
+
+def advice(made: Report) -> str:
+    return dict(made.facts)["do"]
+
+
+@pytest.mark.parametrize(
+    ("remedy", "typed"),
+    [
+        (Setting(pins=("layer4.1.conv2",)), ["'ops.modules={layer4.1.conv2:fp32}'"]),
+        (Setting(pins=("fc", "head")), ["'ops.modules={fc:fp32,head:fp32}'"]),
+        (Setting(pins=("0", "2.10", "2.1.1")), ["'ops.modules={0*:fp32,2.10*:fp32,2.1.1:fp32}'"]),
+        (Setting(denied=("mul",)), ["'ops.deny+=[mul]'"]),
+        (
+            Setting(pins=("fc",), denied=("mul", "add")),
+            ["'ops.modules={fc:fp32}'", "'ops.deny+=[mul,add]'"],
+        ),
+    ],
+)
+def test_what_is_to_be_typed_is_accepted(remedy: Setting, typed: list[str]) -> None:
+    assert option_lines(remedy) == typed
+    assert prepare(shlex.split(" ".join(typed)))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "floor", "said"),
+    [
+        ("Backoff", 1.0, "nothing: the scale goes from 1024 to 16 by itself, in about 6 skipped"),
+        ("Backoff", 64.0, "loss_scaling.min_scale=16: there the step is finite"),
+        ("static", 1024.0, "loss_scaling.scale=16 is finite; or loss_scaling=Backoff"),
+    ],
+)
+def test_a_scale_that_is_too_high(scaling: str, floor: float, said: str) -> None:
+    made = report(Kind.SCALE_TOO_HIGH, scaling, floor, octaves=-6, proven=True)
+    normal = "(normal)" if floor == 1.0 else ", and the scaler does not go lower"
+    assert made.title == f"autopsy of step 12: scale too high {normal}".replace(" ,", ",")
+    assert advice(made).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        ("static", "loss_scaling.scale=8192: at scale 8192 it is 2%"),
+        ("none", "loss_scaling=static loss_scaling.scale=8192: "),
+        ("LogMax", "loss_scaling.init_scale=8192: "),
+    ],
+)
+def test_a_scale_that_is_too_low(scaling: str, said: str) -> None:
+    made = report(Kind.UNDERFLOW, scaling, octaves=3, lost=0.9, lost_then=0.02, proven=True)
+    assert advice(made).startswith(said)
+    assert "90% of all gradients lie below" in dict(made.facts)["value"]
+
+
+def test_a_remedy_that_does_not_mend_is_not_sold_as_one() -> None:
+    made = report(Kind.BEYOND_FORMAT, remedy=Setting(pins=("fc",)), proven=False)
+    assert made.title == "autopsy of step 12: activation beyond float16 in 0"
+    assert advice(made) == (
+        "train with dtype=fp32 or dtype.half=bfloat16; 'ops.modules={fc:fp32}' alone does not "
+        "mend it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("direction", "place", "said"),
+    [
+        ("data", Place("", "inputs"), "mend or remove the samples"),
+        ("weights", Place("0", "bias"), "start from a checkpoint whose weights are finite"),
+        ("forward", Place("0", "linear"), "no format mends it: lower optimizer.lr"),
+    ],
+)
+def test_what_fp32_cannot_hold_either(direction: str, place: Place, said: str) -> None:
+    finding = replace(FOUND, direction=direction, place=place, value=math.nan, samples=(103, 104))
+    made = report(Kind.NOT_FINITE_IN_FP32, finding=finding)
+    assert advice(made).startswith(said)
+    assert dict(made.facts)["samples"] == "103, 104 (2 of 20), epoch 2, batch 5"
+
+
+def test_a_run_that_diverges() -> None:
+    assert advice(report(Kind.DIVERGING)) == (
+        "lower optimizer.lr or set trainer.clip_norm: in fp32 too the loss is 1e+07, and it was 2 "
+        "at the first step"
+    )
+
+
+def test_the_terminal_and_the_page_say_the_same() -> None:
+    made = report(Kind.DIVERGING)
+    text, page = made.text(), made.markdown()
+    assert text.splitlines()[0] == page.splitlines()[0].removeprefix("# ") == made.title
+    for word, sentence in made.facts:
+        assert f"- **{word}**: {sentence}" in page
+        assert re.search(rf"^  {word} +{re.escape(sentence)}$", text, re.M)
