@@ -1,6 +1,6 @@
 """Measure: python scripts/bench.py [GROUP ...] [--repeats N] [--out FOLDER]
 
-python scripts/bench.py                      all groups: tiny, resnet18, startup, cuda
+python scripts/bench.py                      all groups: tiny, resnet18, ranges, startup, cuda
 python scripts/bench.py tiny --repeats 20
 """
 

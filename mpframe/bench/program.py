@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpframe.bench import cuda, resnet18, startup, tiny_model
+from mpframe.bench import cuda, ranges, resnet18, startup, tiny_model
 from mpframe.bench.machine import machine
 from mpframe.bench.table import Table, as_json, as_markdown
 
@@ -27,6 +27,7 @@ class Group:
 GROUPS = {
     "tiny": Group(tiny_model.tables, 60),
     "resnet18": Group(resnet18.tables, 10),
+    "ranges": Group(ranges.tables, 10),
     "startup": Group(startup.tables, 7),
     "cuda": Group(cuda.tables, 20),
 }

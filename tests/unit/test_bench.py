@@ -11,11 +11,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mpframe.bench import cuda, machine, program, resnet18, rivals, startup, tiny_model
+from mpframe.bench import cuda, machine, program, ranges, resnet18, rivals, startup, tiny_model
 from mpframe.bench.hand_loop import HandLog, hand_loop
 from mpframe.bench.measure import Competitor, Spread, Stopwatch, race, ratio, threads, timed
 from mpframe.bench.table import Claim, Table, as_json, as_markdown
 from mpframe.errors import MpframeError
+from mpframe.numerics.range_record import read_ranges
 
 
 def ticking(step: float = 1.0) -> Callable[[], float]:
@@ -307,6 +308,19 @@ def test_bfloat16_is_claimed_where_the_cpu_has_it(
     made = resnet18._claims(times)
     assert len(made) == claims
     assert any("bfloat16" in claim.text for claim in made) == native
+
+
+def test_ranges_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "THREADS", 1)
+    tiny, large = ranges.tables(rounds=1, folder=tmp_path, batch=2, width=4)
+    assert (tiny.title, large.title) == ("Ranges, MLP 64-128-128-10", "Ranges, ResNet-18")
+    assert list(tiny.times) == list(large.times) == ["step", "step with a report"]
+    assert len(read_ranges(tmp_path / "ResNet-18")) == 2  # one warm-up round and one that counts
+
+
+def test_a_report_is_spread_over_the_steps_between_two() -> None:
+    spread = ranges._spread_out({ranges.PLAIN: [1.0, 2.0], ranges.REPORT: [11.0, 22.0]})
+    assert (spread.median, spread.count) == (1.1, 2)
 
 
 @pytest.mark.parametrize("name", [name for name in startup._COMMANDS if "torch" not in name])
