@@ -65,6 +65,19 @@ class Likely(nn.Module):
         return torch.sigmoid(self.net(images))
 
 
+class Plain(nn.Module):
+    """Parameters of its own beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(64))
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [N, 10]."""
+        return self.layer(images.flatten(1) + self.shift)
+
+
 def digits(
     gain: float = 1.0, loss: str = "cross_entropy", delay: float = 0.0, size: int = 256
 ) -> Task:

@@ -185,6 +185,12 @@ def test_shipped_experiments_have_no_errors(
     assert [str(f) for f in examine(examined) if f.severity is Severity.ERROR] == []
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp", "mixed_bf16", "amp_bf16"])
+def test_a_module_with_parameters_of_its_own_is_examined(dtype: str) -> None:
+    found_here = examine(patient(f"model._target_=planted.Plain device=cpu dtype={dtype}"))
+    assert all(finding.severity is Severity.NOTE for finding in found_here)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "mixed"])
 @pytest.mark.parametrize("experiment", ["digits_mlp", "digits_gan"])
 def test_an_examination_changes_nothing(experiment: str, dtype: str) -> None:

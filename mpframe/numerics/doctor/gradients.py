@@ -3,7 +3,7 @@
 With s the scale, M the half format's largest number and m its smallest, a gradient g
 
     overflows    where s |g| > M
-    is lost      where s |g| <= m / 2: it rounds to zero (counted by octaves, g as 2^floor(log2 g))
+    is lost      where s |g| <= m / 2: it rounds to zero (counted by whole octaves)
 """
 
 import math
@@ -45,7 +45,7 @@ class GradientRange:
     def lost(self, scale: float, half: torch.dtype) -> float:
         """The share of the gradients other than 0 that are 0 in half at `scale`."""
         info = torch.finfo(half)
-        first_kept = math.floor(math.log2(info.smallest_normal * info.eps / 2 / scale)) + 1
+        first_kept = math.floor(math.log2(info.smallest_normal * info.eps / 2 / scale))
         lost = self._counts[: max(first_kept - _LOWEST, 0)].sum()
         return float(lost / self._counts.sum().clamp(min=1))
 
