@@ -160,6 +160,10 @@ def test_weights_of_a_float16_run_are_not(tmp_path: Path, start_run: Any) -> Non
     assert not found(weights_checks.check_birth, f"experiment=digits_mlp init_from={tmp_path}")
 
 
+def test_constant_weights_are_born_nowhere() -> None:
+    assert not found(weights_checks.check_birth, f"{NET} model.head=0")
+
+
 EXPERIMENTS = [
     ("digits_mlp", ""),
     ("digits_gan", ""),
