@@ -14,7 +14,7 @@ from mpframe.numerics.autopsy.case import Case, RandomState
 from mpframe.numerics.autopsy.lost import lost_share
 from mpframe.numerics.autopsy.replay import Setting, replay
 from mpframe.numerics.autopsy.verdict import Kind, judge
-from mpframe.numerics.autopsy.watch import OUTSIDE
+from mpframe.numerics.autopsy.watch import OUTSIDE, Place
 from mpframe.precision import OpLists, Precision
 from mpframe.turns import Objective
 
@@ -286,17 +286,45 @@ def test_gradients_that_overflow_in_their_sum_are_told_from_one_that_does() -> N
     assert verdict.kind is BEYOND
 
 
-def test_a_mask_of_infinities_is_no_fault() -> None:
-    class Masked(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.masked_fill(x > 0.5, float("-inf")).softmax(dim=-1) + 0.0 * x
+class Masked(nn.Module):
+    """Softmax over what is small, the rest masked by filling."""
 
-    verdict = judge(case_of(net(Masked())))
-    assert verdict.kind is Kind.NO_FAULT
-    beyond = judge(case_of(net(nn.Sequential(Masked(), Times(1e7), nn.Linear(16, 16)))))
+    def forward(self, x: Tensor) -> Tensor:
+        return x.masked_fill(x > 0.5, float("-inf")).softmax(dim=-1) + 0.0 * x
+
+
+class MaskedByAdding(nn.Module):
+    """Softmax over the first half, the rest masked by a buffer of -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf")]).repeat_interleave(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.mask).softmax(dim=-1) + 0.0 * x
+
+
+class Clamped(nn.Module):
+    """A quotient that is infinite in any format, and clamped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 / x.detach().relu()).clamp(max=1.0)
+
+
+@pytest.mark.parametrize("harmless", [Masked, MaskedByAdding, Clamped])
+def test_an_infinity_that_does_no_harm_is_no_fault(harmless: Callable[[], nn.Module]) -> None:
+    assert judge(case_of(net(harmless()))).kind is Kind.NO_FAULT
+    beyond = judge(case_of(net(nn.Sequential(harmless(), Times(1e7), nn.Linear(16, 16)))))
     assert beyond.finding is not None
-    assert beyond.finding.origin is not None
-    assert (beyond.kind, beyond.finding.origin.module) == (BEYOND, "2.1")
+    place = beyond.finding.origin or beyond.finding.place
+    assert (beyond.kind, place.module) == (BEYOND, "2.1")
+
+
+@pytest.mark.parametrize("harmless", [Masked, MaskedByAdding])
+def test_a_mask_is_not_taken_for_what_fp32_cannot_hold(harmless: Callable[[], nn.Module]) -> None:
+    verdict = judge(case_of(net(nn.Sequential(harmless(), Exp(100.0)))))
+    assert verdict.finding is not None
+    assert (verdict.kind, verdict.finding.place) == (FP32, Place("2.1", "exp"))
 
 
 def test_the_bad_micro_batch_is_named() -> None:

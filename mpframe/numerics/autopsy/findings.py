@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.magnitudes import bad_rows, magnitudes_of
@@ -60,12 +61,18 @@ def first_bad_input(case: Case) -> Finding | None:
                 rows = bad_rows(node, len(targets))
                 place = Place("", name)
                 return _found(case, place, "data", seen.nan, (number, _ids(case, number, rows), ""))
+    masks = {name for name, buffer in case.model.named_buffers() if _is_mask(buffer)}
     for name, weight in [*case.model.named_parameters(), *case.model.named_buffers()]:
         seen = magnitudes_of(weight)
-        if not seen.finite:
+        if not seen.finite and name not in masks:
             module, _, own = name.rpartition(".")
             return _found(case, Place(module, own), "weights", seen.nan, (0, (), ""))
     return None
+
+
+def _is_mask(buffer: Tensor) -> bool:
+    """True where all that is not finite is -inf, which attention adds to what is not to be seen."""
+    return not bool((buffer.isnan() | buffer.isposinf()).any())
 
 
 def first_of_fp32(case: Case, full: Replay) -> Finding | None:

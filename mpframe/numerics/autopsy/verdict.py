@@ -1,6 +1,6 @@
 """One verdict on a step, from replays of it.
 
-    the data or a weight is inf or NaN, or the fp32 replay is not finite   NOT_FINITE_IN_FP32
+    the fp32 replay is not finite                                          NOT_FINITE_IN_FP32
     fp32 is finite and its loss is 1000 times what the run began with      DIVERGING
     the run's replay is not finite:
         it is at a scale the scaler may still take                         SCALE_TOO_HIGH
@@ -88,9 +88,8 @@ class _Examination:
 
     def verdict(self) -> Verdict:
         full, own = self._replay(Setting(fp32=True)), self._replay(Setting())
-        bad = first_bad_input(self._case)
-        if bad is not None or not full.finite:
-            finding = bad or first_of_fp32(self._case, full)
+        if not full.finite:
+            finding = first_bad_input(self._case) or first_of_fp32(self._case, full)
             return self._verdict(Kind.NOT_FINITE_IN_FP32, finding)
         if own.finite:
             return self._of_finite(own, full)
