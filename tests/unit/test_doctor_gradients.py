@@ -19,7 +19,7 @@ def range_of(*tensors: torch.Tensor) -> GradientRange:
     return seen
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(-40, 20), st.integers(-30, 10), st.sampled_from(HALVES), st.integers(0, 9))
 def test_the_lost_share_is_that_of_a_cast(
     log2_scale: int, log2_size: int, half: torch.dtype, seed: int
@@ -32,7 +32,7 @@ def test_the_lost_share_is_that_of_a_cast(
     # but for values on the limit, of which random ones have none.
     nonzero = values[values != 0].double()
     lost = ((nonzero * scale).float().to(half) == 0).double().mean()
-    assert range_of(values).lost(scale, half) == pytest.approx(float(lost), abs=1e-9)
+    assert range_of(values).lost(scale, half) == float(lost)
 
 
 @pytest.mark.parametrize("half", HALVES)

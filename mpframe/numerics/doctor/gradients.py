@@ -46,8 +46,8 @@ class GradientRange:
         """The share of the gradients other than 0 that are 0 in half at `scale`."""
         info = torch.finfo(half)
         first_kept = math.floor(math.log2(info.smallest_normal * info.eps / 2 / scale))
-        lost = self._counts[: max(first_kept - _LOWEST, 0)].sum()
-        return float(lost / self._counts.sum().clamp(min=1))
+        lost = int(self._counts[: max(first_kept - _LOWEST, 0)].sum())
+        return lost / max(int(self._counts.sum()), 1)
 
     def best_scale(self, half: torch.dtype) -> float:
         """The largest power of two that leaves an octave free above the largest gradient.
