@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,6 @@ class Curves(Callback):
         self._batch_size = batch_size
         self._since = time.perf_counter()
         self._samples = 0
-        self._last: tuple[int, dict[str, float]] = (0, {})
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """Log the step where it is due."""
@@ -54,12 +53,12 @@ class Curves(Callback):
         self._samples += self._batch_size * trainer.plan.accumulate
         attempts = trainer.progress.attempts
         if attempts % self._log_every == 0 or trainer.progress.skipped_in_a_row:
-            self._write(attempts, self._of_step(trainer, result))
+            self._tracker.scalars(attempts, self._of_step(trainer, result))
 
     def after_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Log the validation."""
         values = {Tag.LOSS_VAL: evaluation.loss, metric_tag(evaluation.metric): evaluation.value}
-        self._write(trainer.progress.attempts, values)
+        self._tracker.scalars(trainer.progress.attempts, values)
         self._restart_clock()
 
     def before_save(self, trainer: Trainer) -> None:
@@ -67,20 +66,14 @@ class Curves(Callback):
         self._tracker.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """The last loss, and what was written at the last step."""
+        """The last loss, and what was written at the last step, by whomever."""
         loss = None if self.train_loss is None else float(self.train_loss)
-        step, values = self._last
-        return {"train_loss": loss, "step": step, "values": values}
+        return {"train_loss": loss, "last_step": self._tracker.last_step()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the last loss, and write again what was written at the last step."""
         self.train_loss = state["train_loss"]
-        self._write(state["step"], state["values"])
-
-    def _write(self, step: int, values: Mapping[str, float | Tensor]) -> None:
-        numbers = self._tracker.scalars(step, values)
-        kept = self._last[1] if self._last[0] == step else {}
-        self._last = step, {**kept, **{str(tag): number for tag, number in numbers.items()}}
+        self._tracker.write_again(state["last_step"])
 
     def _of_step(self, trainer: Trainer, result: StepResult) -> dict[str, float | Tensor]:
         values: dict[str, float | Tensor] = {

@@ -329,7 +329,7 @@ def _restore(callbacks: Sequence[Callback], states: dict[str, Any]) -> None:
         try:
             if name in states:
                 callback.load_state_dict(states[name])
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(
                 f"resume: the checkpoint's state of {name} does not fit ({error!r}); "
                 "resume from another checkpoint"

@@ -12,6 +12,7 @@ begins with a START record at its first step s, which hides every earlier record
 the curve of what was repeated is replaced and every tag's steps strictly increase.
 """
 
+import base64
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorboard.compat.proto.histogram_pb2 import (  # type: ignore[import-untyped]
     HistogramProto,
 )
@@ -102,8 +104,9 @@ class Tracker:
         _wait_for_a_later_name(folder)
         self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
         self._events: Any = self._writer.file_writer
+        self._step, self._of_step = 0, list[str]()
 
-    def scalars(self, step: int, values: Mapping[str, float | Tensor]) -> dict[str, float]:
+    def scalars(self, step: int, values: Mapping[str, float | Tensor]) -> None:
         """Log `values` at `step` as one event.
 
         Args:
@@ -114,7 +117,6 @@ class Tracker:
         numbers = _to_numbers(values)
         entries = [Summary.Value(tag=tag, simple_value=n) for tag, n in numbers.items()]
         self._add(Summary(value=entries), step)
-        return numbers
 
     def image(self, tag: str, png: bytes, step: int) -> None:
         """Log a picture, an encoded PNG."""
@@ -193,6 +195,23 @@ class Tracker:
         """
         self._add(summaries.custom_scalars(_charts(metrics)))  # type: ignore[no-untyped-call]
 
+    def last_step(self) -> dict[str, Any]:
+        """The last step and all that was logged at it: plain numbers and strings."""
+        return {"step": self._step, "events": list(self._of_step)}
+
+    def write_again(self, last_step: Mapping[str, Any]) -> None:
+        """Log anew what `last_step` returned.
+
+        Raises:
+            ValueError: it is not what `last_step` returned.
+        """
+        for event in last_step["events"]:
+            try:
+                summary = Summary.FromString(base64.b64decode(event))
+            except DecodeError as error:
+                raise ValueError(str(error)) from None
+            self._add(summary, last_step["step"])
+
     def flush(self) -> None:
         """Wait until all that was logged is in the file. Call it before a checkpoint."""
         with self._unwritable():
@@ -210,8 +229,16 @@ class Tracker:
         self.close()
 
     def _add(self, summary: Summary, step: int | None = None) -> None:
+        if step is not None:
+            self._keep(summary, step)
         with self._unwritable():
             self._events.add_summary(summary, self._first_step if step is None else step)
+
+    def _keep(self, summary: Summary, step: int) -> None:
+        if step > self._step:
+            self._step, self._of_step = step, []
+        if step == self._step:
+            self._of_step.append(base64.b64encode(summary.SerializeToString()).decode())
 
     @contextmanager
     def _unwritable(self) -> Generator[None]:
@@ -233,11 +260,12 @@ class NullTracker(Tracker):
     def _nothing(self, *_arguments: object, **_named: object) -> None:
         pass
 
-    def scalars(self, step: int, values: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Nothing is logged."""
-        return {}
+    def last_step(self) -> dict[str, Any]:
+        """Nothing was logged."""
+        return {"step": 0, "events": []}
 
-    text = image = histogram = hparams = finished = layout = flush = close = _nothing
+    scalars = text = image = histogram = hparams = finished = layout = _nothing
+    write_again = flush = close = _nothing
 
 
 def _to_numbers(values: Mapping[str, float | Tensor]) -> dict[str, float]:

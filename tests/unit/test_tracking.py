@@ -295,6 +295,30 @@ def test_event_files_from_the_future_are_refused(tmp_path: Path) -> None:
     assert text.endswith("the curves would mix; set the clock or move that file away")
 
 
+def test_the_last_step_is_written_again(tmp_path: Path) -> None:
+    """What a resumed run hides from its first step on is in its checkpoint, whatever its kind."""
+    with Tracker(tmp_path / "run") as tracker:
+        tracker.scalars(1, {Tag.LOSS_TRAIN: 1.0})
+        tracker.scalars(2, {Tag.LOSS_TRAIN: math.inf})
+        tracker.histogram("counts", [1.0, 3.0], [0.0, 1.0, 2.0], 2)
+        kept = tracker.last_step()
+        tracker.scalars(3, {Tag.LOSS_TRAIN: 3.0})
+    with Tracker(tmp_path / "run", purge_step=2) as tracker:
+        tracker.write_again(kept)
+        tracker.scalars(2, {Tag.LOSS_VAL: 5.0})
+        assert len(tracker.last_step()["events"]) == 3
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars(Tag.LOSS_TRAIN)] == [(1, 1.0), (2, math.inf)]
+    assert [e.step for e in events.Histograms("counts")] == [2]
+    assert [(e.step, e.value) for e in events.Scalars(Tag.LOSS_VAL)] == [(2, 5.0)]
+
+
+def test_what_was_never_a_last_step_is_refused(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker, pytest.raises(ValueError, match=r"\S"):
+        tracker.write_again({"step": 1, "events": ["bm90IGFuIGV2ZW50"]})
+
+
 # --- the null tracker, cost, imports
 
 
@@ -309,6 +333,7 @@ def test_null_tracker_answers_every_call_and_writes_nothing(
         tracker.image("picture", b"", 1)
         tracker.histogram("counts", [1.0], [0.0, 1.0], 1)
         tracker.layout(["accuracy"])
+        tracker.write_again(tracker.last_step())
         tracker.finished()
         tracker.flush()
     assert list(tmp_path.iterdir()) == []
@@ -316,7 +341,7 @@ def test_null_tracker_answers_every_call_and_writes_nothing(
 
 def test_null_tracker_overrides_every_public_method() -> None:
     public = [n for n, _ in inspect.getmembers(Tracker, inspect.isfunction) if n[0] != "_"]
-    assert len(public) == 9
+    assert len(public) == 11
     assert all(getattr(NullTracker, name) is not getattr(Tracker, name) for name in public)
 
 
