@@ -20,6 +20,8 @@ from mpframe.buffers import Buffers
 from mpframe.precision import OpLists, Precision
 from mpframe.precision.tree import map_tensors, tensors_in
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 def probe_amax(
     model: nn.Module,
@@ -60,13 +62,14 @@ def probe(
         see: called with the gradient of each module's output, then of each parameter.
     """
     arguments, targets = batch
-    with undisturbed(model), _outputs_seen(model, see), _all_fp32(precision).cast():
-        outputs = map_tensors(_widened, model(*arguments))
-        loss(outputs, targets).backward()  # type: ignore[no-untyped-call]
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            see(parameter.grad)
-            parameter.grad = None
+    with undisturbed(model), _wide_weights(model):
+        with _outputs_seen(model, see), _all_fp32(precision).cast():
+            outputs = map_tensors(_widened, model(*arguments))
+            loss(outputs, targets).backward()  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                see(parameter.grad)
+                parameter.grad = None
 
 
 @contextmanager
@@ -77,6 +80,23 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     with _same_random_numbers():
         yield
     buffers.restore_where(torch.ones((), dtype=torch.bool, device=_device_of(model)))
+
+
+@contextmanager
+def _wide_weights(model: nn.Module) -> Iterator[None]:
+    """Within the block half weights and buffers are fp32, and so are the weights' gradients.
+
+    An op that no list holds, as a batch norm beside half weights, would else mix formats.
+    """
+    half = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in _HALF]
+    stored = [tensor.data for tensor in half]
+    for tensor in half:
+        tensor.data = tensor.data.float()
+    try:
+        yield
+    finally:
+        for tensor, narrow in zip(half, stored, strict=True):
+            tensor.data = narrow
 
 
 class _Largest:
@@ -131,4 +151,4 @@ def _same_random_numbers() -> Iterator[None]:
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor.dtype in _HALF else tensor

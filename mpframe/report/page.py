@@ -13,6 +13,7 @@ from mpframe.report.groups import Group
 from mpframe.report.records import Record
 from mpframe.report.tables import NOTES, Table, every_run, results, unfinished
 
+_CAPTION = "A line for each run and each of several losses; a cross where it did not finish."
 _TEXT_COLUMNS = {"dtype", "loss scaling", "options", "runs", "run", "status", "reason", "device"}
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1c2430; background: #fff;
@@ -51,7 +52,7 @@ def as_page(title: str, groups: Sequence[Group], records: Sequence[Record]) -> s
         *(f"<p class=quiet>{escape(note)}</p>" for note in NOTES),
         *(["<h2>Not finished</h2>", _table(stopped)] if stopped else []),
         "<h2>Curves</h2>",
-        _figure("svg+xml", draw(groups), "A line for each run; a cross where one did not finish."),
+        _figure("svg+xml", draw(groups), _CAPTION),
         *_range_pictures(records),
         "<h2>Every run</h2>",
         _table(every_run(groups)),

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from mpframe import Backoff, LogMax, Precision, Trainer
+from mpframe import Backoff, LogMax, OpLists, Precision, Trainer
+from mpframe.probe import probe_amax
 
 MODES = [(m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16")]
 
@@ -91,3 +92,23 @@ def test_a_probe_leaves_no_trace(mode: str, half: str) -> None:
     torch.manual_seed(5)
     second = [float(plain.train_step(batch()).loss) for _ in range(3)]
     assert first == second
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("ops", ["none", "default"])
+def test_half_weights_are_probed_as_the_fp32_numbers_they_are(ops: str, half: str) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+    precision = Precision("mixed", half, ops=OpLists.named(ops), compute="emulated")
+    narrow, full = model(), model()
+    precision.prepare(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1))
+    full.load_state_dict(narrow.state_dict())  # The same rounded weights, stored in fp32.
+    inputs, loss = torch.randn(4, 8), nn.CrossEntropyLoss()
+    targets, formats = torch.tensor([0, 1, 2, 0]), [p.dtype for p in narrow.parameters()]
+    probed = probe_amax(narrow, loss, precision, (inputs,), targets)
+    assert torch.equal(probed, probe_amax(full, loss, Precision(), (inputs,), targets))
+    assert [p.dtype for p in narrow.parameters()] == formats
+    pairs = zip(narrow.parameters(), full.parameters(), strict=True)
+    assert all(torch.equal(a.float(), b) for a, b in pairs)

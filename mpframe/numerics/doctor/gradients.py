@@ -23,17 +23,12 @@ class GradientRange:
         self.amax = 0.0
 
     def add(self, gradient: Tensor) -> None:
-        """Count one tensor's values; zeros are left out, nothing can be lost of them.
-
-        The unscaled gradient of a half weight has lost what it can: only its largest counts.
-        """
+        """Count one tensor's values; zeros are left out, nothing can be lost of them."""
         values = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach()
         magnitudes = values.float().abs().flatten()
         if magnitudes.numel() == 0:
             return
         self.amax = float(torch.tensor([self.amax, float(magnitudes.max())]).max())  # keeps nan
-        if gradient.dtype in (torch.float16, torch.bfloat16):
-            return
         known = magnitudes[(magnitudes > 0) & (magnitudes < torch.inf)]
         octaves = torch.frexp(known).exponent.long() - 1 - _LOWEST
         self._counts += torch.bincount(octaves, minlength=_BINS).cpu()
