@@ -9,7 +9,6 @@ signal that is sent to all processes of a job (Ctrl-C, a scheduler's SIGTERM) is
 to answer: workers ignore it, and are killed when their loader or the program ends.
 """
 
-import atexit
 import ctypes
 import math
 import multiprocessing
@@ -18,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from time import monotonic
 from typing import Any
 
@@ -99,7 +99,9 @@ class Crew:
             answers = iter(batches)
         if not self._processes and len(self._slots):
             self._processes = list(getattr(answers, "_workers", []))
-            atexit.register(_end, self._processes)
+            # Not atexit: a process of multiprocessing ends without it, and would wait for ever
+            # for workers that ignore its SIGTERM. This runs before that wait, in any process.
+            Finalize(None, _end, args=(self._processes,), exitpriority=100)
         return answers
 
     def next_of(self, answers: Iterator[Any], place: Place) -> Any:
