@@ -53,6 +53,12 @@ def normed() -> nn.Module:
     )
 
 
+def bare_norm() -> nn.Module:
+    """A norm without weights of its own."""
+    model = net()
+    return nn.Sequential(model[0], model[1], nn.BatchNorm1d(32, affine=False), model.head)
+
+
 class Likely(nn.Module):
     """Probabilities of the ten classes, each on its own."""
 

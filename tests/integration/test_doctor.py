@@ -160,6 +160,11 @@ def test_weights_of_a_float16_run_are_not(tmp_path: Path, start_run: Any) -> Non
     assert not found(weights_checks.check_birth, f"experiment=digits_mlp init_from={tmp_path}")
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp"])
+def test_a_norm_without_weights_is_not_stored_in_half(dtype: str) -> None:
+    assert not found(ops.check_norms, f"model._target_=planted.bare_norm dtype={dtype}")
+
+
 def test_constant_weights_are_born_nowhere() -> None:
     assert not found(weights_checks.check_birth, f"{NET} model.head=0")
 

@@ -51,8 +51,10 @@ def check_binary_cross_entropy(patient: Patient) -> Iterator[Finding]:
 
 def check_norms(patient: Patient) -> Iterator[Finding]:
     """Norms that run in half."""
+    if patient.half is None:
+        return
+    half = patient.policy.half
     norms = [(row, op) for row in patient.rows if (op := _op(patient, row)) in NORMS]
-    half = str(patient.half).removeprefix("torch.")
     stored = [row.module for row, _ in norms if row.storage == patient.half]
     computed = {op: row.module for row, op in norms if row.compute == half}
     if stored:
@@ -70,7 +72,7 @@ def check_norms(patient: Patient) -> Iterator[Finding]:
 
 def check_dimensions(patient: Patient) -> Iterator[Finding]:
     """Dimensions of half products that an option sets and tensor cores pad."""
-    half = str(patient.half).removeprefix("torch.")
+    half = patient.policy.half
     products = [row for row in patient.rows if row.compute == half]
     sizes = {size for row in products for size in _sizes(patient, row)}
     options = {
@@ -105,9 +107,10 @@ def _rounded_to(half: torch.dtype, values: torch.Tensor) -> bool:
 
 def _unlisted(patient: Patient, norms: list[tuple[Row, str]]) -> tuple[str, ...]:
     """What takes these norms to fp32: out of `allow`, and out of their pins to half."""
-    half = str(patient.half).removeprefix("torch.")
     concerned = [
-        (r, op) for r, op in norms if half in (r.compute, str(r.storage).removeprefix("torch."))
+        (row, op)
+        for row, op in norms
+        if row.compute == patient.policy.half or row.storage == patient.half
     ]
     pins = [row.module for row, _ in concerned if patient.policy.pin_of(row.module)]
     listed = sorted({op for row, op in concerned if row.module not in pins})
