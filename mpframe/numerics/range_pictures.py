@@ -37,7 +37,7 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
     names = [name for name, there in zip(ranges.layers, has, strict=True) if there]
     shares = ranges.bins(kind)[has] / ranges.field(kind, "count")[has, None]
     zeros = ranges.fraction(kind, "zeros")[has]
-    figure = _figure(width=11, height=1.8 + 0.2 * len(names))
+    figure = _figure(width=11, height=max(4.0, 1.8 + 0.2 * len(names)))
     axes = figure.subplots()
     scale = ranges.scale if kind in SCALED else 1.0
     low, high = _window(shares, half, scale)
