@@ -57,7 +57,7 @@ def prepare(arguments: list[str]) -> list[str]:
     multirun = bool(parsed.multirun)
     for job in _jobs(_parsed(overrides), multirun):
         _check_job(job, multirun)
-    return [*flags, *overrides]
+    return [*flags, *(_with_options_of_swept_groups(overrides) if multirun else overrides)]
 
 
 def jobs(arguments: list[str]) -> Iterator[tuple[list[str], Config]]:
@@ -108,6 +108,25 @@ def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
 
 def _rewritten(given: list[str]) -> list[str]:
     return _with_mappings(_with_own_targets(_with_moves(given)))
+
+
+def _with_options_of_swept_groups(overrides: list[str]) -> list[str]:
+    """Let an option go with a group that is swept: `-m loss_scaling=A,B loss_scaling.X=1`.
+
+    Hydra composes the command line once without the sweep, and the group's default choice may lack
+    the option. Each job has been checked with its own choice.
+    """
+    parsed = _parsed(overrides)
+    swept = {o.key_or_group for o in parsed if o.is_sweep_override() and is_group(o.key_or_group)}
+
+    def free(key: str) -> bool:
+        group, _, option = key.partition(".")
+        return bool(option) and group in swept
+
+    return [
+        f"++{text}" if free(o.key_or_group) and text[0] not in "+~" else text
+        for o, text in zip(parsed, overrides, strict=True)
+    ]
 
 
 def _with_moves(overrides: list[str]) -> list[str]:

@@ -21,6 +21,10 @@ from mpframe.errors import ConfigError
         (["ops.modules={head:fp32}"], ["++ops.modules={head:fp32}"]),
         (["seed=1", "-m", "dtype=fp32,amp"], ["-m", "seed=1", "dtype=fp32,amp"]),
         (["-m", "dtype=fp32,amp", "seed=1,2"], ["-m", "dtype=fp32,amp", "seed=1,2"]),
+        (
+            ["-m", "loss_scaling=Backoff,LogMax", "loss_scaling.init_scale=1024"],
+            ["-m", "loss_scaling=Backoff,LogMax", "++loss_scaling.init_scale=1024"],
+        ),
         (["--help", "nonsense=1"], ["--help", "nonsense=1"]),
     ],
 )
