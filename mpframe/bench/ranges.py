@@ -93,7 +93,12 @@ def _spread_out(times: Times) -> Spread:
 
 def _with_reports(trainer: Trainer, folder: Path) -> Callable[[Batch], Any]:
     watch = RangeWatch(trainer, folder, Tracker(folder), half=torch.float16, every=1)
-    return lambda data: watch.after_step(trainer, trainer.train_step(data))
+
+    def step(data: Batch) -> None:
+        watch.before_step(trainer, [data])
+        watch.after_step(trainer, trainer.train_step(data))
+
+    return step
 
 
 def _trainer(make: Callable[[], nn.Module]) -> Trainer:
