@@ -6,6 +6,7 @@ Nothing else instantiates a `_target_`, and no part below reads an option.
 import inspect
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -220,6 +221,11 @@ def _build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
     if not ready:
         return None
     return ready if each else ready[""]
+
+
+def in_fp32(config: Config) -> Config:
+    """The same options in fp32, where neither lists nor pins cast anything."""
+    return replace(config, dtype=replace(config.dtype, mode="fp32"))
 
 
 def _refuse_unwatchable(config: Config) -> None:

@@ -1,7 +1,6 @@
 """The program behind `scripts/gradient_picture.py`: what half loses of a run's gradients."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -64,16 +63,12 @@ def _measured(
     build.seed_everything(config.run.seed)
     task = build.build_task(config)
     train, _ = build.build_loaders(config, task)
-    trainer = build.build_trainer(_in_fp32(config), task, 1)
+    trainer = build.build_trainer(build.in_fp32(config), task, 1)
     trainer.load_weights(weights)
     trainer = _scaled(trainer, scale)
     probe = RangeProbe(trainer, half)
     trainer.train_step(next(iter(train.epoch(0))))
     return probe.ranges()
-
-
-def _in_fp32(config: Config) -> Config:
-    return replace(config, dtype=replace(config.dtype, mode="fp32"))
 
 
 def _scaled(trainer: Trainer, scale: float) -> Trainer:

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from mpframe.buffers import Buffers
 from mpframe.precision import OpLists, Precision
-from mpframe.precision.tree import map_tensors, tensors_in
-
-_HALF = (torch.float16, torch.bfloat16)
+from mpframe.precision.tree import HALF, tensors_in, widened
 
 
 def probe_amax(
@@ -64,7 +62,7 @@ def probe(
     arguments, targets = batch
     with undisturbed(model), _wide_weights(model):
         with _outputs_seen(model, see), _all_fp32(precision).cast():
-            outputs = map_tensors(_widened, model(*arguments))
+            outputs = widened(model(*arguments))
             loss(outputs, targets).backward()  # type: ignore[no-untyped-call]
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -88,7 +86,7 @@ def _wide_weights(model: nn.Module) -> Iterator[None]:
 
     An op that no list holds, as a batch norm beside half weights, would else mix formats.
     """
-    half = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in _HALF]
+    half = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in HALF]
     stored = [tensor.data for tensor in half]
     for tensor in half:
         tensor.data = tensor.data.float()
@@ -148,7 +146,3 @@ def _same_random_numbers() -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         yield
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor

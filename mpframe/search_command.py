@@ -72,7 +72,7 @@ def search(config: Config, target: float, batches: int) -> Found:
         batches: of training data, >= 1.
     """
     task, train = _data(config)
-    reference = _trainer(_in_fp32(config), task)
+    reference = _trainer(build.in_fp32(config), task)
     lists = reference.precision.policy.ops
     used = [op for op in sorted(lists.allow) if op in _ops_of(reference)]
 
@@ -100,7 +100,7 @@ def prove(config: Config, pinned: Sequence[str], steps: int, seeds: int) -> Proo
     """
     pins = {**config.ops.modules, **dict.fromkeys(pinned, "fp32")}
     runs = {
-        "fp32": _in_fp32(config),
+        "fp32": build.in_fp32(config),
         "found": replace(config, ops=replace(config.ops, modules=pins)),
         "all in half": config,
     }
@@ -135,11 +135,6 @@ def _data(config: Config) -> tuple[Task, Loader]:
 def _trainer(config: Config, task: Task) -> Trainer:
     build.seed_everything(config.run.seed)
     return build.build_trainer(config, task, len(task.train) // config.data.batch_size)  # type: ignore[arg-type]
-
-
-def _in_fp32(config: Config) -> Config:
-    ops = replace(config.ops, modules={})
-    return replace(config, dtype=replace(config.dtype, mode="fp32"), ops=ops)
 
 
 def _ops_of(trainer: Trainer) -> set[str]:

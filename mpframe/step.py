@@ -60,6 +60,11 @@ class Probed(Protocol):
         """Choose the first scale for gradients whose largest magnitude is `amax` (0-d float32)."""
 
 
+def scale_of(scaler: LossScaler | None) -> Tensor | float:
+    """What a loss is multiplied by; 1 where it is not scaled."""
+    return 1.0 if scaler is None else scaler.scale
+
+
 def wants_probe(scaler: object) -> TypeGuard[Probed]:
     """True where `scaler` is still to take its first scale from a probe."""
     return isinstance(scaler, Probed) and scaler.wants_probe

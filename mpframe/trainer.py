@@ -29,7 +29,7 @@ from mpframe.loss_spike import LossSpikes
 from mpframe.plan import Plan, Progress
 from mpframe.precision import Precision
 from mpframe.precision.joint_optimizer import joined
-from mpframe.precision.tree import map_tensors
+from mpframe.precision.tree import map_tensors, widened
 from mpframe.probe import probe_amax
 from mpframe.step import LossScaler, Scaling, StepResult, largest, wants_probe
 from mpframe.turns import AnyOptimizer, Loss, Objective, Turn, means, turns_of, with_losses
@@ -330,7 +330,7 @@ class Trainer:
 
     def _predict(self, inputs: Any, forward: Callable[..., Any], objective: Objective) -> Any:
         """The model's outputs in fp32 or wider, so that losses and metrics are computed there."""
-        return map_tensors(_widened, forward(inputs, *objective.arguments))
+        return widened(forward(inputs, *objective.arguments))
 
     def _advance(self, result: StepResult) -> None:
         """Count the step, and move schedules and average along unless it was skipped."""
@@ -439,7 +439,3 @@ def _mode_restored(model: nn.Module) -> Iterator[None]:
 def _windows(batches: Iterator[Batch], size: int) -> Iterable[list[Batch]]:
     while window := list(islice(batches, size)):
         yield window
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

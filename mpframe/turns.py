@@ -23,7 +23,7 @@ from torch import Tensor
 from mpframe.errors import ConfigError
 from mpframe.precision import JointOptimizer, MasterWeights
 from mpframe.precision.joint_optimizer import joined
-from mpframe.step import LossScaler, Scaling, StepResult, largest
+from mpframe.step import LossScaler, Scaling, StepResult, largest, scale_of
 
 Loss = Callable[[Any, Any], Tensor]
 AnyOptimizer = MasterWeights | JointOptimizer
@@ -53,7 +53,7 @@ class Objective:
     @property
     def scale(self) -> Tensor | float:
         """The present loss scale."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+        return scale_of(self.scaler)
 
     def backward(self, loss: Tensor) -> None:
         """Scaled backward pass of the unscaled `loss`."""

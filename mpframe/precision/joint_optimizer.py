@@ -22,7 +22,7 @@ from mpframe.errors import CheckpointError, ConfigError, nearest
 from mpframe.precision.accumulation import Gathered
 from mpframe.precision.gradients import clip, norm_of, not_finite
 from mpframe.precision.master_weights import MasterWeights, load_masters_of
-from mpframe.step import LossScaler, Scaling, StepResult, any_of, largest
+from mpframe.step import Scaling, StepResult, any_of, largest, scale_of
 
 SKIPS = ("all", "each")
 
@@ -109,7 +109,7 @@ class JointOptimizer:
         Returns:
             What was done, by part too.
         """
-        scales = {name: _scale_of(_of(scaler, name)) for name in self.parts}
+        scales = {name: scale_of(_of(scaler, name)) for name in self.parts}
         gathered = {name: part.gather(scales[name]) for name, part in self.parts.items()}
         norms = {n: norm_of(g.gradients.values, self.parts[n].device) for n, g in gathered.items()}
         skips = self._verdicts(gathered, norms if max_norm is not None else {}, whole)
@@ -215,10 +215,6 @@ def joined(results: Mapping[str, StepResult]) -> StepResult:
 def _of(given: Any, name: str) -> Any:
     """What is given for a part: its entry of a mapping, or the one thing given for all."""
     return given[name] if isinstance(given, Mapping) else given
-
-
-def _scale_of(scaler: LossScaler | None) -> Tensor | float:
-    return 1.0 if scaler is None else scaler.scale
 
 
 def _tell(scaler: Scaling, seen: Mapping[str, Tensor]) -> None:

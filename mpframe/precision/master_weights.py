@@ -27,8 +27,9 @@ from mpframe.precision.closure import (
     step_with_closure,
 )
 from mpframe.precision.gradients import Gradients, clip, norm_of, not_finite, unscaled
-from mpframe.precision.masters import HALF, Masters, load_by_name, refuse_wrapped
-from mpframe.step import LossScaler, StepResult
+from mpframe.precision.masters import Masters, load_by_name, refuse_wrapped
+from mpframe.precision.tree import HALF
+from mpframe.step import LossScaler, StepResult, scale_of
 
 
 class MasterWeights:
@@ -160,7 +161,7 @@ class MasterWeights:
         """
         if closure is not None or self.needs_closure:
             return self._step_with_closure(closure, scaler, max_norm, veto)
-        gathered = self.gather(1.0 if scaler is None else scaler.scale)
+        gathered = self.gather(scale_of(scaler))
         gradients, skipped = gathered.gradients, gathered.bad(whole)
         norm = norm_of(gradients.values, self.device)
         if max_norm is not None:

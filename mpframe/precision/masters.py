@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpframe.errors import CheckpointError, ConfigError
+from mpframe.precision.tree import HALF, widened
 
-HALF = (torch.float16, torch.bfloat16)
 _WRAPPED: WeakSet[Optimizer] = WeakSet()
 
 
@@ -64,7 +64,7 @@ class Masters:
                 group["params"][index] = master
                 if parameter in optimizer.state:
                     kept = optimizer.state.pop(parameter)
-                    optimizer.state[master] = {k: _widened(v) for k, v in kept.items()}
+                    optimizer.state[master] = {k: widened(v) for k, v in kept.items()}
             self._masters[parameter] = master
         self.half_pairs = [(p, m) for p, m in self._masters.items() if p is not m]
 
@@ -201,10 +201,6 @@ def _round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         # The copy rounds what lies beyond the range to inf; it belongs at the range's end.
         torch._foreach_clamp_max_(weights, limit)
         torch._foreach_clamp_min_(weights, -limit)
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
 
 
 def _refuse_other_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:

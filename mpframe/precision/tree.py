@@ -7,7 +7,10 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 def tensors_in(node: Any) -> Iterator[Tensor]:
@@ -20,6 +23,11 @@ def tensors_in(node: Any) -> Iterator[Tensor]:
     elif isinstance(node, dict):
         for item in node.values():
             yield from tensors_in(item)
+
+
+def widened(node: Any) -> Any:
+    """`node` with every half tensor in fp32."""
+    return map_tensors(lambda t: t.float() if t.dtype in HALF else t, node)
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:

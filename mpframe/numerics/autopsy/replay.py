@@ -20,7 +20,7 @@ from mpframe.numerics.autopsy.magnitudes import magnitudes_of
 from mpframe.numerics.autopsy.watch import Trace, Watch
 from mpframe.precision import OpLists, Precision
 from mpframe.precision.storage import formats_of
-from mpframe.precision.tree import map_tensors
+from mpframe.precision.tree import widened
 from mpframe.turns import Objective
 
 
@@ -139,7 +139,7 @@ def _loss(
         with precision.cast(), watch:
             outputs = case.model(inputs, *objective.arguments)
         with watch:
-            return objective.loss(map_tensors(_widened, outputs), targets)
+            return objective.loss(widened(outputs), targets)
 
 
 def _precision(run: Precision, setting: Setting) -> Precision:
@@ -199,7 +199,3 @@ def _put_back(gradients: dict[nn.Parameter, Tensor | None], modes: dict[nn.Modul
 def _rows(batch: Batch) -> int:
     targets = batch[1]
     return len(targets) if isinstance(targets, Tensor) and targets.dim() else 0
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

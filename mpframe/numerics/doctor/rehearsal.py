@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mpframe.precision.tree import map_tensors, tensors_in
+from mpframe.precision.tree import tensors_in, widened
 from mpframe.probe import undisturbed
 from mpframe.trainer import Batch, Trainer
 from mpframe.turns import Objective
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -41,7 +39,7 @@ def rehearse(trainer: Trainer, objectives: Sequence[Objective], batch: Batch) ->
         for objective in objectives:
             with trainer.precision.cast():
                 outputs = model(batch[0], *objective.arguments)
-            objective.loss(map_tensors(_widened, outputs), batch[1])
+            objective.loss(widened(outputs), batch[1])
     return seen
 
 
@@ -83,7 +81,3 @@ def _outputs(model: nn.Module, seen: Rehearsal) -> Iterator[None]:
 
 def _finite(node: Any) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in tensors_in(node) if t.is_floating_point())
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
