@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mpframe.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -13,10 +15,14 @@ class Plan:
         epochs: passes over the data, >= 1.
         max_steps: stop after this many optimizer steps; None: after the epochs.
         accumulate: micro-batches per step, >= 1.
-        clip_norm: clip the global norm of the unscaled gradients to this; None: do not.
+        clip_norm: clip the global norm of the unscaled gradients to this, > 0 and finite; None: do
+            not.
         eval_every: steps between validations; None: after each epoch.
         whole_windows: skip a step where any of its micro-batches overflowed; False drops those.
         compile: compile the forward pass and its casts into one graph.
+
+    Raises:
+        ConfigError: `clip_norm` is out of its range.
     """
 
     epochs: int = 1
@@ -26,6 +32,13 @@ class Plan:
     eval_every: int | None = None
     whole_windows: bool = False
     compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
+            raise ConfigError(
+                f"trainer.clip_norm={self.clip_norm}: must be a finite number > 0; null leaves the "
+                "gradients as they are"
+            )
 
     def total_steps(self, batches: int) -> int:
         """Planned optimizer steps at `batches` micro-batches per epoch."""

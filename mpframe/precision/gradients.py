@@ -7,11 +7,14 @@ measure, before anything is clipped:
     norm = sqrt(sum g^2)   over all parameters
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from mpframe.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,19 @@ def norm_of(values: list[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), device=device)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
     return norm.float()
+
+
+def check_max_norm(max_norm: float | None) -> None:
+    """Refuse a norm that gradients cannot be clipped to.
+
+    Raises:
+        ConfigError: it is not a finite number > 0.
+    """
+    if max_norm is not None and not 0.0 < max_norm < math.inf:
+        raise ConfigError(
+            f"max_norm={max_norm}: must be a finite number > 0; None leaves the gradients as "
+            "they are"
+        )
 
 
 def clip(values: list[Tensor], norm: Tensor, max_norm: float) -> None:

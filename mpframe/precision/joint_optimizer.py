@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from mpframe.errors import CheckpointError, ConfigError, nearest
 from mpframe.precision.accumulation import Gathered
-from mpframe.precision.gradients import clip, norm_of, not_finite
-from mpframe.precision.master_weights import MasterWeights, load_masters_of
+from mpframe.precision.gradients import check_max_norm, clip, norm_of, not_finite
+from mpframe.precision.master_weights import MasterWeights, load_masters_of, refuse_second_step
 from mpframe.step import Scaling, StepResult, any_of, largest, scale_of
 
 SKIPS = ("all", "each")
@@ -55,7 +55,7 @@ class JointOptimizer:
         self.own_losses = own_losses
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[Any]:
         """The groups of all parts, in their order."""
         return [group for part in self.parts.values() for group in part.param_groups]
 
@@ -102,13 +102,20 @@ class JointOptimizer:
 
         Args:
             scaler: scaled this step's loss or losses; by part where they have one each.
-            max_norm: clip gradients that were scaled together to this global 2-norm, > 0.
+            max_norm: clip gradients that were scaled together to this global 2-norm, > 0 and
+                finite.
             whole: skip a part where any of its micro-batches was dropped, not only all.
             veto: 0-d bool; True skips every part whatever its gradients are.
 
         Returns:
-            What was done, by part too.
+            What was done, by part too. No parameter has a gradient any more.
+
+        Raises:
+            ConfigError: a second step without new gradients in any part; `max_norm` out of its
+                range.
         """
+        check_max_norm(max_norm)
+        refuse_second_step(list(self.parts.values()))
         scales = {name: scale_of(_of(scaler, name)) for name in self.parts}
         gathered = {name: part.gather(scales[name]) for name, part in self.parts.items()}
         norms = {n: norm_of(g.gradients.values, self.parts[n].device) for n, g in gathered.items()}

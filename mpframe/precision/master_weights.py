@@ -8,17 +8,20 @@ master m in fp32 that the wrapped optimizer updates in the parameter's place,
 and weight decay, momentum and second moments act on, and live beside, fp32 values. An fp32
 parameter is its own master: the wrapper adds nothing to it but the check of its gradient.
 
-The wrapped optimizer stays the same object, so schedules built on it go on working.
+A step consumes the gradients, whatever came of it: afterwards no parameter and no master has one.
+
+The wrapped optimizer stays the same object, so schedules built on it go on working; those built on
+the wrapper move it as well.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpframe.errors import CheckpointError
+from mpframe.errors import CheckpointError, ConfigError
 from mpframe.precision.accumulation import Gathered, Window
 from mpframe.precision.closure import (
     missing_closure,
@@ -26,36 +29,47 @@ from mpframe.precision.closure import (
     refuse_beside_closure,
     step_with_closure,
 )
-from mpframe.precision.gradients import Gradients, clip, norm_of, not_finite, unscaled
-from mpframe.precision.masters import Masters, load_by_name, refuse_wrapped
+from mpframe.precision.gradients import (
+    Gradients,
+    check_max_norm,
+    clip,
+    norm_of,
+    not_finite,
+    unscaled,
+)
+from mpframe.precision.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
+from mpframe.precision.param_group import ParamGroup
 from mpframe.precision.tree import HALF
 from mpframe.step import LossScaler, StepResult, scale_of
 
 
-class MasterWeights:
+class MasterWeights(Optimizer):
     """Wraps a torch optimizer so that it updates fp32 masters of half parameters.
+
+    It is an `Optimizer` for those who ask (schedulers, hooks), and keeps nothing of its own that
+    the wrapped one has: groups, state, defaults and hooks are that one's.
 
     Args:
         optimizer: any torch optimizer, over parameters of any mix of float32, float16, bfloat16,
             on one device.
-        masters: the fp32 values to start from, by parameter; where a half parameter has none, its
-            master starts from the half value. What is adopted is taken out; the rest stays for
-            groups added later.
+        masters: the fp32 values to start from, by parameter, also of such as a group added later
+            will have. A half parameter that has a master already keeps that one; where it has
+            neither, its master starts from the half value.
         keep_masters: False updates the half weights themselves, to study what masters are for.
 
     Raises:
-        ConfigError: a parameter is complex, the parameters are on several devices, or the optimizer
-            is wrapped already.
+        ConfigError: a parameter is complex or sparse in half, the parameters are on several
+            devices, or the optimizer is wrapped already.
 
     Attributes:
-        optimizer: the wrapped one, the same object; learning-rate schedules are built on it.
+        optimizer: the wrapped one, the same object.
         needs_closure: the optimizer evaluates the loss itself, as LBFGS does.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        masters: MutableMapping[Tensor, Tensor] | None = None,
+        masters: Mapping[Tensor, Tensor] | None = None,
         *,
         keep_masters: bool = True,
     ) -> None:
@@ -65,13 +79,30 @@ class MasterWeights:
         self._masters = Masters({} if masters is None else masters, keep_masters)
         self._window = Window()
         self._has_stepped = False
+        self._consumed = False
+        self._share_hooks()
         for group in optimizer.param_groups:
-            self._masters.adopt(optimizer, group)
+            self._masters.claim(optimizer, group)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups; their `params` are the masters."""
-        return self.optimizer.param_groups
+    def param_groups(self) -> list[Any]:  # type: ignore[override]
+        """The wrapped optimizer's groups; their `params` are the model's own parameters."""
+        owners = self._masters.owners
+        return [
+            ParamGroup(group, [owners[master] for master in group["params"]])
+            for group in self.optimizer.param_groups
+        ]
+
+    @property
+    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+        """The wrapped optimizer's state, by the model's own parameters."""
+        owners = self._masters.owners
+        return {owners.get(master, master): own for master, own in self.optimizer.state.items()}
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """What the wrapped optimizer's groups begin with."""
+        return self.optimizer.defaults
 
     @property
     def device(self) -> torch.device:
@@ -91,21 +122,22 @@ class MasterWeights:
         """The fp32 tensor the update acts on: `parameter` itself where it is fp32."""
         return self._masters[parameter]
 
-    def add_param_group(self, group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its half parameters get masters."""
-        self.optimizer.add_param_group(group)
-        self._masters.adopt(self.optimizer, self.optimizer.param_groups[-1])
+        self.optimizer.add_param_group(param_group)
+        self._masters.claim(self.optimizer, self.optimizer.param_groups[-1])
         self._has_stepped = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters, and what was accumulated."""
         self.optimizer.zero_grad(set_to_none)
-        for parameter, _ in self._masters.half_pairs:
+        for parameter in self._masters.half:
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
         self._window.clear()
+        self._consumed = False
 
     @torch.no_grad()
     def accumulate(self, scale: Tensor | float = 1.0) -> Tensor:
@@ -126,12 +158,10 @@ class MasterWeights:
 
     def keep(self, gradients: Gradients) -> None:
         """Add a micro-batch's gradients to the accumulators, unless their amax is not finite."""
-        for parameter in self._masters:
-            parameter.grad = None
         self._window.add(gradients)
 
     @torch.no_grad()
-    def step(
+    def step(  # type: ignore[override]
         self,
         scaler: LossScaler | None = None,
         *,
@@ -142,11 +172,13 @@ class MasterWeights:
     ) -> StepResult:
         """Unscale, check, clip, update or skip, and tell the scaler: one step, all or nothing.
 
-        Without any gradient nothing is updated and amax is 0, as in torch.
+        It consumes the gradients: afterwards every parameter's is None. Without any gradient
+        nothing is updated and amax is 0, as in torch.
 
         Args:
             scaler: scaled this step's loss; None: the loss was not scaled.
-            max_norm: clip the global 2-norm of the gradients to this, > 0; None: do not clip.
+            max_norm: clip the global 2-norm of the gradients to this, > 0 and finite; None: do
+                not clip.
             veto: 0-d bool on the device; True skips the step whatever its gradients are.
             whole: skip the step where any of its micro-batches was dropped, not only all.
             closure: recomputes the loss, for optimizers that need it (LBFGS). It takes fp32
@@ -156,11 +188,14 @@ class MasterWeights:
             What was done. After a skip no parameter, master or optimizer state has changed.
 
         Raises:
-            ConfigError: a closure that is missing, or beside half weights, a scaler, clipping or a
-                veto.
+            ConfigError: a second step without new gradients; `max_norm` out of its range; a closure
+                that is missing, or beside half weights, a scaler, clipping or a veto; a sparse
+                gradient that the optimizer does not take. Nothing has moved.
         """
+        check_max_norm(max_norm)
         if closure is not None or self.needs_closure:
             return self._step_with_closure(closure, scaler, max_norm, veto)
+        refuse_second_step([self])
         gathered = self.gather(scale_of(scaler))
         gradients, skipped = gathered.gradients, gathered.bad(whole)
         norm = norm_of(gradients.values, self.device)
@@ -185,32 +220,42 @@ class MasterWeights:
         if not self._window:
             gradients = self.take(scale)
             return Gathered(gradients, gradients.amax)
-        if any(parameter.grad is not None for parameter in self._masters):
+        if self._masters.any_gradient():
             self.accumulate(scale)
         seen, dropped = self._window.amax(), self._window.bad().sum()
         return Gathered(self._window.take_mean(), seen, dropped)
 
     def take(self, scale: Tensor | float) -> Gradients:
-        """The parameters' gradients, fp32 and unscaled; half parameters are left without."""
-        scaled = [(m, p.grad) for p, m in self._masters.items() if p.grad is not None]
-        for parameter, _ in self._masters.half_pairs:
-            parameter.grad = None
+        """The gradients, fp32 and unscaled; parameters and masters are left without."""
+        scaled = list(self._masters.gradients())
+        self._masters.clear_gradients()
         return unscaled(scaled, scale, self.device)
 
     @torch.no_grad()
     def apply(self, gradients: Gradients, skipped: Tensor) -> None:
         """Update the masters and round them into the weights, unless the step is `skipped`."""
-        for master, gradient in gradients.by_master.items():
-            if master.grad is not gradient:
-                master.grad = gradient.to(master.dtype)
-        if self._skips_on_device():
-            self._step_on_device(skipped)
-        elif bool(skipped):  # The one place where a step waits for the device.
+        self._consumed = bool(gradients.by_master)
+        on_device = self._skips_on_device()
+        if not on_device and bool(skipped):  # The one place where a step waits for the device.
             return
+        self._masters.adopt_writes()
+        for master, gradient in gradients.by_master.items():
+            master.grad = gradient.to(master.dtype)
+        if on_device:
+            self._step_on_device(skipped)
         else:
             self.optimizer.step()
             self._has_stepped = True
+        for master in gradients.by_master:
+            master.grad = None
+        # Fused kernels do not raise the counters by which a kept cast knows that it is old.
+        torch.autograd.graph.increment_version(gradients.by_master)
         self._masters.publish()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the last step consumed the gradients and nothing has come since."""
+        return self._consumed and not self._window and not self._masters.any_gradient()
 
     def saturated(self) -> Tensor:
         """How many half weights are held at the end of their range (0-d int64, on the device)."""
@@ -236,7 +281,7 @@ class MasterWeights:
         return self.optimizer.state_dict()
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class, or of a plain optimizer, returned.
 
         A plain optimizer's state has no masters: they stay as they are.
@@ -244,7 +289,7 @@ class MasterWeights:
         Raises:
             CheckpointError: the state was made over other parameters; nothing is loaded.
         """
-        state = dict(state)
+        state = dict(state_dict)
         masters = state.pop("masters", [None for _ in self._masters])
         self._masters.check_listed(masters)
         try:
@@ -286,7 +331,9 @@ class MasterWeights:
             clipped=max_norm is not None,
             vetoed=veto is not None,
         )
-        return step_with_closure(self.optimizer, closure)
+        result = step_with_closure(self.optimizer, closure)
+        self._masters.clear_gradients()
+        return result
 
     def _skips_on_device(self) -> bool:
         """True where the optimizer's fused kernel takes the verdict itself.
@@ -295,8 +342,21 @@ class MasterWeights:
         behind, and SGD's momentum would be whatever the memory held.
         """
         takes_verdict = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        fused = takes_verdict and all(group.get("fused") for group in self.param_groups)
+        fused = takes_verdict and all(group.get("fused") for group in self.optimizer.param_groups)
         return fused and self._has_stepped
+
+    def _share_hooks(self) -> None:
+        """Hooks registered here are the wrapped optimizer's: they see the steps it takes."""
+        vars(self).update({k: v for k, v in vars(self.optimizer).items() if k.endswith("_hooks")})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Schedulers put a function of their own in the place of `step`.
+        return {k: v for k, v in vars(self).items() if k != "step" and not k.endswith("_hooks")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        note_wrapped(self.optimizer)
+        self._share_hooks()
 
     def _step_on_device(self, skipped: Tensor) -> None:
         fused: Any = self.optimizer
@@ -305,6 +365,19 @@ class MasterWeights:
             self.optimizer.step()
         finally:
             del fused.grad_scale, fused.found_inf
+
+
+def refuse_second_step(parts: Sequence[MasterWeights]) -> None:
+    """Refuse a step whose gradients, those of all its optimizers, the last step has consumed.
+
+    Raises:
+        ConfigError: no gradient has come since.
+    """
+    if all(part.is_spent for part in parts):
+        raise ConfigError(
+            "optimizer.step: the step before has consumed the gradients and no backward pass has "
+            "left new ones; call backward, or zero_grad where a step without gradients is meant"
+        )
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
@@ -58,18 +58,22 @@ class Precision:
         self.master_weights = master_weights
         self._mode = CastMode(self.policy) if self.policy.casts else None
         self._hooked: WeakSet[nn.Module] = WeakSet()
-        self._unclaimed: dict[Tensor, Tensor] = {}
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, MasterWeights]:
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, *, keep_frozen: bool = True
+    ) -> tuple[nn.Module, MasterWeights]:
         """Store the weights as the mode says and wrap the optimizer; both are changed in place.
 
-        For a model with two optimizers call it twice: fp32 values that the first did not take
-        are kept for the second, and for groups added later.
+        For a model with two optimizers call it twice. A weight has one master: a second optimizer
+        over it shares the first one's, and fp32 values that the first did not take are kept for
+        the second, and for groups added later.
 
         Args:
             model: on its device, in fp32, before the first step. A weight that is half on arrival
                 has lost its fp32 value already; its master starts from the half value.
             optimizer: over the model's parameters.
+            keep_frozen: False gives up the fp32 values of weights that need no gradient, 4 bytes
+                each; one that is optimized later after all then starts from its half value.
 
         Returns:
             The same model, and the wrapped optimizer with masters from before the rounding.
@@ -78,12 +82,12 @@ class Precision:
             ConfigError: a parameter is complex, or a pin names no module.
         """
         refuse_idle_pins(model, self.policy)
-        self._unclaimed |= store(model, self.policy)
+        before = store(model, self.policy)
         self.attach(model)
-        masters = MasterWeights(optimizer, self._unclaimed, keep_masters=self.master_weights)
-        for parameter in [p for p in self._unclaimed if not p.requires_grad]:
-            del self._unclaimed[parameter]  # Frozen and never optimized: half is all it needs.
-        return model, masters
+        if not keep_frozen:
+            wanted = {p for group in optimizer.param_groups for p in group["params"]}
+            before = {p: v for p, v in before.items() if p.requires_grad or p in wanted}
+        return model, MasterWeights(optimizer, before, keep_masters=self.master_weights)
 
     def attach(self, model: nn.Module) -> None:
         """Let pins and recurrent layers follow this precision's casts; no weight is touched.
@@ -171,7 +175,9 @@ class Precision:
 
 def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Without lists no op casts its inputs: the model's are brought to its weights' format."""
-    weight = next(model.parameters())
+    weight = next(model.parameters(), None)
+    if weight is None:
+        return args, kwargs
     return map_tensors(lambda tensor: cast_to(tensor, weight.dtype), (args, kwargs))
 
 

@@ -13,6 +13,8 @@ from vocabulary import HALVES, formats, same_bits, tensors
 
 from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
 from mpframe.errors import CheckpointError, ConfigError
+from mpframe.plan import Plan
+from mpframe.precision import JointOptimizer
 
 FP32, HALF = torch.float32, torch.float16
 INF = float("inf")
@@ -48,6 +50,18 @@ def sparse(rows: list[int], values: Tensor, shape: tuple[int, ...]) -> Tensor:
 def set_gradients(params: list[Any], grads: list[Tensor], scale: float = 1.0) -> None:
     for parameter, gradient in zip(params, grads, strict=True):
         parameter.grad = (gradient * scale).to(parameter.dtype)
+
+
+def spied(wrapped: MasterWeights) -> list[Tensor]:
+    """What the wrapped optimizer is given, filled in at each of its steps."""
+    given: list[Tensor] = []
+
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        masters = [m for group in optimizer.param_groups for m in group["params"]]
+        given[:] = [m.grad.clone() for m in masters if m.grad is not None]
+
+    wrapped.register_step_pre_hook(look)
+    return given
 
 
 def state_tensors(optimizer: Any) -> list[Tensor]:
@@ -237,8 +251,9 @@ class TestUnscaling:
         wrapped = MasterWeights(torch.optim.AdamW(params))
         exact = [g.to(half) for g in gradients(0, torch.optim.AdamW)]
         set_gradients(params, exact, scale)
+        given = spied(wrapped)
         result = wrapped.step(Static(scale))
-        assert same_bits([wrapped.master_of(p).grad for p in params], [g.float() for g in exact])  # type: ignore[list-item]
+        assert same_bits(given, [g.float() for g in exact])
         assert result.amax.item() == max(g.abs().max().item() for g in exact)
         assert result.scale.item() == scale
 
@@ -560,28 +575,205 @@ class TestParameters:
         masters = [first.master_of(model.weight), second.master_of(model.bias)]
         assert same_bits(masters, before)
 
-    def test_frozen_weights_outside_the_optimizer_keep_no_fp32_copy(self) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model[0].requires_grad_(False)
-        precision = Precision("mixed")
-        _, wrapped = precision.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
-        assert wrapped.masters_by_name(model).keys() == {"1.weight", "1.bias"}
-
-    def test_gradients_of_half_parameters_are_taken(self) -> None:
-        (weight, *_) = params = parameters(HALF)
-        wrapped = MasterWeights(torch.optim.SGD(params, lr=0.1))
-        set_gradients(params, gradients(0, torch.optim.SGD))
-        wrapped.step()
-        assert weight.grad is None
-        wrapped.zero_grad()
-        assert wrapped.master_of(weight).grad is None
-
     def test_zero_grad_without_none(self) -> None:
         params = [*parameters(HALF), *parameters()]
         wrapped = MasterWeights(torch.optim.SGD(params, lr=0.1))
         set_gradients(params, gradients(0, torch.optim.SGD) * 2)
         wrapped.zero_grad(set_to_none=False)
         assert all(p.grad is not None and not p.grad.any() for p in params)
+
+
+class TestConsumed:
+    """A step consumes the gradients, whatever came of it."""
+
+    @pytest.mark.parametrize("kind", ["dense", "sparse"])
+    @pytest.mark.parametrize("way", ["step", "skip", "accumulate", "whole", "veto", "device"])
+    @pytest.mark.parametrize(("dtype", "keep"), [(FP32, True), (HALF, True), (HALF, False)])
+    def test_no_gradient_is_left(self, dtype: torch.dtype, keep: bool, way: str, kind: str) -> None:
+        fused = way == "device" and kind == "dense"
+        params = parameters(dtype)
+        wrapped = MasterWeights(torch.optim.SGD(params, lr=0.1, fused=fused), keep_masters=keep)
+        cls = torch.optim.SparseAdam if kind == "sparse" else torch.optim.SGD
+        for step in range(2):
+            set_gradients(params, [g.half().float() for g in gradients(step, cls)])
+            if way == "skip":
+                params[0].grad = params[0].grad * INF  # type: ignore[operator]
+            if way in ("accumulate", "whole"):
+                wrapped.accumulate()
+                set_gradients(params, gradients(step, cls))
+            veto = torch.tensor(True) if way == "veto" else None
+            wrapped.step(whole=way == "whole", veto=veto)
+            assert [p.grad for p in params] == [None] * 3
+            assert [wrapped.master_of(p).grad for p in params] == [None] * 3
+
+    @pytest.mark.parametrize("dtype", [FP32, HALF])
+    def test_a_second_step_is_refused(self, dtype: torch.dtype) -> None:
+        params = parameters(dtype)
+        wrapped = MasterWeights(torch.optim.SGD(params, lr=0.1))
+        for factor in (1.0, INF):
+            set_gradients(params, [g * factor for g in gradients(0, torch.optim.SGD)])
+            wrapped.step()
+            before = snapshot(wrapped, params)
+            for _ in range(2):
+                with pytest.raises(ConfigError) as error:
+                    wrapped.step(Backoff(), max_norm=1.0)
+            assert unchanged(before, wrapped, params)
+        assert str(error.value) == (
+            "optimizer.step: the step before has consumed the gradients and no backward pass has "
+            "left new ones; call backward, or zero_grad where a step without gradients is meant"
+        )
+
+    @pytest.mark.parametrize("between", ["zero_grad", "accumulate", "gradients", "of a master"])
+    def test_a_second_step_after(self, between: str) -> None:
+        params = parameters(HALF)
+        wrapped = MasterWeights(torch.optim.SGD(params, lr=0.1))
+        set_gradients(params, gradients(0, torch.optim.SGD))
+        wrapped.step()
+        if between == "zero_grad":
+            wrapped.zero_grad()
+        elif between == "accumulate":
+            wrapped.accumulate()
+        elif between == "gradients":
+            set_gradients(params, gradients(0, torch.optim.SGD))
+        else:
+            master = wrapped.master_of(params[0])
+            master.square().sum().backward()  # type: ignore[no-untyped-call]
+        wrapped.step()
+
+    def test_steps_without_any_gradient_go_on(self) -> None:
+        wrapped = MasterWeights(torch.optim.SGD(parameters(), lr=0.1))
+        for _ in range(2):
+            assert wrapped.step().amax.item() == 0
+
+    def test_an_accumulated_mean_is_not_absorbed_by_the_next_window(self) -> None:
+        weight = nn.Parameter(torch.zeros(1))
+        wrapped = MasterWeights(torch.optim.SGD([weight], lr=1.0))
+        for expected in (-1.0, -2.0):
+            for _ in range(2):
+                weight.grad = torch.ones(1) if weight.grad is None else weight.grad + 1
+                wrapped.accumulate()
+            wrapped.step()
+            assert weight.item() == expected
+
+    @pytest.mark.parametrize("clear", ["model", "none", "nothing"])
+    @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
+    def test_no_gradient_is_applied_twice(self, mode: str, clear: str) -> None:
+        """A layer frozen in mid-run stays where it is, however gradients are cleared."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        precision = Precision(mode)
+        model, wrapped = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def step() -> None:
+            if clear == "model":
+                model.zero_grad()
+            elif clear == "none":
+                for parameter in model.parameters():
+                    parameter.grad = None
+            with precision.cast():
+                loss = nn.functional.mse_loss(model(torch.ones(2, 4)).float(), torch.ones(2, 4))
+            loss.backward()
+            wrapped.step()
+
+        step()
+        model[0].requires_grad_(False)
+        frozen, trained = model[0].weight.clone(), model[2].weight.clone()
+        step()
+        assert torch.equal(model[0].weight, frozen)
+        assert not torch.equal(model[2].weight, trained)
+
+    def test_of_a_closure(self) -> None:
+        params = parameters()
+        wrapped = MasterWeights(torch.optim.LBFGS(params, lr=0.5))
+        for _ in range(2):
+            wrapped.step(closure=quadratic(params))
+            assert [p.grad for p in params] == [None] * 3
+
+
+class TestGroups:
+    """The groups show the model's own parameters; gradients left at masters count."""
+
+    @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
+    def test_their_parameters_are_the_models(self, mode: str) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        groups = [{"params": list(layer.parameters())} for layer in model]
+        model, wrapped = Precision(mode).prepare(model, torch.optim.SGD(groups, lr=0.1))
+        shown = [p for group in wrapped.param_groups for p in group["params"]]
+        assert all(a is b for a, b in zip(shown, model.parameters(), strict=True))
+
+    def test_all_else_is_shared(self) -> None:
+        wrapped = MasterWeights(torch.optim.SGD(parameters(HALF), lr=0.1, momentum=0.9))
+        (group,), (inner,) = wrapped.param_groups, wrapped.optimizer.param_groups
+        assert {**group, "params": None} == {**inner, "params": None}
+        group["lr"] = 0.5
+        assert inner["lr"] == 0.5
+        inner["lr"] = 0.25
+        assert group["lr"] == 0.25
+        assert group.setdefault("more", 1) == inner.pop("more") == 1
+        assert len(group) == len(inner)
+        inner["mine"] = 1
+        del group["mine"]
+        assert "mine" not in inner
+        for change in (lambda: group.update(params=[]), lambda: group.pop("params")):
+            with pytest.raises(ConfigError) as error:
+                change()
+        assert str(error.value) == (
+            "optimizer.param_groups: params stay as they are; add some with add_param_group, or "
+            "make a new optimizer"
+        )
+
+    def test_state_and_defaults_are_the_wrapped_ones(self) -> None:
+        params = parameters(HALF)
+        wrapped = MasterWeights(torch.optim.AdamW(params, lr=0.1))
+        assert wrapped.defaults is wrapped.optimizer.defaults
+        set_gradients(params, gradients(0, torch.optim.AdamW))
+        wrapped.step()
+        for parameter in params:
+            inner = wrapped.optimizer.state[wrapped.master_of(parameter)]
+            assert wrapped.state[parameter] is inner
+
+    @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
+    def test_clipping_over_the_groups_acts(self, mode: str) -> None:
+        model = nn.Linear(4, 4)
+        model, wrapped = Precision(mode).prepare(model, torch.optim.SGD(model.parameters(), 1.0))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        listed = [p for group in wrapped.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(listed, 0.5)
+        # 20 gradients of 1, of norm 4.5, to 0.5: halves hold each to 2^-11 of its size.
+        assert wrapped.step().grad_norm.item() == pytest.approx(0.5, rel=2.0**-10)
+
+    @pytest.mark.parametrize("half", HALVES)
+    @pytest.mark.parametrize("way", ["step", "accumulate"])
+    def test_a_penalty_on_masters_counts(self, way: str, half: str) -> None:
+        """As scaled as the loss, and added in fp32: 2^-13 beside 1 is nothing in half."""
+        weight = nn.Parameter(torch.zeros(2, dtype=HALVES[half]))
+        wrapped = MasterWeights(torch.optim.SGD([weight], lr=1.0))
+        for total in (1 + 2.0**-13, 2 + 2.0**-12):
+            weight.grad = torch.full_like(weight, 4.0)
+            (wrapped.master_of(weight).sum() * 2.0**-11).backward()
+            if way == "accumulate":
+                wrapped.accumulate(4.0)
+            result = wrapped.step(Static(4.0))
+            assert result.amax.item() == 1 + 2.0**-13
+            assert wrapped.master_of(weight).tolist() == [-total, -total]
+
+    def test_a_penalty_alone_counts(self) -> None:
+        weight = nn.Parameter(torch.zeros(2, dtype=HALF))
+        wrapped = MasterWeights(torch.optim.SGD([weight], lr=1.0))
+        wrapped.master_of(weight).sum().backward()  # type: ignore[no-untyped-call]
+        assert not wrapped.step().skipped
+        assert wrapped.master_of(weight).tolist() == [-1.0, -1.0]
+
+    @pytest.mark.parametrize("sparse_one", ["weight", "master", "both"])
+    def test_a_penalty_beside_sparse_gradients(self, sparse_one: str) -> None:
+        weight = nn.Parameter(torch.zeros(2, 1, dtype=HALF))
+        wrapped = MasterWeights(torch.optim.SGD([weight], lr=1.0))
+        row = sparse([0], torch.ones(1, 1), (2, 1))
+        weight.grad = row.half() if sparse_one != "master" else row.to_dense().half()
+        wrapped.master_of(weight).grad = row if sparse_one != "weight" else row.to_dense()
+        wrapped.step()
+        assert wrapped.master_of(weight).flatten().tolist() == [-2.0, 0.0]
 
 
 class TestSaturation:
@@ -730,6 +922,24 @@ class TestState:
 
 class TestRefusals:
     """By name, in one line, with the way out."""
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), INF])
+    def test_a_norm_that_nothing_can_be_clipped_to(self, value: float) -> None:
+        params = parameters()
+        wrapped = MasterWeights(torch.optim.SGD(params, lr=1.0))
+        set_gradients(params, gradients(0, torch.optim.SGD))
+        before = snapshot(wrapped, params)
+        for optimizer in (wrapped, JointOptimizer({"all": wrapped})):
+            with pytest.raises(ConfigError) as error:
+                optimizer.step(max_norm=value)
+            assert str(error.value) == (
+                f"max_norm={value}: must be a finite number > 0; None leaves the gradients as "
+                "they are"
+            )
+        assert unchanged(before, wrapped, params)
+        assert all(p.grad is not None for p in params)
+        with pytest.raises(ConfigError, match=rf"^trainer.clip_norm={value}: must be a finite"):
+            Plan(clip_norm=value)
 
     def test_complex_parameters(self) -> None:
         weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
