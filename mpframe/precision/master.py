@@ -6,9 +6,7 @@ share it. A master writes its weight, rounded. Whatever else writes the weight (
 
     m <- w    where w is not round(m); elsewhere m keeps the digits that half cannot hold
 
-so a weight that was exchanged for a while and put back changes nothing. Such a write is seen by the
-weight's version counter and address, and on a CPU by its values, for `w.data.clamp_()` raises no
-counter. On an accelerator a look at the values would make every step wait for the device.
+so a weight that was exchanged for a while and put back changes nothing.
 """
 
 from collections.abc import Iterable, MutableMapping
@@ -17,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mpframe.precision.last_look import LastLook
 from mpframe.precision.tree import HALF
 
 _MASTERS: MutableMapping[Tensor, "Master"] = WeakTensorKeyDictionary()
-_LARGE = 2**16  # values; a copy of fewer costs less than their sums
 
 
 class Master:
@@ -36,30 +34,23 @@ class Master:
 
     def __init__(self, weight: Tensor, start: Tensor) -> None:
         self.value = start.detach().to(weight.device, torch.float32, copy=True)
-        self.watch(weight)
-
-    def watch(self, weight: Tensor) -> None:
-        """Take the weight as it stands for what this master wrote."""
         self._format = weight.dtype
-        self._version, self._address = weight._version, weight.data_ptr()
-        bits = _bits(weight)
-        self._bits = bits.clone() if bits is not None and bits.dtype == weight.dtype else bits
+        self._seen = LastLook(weight)
 
     def current(self, weight: Tensor) -> Tensor:
         """`value`, after what others have written into the weight was adopted."""
-        if self._was_written(weight):
+        if self._seen.differs(weight):
             now, rounded = weight.detach(), torch.empty_like(self.value, dtype=self._format)
             with torch.no_grad():
                 round_into([(rounded, self.value)])
                 self.value.copy_(torch.where(now == rounded, self.value, now.float()))
-            self.watch(weight)
+            self.wrote(weight)
         return self.value
 
-    def _was_written(self, weight: Tensor) -> bool:
-        if self._version != weight._version or self._address != weight.data_ptr():
-            return True
-        bits = _bits(weight)
-        return bits is not None and not torch.equal(bits, self._bits)  # type: ignore[arg-type]
+    def wrote(self, weight: Tensor) -> None:
+        """Take the weight as it stands for the master's own rounding."""
+        self._format = weight.dtype
+        self._seen.renew(weight)
 
 
 def master_behind(weight: Tensor) -> Master | None:
@@ -83,7 +74,7 @@ def remember(weight: Tensor, start: Tensor) -> None:
         _MASTERS[weight] = Master(weight, start)
     else:
         known.value.detach().copy_(start)
-        known.watch(weight)
+        known.wrote(weight)
 
 
 def restore(weight: Tensor, master: Master) -> None:
@@ -101,7 +92,7 @@ def publish(pairs: Iterable[tuple[Tensor, Master]]) -> None:
     pairs = list(pairs)
     round_into((weight, master.value) for weight, master in pairs)
     for weight, master in pairs:
-        master.watch(weight)
+        master.wrote(weight)
 
 
 def round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -116,19 +107,3 @@ def round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         # The copy rounds what lies beyond the range to inf; it belongs at the range's end.
         torch._foreach_clamp_max_(weights, limit)
         torch._foreach_clamp_min_(weights, -limit)
-
-
-def _bits(weight: Tensor) -> Tensor | None:
-    """What a weight's values are known by: the sums of its rows' bits, or the weight itself.
-
-    None on an accelerator.
-    """
-    if weight.device.type != "cpu":
-        return None
-    weight = weight.detach()
-    if weight.numel() < _LARGE or weight.dim() < 2:
-        return weight
-    rows = weight.reshape(len(weight), -1).contiguous()
-    # Words of four values: summing 16-bit ones takes 60 times as long.
-    odd = rows.shape[1] % 4 or rows.storage_offset() % 4
-    return weight if odd else rows.view(torch.int64).sum(-1)
