@@ -187,7 +187,8 @@ class TrainerOptions:
     )
     ema_decay: float | None = option(
         None,
-        "Keep an exponential moving average of the weights and validate with it.",
+        "Keep an exponential moving average of the weights and validate with it. The decay of "
+        "step t is warmed up: min(this, (1 + t) / (10 + t)).",
         unit="per step",
         above=0.0,
         below=1.0,

@@ -228,6 +228,7 @@ class Trainer:
             "scaler": _state_by_name(self.scaler),
             "schedule": _state_by_name(self.schedule),
             "ema": self.ema.by_name(self.model) if self.ema else None,
+            "ema_updates": self.ema.updates if self.ema else 0,
             "spikes": self.spikes.state_dict() if self.spikes else None,
             "precision": str(self.precision),
             "progress": asdict(self.progress),
@@ -244,7 +245,9 @@ class Trainer:
         _load_by_name(self.scaler, state["scaler"], "loss_scaling")
         _load_by_name(self.schedule, state["schedule"], "scheduler")
         if self.ema is not None and state["ema"] is not None:
-            self.ema.load_by_name(self.model, state["ema"])
+            # An older checkpoint did not count them, and its decay was never warmed up.
+            updates = state.get("ema_updates", state["progress"]["steps"])
+            self.ema.load_by_name(self.model, state["ema"], updates)
         if self.spikes is not None and state["spikes"] is not None:
             self.spikes.load_state_dict(state["spikes"])
         self.progress = Progress(**state["progress"])

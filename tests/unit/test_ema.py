@@ -12,9 +12,9 @@ def averages(ema: Ema, weight: nn.Parameter) -> torch.Tensor:
     return ema.by_name(nn.ParameterDict({"weight": weight}))["weight"]
 
 
-@pytest.mark.parametrize("decay", [0.5, 0.875])
+@pytest.mark.parametrize("decay", [0.0625, 0.03125])
 def test_the_average_follows_its_equation(decay: float) -> None:
-    """Decays and weights that are sums of few powers of two: exact."""
+    """Decays and weights that are sums of few powers of two: exact. Below 0.1 none is warmed up."""
     weight = nn.Parameter(torch.tensor([1.0, -2.0]))
     ema = Ema({weight: weight}, decay)
     expected = weight.detach().clone()
@@ -25,14 +25,69 @@ def test_the_average_follows_its_equation(decay: float) -> None:
     assert torch.equal(averages(ema, weight), expected)
 
 
+@pytest.mark.parametrize("decay", [0.15, 0.99, 0.9999])
+def test_the_decay_is_warmed_up(decay: float) -> None:
+    """min(d, (1 + t) / (10 + t)), from t = 0 again after a restart."""
+    weight = nn.Parameter(torch.tensor([1.0]))
+    ema = Ema({weight: weight}, decay)
+    for _ in range(2):
+        expected = averages(ema, weight)
+        for step in range(40):
+            weight.data.fill_(float(step))
+            ema.update()
+            warmed = min(decay, (1 + step) / (10 + step))
+            expected = torch.lerp(expected, weight.detach(), 1.0 - warmed)
+            assert torch.equal(averages(ema, weight), expected)
+        assert ema.updates == 40
+        ema.restart()
+        assert torch.equal(averages(ema, weight), weight)
+
+
+def test_little_is_left_of_the_start_after_a_short_run() -> None:
+    """A constant decay of 0.99 would hold 30 % of it after 120 steps."""
+    weight = nn.Parameter(torch.ones(1))
+    ema = Ema({weight: weight}, 0.99)
+    weight.data.zero_()
+    for _ in range(120):
+        ema.update()
+    assert averages(ema, weight).item() < 1e-6
+
+
+def test_a_resumed_average_goes_on_bit_for_bit() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    module = nn.ParameterDict({"weight": weight})
+    whole, first, second = (Ema({weight: weight}, 0.99) for _ in range(3))
+    for step in range(8):
+        weight.data.fill_(1.0 / (step + 1))
+        whole.update()
+        if step == 4:
+            second.load_by_name(module, first.by_name(module), first.updates)
+        (first if step < 4 else second).update()
+    assert torch.equal(averages(second, weight), averages(whole, weight))
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_an_average_beyond_the_range_is_held_at_its_end(half: torch.dtype) -> None:
+    """As the weights are in training: 70000 is 65504 in float16, not inf."""
+    beyond = {torch.float16: 70000.0, torch.bfloat16: torch.finfo(torch.float32).max}[half]
+    master = torch.tensor([beyond, -beyond, 1.0])
+    limit = torch.finfo(half).max
+    weight = nn.Parameter(torch.tensor([limit, -limit, 1.0], dtype=half))
+    ema = Ema({weight: master}, 0.5)
+    before = weight.detach().clone()
+    with ema.applied():
+        assert weight.tolist() == [limit, -limit, 1.0]
+    assert torch.equal(weight, before)
+
+
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_it_is_kept_in_fp32_and_rounded_only_for_use(half: torch.dtype) -> None:
     master = torch.tensor([1.0])
     weight = nn.Parameter(master.to(half))
-    ema = Ema({weight: master}, 0.5)
+    ema = Ema({weight: master}, 0.0625)
     master.add_(2.0**-12)
     ema.update()
-    assert torch.equal(averages(ema, weight), torch.tensor([1.0 + 2.0**-13]))
+    assert torch.equal(averages(ema, weight), torch.tensor([1.0 + 2.0**-12 - 2.0**-16]))
     with ema.applied():
         assert weight.dtype == half
         assert torch.equal(weight.detach(), torch.tensor([1.0], dtype=half))
