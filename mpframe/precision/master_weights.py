@@ -39,6 +39,7 @@ from mpframe.precision.gradients import (
 )
 from mpframe.precision.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
 from mpframe.precision.param_group import ParamGroup
+from mpframe.precision.sparse_gradients import refuse_untaken
 from mpframe.precision.tree import HALF
 from mpframe.step import LossScaler, StepResult, scale_of
 
@@ -80,6 +81,7 @@ class MasterWeights(Optimizer):
         self._window = Window()
         self._has_stepped = False
         self._consumed = False
+        self._taken_sparse: set[Tensor] = set()
         self._share_hooks()
         for group in optimizer.param_groups:
             self._masters.claim(optimizer, group)
@@ -216,14 +218,20 @@ class MasterWeights(Optimizer):
 
         Args:
             scale: the loss scale of a backward pass that was not accumulated yet, > 0.
+
+        Raises:
+            ConfigError: the optimizer does not take a gradient, as it is sparse.
         """
         if not self._window:
             gradients = self.take(scale)
-            return Gathered(gradients, gradients.amax)
-        if self._masters.any_gradient():
-            self.accumulate(scale)
-        seen, dropped = self._window.amax(), self._window.bad().sum()
-        return Gathered(self._window.take_mean(), seen, dropped)
+            gathered = Gathered(gradients, gradients.amax)
+        else:
+            if self._masters.any_gradient():
+                self.accumulate(scale)
+            seen, dropped = self._window.amax(), self._window.bad().sum()
+            gathered = Gathered(self._window.take_mean(), seen, dropped)
+        self._try_sparse(gathered.gradients)
+        return gathered
 
     def take(self, scale: Tensor | float) -> Gradients:
         """The gradients, fp32 and unscaled; parameters and masters are left without."""
@@ -334,6 +342,11 @@ class MasterWeights(Optimizer):
         result = step_with_closure(self.optimizer, closure)
         self._masters.clear_gradients()
         return result
+
+    def _try_sparse(self, gradients: Gradients) -> None:
+        sparse = [m for m, gradient in gradients.by_master.items() if gradient.is_sparse]
+        refuse_untaken(self.optimizer, [m for m in sparse if m not in self._taken_sparse])
+        self._taken_sparse.update(sparse)
 
     def _skips_on_device(self) -> bool:
         """True where the optimizer's fused kernel takes the verdict itself.
