@@ -16,8 +16,7 @@ tensors beside a float64 or complex one; ops given an explicit `dtype=`; in-plac
 whose result keeps the format of its tensor; running statistics, which the op writes into.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,31 +33,66 @@ from mpframe.precision.tree import map_tensors, tensors_in
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Plan = Callable[[Any, Args, Kwargs], Any]
+Pins = Sequence[tuple[str, str]]  # (module, pin)
 
 _NARROW = CASTABLE - {torch.float32}
 # None stands for a format that the caller asks for, with `dtype=` or `out=`.
 _HANDS_OFF = frozenset({None, torch.float64, torch.complex32, torch.complex64, torch.complex128})
 
 
-class CastMode(TorchFunctionMode):
-    """Casts the inputs of every op by the policy while it is active.
+class Casts:
+    """What the blocks of one precision share: the policy, and modes that wait for a block.
 
     Args:
         policy: what decides.
-
-    Attributes:
-        awake: True in its block, except inside the block of another policy.
     """
 
     def __init__(self, policy: Policy) -> None:
-        super().__init__()
         self.policy = policy
-        self.awake = False
-        self._half = policy.half_dtype
         self.compute_on(torch.device("cpu"))
+
+    def compute_on(self, device: torch.device) -> None:
+        """Where the tensors will be. Half tensors need no look where half is not emulated."""
+        self.emulates = self.policy.emulates(device)
+        self.to_half = CASTABLE if self.emulates else CASTABLE - {self.policy.half_dtype}
+        self._idle: list[CastMode] = []
+
+    def take(self) -> "CastMode":
+        """A mode that no other block has; one that was used knows its ops already."""
+        if torch.compiler.is_compiling():
+            return CastMode(self)
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return CastMode(self)
+
+    def give_back(self, mode: "CastMode") -> None:
+        """The block of `mode` has ended."""
+        if not torch.compiler.is_compiling():
+            mode.forget()
+            self._idle.append(mode)
+
+
+class CastMode(TorchFunctionMode):
+    """Casts the inputs of every op of one block, on one thread.
+
+    Args:
+        casts: of the precision whose block it is.
+
+    Attributes:
+        policy: what decides.
+        awake: False while a block inside this one decides.
+        pins: the pinned modules that are running, (module, pin), the innermost last.
+    """
+
+    def __init__(self, casts: Casts) -> None:
+        super().__init__()
+        self.casts, self.policy = casts, casts.policy
+        self.awake = True
+        self._half = self.policy.half_dtype
+        self._emulates, self._to_half = casts.emulates, casts.to_half
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor]] = {}
-        self._pins: list[tuple[str, str]] = []  # (module, pin), the innermost last
-        self._pin: str | None = None
+        self.begin_in(())
         self._plans: dict[str | None, dict[Any, Plan]] = {None: {}, **{pin: {} for pin in PINS}}
         self._named_plans: dict[str, Plan] = {
             "as is": _run_as_is,
@@ -77,33 +111,25 @@ class CastMode(TorchFunctionMode):
         if not self.awake:
             return func(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return self._plan(self._plan_name(func, self._pin))(func, args, kwargs)
+            return self._plan(_plan_name(self.policy, func, self._pin))(func, args, kwargs)
         plans = self._plans[self._pin]
         plan = plans.get(func)
         if plan is None:
-            plan = plans[func] = self._plan(self._plan_name(func, self._pin))
+            plan = plans[func] = self._plan(_plan_name(self.policy, func, self._pin))
         return plan(func, args, kwargs)
 
-    def compute_on(self, device: torch.device) -> None:
-        """Where the tensors will be. Half tensors need no look where half is not emulated."""
-        self._emulates = self.policy.emulates(device)
-        self._to_half = CASTABLE if self._emulates else CASTABLE - {self._half}
+    def begin_in(self, pins: Pins) -> None:
+        """Begin a block inside modules that are pinned already."""
+        self.pins = list(pins)
+        self._pin = _innermost(self.pins)
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """A block in which ops are cast; at its end the casts of weights are forgotten."""
-        outer_pins = self._pins
-        self.awake, self._pins, self._pin = True, [], None
-        try:
-            with self:
-                yield
-        finally:
-            self.awake, self._pins, self._pin = False, outer_pins, _innermost(outer_pins)
-            self._kept_weights.clear()
+    def forget(self) -> None:
+        """Drop the casts of weights: the block has ended."""
+        self._kept_weights.clear()
 
     def enter(self, module: str, pin: str) -> None:
         """Run every op as in a module pinned to `pin`, until `leave(module)`."""
-        self._pins.append((module, pin))
+        self.pins.append((module, pin))
         self._pin = pin
 
     def leave(self, module: str) -> bool:
@@ -112,27 +138,12 @@ class CastMode(TorchFunctionMode):
         Returns:
             False where the module was not entered: nothing is done.
         """
-        if all(name != module for name, _ in self._pins):
+        if all(name != module for name, _ in self.pins):
             return False
-        while self._pins.pop()[0] != module:
+        while self.pins.pop()[0] != module:
             pass
-        self._pin = _innermost(self._pins)
+        self._pin = _innermost(self.pins)
         return True
-
-    def _plan_name(self, func: Any, pin: str | None) -> str:
-        """How calls of `func` are run under `pin`: a named plan, or the function to open."""
-        name = op_name(func)
-        compute = self.policy.compute_of(name, pin)
-        if compute is Compute.PYTORCH:
-            return open_function(func) or "as is"
-        if compute is Compute.WIDEST:
-            return "widest rounded" if name in WITHOUT_HALF_KERNEL else "widest"
-        plan = "fp32" if compute is Compute.FP32 else "half"
-        return f"{plan} data" if name in WITH_STATISTICS else plan
-
-    # A compiler takes the name as given and traces the plan. The mark is all that
-    # `torch.compiler.assume_constant_result` sets; calling that imports the compiler, for seconds.
-    _plan_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _plan(self, name: str) -> Plan:
         return self._named_plans.get(name) or self._open_plan(name)
@@ -172,6 +183,23 @@ class CastMode(TorchFunctionMode):
 
     def _round(self, tensor: Tensor) -> Tensor:
         return rounded(tensor, self._half) if tensor.device.type == "cpu" else tensor
+
+
+def _plan_name(policy: Policy, func: Any, pin: str | None) -> str:
+    """How calls of `func` are run under `pin`: a named plan, or the function to open."""
+    name = op_name(func)
+    compute = policy.compute_of(name, pin)
+    if compute is Compute.PYTORCH:
+        return open_function(func) or "as is"
+    if compute is Compute.WIDEST:
+        return "widest rounded" if name in WITHOUT_HALF_KERNEL else "widest"
+    plan = "fp32" if compute is Compute.FP32 else "half"
+    return f"{plan} data" if name in WITH_STATISTICS else plan
+
+
+# A compiler takes the name as given and traces the plan. The mark is all that
+# `torch.compiler.assume_constant_result` sets; calling that imports the compiler, for seconds.
+_plan_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
@@ -244,7 +272,7 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _NARROW else tensor
 
 
-def _innermost(pins: list[tuple[str, str]]) -> str | None:
+def _innermost(pins: Pins) -> str | None:
     return pins[-1][1] if pins else None
 
 

@@ -7,6 +7,7 @@ the module runs, ops of `allow` and `deny` all compute in the pinned format. Out
 pin does nothing.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +15,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mpframe.errors import ConfigError
-from mpframe.precision.cast import CastMode
+from mpframe.precision.blocks import present_mode
 from mpframe.precision.policy import CASTABLE, Policy
 from mpframe.precision.tree import map_tensors
 
 
-def pin_modules(model: nn.Module, mode: CastMode) -> list[RemovableHandle]:
+def pin_modules(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     """Hook every module that the lists pin, containers and what they contain alike."""
-    pins = [(name, module, mode.policy.pin_of(name)) for name, module in model.named_modules()]
-    pinned = [_pin(mode, module, name, pin[1]) for name, module, pin in pins if pin is not None]
+    pins = [(name, module, policy.pin_of(name)) for name, module in model.named_modules()]
+    pinned = [_pin(policy, module, name, pin[1]) for name, module, pin in pins if pin is not None]
     return [handle for pair in pinned for handle in pair]
 
 
@@ -39,27 +40,42 @@ def refuse_idle_pins(model: nn.Module, policy: Policy) -> None:
             raise ConfigError(f"ops.modules[{pattern!r}] matches no module; the model has {known}")
 
 
-def _pin(mode: CastMode, module: nn.Module, name: str, pin: str) -> list[RemovableHandle]:
-    half = mode.policy.half_dtype
-    inside = torch.float32 if pin == "fp32" else half
-
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not mode.awake:
-            return None
-        mode.enter(name, pin)
-        return map_tensors(lambda tensor: cast_to(tensor, inside), (args, kwargs))
-
-    def leave(_: nn.Module, args: Any, result: Any) -> Any:
-        left = mode.leave(name)
-        if not left or not mode.policy.ops.empty:
-            return None
-        # Without lists no op casts its own inputs: what follows expects half.
-        return map_tensors(lambda tensor: cast_to(tensor, half), result)
-
+def _pin(policy: Policy, module: nn.Module, name: str, pin: str) -> list[RemovableHandle]:
+    enter, leave = _Enter(policy, name, pin), _Leave(policy, name)
     return [
         module.register_forward_pre_hook(enter, with_kwargs=True),
         module.register_forward_hook(leave, always_call=True),
     ]
+
+
+# Classes and not functions within a function, so that a model with its hooks can be pickled.
+@dataclass(frozen=True)
+class _Enter:
+    policy: Policy
+    name: str
+    pin: str
+
+    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        mode = present_mode(self.policy)
+        if mode is None:
+            return None
+        mode.enter(self.name, self.pin)
+        inside = torch.float32 if self.pin == "fp32" else self.policy.half_dtype
+        return map_tensors(lambda tensor: cast_to(tensor, inside), (args, kwargs))
+
+
+@dataclass(frozen=True)
+class _Leave:
+    policy: Policy
+    name: str
+
+    def __call__(self, _: nn.Module, args: Any, result: Any) -> Any:
+        mode = present_mode(self.policy)
+        left = mode is not None and mode.leave(self.name)
+        if not left or not self.policy.ops.empty:
+            return None
+        # Without lists no op casts its own inputs: what follows expects half.
+        return map_tensors(lambda tensor: cast_to(tensor, self.policy.half_dtype), result)
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:

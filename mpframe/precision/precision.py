@@ -10,22 +10,23 @@ the ops of its block by the lists. The deciding is in policy.py, the casting in 
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.precision.cast import CastMode
+from mpframe.precision.blocks import block
+from mpframe.precision.cast import Casts
 from mpframe.precision.dtype_map import Row, dtype_map
 from mpframe.precision.master_weights import MasterWeights
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.pins import cast_to, pin_modules, refuse_idle_pins
 from mpframe.precision.policy import Policy
+from mpframe.precision.recomputation import follow_backward_passes
 from mpframe.precision.recurrent import fit_recurrent_layers
 from mpframe.precision.storage import store
 from mpframe.precision.tree import map_tensors
@@ -56,7 +57,8 @@ class Precision:
     ) -> None:
         self.policy = Policy(mode, half, OpLists.named() if ops is None else ops, compute)
         self.master_weights = master_weights
-        self._mode = CastMode(self.policy) if self.policy.casts else None
+        self._casts = Casts(self.policy) if self.policy.casts else None
+        follow_backward_passes()
         self._hooked: WeakSet[nn.Module] = WeakSet()
 
     def prepare(
@@ -112,31 +114,13 @@ class Precision:
             for handle in handles:
                 handle.remove()
 
-    @contextmanager
-    def cast(self) -> Iterator[None]:
+    def cast(self) -> AbstractContextManager[None]:
         """Run the ops of the block by the lists; one weight is cast at most once in it.
 
-        Blocks nest: the innermost decides, also where it is an fp32 one, which casts nothing.
+        Blocks nest: the innermost decides, also where it is an fp32 one, which casts nothing. They
+        are of the thread that enters them, and of no other.
         """
-        mode = self._mode
-        if mode is not None and mode.awake:
-            yield
-            return
-        active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        outer = [m for m in active if isinstance(m, CastMode) and m.awake]
-        _set_awake(outer, False)
-        try:
-            with nullcontext() if mode is None else mode.opened():
-                yield
-        finally:
-            _set_awake(outer, True)
-
-    def recompute(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """The `context_fn` of activation checkpointing: recomputes forward passes under the cast.
-
-        checkpoint(block, x, use_reentrant=False, context_fn=precision.recompute)
-        """
-        return nullcontext(), self.cast()
+        return block(self._casts)
 
     def dtype_map(self, model: nn.Module) -> list[Row]:
         """Every module's storage and compute format and what decides them."""
@@ -167,10 +151,10 @@ class Precision:
         return str(self.policy)
 
     def _hook(self, model: nn.Module) -> list[RemovableHandle]:
-        if self._mode is None:
+        if self._casts is None:
             return []
-        self._mode.compute_on(next((p.device for p in model.parameters()), torch.device("cpu")))
-        return [*pin_modules(model, self._mode), *fit_recurrent_layers(model, self._mode)]
+        self._casts.compute_on(next((p.device for p in model.parameters()), torch.device("cpu")))
+        return [*pin_modules(model, self.policy), *fit_recurrent_layers(model, self.policy)]
 
 
 def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -179,8 +163,3 @@ def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:
     if weight is None:
         return args, kwargs
     return map_tensors(lambda tensor: cast_to(tensor, weight.dtype), (args, kwargs))
-
-
-def _set_awake(modes: list[CastMode], awake: bool) -> None:
-    for mode in modes:
-        mode.awake = awake

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from vocabulary import HALVES, Kernels, formats, same_bits
 
 from mpframe import OpLists, Precision
@@ -274,27 +273,6 @@ class TestBlocks:
         y.backward()
         assert x.grad is not None
         assert x.grad.dtype == FP32
-
-
-@pytest.mark.parametrize("precision", [amp(), amp("bfloat16", "native")])
-def test_activation_checkpointing(precision: Precision) -> None:
-    """Recomputing a forward pass in the backward pass needs its casts again."""
-    torch.manual_seed(0)
-    block = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
-    x = torch.rand(4, 8)
-
-    def gradients(recomputing: bool) -> list[Tensor]:
-        block.zero_grad()
-        with precision.cast():
-            result = (
-                checkpoint(block, x, use_reentrant=False, context_fn=precision.recompute)
-                if recomputing
-                else block(x)
-            )
-        result.float().square().sum().backward()
-        return [p.grad.clone() for p in block.parameters() if p.grad is not None]
-
-    assert same_bits(gradients(True), gradients(False))
 
 
 def test_function_transforms() -> None:
