@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.buffers import Buffers
 from mpframe.precision import OpLists, Precision
 from mpframe.precision.tree import HALF, tensors_in, widened
+from mpframe.precision.undisturbed import undisturbed
 
 
 def probe_amax(
@@ -71,16 +71,6 @@ def probe(
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """The block runs the model; its buffers and the random generators are then as before."""
-    buffers = Buffers(model)
-    buffers.save()
-    with _same_random_numbers():
-        yield
-    buffers.restore_where(torch.ones((), dtype=torch.bool, device=_device_of(model)))
-
-
-@contextmanager
 def _wide_weights(model: nn.Module) -> Iterator[None]:
     """Within the block half weights and buffers are fp32, and so are the weights' gradients.
 
@@ -129,20 +119,8 @@ def _outputs_seen(model: nn.Module, see: Callable[[Tensor], None]) -> Iterator[N
             handle.remove()
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
 def _all_fp32(precision: Precision) -> Precision:
     """The same lists with nothing allowed in half: every listed op widens its inputs."""
     ops = precision.policy.ops
     wide = OpLists(deny=ops.allow | ops.deny | OpLists.named().allow, infer=ops.infer - ops.allow)
     return Precision("amp", precision.policy.half, ops=wide)
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """The block draws random numbers, and those after it are as if it had not."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        yield

@@ -42,7 +42,6 @@ from mpframe.interruption import Interruption
 from mpframe.memory import peak_memory
 from mpframe.numerics.autopsy.callback import Autopsy
 from mpframe.numerics.range_watch import RangeWatch
-from mpframe.precision import as_table
 from mpframe.redaction import (
     hidden_from_logs,
     hide,
@@ -203,7 +202,6 @@ class Run:
         )
 
     def _announce(self, trainer: Trainer) -> None:
-        rows = trainer.precision.dtype_map(trainer.model)
         device = next(trainer.model.parameters()).device
         emulated = trainer.precision.policy.mode != "fp32" and trainer.precision.policy.emulates(
             device
@@ -216,15 +214,14 @@ class Run:
             build.scaling_name(self.config),
             self.folder,
         )
-        log.info("%s", as_table(rows))
+        log.info("%s", trainer.precision.describe(trainer.model))
         for line in trainer.precision.warnings():
             log.warning("warning: %s", line)
 
     def _describe(self, tracker: Tracker, trainer: Trainer) -> None:
         name = trainer.metric().name if trainer.metric else "none"
-        rows = trainer.precision.dtype_map(trainer.model)
         tracker.text(Tag.TEXT_CONFIG, f"```yaml\n{self.config_text}\n```")
-        tracker.text(Tag.TEXT_DTYPE_MAP, f"```\n{as_table(rows)}\n```")
+        tracker.text(Tag.TEXT_DTYPE_MAP, f"```\n{trainer.precision.describe(trainer.model)}\n```")
         tracker.text(Tag.TEXT_ENVIRONMENT, environment_text())
         tracker.layout([name])
         tracker.hparams(self._hparams(), [Tag.LOSS_TRAIN, Tag.LOSS_VAL, metric_tag(name)])

@@ -5,7 +5,7 @@ them (storage.py), and its compute formats from where each op's plan does (polic
 that is printed cannot differ from what is done.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from mpframe.precision.module_ops import op_of
 from mpframe.precision.policy import Compute, Policy
+from mpframe.precision.reads import Read, Reads
 from mpframe.precision.storage import formats_of
 
 _HEAD = ("module", "type", "weights", "computes in", "why")
@@ -28,7 +29,8 @@ class Row:
         storage: format of the module's own parameters, the widest where they differ; None where
             it has none.
         compute: format the module's op computes in, in words; `-` where it runs no op of its own.
-        why: the list or the pin that decides.
+            Of a class that is not torch.nn's, the formats of the ops that read its weights.
+        why: the list or the pin that decides; also that a traced step never called the module.
     """
 
     module: str
@@ -38,10 +40,17 @@ class Row:
     why: str
 
 
-def dtype_map(model: nn.Module, policy: Policy) -> list[Row]:
-    """A row for every module that holds parameters or runs an op, in the model's order."""
-    formats = formats_of(model, policy)
-    rows = [_row(name, module, policy, formats) for name, module in model.named_modules()]
+def dtype_map(model: nn.Module, policy: Policy, reads: Reads | None = None) -> list[Row]:
+    """A row for every module that holds parameters or runs an op, in the model's order.
+
+    Args:
+        model: prepared or not.
+        policy: what decides.
+        reads: what a traced step showed; None: nothing was traced.
+    """
+    reads = reads or Reads()
+    formats = formats_of(model, policy, reads)
+    rows = [_row(name, module, policy, formats, reads) for name, module in model.named_modules()]
     return [row for row in rows if row.storage is not None or row.compute != "-"]
 
 
@@ -61,31 +70,54 @@ def as_table(rows: list[Row]) -> str:
 
 
 def _row(
-    name: str, module: nn.Module, policy: Policy, formats: Mapping[nn.Parameter, torch.dtype]
+    name: str,
+    module: nn.Module,
+    policy: Policy,
+    formats: Mapping[nn.Parameter, torch.dtype],
+    reads: Reads,
 ) -> Row:
-    own = {formats[parameter] for parameter in module.parameters(recurse=False)}
-    storage = max(own, key=lambda dtype: dtype.itemsize, default=None)
-    compute, why = _compute_and_why(name, op_of(module), policy)
+    own = list(module.parameters(recurse=False))
+    storage = max((formats[p] for p in own), key=lambda dtype: dtype.itemsize, default=None)
+    readers = reads.by(own)
+    compute, why = _compute_and_why(name, op_of(module), policy, readers)
+    if reads.called and name not in reads.called and not readers:
+        why += ", never called"
     return Row(name, type(module).__name__, storage, compute, why)
 
 
-def _compute_and_why(name: str, op: str | None, policy: Policy) -> tuple[str, str]:
+def _compute_and_why(
+    name: str, op: str | None, policy: Policy, readers: Sequence[Read]
+) -> tuple[str, str]:
     if policy.mode == "fp32":
         return ("float32" if op else "-"), "dtype.mode=fp32"
     pin = policy.pin_of(name)
     why = f"ops.modules[{pin[0]!r}]={pin[1]}" if pin else ""
     if op is None:
-        return "-", why or "no op of torch.nn: fp32 weights"
+        computes = [_in_words(read.compute(policy), policy) for read in readers]
+        reasons = why or _joined(list_reason(read.op, policy) for read in readers)
+        return _joined(computes) or "-", reasons or "no op of torch.nn: fp32 weights"
     compute = policy.compute_of(op, pin[1] if pin else None)
-    words = {Compute.HALF: policy.half, Compute.FP32: "float32"}.get(compute, compute.value)
-    return words, why or _list_reason(op, policy)
+    others = [read for read in readers if compute is Compute.HALF and not read.in_half(policy)]
+    why = why or _joined([list_reason(op, policy), *(f"weights read by {r.op}" for r in others)])
+    return _in_words(compute, policy), why
 
 
-def _list_reason(op: str, policy: Policy) -> str:
+def _in_words(compute: Compute, policy: Policy) -> str:
+    return {Compute.HALF: policy.half, Compute.FP32: "float32"}.get(compute, compute.value)
+
+
+def _joined(words: Iterable[str]) -> str:
+    """Each word once, at most three."""
+    different = list(dict.fromkeys(words))
+    return ", ".join(different[:3]) + ", ..." * (len(different) > 3)
+
+
+def list_reason(op: str, policy: Policy) -> str:
+    """Which list decides about an op."""
     if policy.ops.empty:
         return "ops=none: no casts"
     held_by = policy.ops.list_of(op)
-    return f"{op} is in no list" if held_by == "none" else f"{op} in ops.{held_by}"
+    return f"{op or 'a kernel'} is in no list" if held_by == "none" else f"{op} in ops.{held_by}"
 
 
 def _short(dtype: torch.dtype | None) -> str:

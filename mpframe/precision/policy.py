@@ -73,6 +73,11 @@ class Policy:
         return self.mode != "fp32" and not (self.ops.empty and not self.ops.modules)
 
     @property
+    def stores_by_op(self) -> bool:
+        """True where a weight's format depends on the ops that read it."""
+        return self.mode == "mixed" and not self.ops.empty
+
+    @property
     def half_dtype(self) -> torch.dtype:
         """The half format as a torch dtype."""
         return HALVES[self.half]

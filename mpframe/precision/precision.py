@@ -12,7 +12,7 @@ the ops of its block by the lists. The deciding is in policy.py, the casting in 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -21,11 +21,14 @@ from torch.utils.hooks import RemovableHandle
 
 from mpframe.precision.blocks import block
 from mpframe.precision.cast import Casts
-from mpframe.precision.dtype_map import Row, dtype_map
+from mpframe.precision.dtype_map import Row, as_table, dtype_map
+from mpframe.precision.fp32_share import fp32_share
+from mpframe.precision.lazy import materialize, refuse_lazy
 from mpframe.precision.master_weights import MasterWeights
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.pins import cast_to, pin_modules, refuse_idle_pins
 from mpframe.precision.policy import Policy
+from mpframe.precision.reads import Reads, reads_of
 from mpframe.precision.recomputation import follow_backward_passes
 from mpframe.precision.recurrent import fit_recurrent_layers
 from mpframe.precision.storage import store
@@ -60,9 +63,15 @@ class Precision:
         self._casts = Casts(self.policy) if self.policy.casts else None
         follow_backward_passes()
         self._hooked: WeakSet[nn.Module] = WeakSet()
+        self._reads: WeakKeyDictionary[nn.Module, Reads] = WeakKeyDictionary()
 
     def prepare(
-        self, model: nn.Module, optimizer: Optimizer, *, keep_frozen: bool = True
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        example: Any = None,
+        *,
+        keep_frozen: bool = True,
     ) -> tuple[nn.Module, MasterWeights]:
         """Store the weights as the mode says and wrap the optimizer; both are changed in place.
 
@@ -74,6 +83,7 @@ class Precision:
             model: on its device, in fp32, before the first step. A weight that is half on arrival
                 has lost its fp32 value already; its master starts from the half value.
             optimizer: over the model's parameters.
+            example: what the model is called with, for `trace`; None: not traced.
             keep_frozen: False gives up the fp32 values of weights that need no gradient, 4 bytes
                 each; one that is optimized later after all then starts from its half value.
 
@@ -81,15 +91,41 @@ class Precision:
             The same model, and the wrapped optimizer with masters from before the rounding.
 
         Raises:
-            ConfigError: a parameter is complex, or a pin names no module.
+            ConfigError: a parameter is complex, or lazy and there is no example; or a pin names no
+                module.
         """
         refuse_idle_pins(model, self.policy)
-        before = store(model, self.policy)
+        if example is not None and model not in self._reads:
+            self.trace(model, example)
+        if self.policy.mode != "fp32":
+            refuse_lazy(model)
+        before = store(model, self.policy, self.reads(model))
         self.attach(model)
         if not keep_frozen:
             wanted = {p for group in optimizer.param_groups for p in group["params"]}
             before = {p: v for p, v in before.items() if p.requires_grad or p in wanted}
         return model, MasterWeights(optimizer, before, keep_masters=self.master_weights)
+
+    def trace(self, model: nn.Module, example: Any) -> None:
+        """Run the model once, to store in half every weight that only half ops read.
+
+        Without it the classes of torch.nn tell which weights these are, and those of other classes
+        stay fp32. What several examples show is put together. Lazy layers get their shapes and
+        first values; otherwise the model and the random generators are left as they were.
+
+        Args:
+            model: on its device, before or after it is prepared.
+            example: on the same device. A tuple is the model's arguments, a mapping its keyword
+                arguments, anything else its only argument.
+        """
+        materialize(model, example)
+        if self.policy.stores_by_op:
+            self.attach(model)
+            self._reads[model] = self.reads(model) | reads_of(model, example, self.cast())
+
+    def reads(self, model: nn.Module) -> Reads:
+        """The ops that were seen to read each weight; empty where the model was not traced."""
+        return self._reads.get(model, Reads())
 
     def attach(self, model: nn.Module) -> None:
         """Let pins and recurrent layers follow this precision's casts; no weight is touched.
@@ -124,7 +160,14 @@ class Precision:
 
     def dtype_map(self, model: nn.Module) -> list[Row]:
         """Every module's storage and compute format and what decides them."""
-        return dtype_map(model, self.policy)
+        return dtype_map(model, self.policy, self.reads(model))
+
+    def describe(self, model: nn.Module) -> str:
+        """The dtype map as text: a table, and in `mixed` which share of the weights stays fp32."""
+        table = as_table(self.dtype_map(model))
+        if not self.policy.stores_by_op:
+            return table
+        return "\n".join([table, *fp32_share(model, self.policy, self.reads(model))])
 
     def warnings(self) -> list[str]:
         """What the chosen rung of the precision ladder costs, a line each; empty for a full one."""

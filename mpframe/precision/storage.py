@@ -1,10 +1,16 @@
-"""How weights are stored: each in the format its op computes in.
+"""How weights are stored: each in the format that it is computed with.
 
-Half where the mode is mixed and the module is pinned to half, its op is in `allow`, or there are
-no lists at all; fp32 otherwise. A tied weight takes the widest format that any of its modules
-wants. What an op writes into, BatchNorm's running statistics, stays in fp32, and so do the weights
-beside it; with no lists at all they are half too, as on that rung nothing is protected.
+In `mixed` a weight is half where every op that reads it computes in half, as a traced step shows
+(reads.py); fp32 where any other does. Of a weight that no trace has seen read, the module's class
+tells the op: half for a layer of torch.nn whose op is in `allow`. A pin of its module comes before
+both, and without any lists all weights are half.
+
+A tied weight takes the widest format that any of its modules wants. What an op writes into,
+BatchNorm's running statistics, stays in fp32, and so do the weights beside it; with no lists at all
+they are half too, as on that rung nothing is protected.
 """
+
+from collections.abc import Set
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +19,18 @@ from mpframe.errors import ConfigError
 from mpframe.precision.module_ops import op_of
 from mpframe.precision.op_lists import WITH_STATISTICS
 from mpframe.precision.policy import CASTABLE, Policy
+from mpframe.precision.reads import Read, Reads
 
 
-def formats_of(model: nn.Module, policy: Policy) -> dict[nn.Parameter, torch.dtype]:
+def formats_of(
+    model: nn.Module, policy: Policy, reads: Reads | None = None
+) -> dict[nn.Parameter, torch.dtype]:
     """The format each parameter is stored in; for one that is never cast, its own."""
+    of = {} if reads is None else reads.of
     formats: dict[nn.Parameter, torch.dtype] = {}
     for name, module in model.named_modules():
-        wanted = _wanted_by(name, module, policy)
         for parameter in module.parameters(recurse=False):
+            wanted = wanted_by(name, module, policy, of.get(parameter))
             tied = formats.get(parameter, wanted)
             widest = wanted if tied == wanted else torch.float32
             formats[parameter] = widest if parameter.dtype in CASTABLE else parameter.dtype
@@ -28,7 +38,7 @@ def formats_of(model: nn.Module, policy: Policy) -> dict[nn.Parameter, torch.dty
 
 
 @torch.no_grad()
-def store(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
+def store(model: nn.Module, policy: Policy, reads: Reads | None = None) -> dict[Tensor, Tensor]:
     """Bring every weight into its format, in place.
 
     A weight beyond the half range is stored at the range's end.
@@ -41,25 +51,29 @@ def store(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
     """
     _refuse_complex(model)
     before: dict[Tensor, Tensor] = {}
-    for parameter, dtype in formats_of(model, policy).items():
+    for parameter, dtype in formats_of(model, policy, reads).items():
         if parameter.dtype != dtype:
             if parameter.dtype == torch.float32:
                 before[parameter] = parameter.detach().clone()
             _restore_as(parameter, dtype)
     for name, module in model.named_modules():
-        _store_buffers(module, _wanted_by(name, module, policy), policy)
+        _store_buffers(module, wanted_by(name, module, policy), policy)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return before
 
 
-def _wanted_by(name: str, module: nn.Module, policy: Policy) -> torch.dtype:
-    """The format in which `module` wants its own floating parameters."""
-    op = op_of(module)
-    pin = policy.pin_of(name)
-    half = policy.ops.empty or (op is not None and policy.ops.list_of(op) == "allow")
+def wanted_by(
+    name: str, module: nn.Module, policy: Policy, reads: Set[Read] | None = None
+) -> torch.dtype:
+    """The format in which `module` wants one of its own floating parameters, read by `reads`."""
+    op, pin = op_of(module), policy.pin_of(name)
     if pin is not None:
         half = pin[1] == "half"
+    elif reads is not None and not policy.ops.empty:
+        half = all(read.in_half(policy) for read in reads)
+    else:
+        half = policy.ops.empty or (op is not None and policy.ops.list_of(op) == "allow")
     if op in WITH_STATISTICS and not policy.ops.empty:
         half = False
     return policy.half_dtype if half and policy.mode == "mixed" else torch.float32

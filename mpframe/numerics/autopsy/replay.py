@@ -155,7 +155,7 @@ def _precision(run: Precision, setting: Setting) -> Precision:
 
 def _narrow(case: Case, precision: Precision) -> set[nn.Parameter]:
     """The weights that would be stored in half: pinned to fp32 they would not."""
-    formats = formats_of(case.model, precision.policy)
+    formats = formats_of(case.model, precision.policy, case.precision.reads(case.model))
     return {parameter for parameter, dtype in formats.items() if dtype != torch.float32}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mpframe.precision.tree import tensors_in, widened
-from mpframe.probe import undisturbed
+from mpframe.precision.undisturbed import undisturbed
 from mpframe.trainer import Batch, Trainer
 from mpframe.turns import Objective
 

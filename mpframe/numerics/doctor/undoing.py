@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mpframe.probe import undisturbed
+from mpframe.precision.undisturbed import undisturbed
 from mpframe.trainer import Trainer
 
 

@@ -1,0 +1,199 @@
+"""Which ops read each weight, seen in one forward pass.
+
+A weight that only half ops read may be stored in half: rounded once when it is stored, or anew each
+time it is read, it is the same number. A module's class does not say which ops these are. An expert
+layer multiplies slices of one large weight; a layer with weight standardisation subtracts a mean
+from its weight before it convolves.
+
+Moving values reads nothing. A view, a copy or a concatenation rounded is the rounded one's view,
+copy or concatenation, so what reads the result is what counts.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mpframe.precision.op_lists import WITH_STATISTICS
+from mpframe.precision.policy import Compute, Policy
+from mpframe.precision.spellings import op_name
+from mpframe.precision.tree import tensors_in
+from mpframe.precision.undisturbed import undisturbed
+
+# Ops that give the values of their first argument in a tensor of their own.
+_MOVES = frozenset(
+    {"cat", "clone", "contiguous", "flatten", "reshape", "stack"}
+    | {"bfloat16", "float", "half", "to", "type", "type_as"}
+)
+# Ops that look at a tensor's shape or format, or mark it; so do `zeros_like`, `new_zeros`, ...
+_LOOKS = frozenset({"__get__", "__set__", "requires_grad_"})
+
+
+@dataclass(frozen=True)
+class Read:
+    """An op that read a weight.
+
+    Attributes:
+        op: its name in the lists; empty for a kernel.
+        within: the modules whose call it ran in, the outermost first.
+    """
+
+    op: str
+    within: tuple[str, ...]
+
+    def compute(self, policy: Policy) -> Compute:
+        """What the op computes in, under the pin of the innermost pinned module."""
+        pins = (policy.pin_of(module) for module in reversed(self.within))
+        pin = next((pin for pin in pins if pin is not None), None)
+        return policy.compute_of(self.op, pin[1] if pin else None)
+
+    def in_half(self, policy: Policy) -> bool:
+        """True where the op computes in half, its weights too."""
+        return self.op not in WITH_STATISTICS and self.compute(policy) is Compute.HALF
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a forward pass showed.
+
+    Attributes:
+        of: the ops that read each weight; a weight that none read is left out.
+        called: names of the modules that were called; empty where nothing was traced.
+    """
+
+    of: Mapping[nn.Parameter, frozenset[Read]] = field(default_factory=dict)
+    called: frozenset[str] = frozenset()
+
+    def __or__(self, other: "Reads") -> "Reads":
+        weights = self.of.keys() | other.of.keys()
+        of = {weight: frozenset(self.by([weight]) + other.by([weight])) for weight in weights}
+        return Reads(of, self.called | other.called)
+
+    def by(self, weights: Iterable[nn.Parameter]) -> list[Read]:
+        """The ops that read any of these weights, in the order of their names."""
+        found = {read for weight in weights for read in self.of.get(weight, ())}
+        return sorted(found, key=lambda read: (read.op, read.within))
+
+
+def reads_of(model: nn.Module, example: Any, casts: AbstractContextManager[None]) -> Reads:
+    """Run the model once as it is and see what reads its weights.
+
+    Args:
+        model: its buffers and the random generators are put back.
+        example: what it is called with: a tuple is its arguments, a mapping its keyword arguments,
+            anything else its only argument.
+        casts: the block in which ops are cast, so that functions of torch are opened.
+    """
+    watch = _Watch(model)
+    with undisturbed(model), _uncompiled(), watch.calls(model), watch, casts:
+        call(model, example)
+    return watch.reads()
+
+
+def call(model: nn.Module, example: Any) -> Any:
+    """The model's outputs on an example, as `reads_of` takes it."""
+    if isinstance(example, tuple):
+        return model(*example)
+    return model(**example) if isinstance(example, Mapping) else model(example)
+
+
+class _Watch(TorchFunctionMode):
+    """Notes every op that is given a weight's values, by the memory that they lie in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._weights: dict[int, set[nn.Parameter]] = {}
+        self._reads: dict[nn.Parameter, set[Read]] = {}
+        self._called: set[str] = set()
+        self._within: list[str] = []
+        self._copies: list[Tensor] = []  # Kept, lest their memory be used for something else.
+        for parameter in model.parameters():
+            self._weights.setdefault(_address(parameter), set()).add(parameter)
+        self._weights.pop(0, None)
+
+    def reads(self) -> Reads:
+        """All that was seen."""
+        of = {weight: frozenset(own) for weight, own in self._reads.items()}
+        return Reads(of, frozenset(self._called))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = op_name(func)
+        if not _only_looks(name):
+            self._note(name, args[:1] if _first_only(name) and args else (args, kwargs), result)
+        return result
+
+    @contextmanager
+    def calls(self, model: nn.Module) -> Iterator[None]:
+        """Within the block the watch knows which modules are being called."""
+        hooks = [
+            hook for name, module in model.named_modules() for hook in self._around(name, module)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _around(self, name: str, module: nn.Module) -> list[Any]:
+        def enter(*_: Any) -> None:
+            self._called.add(name)
+            self._within.append(name)
+
+        def leave(*_: Any) -> None:
+            self._within.pop()
+
+        return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+
+    def _note(self, op: str, given: Any, result: Any) -> None:
+        sources = {a for a in map(_address, tensors_in(given)) if a in self._weights}
+        results = list(tensors_in(result))
+        if not sources or not (results or op == "__setitem__"):
+            return
+        if not sources.isdisjoint(map(_address, results)) and not _writes(op):
+            return  # A view.
+        weights = {weight for source in sources for weight in self._weights[source]}
+        if op in _MOVES:
+            self._follow(weights, results)
+            return
+        for weight in weights:
+            self._reads.setdefault(weight, set()).add(Read(op, tuple(self._within)))
+
+    def _follow(self, weights: set[nn.Parameter], copies: list[Tensor]) -> None:
+        self._weights |= {address: weights for address in map(_address, copies) if address}
+        self._copies += copies
+
+
+def _only_looks(op: str) -> bool:
+    return op in _LOOKS or op.startswith("new_") or op.endswith("_like")
+
+
+def _first_only(op: str) -> bool:
+    """True where `op` takes no values but its first argument's."""
+    return op in _MOVES or op.endswith("_as")
+
+
+def _writes(op: str) -> bool:
+    """True for in-place forms, whose result is their argument."""
+    return op.startswith("__i") or (op.endswith("_") and not op.endswith("__"))
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the tensor's memory begins, the same for all views of it; 0 where it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # Sparse, or wrapped by a transform.
+        return 0
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Within the block compiled parts run as they are written."""
+    if "torch._dynamo" not in sys.modules:  # Nothing is compiled; the import takes seconds.
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

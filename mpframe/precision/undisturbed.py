@@ -1,0 +1,44 @@
+"""Runs a model to learn about it: what a forward pass moves is afterwards as it was before."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """The block runs `model`; its buffers and the random generators are then as before.
+
+    A module may fill, replace or add buffers in the block: the old ones come back.
+    """
+    homes = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    buffers = [b for _, home in homes for b in home.values() if b is not None]
+    kept = [buffer.clone() for buffer in buffers]
+    try:
+        with _same_random_numbers():
+            yield
+    finally:
+        for home, before in homes:
+            home.clear()
+            home.update(before)
+        with torch.no_grad():
+            for buffer, values in zip(buffers, kept, strict=True):
+                if not torch.equal(buffer, values):  # An expanded buffer cannot be written.
+                    buffer.copy_(values)
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """The block draws random numbers, and those after it are as if it had not."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
