@@ -1,7 +1,6 @@
 """What watches a run: curves, the last validation, the progress bar, guards."""
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from mpframe.interruption import Interruption
 from mpframe.memory import peak_memory
 from mpframe.precision import JointOptimizer
 from mpframe.step import StepResult
+from mpframe.throughput import Throughput
 from mpframe.tracking import Tag, Tracker, metric_tag
 from mpframe.trainer import Callback, Trainer
 
@@ -34,23 +34,19 @@ class Curves(Callback):
         tracker: where they go.
         log_every: steps between two writes of the training scalars; a skipped step is always
             written.
-        batch_size: samples per micro-batch, for the speed.
+        throughput: gives the speed since the last write; comes before this one.
     """
 
-    def __init__(self, tracker: Tracker, log_every: int, batch_size: int) -> None:
+    def __init__(self, tracker: Tracker, log_every: int, throughput: Throughput) -> None:
         self.train_loss: float | Tensor | None = None
-        self.samples_per_second: float | None = None
         self._tracker = tracker
         self._log_every = log_every
-        self._batch_size = batch_size
-        self._since = time.perf_counter()
-        self._samples = 0
+        self._throughput = throughput
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """Log the step where it is due."""
         if result.loss is not None:
             self.train_loss = result.loss
-        self._samples += self._batch_size * trainer.plan.accumulate
         attempts = trainer.progress.attempts
         if attempts % self._log_every == 0 or trainer.progress.skipped_in_a_row:
             self._tracker.scalars(attempts, self._of_step(trainer, result))
@@ -59,7 +55,6 @@ class Curves(Callback):
         """Log the validation."""
         values = {Tag.LOSS_VAL: evaluation.loss, metric_tag(evaluation.metric): evaluation.value}
         self._tracker.scalars(trainer.progress.attempts, values)
-        self._restart_clock()
 
     def before_save(self, trainer: Trainer) -> None:
         """Wait until the curves are in their file: none is to be older than a checkpoint."""
@@ -93,15 +88,8 @@ class Curves(Callback):
                 statistic = getattr(scaler, name, None)
                 if statistic is not None:
                     values[tag.of(owner)] = statistic
-        elapsed = time.perf_counter() - self._since
-        self.samples_per_second = self._samples / elapsed
-        values[Tag.SAMPLES_PER_SECOND] = self.samples_per_second
-        self._restart_clock()
+        values[Tag.SAMPLES_PER_SECOND] = self._throughput.since_last_asked()
         return values
-
-    def _restart_clock(self) -> None:
-        """Speed is that of training alone: the time spent validating does not count."""
-        self._since, self._samples = time.perf_counter(), 0
 
 
 def _of_part(trainer: Trainer, name: str, part: StepResult) -> dict[str, float | Tensor]:

@@ -57,6 +57,7 @@ from mpframe.run_lock import RunLock
 from mpframe.saved_weights import fitted, weights_of
 from mpframe.saving import Checkpoints, SavePlan
 from mpframe.summary import Status, Summary
+from mpframe.throughput import Throughput
 from mpframe.tracking import Tag, Tracker, metric_tag
 from mpframe.trainer import Callback, Trainer
 
@@ -80,6 +81,7 @@ class Run:
         self.started = time.perf_counter()
         self.trainer: Trainer | None = None
         self.curves: Curves | None = None
+        self.throughput: Throughput | None = None
         self.evaluation = LastEvaluation()
         self.interruption = Interruption()
 
@@ -171,9 +173,11 @@ class Run:
         self, tracker: Tracker, saves: Checkpoints, guards: list[Callback]
     ) -> list[Callback]:
         options = self.config.trainer
-        self.curves = Curves(tracker, options.log_every, self.config.data.batch_size)
-        # Saving comes after all that is due at a step, and stopping after saving.
-        return [self.curves, *guards, self.evaluation, saves, StopOnSignal(self.interruption)]
+        self.throughput = Throughput(self.config.data.batch_size, self.started)
+        self.curves = Curves(tracker, options.log_every, self.throughput)
+        # Between two steps the run is saved, then the clock goes on, then it may be stopped.
+        watchers = [saves, self.throughput, self.curves, *guards, self.evaluation]
+        return [*watchers, StopOnSignal(self.interruption)]
 
     def _watch_ranges(self, trainer: Trainer, tracker: Tracker) -> AbstractContextManager[None]:
         options, half = self.config.numerics, getattr(torch, self.config.dtype.half)
@@ -284,7 +288,7 @@ class Run:
         config, trainer = self.config, self.trainer
         train_loss = self.curves.train_loss if self.curves else None
         progress = trainer.progress if trainer else None
-        evaluation = self.evaluation.value
+        evaluation, throughput = self.evaluation.value, self.throughput
         return Summary(
             status=status,
             reason=reason,
@@ -295,8 +299,11 @@ class Run:
             val_loss=evaluation.loss if evaluation else None,
             metric=evaluation.metric if evaluation else None,
             val_metric=evaluation.value if evaluation else None,
-            seconds=time.perf_counter() - self.started,
-            samples_per_second=self.curves.samples_per_second if self.curves else None,
+            seconds=throughput.seconds if throughput else time.perf_counter() - self.started,
+            samples=throughput.samples if throughput else 0,
+            train_seconds=throughput.train_seconds if throughput else None,
+            samples_per_second=throughput.samples_per_second if throughput else None,
+            median_step_seconds=throughput.median_step_seconds if throughput else None,
             peak_memory_bytes=peak_memory(),
             dtype=config.dtype.mode,
             half=None if config.dtype.mode == "fp32" else config.dtype.half,
