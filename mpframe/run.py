@@ -59,7 +59,7 @@ from mpframe.saving import Checkpoints, SavePlan
 from mpframe.summary import Status, Summary
 from mpframe.throughput import Throughput
 from mpframe.tracking import Tag, Tracker, metric_tag
-from mpframe.trainer import Callback, Trainer
+from mpframe.trainer import Callback, Trainer, by_key
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,10 @@ class Run:
         except BaseException as error:
             self._finish(Status.FAILED, str(error).splitlines()[0] if str(error) else repr(error))
             raise
-        return self._finish(Status.FINISHED)
+        mostly_skipped = self.trainer.progress.mostly_skipped if self.trainer else None
+        if mostly_skipped:
+            log.warning("warning: %s", mostly_skipped)
+        return self._finish(Status.FINISHED, mostly_skipped)
 
     def _fit(self) -> None:
         config = self.config
@@ -134,6 +137,7 @@ class Run:
         if config.run.init_from is not None:
             self._take_weights(trainer, config.run.init_from)
         states = Resume(config.run.resume, self.folder, self.config_text).into(trainer)
+        trainer.refuse_overrun(len(train))
         attempts = trainer.progress.attempts
         record = RecordAmax(self.folder, attempts)
         bar = Bar(trainer.plan.total_steps(len(train)), attempts, config.trainer.progress)
@@ -162,12 +166,13 @@ class Run:
     def _guards(self, train: Loader) -> list[Callback]:
         options = self.config.trainer
         limit = options.max_consecutive_skips
+        tried = getattr(self.config.loss_scaling, "hysteresis", 1)
         if options.autopsy == "off":
-            return [SpikeReport(), SkipGuard(limit), SaturationWarning()]
+            return [SpikeReport(), SkipGuard(limit, tried=tried), SaturationWarning()]
         after = min(options.autopsy_after, limit)
         autopsy = Autopsy(self.folder, self.config_text, after, train.batch_ids)
         # The autopsy comes before the guard that ends the run and points to its report.
-        return [autopsy, SpikeReport(), SkipGuard(limit, autopsy.hint), SaturationWarning()]
+        return [autopsy, SpikeReport(), SkipGuard(limit, autopsy.hint, tried), SaturationWarning()]
 
     def _watchers(
         self, tracker: Tracker, saves: Checkpoints, guards: list[Callback]
@@ -331,8 +336,7 @@ def _data_errors_dated(trainer: Trainer) -> Iterator[None]:
 
 
 def _restore(callbacks: Sequence[Callback], states: dict[str, Any]) -> None:
-    for callback in callbacks:
-        name = type(callback).__name__
+    for name, callback in by_key(callbacks).items():
         try:
             if name in states:
                 callback.load_state_dict(states[name])

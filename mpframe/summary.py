@@ -32,7 +32,8 @@ class Summary:
     """A run's last word. None stands for what the run never measured.
 
     Attributes:
-        status: why the run stopped; `reason` says more where that is not `finished`, in one line.
+        status: why the run stopped; `reason` says more where that is not `finished`, or where most
+            steps were skipped, in one line.
         steps: optimizer steps that moved the weights.
         skipped_steps: steps whose gradients were not finite; they are not among `steps`.
         epochs: whole passes over the training data.
