@@ -392,8 +392,8 @@ class Trainer:
 
     def _advance(self, result: StepResult) -> None:
         """Count the step, and move schedules and average along unless it was skipped."""
-        skips = {name: bool(part.skipped) for name, part in result.each().items()}
-        self.progress.tried(skips, 0 if result.dropped is None else int(result.dropped))
+        skips, dropped = _verdict(result)
+        self.progress.tried(skips, dropped)
         for name, schedule in self._schedules.items():
             if not skips[name]:
                 schedule.step()
@@ -454,6 +454,21 @@ class Trainer:
         if self._device.type == "cpu":
             return batch
         return map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)  # type: ignore[no-any-return]
+
+
+def _verdict(result: StepResult) -> tuple[dict[str, bool], int]:
+    """Which optimizers skipped the step, by name, and how many micro-batches it left out.
+
+    The one place where the trainer itself waits for the device, once in every step and for one
+    transfer. Before it waits an optimizer whose kernels cannot skip by themselves; after it what
+    watches the run and reads a number: a guard of loss spikes in every step, curves when they log.
+    """
+    parts = result.each()
+    numbers = [part.skipped.long() for part in parts.values()]
+    numbers += [] if result.dropped is None else [result.dropped]
+    read = torch.stack(numbers).tolist()
+    skips = dict(zip(parts, map(bool, read), strict=False))
+    return skips, 0 if result.dropped is None else read[-1]
 
 
 def _by_name(given: Any) -> dict[str, Any]:

@@ -205,7 +205,7 @@ class MasterWeights:
                 master.grad = gradient.to(master.dtype)
         if self._skips_on_device():
             self._step_on_device(skipped)
-        elif bool(skipped):  # The one place where a step waits for the device.
+        elif bool(skipped):  # Waits for the device: these kernels cannot skip by themselves.
             return
         else:
             self.optimizer.step()

@@ -58,10 +58,10 @@ class Group:
         """A number of the finished runs."""
         return _span(self.runs, value)
 
-    def beside(self, value: Callable[[Summary], float | None]) -> tuple[float, float] | None:
-        """(mean of this group, mean of its fp32 counterpart); None where either is unknown."""
+    def beside(self, value: Callable[[Summary], float | None]) -> tuple[Span, Span] | None:
+        """(of this group, of its fp32 counterpart); None where either is unknown."""
         own, full = _span(self.runs, value), _span(self.fp32, value)
-        return (own.mean, full.mean) if own and full else None
+        return (own, full) if own and full else None
 
 
 def compared(records: Sequence[Record]) -> list[Group]:
