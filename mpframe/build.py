@@ -15,7 +15,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mpframe.config import Config
 from mpframe.data.loader import Loader
@@ -71,6 +71,11 @@ def build_task(config: Config) -> Task:
         raise ConfigError(
             f"dataset._target_={config.dataset['_target_']}: must return a mpframe.data.Task, "
             f"got {type(task).__name__}"
+        )
+    if task.metric().name == "loss":
+        raise ConfigError(
+            f"dataset._target_={config.dataset['_target_']}: its metric is named loss, and "
+            "val_loss is the validation loss; give the metric another name"
         )
     return task
 
@@ -155,7 +160,9 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
     optimizers = _build_optimizers(config, model)
     plan = build_plan(config)
     steps = max(1, plan.total_steps(batches))
-    schedules = {name: _build_schedule(config, own, steps) for name, own in optimizers.items()}
+    schedules = {
+        name: _build_schedule(config, own, steps, task) for name, own in optimizers.items()
+    }
     precision = build_precision(config)
     masters = {name: precision.prepare(model, own)[1] for name, own in optimizers.items()}
     optimizer = _joined(config, masters, task)
@@ -204,11 +211,6 @@ def _joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> An
     if config.joint is not None:
         several = isinstance(task.loss, Mapping)
         return JointOptimizer(masters, skip=config.joint.skip, own_losses=several)
-    if masters[""].needs_closure:
-        raise ConfigError(
-            f"optimizer._target_={config.optimizer['_target_']}: needs a closure, which the "
-            "trainer does not give; choose an optimizer without one"
-        )
     return masters[""]
 
 
@@ -291,17 +293,40 @@ def _refuse_unknown_arguments(section: str, target: str, node: dict[str, Any]) -
             )
 
 
-def _build_schedule(config: Config, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
+def _build_schedule(
+    config: Config, optimizer: Optimizer, total_steps: int, task: Task
+) -> LRScheduler | None:
     if config.scheduler is None:
         return None
     node = dict(config.scheduler)
     try:
-        takes_total = "total_steps" in inspect.signature(get_object(node["_target_"])).parameters
+        target = get_object(node["_target_"])
+        takes_total = "total_steps" in inspect.signature(target).parameters
     except Exception as error:  # Whatever importing the user's module raises.
         raise ConfigError(f"scheduler._target_={node['_target_']}: {_first_line(error)}") from error
     if takes_total:
         node.setdefault("total_steps", total_steps)
+    if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
+        _set_direction(node, task.metric())
     return make("scheduler", node, optimizer)  # type: ignore[no-any-return]
+
+
+def _set_direction(node: dict[str, Any], metric: Any) -> None:
+    """Let a schedule that watches validation look for the metric's better values.
+
+    Raises:
+        ConfigError: it was told to look for the worse ones.
+    """
+    higher = getattr(metric, "higher_is_better", None)
+    watched, mode = (
+        ("val_loss" if higher is None else f"val_{metric.name}"),
+        "max" if higher else "min",
+    )
+    if node.setdefault("mode", mode) != mode:
+        raise ConfigError(
+            f"scheduler.mode={node['mode']}: the schedule watches {watched}, where "
+            f"{'more' if higher else 'less'} is better; use scheduler.mode={mode}"
+        )
 
 
 def _build_ema(config: Config, model: nn.Module, optimizer: AnyOptimizer) -> Ema | None:

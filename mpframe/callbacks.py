@@ -1,7 +1,6 @@
 """What watches a run: curves, the last validation, the progress bar, guards."""
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +14,11 @@ from mpframe.amax_record import AmaxRecord
 from mpframe.errors import DivergedError
 from mpframe.evaluation import Evaluation
 from mpframe.interruption import Interruption
+from mpframe.loss_scaling import Static
 from mpframe.memory import peak_memory
 from mpframe.precision import JointOptimizer
 from mpframe.step import StepResult
+from mpframe.throughput import Throughput
 from mpframe.tracking import Tag, Tracker, metric_tag
 from mpframe.trainer import Callback, Trainer
 
@@ -34,23 +35,19 @@ class Curves(Callback):
         tracker: where they go.
         log_every: steps between two writes of the training scalars; a skipped step is always
             written.
-        batch_size: samples per micro-batch, for the speed.
+        throughput: gives the speed since the last write; comes before this one.
     """
 
-    def __init__(self, tracker: Tracker, log_every: int, batch_size: int) -> None:
+    def __init__(self, tracker: Tracker, log_every: int, throughput: Throughput) -> None:
         self.train_loss: float | Tensor | None = None
-        self.samples_per_second: float | None = None
         self._tracker = tracker
         self._log_every = log_every
-        self._batch_size = batch_size
-        self._since = time.perf_counter()
-        self._samples = 0
+        self._throughput = throughput
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """Log the step where it is due."""
         if result.loss is not None:
             self.train_loss = result.loss
-        self._samples += self._batch_size * trainer.plan.accumulate
         attempts = trainer.progress.attempts
         if attempts % self._log_every == 0 or trainer.progress.skipped_in_a_row:
             self._tracker.scalars(attempts, self._of_step(trainer, result))
@@ -59,7 +56,6 @@ class Curves(Callback):
         """Log the validation."""
         values = {Tag.LOSS_VAL: evaluation.loss, metric_tag(evaluation.metric): evaluation.value}
         self._tracker.scalars(trainer.progress.attempts, values)
-        self._restart_clock()
 
     def before_save(self, trainer: Trainer) -> None:
         """Wait until the curves are in their file: none is to be older than a checkpoint."""
@@ -93,15 +89,8 @@ class Curves(Callback):
                 statistic = getattr(scaler, name, None)
                 if statistic is not None:
                     values[tag.of(owner)] = statistic
-        elapsed = time.perf_counter() - self._since
-        self.samples_per_second = self._samples / elapsed
-        values[Tag.SAMPLES_PER_SECOND] = self.samples_per_second
-        self._restart_clock()
+        values[Tag.SAMPLES_PER_SECOND] = self._throughput.since_last_asked()
         return values
-
-    def _restart_clock(self) -> None:
-        """Speed is that of training alone: the time spent validating does not count."""
-        self._since, self._samples = time.perf_counter(), 0
 
 
 def _of_part(trainer: Trainer, name: str, part: StepResult) -> dict[str, float | Tensor]:
@@ -198,16 +187,19 @@ class SpikeReport(Callback):
 
 
 class SkipGuard(Callback):
-    """Ends a run that only skips.
+    """Ends a run that only skips, and calls one that came to its end so what it is.
 
     Args:
         limit: skipped steps in a row that end it.
         hint: gives a last clause for its reason, or "".
+        tried: skips in a row that a scaler may make to try a higher scale: its hysteresis.
     """
 
-    def __init__(self, limit: int, hint: Callable[[], str] = str) -> None:
+    def __init__(self, limit: int, hint: Callable[[], str] = str, tried: int = 1) -> None:
         self._limit = limit
         self._hint = hint
+        self._tried = tried
+        self._last: StepResult | None = None
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """Raise where the limit is reached.
@@ -215,17 +207,34 @@ class SkipGuard(Callback):
         Raises:
             DivergedError: says whether the forward pass or only the gradients were not finite.
         """
-        if trainer.progress.skipped_in_a_row < self._limit:
-            return
-        where, part = "", result
-        if result.parts is not None:
+        self._last = result
+        if trainer.progress.skipped_in_a_row >= self._limit:
+            raise self._diverged(trainer, f"trainer.max_consecutive_skips={self._limit} reached")
+
+    def after_fit(self, trainer: Trainer) -> None:
+        """Raise where nothing was learnt, or not to the end.
+
+        Raises:
+            DivergedError: no step was applied, the last ones were all skipped, or the last one was
+                applied at a loss that is not finite, as an optimizer with a closure does.
+        """
+        in_a_row, attempts = trainer.progress.skipped_in_a_row, trainer.progress.attempts
+        if 0 < in_a_row == attempts:
+            raise self._diverged(trainer, f"no step was applied, {in_a_row} were skipped")
+        if in_a_row > self._tried:
+            raise self._diverged(trainer, f"the last {in_a_row} steps were skipped")
+        loss = None if self._last is None else self._last.loss
+        if not in_a_row and loss is not None and not bool(torch.isfinite(loss)):
+            raise self._diverged(trainer, "the last step was applied at a loss that is not finite")
+
+    def _diverged(self, trainer: Trainer, what: str) -> DivergedError:
+        where, part = "", self._last
+        if part is not None and part.parts is not None:
             in_a_row = trainer.progress.part_skips_in_a_row
             worst = max(in_a_row, key=lambda name: in_a_row[name])
-            where, part = f" by optimizer.parts.{worst}", result.parts[worst]
-        raise DivergedError(
-            f"trainer.max_consecutive_skips={self._limit} reached{where}: {_cause(trainer, part)}"
-            + self._hint()
-        )
+            where, part = f" by optimizer.parts.{worst}", part.parts[worst]
+        why = "" if part is None else f": {_cause(trainer, part)}"
+        return DivergedError(f"{what}{where}{why}{self._hint()}")
 
 
 def _cause(trainer: Trainer, result: StepResult) -> str:
@@ -241,9 +250,11 @@ def _cause(trainer: Trainer, result: StepResult) -> str:
             "the loss itself is not finite, so scaling cannot help: lower optimizer.lr, look at "
             "the data, or pin the overflowing module to fp32 in ops.modules"
         )
+    static = any(isinstance(scaler, Static) for scaler in trainer.scalers.values())
+    option = "loss_scaling.scale" if static else "loss_scaling.min_scale"
     return (
         f"the loss is finite and its gradients overflow at scale {float(result.scale):g}: "
-        "lower loss_scaling.min_scale or pin the overflowing module to fp32 in ops.modules"
+        f"lower {option} or pin the overflowing module to fp32 in ops.modules"
     )
 
 

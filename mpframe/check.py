@@ -30,6 +30,7 @@ from mpframe.config import (
     Range,
     Run,
     TrainerOptions,
+    use_instead,
 )
 from mpframe.errors import ConfigError, nearest
 
@@ -157,7 +158,9 @@ def _refuse_bad(path: str, value: Any, spec: Any) -> None:
     if fits:
         return
     kind = "" if limits.choices else " ".join([_type_name(spec.type), spec.metadata["unit"]])
-    hint = nearest(str(value), limits.choices)
+    hint = (use_instead(str(value)) if path == "dtype.mode" else "") or nearest(
+        str(value), limits.choices
+    )
     allowed = " ".join(part.strip() for part in (kind, str(limits)) if part.strip())
     raise ConfigError(f"{path}={_shown(value)}: must be {allowed}" + (f"; {hint}" if hint else ""))
 

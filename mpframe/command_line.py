@@ -27,7 +27,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from mpframe.check import check
-from mpframe.config import OPEN, Config
+from mpframe.config import OPEN, Config, use_instead
 from mpframe.errors import ConfigError, nearest
 from mpframe.locations import CONF
 
@@ -226,13 +226,16 @@ def _refuse_unknown_choice(override: Override) -> None:
     group = override.key_or_group
     if not is_group(group) or override.type is OverrideType.DEL:
         return
+    if override.type is not OverrideType.CHANGE:
+        text = str(override.input_line)
+        raise ConfigError(f"{text}: a choice takes no +; write {text.lstrip('+')}")
     choices = sorted(file.stem for file in (CONF / group).glob("*.yaml"))
     value = override.value()
     if value is None and group == "experiment":
         return
     choice = str(value)
     if choice not in choices:
-        hint = nearest(choice, choices)
+        hint = (use_instead(choice) if group == "dtype" else "") or nearest(choice, choices)
         raise ConfigError(
             f"{group}={choice}: choose {', '.join(choices)}" + (f"; {hint}" if hint else "")
         )

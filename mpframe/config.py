@@ -75,12 +75,39 @@ def _number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-def option(default: Any, sentence: str, *, unit: str = "", **limits: Any) -> Any:
-    """A field of the schema: its default, its one sentence, its unit and its `Range`."""
-    metadata = {"sentence": sentence, "unit": unit, "range": Range(**limits)}
+def option(
+    default: Any, sentence: str, *, unit: str = "", watches: bool = False, **limits: Any
+) -> Any:
+    """A field of the schema: its default, its one sentence, its unit and its `Range`.
+
+    One that `watches` changes what is seen or kept of a run, or how long a failing one goes on, and
+    none of its numbers.
+    """
+    metadata = {"sentence": sentence, "unit": unit, "range": Range(**limits), "watches": watches}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+# What others call it, and what does that here.
+OTHER_NAMES = {
+    **dict.fromkeys(("fp16", "float16", "half"), "dtype=mixed or dtype=amp"),
+    **dict.fromkeys(("bf16", "bfloat16"), "dtype=mixed_bf16 or dtype=amp_bf16"),
+    **dict.fromkeys(("16-mixed", "O1"), "dtype=amp"),
+    **dict.fromkeys(("bf16-mixed",), "dtype=amp_bf16"),
+    **dict.fromkeys(("O2",), "dtype=mixed"),
+    **dict.fromkeys(("float32", "32", "32-true", "O0"), "dtype=fp32"),
+    **dict.fromkeys(
+        ("fp8", "float8"), "dtype=amp or dtype=amp_bf16, formats of 8 bits are not there"
+    ),
+}
+
+
+def use_instead(name: str) -> str:
+    """A clause with what to write for another library's name of a mode; empty where it is none."""
+    folded = {other.lower(): words for other, words in OTHER_NAMES.items()}
+    words = folded.get(name.lower())
+    return f"use {words}" if words else ""
 
 
 @dataclass
@@ -194,42 +221,59 @@ class TrainerOptions:
         below=1.0,
     )
     eval_every: int | None = option(
-        None, "Validate every so many steps; null: after each epoch.", unit="steps", low=1
+        None,
+        "Validate every so many steps; null: after each epoch.",
+        unit="steps",
+        low=1,
+        watches=True,
     )
     checkpoint_every: int | None = option(
-        None, "Save every so many steps; null: after each epoch.", unit="steps", low=1
+        None, "Save every so many steps; null: after each epoch.", unit="steps", low=1, watches=True
     )
     checkpoint_minutes: float | None = option(
-        None, "Save whenever so much time has passed.", unit="minutes", above=0.0
+        None, "Save whenever so much time has passed.", unit="minutes", above=0.0, watches=True
     )
-    keep_last: int = option(2, "Checkpoints kept, the newest ones.", unit="checkpoints", low=1)
+    keep_last: int = option(
+        2, "Checkpoints kept, the newest ones.", unit="checkpoints", low=1, watches=True
+    )
     keep_best: int = option(
         0,
         "Checkpoints kept besides, the best by the validation metric; each is saved when made.",
         unit="checkpoints",
         low=0,
+        watches=True,
     )
     async_save: bool = option(
-        False, "Write checkpoints while training goes on; takes memory for a second copy."
+        False,
+        "Write checkpoints while training goes on; takes memory for a second copy.",
+        watches=True,
     )
     on_save_error: str = option(
         "stop",
         "What a checkpoint that cannot be written does to the run.",
         choices=("stop", "warn"),
+        watches=True,
     )
     requeue: bool = option(
-        False, "Under Slurm, put the job back into the queue when SIGUSR1 stops it."
+        False,
+        "Under Slurm, put the job back into the queue when SIGUSR1 stops it.",
+        watches=True,
     )
     log_every: int = option(
-        10, "Write scalars to TensorBoard every so many steps.", unit="steps", low=1
+        10, "Write scalars to TensorBoard every so many steps.", unit="steps", low=1, watches=True
     )
     max_consecutive_skips: int = option(
-        50, "Stop as diverged after this many skipped steps in a row.", unit="steps", low=1
+        50,
+        "Stop as diverged after this many skipped steps in a row.",
+        unit="steps",
+        low=1,
+        watches=True,
     )
     autopsy: str = option(
         "on_trouble",
         "Replay a step that failed and report what is wrong with it; see autopsy_after.",
         choices=("off", "on_trouble"),
+        watches=True,
     )
     autopsy_after: int = option(
         10,
@@ -237,6 +281,7 @@ class TrainerOptions:
         "scale's floor, are at once.",
         unit="steps",
         low=1,
+        watches=True,
     )
     on_loss_spike: str = option(
         "off",
@@ -254,19 +299,21 @@ class TrainerOptions:
         choices=("fp32", "float16", "bfloat16"),
     )
     compile: bool = option(False, "Compile model and casts into one graph (torch.compile).")
-    progress: bool = option(True, "Show a progress bar.")
+    progress: bool = option(True, "Show a progress bar.", watches=True)
 
 
 @dataclass
 class NumericsOptions:
     """`numerics`: how often the ranges of weights, activations, gradients, updates are taken."""
 
-    every: int | None = option(None, "Steps between two reports; null: never.", unit="steps", low=1)
+    every: int | None = option(
+        None, "Steps between two reports; null: never.", unit="steps", low=1, watches=True
+    )
     worst: int = option(
-        3, "Layers of each kind that scalars are written for.", unit="layers", low=1
+        3, "Layers of each kind that scalars are written for.", unit="layers", low=1, watches=True
     )
     layers: list[str] = option(
-        [], "Patterns of layers drawn over time; empty: the one nearest to overflow."
+        [], "Patterns of layers drawn over time; empty: the one nearest to overflow.", watches=True
     )
 
 
@@ -339,10 +386,12 @@ class Joint:
 class Run:
     """The run itself."""
 
-    run_name: str = option("", "The folder under runs/ that the run goes into.")
+    run_name: str = option("", "The folder under runs/ that the run goes into.", watches=True)
     device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
     seed: int = option(0, "Fixes weights, order and augmentation.", low=0, high=2**63 - 1)
-    resume: str = option("none", "auto: the run folder's newest checkpoint; a path; or none.")
+    resume: str = option(
+        "none", "auto: the run folder's newest checkpoint; a path; or none.", watches=True
+    )
     init_from: str | None = option(None, "Start from the weights of this checkpoint folder.")
     init_from_except: list[str] = option(
         [], "Name patterns of weights that may differ from it: those keep their first values."
@@ -362,6 +411,17 @@ SECTIONS: dict[str, type] = {
     "optimizer": OptimizerOptions,
 }
 RUN_OPTIONS = {f.name for f in dataclasses.fields(Run)}
+
+
+def watching() -> set[str]:
+    """The dotted paths of the options that only watch; no scaler has one."""
+    sections: dict[str, Any] = {"": Run, **SECTIONS}
+    return {
+        f"{path}.{field.name}" if path else field.name
+        for path, section in sections.items()
+        for field in dataclasses.fields(section)
+        if field.metadata["watches"]
+    }
 
 
 @dataclass

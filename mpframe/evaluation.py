@@ -26,6 +26,11 @@ class Evaluation:
     value: float
     higher_is_better: bool | None = None
 
+    @property
+    def watched(self) -> float:
+        """What tells progress: the metric where it has a direction, else the loss."""
+        return self.loss if self.higher_is_better is None else self.value
+
 
 @contextmanager
 def fp32_weights(

@@ -1,7 +1,8 @@
 """Whether a resumed run can equal the undisturbed one bit for bit, and what speaks against it.
 
 It does where the same sums are taken in the same order: the same options, torch, number of threads
-and device. Options that only watch a run (how often it is logged, saved, validated) do not count.
+and device. Options that only watch a run (how often it is logged, saved, validated) do not count;
+the schema marks them.
 """
 
 from collections.abc import Mapping
@@ -10,32 +11,19 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mpframe.check import flatten
+from mpframe.config import watching
 from mpframe.errors import CheckpointError
 
-_WATCHING = {
-    "device",  # `auto` may be the same device; the facts name the one it was
-    "init_from",
-    "resume",
-    "run_name",
-    "dataset.root",
-    "dataset.workers",
-    "trainer.async_save",
-    "trainer.autopsy",
-    "trainer.autopsy_after",
-    "trainer.checkpoint_every",
-    "trainer.checkpoint_minutes",
-    "trainer.eval_dtype",
-    "trainer.eval_every",
-    "trainer.keep_best",
-    "trainer.keep_last",
-    "trainer.log_every",
-    "trainer.max_consecutive_skips",
-    "trainer.on_save_error",
-    "trainer.progress",
-    "trainer.requeue",
+# Neither are these: `auto` may be the same device, and the checkpoint's facts name the one it was;
+# a resumed run takes no first weights; data may lie elsewhere, and come by other hands in the same
+# order.
+_ELSEWHERE = {
+    *("device", "init_from", "init_from_except"),
+    *("dataset.root", "dataset.workers", "dataset.worker_timeout"),
 }
 _LENGTH = {"trainer.epochs", "trainer.max_steps"}
 _CARRIED = ("optimizer", "scheduler")
+_FED_BY_VALIDATIONS = "ReduceLROnPlateau"
 
 
 def refuse_other_parts(then: str, now: str) -> None:
@@ -67,14 +55,20 @@ def differences(then: str, now: str) -> list[str]:
         `option=value (was value)` each.
     """
     changes = _changes(then, now)
-    scheduled = "scheduler._target_" in _flat(now)
+    schedule = str(_flat(now).get("scheduler._target_", ""))
+    passed_over = (watching() | _ELSEWHERE) - _steering(schedule)
     return [
         f"{path}={new} (was {old})"
         for path, (old, new) in changes.items()
-        if path not in _WATCHING
+        if path not in passed_over
         and not path.startswith(_CARRIED)
-        and (scheduled or path not in _LENGTH)
+        and (schedule or path not in _LENGTH)
     ]
+
+
+def _steering(schedule: str) -> set[str]:
+    """The options that otherwise only watch, and steer the run by way of its schedule."""
+    return {"trainer.eval_every"} if schedule.endswith(_FED_BY_VALIDATIONS) else set()
 
 
 def carried_over(then: str, now: str) -> list[str]:

@@ -78,6 +78,16 @@ class Progress:
         """Steps tried, applied or skipped."""
         return self.steps + self.skipped
 
+    @property
+    def mostly_skipped(self) -> str | None:
+        """A line where more steps were skipped than applied; None otherwise."""
+        if self.skipped <= self.steps:
+            return None
+        return (
+            f"{self.steps} steps applied, {self.skipped} skipped: most of the run is no training; "
+            "start from a lower loss scale, or see why its gradients overflow (scripts/doctor.py)"
+        )
+
     def count_batches(self, used: int, per_epoch: int) -> None:
         """Move on by the micro-batches of a step; behind the last one the next pass begins."""
         self.batch += used

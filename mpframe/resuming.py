@@ -40,7 +40,7 @@ class Resume:
         """Take the checkpoint into the trainer and the random generators.
 
         Returns:
-            The states of the callbacks, by class name; empty where the run starts anew.
+            The states of the callbacks, by `trainer.by_key`; empty where the run starts anew.
 
         Raises:
             CheckpointError: what was named is missing, damaged, or of something else; nothing has

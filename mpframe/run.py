@@ -56,8 +56,9 @@ from mpframe.run_lock import RunLock
 from mpframe.saved_weights import fitted, weights_of
 from mpframe.saving import Checkpoints, SavePlan
 from mpframe.summary import Status, Summary
+from mpframe.throughput import Throughput
 from mpframe.tracking import Tag, Tracker, metric_tag
-from mpframe.trainer import Callback, Trainer
+from mpframe.trainer import Callback, Trainer, by_key
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Run:
         self.started = time.perf_counter()
         self.trainer: Trainer | None = None
         self.curves: Curves | None = None
+        self.throughput: Throughput | None = None
         self.evaluation = LastEvaluation()
         self.interruption = Interruption()
 
@@ -115,7 +117,10 @@ class Run:
         except BaseException as error:
             self._finish(Status.FAILED, str(error).splitlines()[0] if str(error) else repr(error))
             raise
-        return self._finish(Status.FINISHED)
+        mostly_skipped = self.trainer.progress.mostly_skipped if self.trainer else None
+        if mostly_skipped:
+            log.warning("warning: %s", mostly_skipped)
+        return self._finish(Status.FINISHED, mostly_skipped)
 
     def _fit(self) -> None:
         config = self.config
@@ -131,6 +136,7 @@ class Run:
         if config.run.init_from is not None:
             self._take_weights(trainer, config.run.init_from)
         states = Resume(config.run.resume, self.folder, self.config_text).into(trainer)
+        trainer.refuse_overrun(len(train))
         attempts = trainer.progress.attempts
         record = RecordAmax(self.folder, attempts)
         bar = Bar(trainer.plan.total_steps(len(train)), attempts, config.trainer.progress)
@@ -159,20 +165,23 @@ class Run:
     def _guards(self, train: Loader) -> list[Callback]:
         options = self.config.trainer
         limit = options.max_consecutive_skips
+        tried = getattr(self.config.loss_scaling, "hysteresis", 1)
         if options.autopsy == "off":
-            return [SpikeReport(), SkipGuard(limit), SaturationWarning()]
+            return [SpikeReport(), SkipGuard(limit, tried=tried), SaturationWarning()]
         after = min(options.autopsy_after, limit)
         autopsy = Autopsy(self.folder, self.config_text, after, train.batch_ids)
         # The autopsy comes before the guard that ends the run and points to its report.
-        return [autopsy, SpikeReport(), SkipGuard(limit, autopsy.hint), SaturationWarning()]
+        return [autopsy, SpikeReport(), SkipGuard(limit, autopsy.hint, tried), SaturationWarning()]
 
     def _watchers(
         self, tracker: Tracker, saves: Checkpoints, guards: list[Callback]
     ) -> list[Callback]:
         options = self.config.trainer
-        self.curves = Curves(tracker, options.log_every, self.config.data.batch_size)
-        # Saving comes after all that is due at a step, and stopping after saving.
-        return [self.curves, *guards, self.evaluation, saves, StopOnSignal(self.interruption)]
+        self.throughput = Throughput(self.config.data.batch_size, self.started)
+        self.curves = Curves(tracker, options.log_every, self.throughput)
+        # Between two steps the run is saved, then the clock goes on, then it may be stopped.
+        watchers = [saves, self.throughput, self.curves, *guards, self.evaluation]
+        return [*watchers, StopOnSignal(self.interruption)]
 
     def _watch_ranges(self, trainer: Trainer, tracker: Tracker) -> AbstractContextManager[None]:
         options, half = self.config.numerics, getattr(torch, self.config.dtype.half)
@@ -281,7 +290,7 @@ class Run:
         config, trainer = self.config, self.trainer
         train_loss = self.curves.train_loss if self.curves else None
         progress = trainer.progress if trainer else None
-        evaluation = self.evaluation.value
+        evaluation, throughput = self.evaluation.value, self.throughput
         return Summary(
             status=status,
             reason=reason,
@@ -292,8 +301,11 @@ class Run:
             val_loss=evaluation.loss if evaluation else None,
             metric=evaluation.metric if evaluation else None,
             val_metric=evaluation.value if evaluation else None,
-            seconds=time.perf_counter() - self.started,
-            samples_per_second=self.curves.samples_per_second if self.curves else None,
+            seconds=throughput.seconds if throughput else time.perf_counter() - self.started,
+            samples=throughput.samples if throughput else 0,
+            train_seconds=throughput.train_seconds if throughput else None,
+            samples_per_second=throughput.samples_per_second if throughput else None,
+            median_step_seconds=throughput.median_step_seconds if throughput else None,
             peak_memory_bytes=peak_memory(),
             dtype=config.dtype.mode,
             half=None if config.dtype.mode == "fp32" else config.dtype.half,
@@ -321,8 +333,7 @@ def _data_errors_dated(trainer: Trainer) -> Iterator[None]:
 
 
 def _restore(callbacks: Sequence[Callback], states: dict[str, Any]) -> None:
-    for callback in callbacks:
-        name = type(callback).__name__
+    for name, callback in by_key(callbacks).items():
         try:
             if name in states:
                 callback.load_state_dict(states[name])

@@ -24,7 +24,7 @@ from mpframe.checkpoint.background import Background
 from mpframe.environment import arithmetic
 from mpframe.errors import CheckpointError, MpframeError, RunInterrupted
 from mpframe.evaluation import Evaluation
-from mpframe.trainer import Callback, Trainer
+from mpframe.trainer import Callback, Trainer, by_key
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class Checkpoints(Callback):
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
         attempts = trainer.progress.attempts
-        callbacks = {type(c).__name__: c.state_dict() for c in trainer.callbacks}
+        callbacks = {key: c.state_dict() for key, c in by_key(trainer.callbacks).items()}
         return Snapshot(
             attempts,
             {

@@ -1,7 +1,10 @@
 """Learning-rate schedules from torch, sized to the planned number of steps.
 
-Each is stepped once after every optimizer step that was not skipped.
+Each is stepped once after every optimizer step that was not skipped. torch's `ReduceLROnPlateau` is
+stepped once after every validation, with the metric where that has a direction, else with the loss.
 """
+
+from collections.abc import Iterable
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
@@ -46,6 +49,27 @@ def warmup_cosine(
     rise = LinearLR(optimizer, start_factor=1.0 / (rising + 1), total_iters=rising)
     fall = CosineAnnealingLR(optimizer, T_max=falling, eta_min=lowest)
     return SequentialLR(optimizer, [rise, fall], milestones=[rising])
+
+
+def refuse_overrun(schedules: Iterable[LRScheduler], steps: int) -> None:
+    """Refuse a schedule that raises when it is stepped as often as a run is planned.
+
+    A resumed one has the length that it was made with.
+
+    Args:
+        schedules: made or resumed.
+        steps: planned optimizer steps.
+
+    Raises:
+        ConfigError: a 1cycle schedule is shorter.
+    """
+    for schedule in schedules:
+        if isinstance(schedule, OneCycleLR) and schedule.total_steps < steps:
+            raise ConfigError(
+                f"scheduler.total_steps={schedule.total_steps}: OneCycleLR cannot go on after it, "
+                f"and the run is planned for {steps} steps; set trainer.epochs or "
+                "trainer.max_steps to fit it, or start anew with init_from"
+            )
 
 
 def onecycle(optimizer: Optimizer, total_steps: int, pct_start: float = 0.3) -> LRScheduler:

@@ -32,7 +32,8 @@ class Summary:
     """A run's last word. None stands for what the run never measured.
 
     Attributes:
-        status: why the run stopped; `reason` says more where that is not `finished`, in one line.
+        status: why the run stopped; `reason` says more where that is not `finished`, or where most
+            steps were skipped, in one line.
         steps: optimizer steps that moved the weights.
         skipped_steps: steps whose gradients were not finite; they are not among `steps`.
         epochs: whole passes over the training data.
@@ -41,8 +42,10 @@ class Summary:
         metric: name of the validation metric, e.g. `accuracy`; the file calls the value
             `val_<metric>`.
         val_metric: its value at the last validation.
-        seconds: wall time of the run, validation included.
-        samples_per_second: training samples over the time spent training.
+        seconds: wall time of the run, validation included, over all its starts.
+        samples: training samples in the steps tried, over all starts.
+        train_seconds: what those steps took, without validating and saving; `samples_per_second`
+            is `samples` over it, `median_step_seconds` the median over the steps tried.
         peak_memory_bytes: the most memory in use at once.
         dtype: `fp32`, `mixed` or `amp`; `half` is its 16-bit format, None for `fp32`.
         loss_scaling: name of the scaling; `final_scale` is its last scale, None for `none`;
@@ -59,7 +62,10 @@ class Summary:
     metric: str | None = None
     val_metric: float | None = None
     seconds: float
+    samples: int | None = None
+    train_seconds: float | None = None
     samples_per_second: float | None = None
+    median_step_seconds: float | None = None
     peak_memory_bytes: int | None = None
     dtype: str
     half: str | None = None

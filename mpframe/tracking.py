@@ -70,7 +70,11 @@ class Tag(StrEnum):
     SKIPPED_TOTAL = "loss_scale/skipped_total", "skipped steps since the run began", "steps"
     LOG2_MEAN = "loss_scale/log2_mean", "LogMax's mean of log2(amax)", "octaves"
     LOG2_STD = "loss_scale/log2_std", "LogMax's standard deviation of log2(amax)", "octaves"
-    SAMPLES_PER_SECOND = "speed/samples_per_second", "training samples, all ranks", "samples / s"
+    SAMPLES_PER_SECOND = (
+        "speed/samples_per_second",
+        "training samples over training time, of the steps since the last point",
+        "samples / s",
+    )
     PEAK_BYTES = "memory/peak_bytes", "most memory in use at once, this rank", "bytes"
     TEXT_CONFIG = "text/config", "the resolved config", "Markdown"
     TEXT_DTYPE_MAP = "text/dtype_map", "what every module stores and computes in", "Markdown"
@@ -300,7 +304,7 @@ def _charts(metrics: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
             "loss": lines(Tag.LOSS_TRAIN, Tag.LOSS_VAL),
             **{name: lines(metric_tag(name)) for name in metrics},
             "learning rate": lines(Tag.LR),
-            "samples per second": lines(Tag.SAMPLES_PER_SECOND),
+            "samples per second, lately": lines(Tag.SAMPLES_PER_SECOND),
         },
         "loss scaling": {"scale": lines(Tag.SCALE), "skipped steps": lines(Tag.SKIPPED_TOTAL)},
         "gradients": {"norm and amax": lines(Tag.GRAD_NORM, Tag.GRAD_AMAX)},

@@ -10,6 +10,7 @@ Everything is handed in; what watches a run (logs, checkpoints, progress) is a `
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mpframe.buffers import Buffers
 from mpframe.conversion import conversion, rounding
@@ -27,10 +28,12 @@ from mpframe.errors import CheckpointError, ConfigError
 from mpframe.evaluation import Evaluation, fp32_weights
 from mpframe.loss_spike import LossSpikes
 from mpframe.plan import Plan, Progress
-from mpframe.precision import Precision
+from mpframe.precision import MasterWeights, Precision
+from mpframe.precision.closure import refuse_beside_closure
 from mpframe.precision.joint_optimizer import joined
 from mpframe.precision.tree import map_tensors, widened
 from mpframe.probe import probe_amax
+from mpframe.schedules import refuse_overrun
 from mpframe.step import LossScaler, Scaling, StepResult, largest, wants_probe
 from mpframe.turns import AnyOptimizer, Loss, Objective, Turn, means, turns_of, with_losses
 
@@ -70,6 +73,9 @@ class Callback:
     def between_steps(self, trainer: "Trainer") -> None:
         """All that was due after a step is done: where a run is saved, and may be stopped."""
 
+    def after_fit(self, trainer: "Trainer") -> None:
+        """The planned end is reached, and nothing stopped the run before."""
+
     def before_save(self, trainer: "Trainer") -> None:
         """A checkpoint is about to be taken: bring what is written elsewhere up to it."""
 
@@ -79,6 +85,17 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
+
+
+def by_key(callbacks: Iterable[Callback]) -> dict[str, Callback]:
+    """The callbacks by the key of their state: the class's name, `NAME 2` for the second of it."""
+    keyed: dict[str, Callback] = {}
+    seen: Counter[str] = Counter()
+    for callback in callbacks:
+        name = type(callback).__name__
+        seen[name] += 1
+        keyed[name if seen[name] == 1 else f"{name} {seen[name]}"] = callback
+    return keyed
 
 
 @dataclass
@@ -95,7 +112,8 @@ class Trainer:
         eval_precision: the mode to validate in, over fp32 weights; None: as trained.
         scaler: scales the loss; None: the loss is not scaled, and overflow still skips the step.
             Of several losses one that they share, or one each by name.
-        schedule: advanced after every step that was not skipped; of several optimizers one each.
+        schedule: advanced after every step that was not skipped, `ReduceLROnPlateau` after every
+            validation; of several optimizers one each.
         ema: averaged after every step that was not skipped, and validated with.
         plan: how long to train and how often to look.
         metric: makes the validation metric.
@@ -124,7 +142,10 @@ class Trainer:
                 f"trainer.on_loss_spike={self.spikes.policy}: judges one loss, and the dataset has "
                 f"{len(self._turns.objectives)}; use trainer.on_loss_spike=off"
             )
-        self._schedules = _by_name(self.schedule)
+        self._refuse_beside_closure()
+        schedules = _by_name(self.schedule)
+        self._plateaus = [s for s in schedules.values() if isinstance(s, ReduceLROnPlateau)]
+        self._schedules = {n: s for n, s in schedules.items() if s not in self._plateaus}
         self._buffers = Buffers(self.model)
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         if self.eval_precision is not None:
@@ -167,6 +188,15 @@ class Trainer:
             self._call("between_steps")
         while not self._complete():
             self._run_epoch(train, val)
+        self._call("after_fit")
+
+    def refuse_overrun(self, batches: int) -> None:
+        """Refuse a schedule that ends before the plan does, at `batches` micro-batches an epoch.
+
+        Raises:
+            ConfigError: it would fail in mid-run.
+        """
+        refuse_overrun(self._schedules.values(), self.plan.total_steps(batches))
 
     def probe(self, batch: Batch) -> None:
         """Let scalers take their first scale from one backward pass in fp32; no more moves."""
@@ -275,6 +305,8 @@ class Trainer:
 
     def _take_turn(self, turn: Turn, batches: Sequence[Batch]) -> StepResult:
         """Forward and backward of a turn's losses on all micro-batches, and its step."""
+        if turn.optimizer.needs_closure:
+            return self._step_with_closure(turn, *batches)
         # Here and not at the end: a CPU's allocator would give the memory back and ask for it anew.
         turn.optimizer.zero_grad()
         self._buffers.save()
@@ -283,6 +315,32 @@ class Trainer:
         result = turn.step(self.plan.clip_norm, self.plan.whole_windows, veto)
         self._buffers.restore_where(result.any_skipped())
         return with_losses(result, losses)
+
+    def _step_with_closure(self, turn: Turn, batch: Batch) -> StepResult:
+        """The step of an optimizer that evaluates the loss itself, as often as it likes."""
+        inputs, targets = self._on_device(batch)
+        (objective,) = turn.objectives
+
+        def closure() -> Tensor:
+            turn.optimizer.zero_grad()
+            return self._pass(objective, inputs, targets)
+
+        result = turn.step(self.plan.clip_norm, self.plan.whole_windows, None, closure)
+        if self.spikes is not None and result.loss is not None:
+            self.spikes.judge(result.loss)
+        return result
+
+    def _refuse_beside_closure(self) -> None:
+        if isinstance(self.optimizer, MasterWeights) and self.optimizer.needs_closure:
+            refuse_beside_closure(
+                self.optimizer.optimizer,
+                half=self.precision.policy.mode == "mixed",
+                cast=self.precision.policy.casts,
+                scaled=self.scaler is not None,
+                clipped=self.plan.clip_norm is not None,
+                accumulated=self.plan.accumulate > 1,
+                vetoed=self.spikes is not None and self.spikes.policy != "warn",
+            )
 
     def _forward_backward(self, turn: Turn, batch: Batch, accumulating: bool) -> list[Tensor]:
         """Forward and scaled backward; the unscaled losses, detached, nan where it was dropped."""
@@ -337,8 +395,8 @@ class Trainer:
 
     def _advance(self, result: StepResult) -> None:
         """Count the step, and move schedules and average along unless it was skipped."""
-        skips = {name: bool(part.skipped) for name, part in result.each().items()}
-        self.progress.tried(skips, 0 if result.dropped is None else int(result.dropped))
+        skips, dropped = _verdict(result)
+        self.progress.tried(skips, dropped)
         for name, schedule in self._schedules.items():
             if not skips[name]:
                 schedule.step()
@@ -387,6 +445,8 @@ class Trainer:
         if val is not None:
             evaluation = self.evaluate(val)
             self.progress.validated = self.progress.attempts
+            for schedule in self._plateaus:
+                schedule.step(evaluation.watched)
             self._call("after_evaluation", evaluation)
 
     def _call(self, event: str, *values: Any) -> None:
@@ -397,6 +457,21 @@ class Trainer:
         if self._device.type == "cpu":
             return batch
         return map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)  # type: ignore[no-any-return]
+
+
+def _verdict(result: StepResult) -> tuple[dict[str, bool], int]:
+    """Which optimizers skipped the step, by name, and how many micro-batches it left out.
+
+    The one place where the trainer itself waits for the device, once in every step and for one
+    transfer. Before it waits an optimizer whose kernels cannot skip by themselves; after it what
+    watches the run and reads a number: a guard of loss spikes in every step, curves when they log.
+    """
+    parts = result.each()
+    numbers = [part.skipped.long() for part in parts.values()]
+    numbers += [] if result.dropped is None else [result.dropped]
+    read = torch.stack(numbers).tolist()
+    skips = dict(zip(parts, map(bool, read), strict=False))
+    return skips, 0 if result.dropped is None else read[-1]
 
 
 def _by_name(given: Any) -> dict[str, Any]:

@@ -82,10 +82,19 @@ class Turn:
             return {name: scaler.scale for name, scaler in self.scaler.items()}
         return self.objectives[0].scale
 
-    def step(self, max_norm: float | None, whole: bool, veto: Tensor | None) -> StepResult:
+    def step(
+        self,
+        max_norm: float | None,
+        whole: bool,
+        veto: Tensor | None,
+        closure: Callable[[], Any] | None = None,
+    ) -> StepResult:
         """The optimizer's step, with the arguments of `MasterWeights.step`."""
         optimizer: Any = self.optimizer  # Either kind takes the scaling that `turns_of` gave it.
-        result: StepResult = optimizer.step(self.scaler, max_norm=max_norm, whole=whole, veto=veto)
+        own = {} if closure is None else {"closure": closure}
+        result: StepResult = optimizer.step(
+            self.scaler, max_norm=max_norm, whole=whole, veto=veto, **own
+        )
         return result
 
 

@@ -18,6 +18,7 @@ from mpframe.bench.measure import Competitor, Stopwatch, race, ratio, threads
 from mpframe.bench.table import Claim, Table
 from mpframe.callbacks import Curves, RecordAmax, SkipGuard
 from mpframe.precision import Precision
+from mpframe.throughput import Throughput
 from mpframe.tracking import Tracker
 from mpframe.trainer import Callback, Trainer
 
@@ -95,8 +96,9 @@ def trainer_loop(data: Stopwatch, callbacks: list[Callback]) -> Loop:
 
 def _watchers(folder: Path) -> list[Callback]:
     """What watches a default run, but for its progress bar and checkpoints."""
-    curves = Curves(Tracker(folder), LOG_EVERY, BATCH)
-    return [RecordAmax(folder, kept=0), curves, SkipGuard(limit=50)]
+    throughput = Throughput(BATCH)
+    curves = Curves(Tracker(folder), LOG_EVERY, throughput)
+    return [throughput, RecordAmax(folder, kept=0), curves, SkipGuard(limit=50)]
 
 
 def _race(loops: dict[str, Loop], rounds: int, data: Stopwatch) -> dict[str, list[float]]:

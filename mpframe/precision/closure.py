@@ -42,18 +42,28 @@ def missing_closure(optimizer: Optimizer) -> ConfigError:
 
 
 def refuse_beside_closure(
-    optimizer: Optimizer, *, half: bool, scaled: bool, clipped: bool, vetoed: bool
+    optimizer: Optimizer,
+    *,
+    half: bool,
+    scaled: bool,
+    clipped: bool,
+    vetoed: bool,
+    cast: bool = False,
+    accumulated: bool = False,
 ) -> None:
     """Refuse what does not go with a closure.
 
     Raises:
-        ConfigError: half weights, a scaler, clipping or a veto are beside it.
+        ConfigError: half weights, ops cast to half, a scaler, clipping, accumulation or a veto are
+            beside it.
     """
     name = type(optimizer).__name__
     for present, what, way in (
         (half, "half weights", "dtype=fp32"),
+        (cast, "ops cast to half", "dtype=fp32"),
         (scaled, "loss scaling", "loss_scaling=none"),
         (clipped, "clipping", "trainer.clip_norm=null"),
+        (accumulated, "accumulation", "trainer.accumulate=1"),
         (vetoed, "skipping", "trainer.on_loss_spike=warn"),
     ):
         if present:

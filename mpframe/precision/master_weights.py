@@ -244,7 +244,7 @@ class MasterWeights(Optimizer):
         """Update the masters and round them into the weights, unless the step is `skipped`."""
         self._consumed = bool(gradients.by_master)
         on_device = self._skips_on_device()
-        if not on_device and bool(skipped):  # The one place where a step waits for the device.
+        if not on_device and bool(skipped):  # Waits for the device: its kernels skip nothing.
             return
         self._masters.adopt_writes()
         for master, gradient in gradients.by_master.items():

@@ -6,19 +6,14 @@ loss scaling and ops.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mpframe.config import watching
 from mpframe.report.records import Record
 from mpframe.summary import Summary
 
 PRECISION = ("dtype", "loss_scaling", "ops")
-# They change what is seen or kept of a run, and none of its numbers.
-WATCHING = re.compile(
-    r"numerics\.|run_name$|resume$|trainer\.(progress|log_every|eval_every|checkpoint_|keep_|async_"
-    r"|on_save|requeue)"
-)
 SHOWN_APART = ("dtype.mode", "dtype.half", "loss_scaling.name")
 
 
@@ -63,10 +58,10 @@ class Group:
         """A number of the finished runs."""
         return _span(self.runs, value)
 
-    def beside(self, value: Callable[[Summary], float | None]) -> tuple[float, float] | None:
-        """(mean of this group, mean of its fp32 counterpart); None where either is unknown."""
+    def beside(self, value: Callable[[Summary], float | None]) -> tuple[Span, Span] | None:
+        """(of this group, of its fp32 counterpart); None where either is unknown."""
         own, full = _span(self.runs, value), _span(self.fp32, value)
-        return (own.mean, full.mean) if own and full else None
+        return (own, full) if own and full else None
 
 
 def compared(records: Sequence[Record]) -> list[Group]:
@@ -97,8 +92,8 @@ def _differing(records: Sequence[Record]) -> list[str]:
         lacking = any(path not in options for options in known)
         if len(values) > 1 or (lacking and not _another_choice(path, known)):
             differing.append(path)
-    apart = ("seed", *SHOWN_APART)
-    return [path for path in differing if path not in apart and not WATCHING.match(path)]
+    apart = {"seed", *SHOWN_APART, *watching()}
+    return [path for path in differing if path not in apart]
 
 
 def _another_choice(path: str, known: Sequence[Mapping[str, object]]) -> bool:

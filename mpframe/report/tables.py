@@ -13,8 +13,11 @@ from mpframe.summary import Summary
 
 Table = list[list[str]]
 NOTES = (
-    "Numbers are means over the finished runs of a group, followed by the lowest and the highest. "
-    "Gap and ratios are against the fp32 runs with otherwise the same options.",
+    "Numbers are means over the finished runs of a group, n of them, then the lowest and the "
+    "highest. Gap and ratios are against the fp32 runs with otherwise the same options. A gap that "
+    "is smaller than the fp32 runs' own spread tells nothing, nor does one of a single seed.",
+    "Samples / s are those of the whole run: its training samples over its training time, without "
+    "validating and saving; a step's time is the median.",
     "Memory is what torch allocated at most on a CUDA device. On a CPU it is the peak of the whole "
     "process, which all jobs of a sweep share: there only its growth says something.",
 )
@@ -26,7 +29,7 @@ def results(groups: Sequence[Group]) -> Table:
     known = sorted(name for name in metrics if name)
     metric = known[0] if len(known) == 1 else "metric"
     head = ["dtype", "loss scaling", "options", "runs", metric, "gap to fp32", "val loss"]
-    head += ["skipped", "final scale", "samples / s", "memory, MiB"]
+    head += ["skipped", "final scale", "samples / s", "step, ms", "memory, MiB"]
     return _without_empty([head, *map(_row, groups)])
 
 
@@ -70,6 +73,7 @@ def _row(group: Group) -> list[str]:
         _spread(group.span(lambda s: s.skipped_steps), ".4g"),
         ", ".join(dict.fromkeys(_scale(scale) for scale in scales)),
         _beside_fp32(group, lambda summary: summary.samples_per_second),
+        _beside_fp32(group, _milliseconds, ".3g"),
         _beside_fp32(group, _mebibytes),
     ]
 
@@ -106,15 +110,25 @@ def _spread(span: Span | None, form: str) -> str:
 
 
 def _gap(group: Group) -> str:
+    """The gap and, below it, what it is to be held against; of one seed it is the lesser thing."""
     pair = group.beside(_metric)
-    return "" if pair is None or group.runs[0].mode == "fp32" else f"{pair[0] - pair[1]:+.4f}"
+    if pair is None or group.runs[0].mode == "fp32":
+        return ""
+    own, full = pair
+    gap, counts = f"{own.mean - full.mean:+.4f}", f"n {own.count}, fp32 n {full.count}"
+    if min(own.count, full.count) == 1:
+        return f"one seed\n{gap}, {counts}"
+    return f"{gap}\n{counts} spread {full.high - full.low:.4f}"
 
 
-def _beside_fp32(group: Group, value: Callable[[Summary], float | None]) -> str:
-    """The mean and, below it, what part of the fp32 runs' it is."""
+def _beside_fp32(group: Group, value: Callable[[Summary], float | None], form: str = ".0f") -> str:
+    """The mean and, below it, what part of the fp32 runs' it is, with the runs of each."""
     own, pair = group.span(value), group.beside(value)
-    mean = f"{own.mean:.0f}" if own else ""
-    return f"{mean}\n{pair[0] / pair[1]:.2f} x" if pair and pair[1] else mean
+    mean = f"{own.mean:{form}}" if own else ""
+    if pair is None or not pair[1].mean:
+        return mean
+    ratio = pair[0].mean / pair[1].mean
+    return f"{mean}\n{ratio:.2f} x, n {pair[0].count} / {pair[1].count}"
 
 
 def _without_empty(table: Table) -> Table:
@@ -125,6 +139,10 @@ def _without_empty(table: Table) -> Table:
 
 def _metric(summary: Summary) -> float | None:
     return summary.val_metric
+
+
+def _milliseconds(summary: Summary) -> float | None:
+    return None if summary.median_step_seconds is None else summary.median_step_seconds * 1e3
 
 
 def _mebibytes(summary: Summary) -> float | None:

@@ -12,12 +12,16 @@ from mpframe.amax_record import FILE_NAME
 
 MEASURED = ("speed/samples_per_second", "memory/peak_bytes")
 LOGGED = "Curves/last_step"  # measurements among others, which `curves` tells apart
-MEASURED_SUMMARY = ("seconds", "samples_per_second", "peak_memory_bytes")
+TIMES = ("seconds", "train_seconds", "step_times")
+MEASURED_SUMMARY = (
+    *("seconds", "train_seconds", "samples_per_second", "median_step_seconds"),
+    "peak_memory_bytes",
+)
 
 
 def differing(first: Any, second: Any, path: str = "") -> list[str]:
     """The paths at which two nested states differ; what is a measurement is left out."""
-    if path.endswith((*MEASURED, LOGGED)):
+    if path.endswith((*MEASURED, LOGGED, *(f"Throughput/{time}" for time in TIMES))):
         return []
     if isinstance(first, dict) and isinstance(second, dict):
         keys = sorted(first.keys() | second.keys(), key=str)

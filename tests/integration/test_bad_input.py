@@ -105,7 +105,7 @@ EXACT = [
     ("trainer.on_loss_spike=skpi", "trainer.on_loss_spike=skpi: must be one of off, warn, skip, stop; nearest: skip, stop"),
     ("trainer.loss_spike_factor=1", "trainer.loss_spike_factor=1: must be a number > 1"),
     ("dtype.master_weights=2", "dtype.master_weights=2: must be true or false"),
-    ("dtype.mode=fp16", "dtype.mode=fp16: must be one of fp32, mixed, amp; nearest: fp32"),
+    ("dtype.mode=fp16", "dtype.mode=fp16: must be one of fp32, mixed, amp; use dtype=mixed or dtype=amp"),
     ("ops.allow=softmax", "ops.allow=softmax: must be a list"),
     # data
     ("dataset.workers=-1", "dataset.workers=-1: must be a whole number processes >= 0"),

@@ -104,10 +104,6 @@ CASES = [
          r"note: dtype\.half=float16 on cpu is emulated: the numbers are a tensor core's, the speed and memory are not; mend: (dtype\.half=bfloat16|dtype=fp32|device=cuda)"),
     Case(speed.check_emulation, "device=cpu dtype.compute=native", "device=cpu dtype=fp32 dtype.compute=native",
          r"warning: dtype\.compute=native: this cpu has no float16 products, and PyTorch's kernels for them are many times slower than fp32's; mend: dtype\.compute=auto"),
-    Case(speed.check_skipping, "optimizer._target_=torch.optim.RMSprop", "",
-         r"(note|warning): optimizer: RMSprop has no kernel that skips by itself: on an accelerator each step waits for the device to know whether it is skipped; mend: optimizer\._target_=torch\.optim\.AdamW"),
-    Case(speed.check_skipping, "model=mlp optimizer=muon_adamw", "model=mlp optimizer=sgd",
-         r"(note|warning): optimizer\.parts\.matrices: Muon has no kernel that skips by itself: .*; mend: optimizer=adamw"),
     Case(speed.check_loading, f"{NET} {DIGITS} model.width=2048 dataset.delay=0.005", f"{NET} {DIGITS} model.width=2048",
          r"warning: dataset\.workers=0: loading is the bottleneck, \d+ ms a batch for steps of [\d.]+ ms, about \d+ s of waiting in all; mend: dataset\.workers=\d+"),
 ]  # fmt: skip

@@ -226,7 +226,8 @@ def test_the_same_options_and_machine_are_not_warned_of(
     start_run(tmp_path / "whole", *EVERYTHING)
     resumed = cut(tmp_path / "whole", tmp_path / "resumed")
     caplog.clear()
-    start_run(resumed, *EVERYTHING, "resume=auto", "trainer.log_every=5", "dataset.workers=1")
+    watching = ["trainer.log_every=5", "dataset.workers=1", "numerics=on"]
+    start_run(resumed, *EVERYTHING, *watching, "resume=auto")
     assert [line for line in caplog.messages if line.startswith("warning")] == []
 
 

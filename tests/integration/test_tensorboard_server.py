@@ -206,7 +206,7 @@ def test_layout_of_several_runs_is_one_page(server: Server) -> None:
     categories = server.get("plugin/custom_scalars/layout")["category"]
     charts = {page["title"]: [chart["title"] for chart in page["chart"]] for page in categories}
     assert charts == {
-        "training": ["loss", "accuracy", "learning rate", "samples per second"],
+        "training": ["loss", "accuracy", "learning rate", "samples per second, lately"],
         "loss scaling": ["scale", "skipped steps"],
         "gradients": ["norm and amax"],
     }

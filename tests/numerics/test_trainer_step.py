@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.data import Loader
 from mpframe.ema import Ema
-from mpframe.errors import DataError
+from mpframe.errors import ConfigError, DataError
 from mpframe.plan import Plan
 from mpframe.schedules import warmup_cosine
 from mpframe.trainer import Batch
@@ -116,6 +116,75 @@ def test_fp32_equals_a_plain_loop_over_100_steps(scaler: Any, clip_norm: float |
     state = trainer.state_dict()
     assert differing(state["weights"], model.state_dict()) == []
     assert differing(state["optimizer"], optimizer.state_dict()) == []
+
+
+def test_lbfgs_equals_a_loop_by_hand() -> None:
+    """BatchNorm's statistics and the schedule included: each evaluation moves the former."""
+    trainer = make_trainer(optimizer=torch.optim.LBFGS, lr=0.1, max_iter=5)
+    model = small_net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
+    schedule = warmup_cosine(optimizer, total_steps=200)
+    loss_function = nn.CrossEntropyLoss()
+    for inputs, targets in batches(20):
+
+        def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_function(model(inputs), targets)
+            loss.backward()
+            return loss
+
+        first = optimizer.step(closure)
+        schedule.step()
+        result = trainer.train_step((inputs, targets))
+        assert torch.equal(result.loss, first.detach())
+    state = trainer.state_dict()
+    assert differing(state["weights"], model.state_dict()) == []
+    assert differing(state["optimizer"], optimizer.state_dict()) == []
+    assert trainer.progress.steps == 20
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "mixed"}, "half weights; use dtype=fp32"),
+        ({"mode": "amp"}, "ops cast to half; use dtype=fp32"),
+        ({"scaler": Static(2.0)}, "loss scaling; use loss_scaling=none"),
+        ({"plan": Plan(clip_norm=1.0)}, "clipping; use trainer.clip_norm=null"),
+        ({"plan": Plan(accumulate=2)}, "accumulation; use trainer.accumulate=1"),
+    ],
+)
+def test_what_does_not_go_with_a_closure_is_refused_at_once(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^optimizer=LBFGS: a closure goes without {text} or"):
+        make_trainer(optimizer=torch.optim.LBFGS, **options)
+
+
+@pytest.mark.parametrize(("fused", "reads"), [(True, 1), (False, 2)])
+def test_a_step_is_read_by_the_trainer_once(
+    monkeypatch: pytest.MonkeyPatch, fused: bool, reads: int
+) -> None:
+    """And once before, by an optimizer that cannot skip by itself; dropped micro-batches included.
+
+    The model has no buffers: on a CPU, where nothing is waited for, those are restored by a read.
+    """
+    model = nn.Linear(3, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    model, optimizer = Precision().prepare(model, plain)
+    trainer = Trainer(model, optimizer, nn.MSELoss(), scaler=Static(2.0))
+    window = [(torch.ones(4, 3), torch.zeros(4, 1))] * 2
+    trainer.train_step(*window)  # In the first step no optimizer skips by itself.
+    seen: list[str] = []
+    for name in ("__bool__", "__int__", "__float__", "item", "tolist"):
+        read = getattr(Tensor, name)
+
+        def counted(tensor: Tensor, name: str = name, read: Any = read) -> Any:
+            seen.append(name)
+            return read(tensor)
+
+        monkeypatch.setattr(Tensor, name, counted)
+    trainer.train_step(*window)
+    assert len(seen) == reads, seen
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**12, 2.0**-4])

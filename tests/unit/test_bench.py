@@ -248,7 +248,7 @@ def test_by_hand_and_trainer_log_the_same_curves(tmp_path: Path) -> None:
     hand_loop(*tiny_model._parts(), data, log)()
     tiny_model.trainer_loop(data, watchers)()
     log._writer.close()
-    watchers[1]._tracker.close()
+    watchers[2]._tracker.close()
     by_hand, ours = scalars(tmp_path / "hand"), scalars(tmp_path / "ours")
     assert set(by_hand) == {"loss/train", "optim/lr", "grad/norm", "speed/steps_per_second"}
     assert len(by_hand["loss/train"]) == 3

@@ -40,3 +40,36 @@ def test_every_job_of_a_sweep_is_checked() -> None:
 
 def test_an_argument_of_ones_own_class_may_be_added() -> None:
     assert prepare(["+model.depth=3"]) == ["+model.depth=3"]
+
+
+MODES = "choose amp, amp_bf16, fp32, mixed, mixed_bf16"
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("fp16", "float16", "half", "FP16"), "dtype=mixed or dtype=amp"),
+        (("bf16", "bfloat16"), "dtype=mixed_bf16 or dtype=amp_bf16"),
+        (("16-mixed", "O1"), "dtype=amp"),
+        (("bf16-mixed",), "dtype=amp_bf16"),
+        (("O2",), "dtype=mixed"),
+        (("fp8",), "dtype=amp or dtype=amp_bf16, formats of 8 bits are not there"),
+    ],
+)
+def test_another_librarys_name_of_a_mode_is_answered_with_ours(
+    names: tuple[str, ...], words: str
+) -> None:
+    for name in names:
+        for arguments in ([f"dtype={name}"], ["-m", f"dtype=fp32,{name}"]):
+            with pytest.raises(ConfigError) as error:
+                prepare(arguments)
+            assert str(error.value) == f"dtype={name}: {MODES}; use {words}"
+
+
+@pytest.mark.parametrize("sign", ["+", "++"])
+def test_a_choice_with_a_plus_is_answered_with_the_word_to_write(sign: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        prepare([f"{sign}experiment=digits_mlp"])
+    assert str(error.value) == (
+        f"{sign}experiment=digits_mlp: a choice takes no +; write experiment=digits_mlp"
+    )

@@ -8,9 +8,17 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from mpframe.check import check
+from mpframe.check import check, known_paths
 from mpframe.command_line import checked
-from mpframe.config import SCALERS, SECTIONS, Config, Range
+from mpframe.config import (
+    SCALERS,
+    SECTIONS,
+    Config,
+    JointOptions,
+    PartOptions,
+    Range,
+    watching,
+)
 from mpframe.errors import ConfigError
 from mpframe.locations import CONF
 from mpframe.options_page import options_page
@@ -70,6 +78,44 @@ def test_every_option_has_a_sentence_and_a_default_within_its_range() -> None:
             assert option.metadata["range"].holds(getattr(section(), option.name)), option.name
 
 
+WATCH = {
+    *("run_name", "resume", "numerics.every", "numerics.worst", "numerics.layers"),
+    *(
+        f"trainer.{name}"
+        for name in (
+            *("async_save", "autopsy", "autopsy_after", "checkpoint_every", "checkpoint_minutes"),
+            *("eval_every", "keep_best", "keep_last", "log_every", "max_consecutive_skips"),
+            *("on_save_error", "progress", "requeue"),
+        )
+    ),
+}
+ACT = {
+    *("device", "init_from", "init_from_except", "seed"),
+    *("dtype.compute", "dtype.half", "dtype.master_weights", "dtype.mode"),
+    *("ops.allow", "ops.deny", "ops.infer", "ops.modules", "ops.move", "optimizer.lr"),
+    *("dataset.batch_size", "dataset.worker_timeout", "dataset.workers"),
+    *(
+        f"trainer.{name}"
+        for name in (
+            *("accumulate", "bad_micro_batch", "clip_norm", "compile", "ema_decay", "epochs"),
+            *("eval_dtype", "loss_spike_factor", "max_steps", "on_loss_spike"),
+        )
+    ),
+}
+
+
+def test_every_option_is_known_to_watch_or_to_act() -> None:
+    """A new option is put into one of the two sets above, by somebody who has thought of it."""
+    assert watching() == WATCH
+    assert {path for path in known_paths() if not path.startswith("loss_scaling.")} == WATCH | ACT
+    assert not [
+        option.name
+        for section in (*SCALERS.values(), JointOptions, PartOptions)
+        for option in dataclasses.fields(section)
+        if option.metadata["watches"]
+    ]
+
+
 def test_the_page_of_options_is_current() -> None:
     """Mend with `python scripts/options.py`."""
     assert (ROOT / "docs" / "options.md").read_text() == options_page()
@@ -118,7 +164,10 @@ def tree(**changes: Any) -> Any:
         ({"trainer__epochs": "x"}, "trainer.epochs=x: must be a whole number epochs >= 1"),
         ({"trainer__epochs": True}, "trainer.epochs=true: must be a whole number epochs >= 1"),
         ({"trainer__max_step": 1}, "trainer.max_step: no such option; nearest: max_steps"),
-        ({"dtype__mode": "fp16"}, "dtype.mode=fp16: must be one of fp32, mixed, amp"),
+        (
+            {"dtype__mode": "fp16"},
+            "dtype.mode=fp16: must be one of fp32, mixed, amp; use dtype=mixed or dtype=amp",
+        ),
         (
             {"loss_scaling__name": "backof"},
             "loss_scaling=backof: choose auto, none, static, Backoff, LogMax; nearest: Backoff",

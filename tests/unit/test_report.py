@@ -32,6 +32,7 @@ SUMMARY = Summary(
     val_metric=0.9,
     seconds=10.0,
     samples_per_second=1000.0,
+    median_step_seconds=0.004,
     peak_memory_bytes=100 * 2**20,
     dtype="fp32",
     loss_scaling="none",
@@ -88,7 +89,8 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row(make_run: MakeRun, tmp_p
         make_run(
             f"b{seed}",
             replace(MIXED, seed=seed, val_metric=accuracy - 0.01, skipped_steps=seed,
-                    samples_per_second=2000.0, peak_memory_bytes=75 * 2**20),
+                    samples_per_second=2000.0, median_step_seconds=0.002,
+                    peak_memory_bytes=75 * 2**20),
         )  # fmt: skip
     full, mixed = table(tmp_path)
     assert (full["dtype"], full["loss scaling"], full["runs"]) == ("fp32", "none", "3 finished")
@@ -99,12 +101,13 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row(make_run: MakeRun, tmp_p
         "loss scaling": "Backoff",
         "runs": "3 finished",
         "accuracy": "0.9200\n0.8900 – 0.9400",
-        "gap to fp32": "-0.0100",
+        "gap to fp32": "-0.0100\nn 3, fp32 n 3 spread 0.0500",
         "val loss": "0.2",
         "skipped": "2\n1 – 3",
         "final scale": "65536",
-        "samples / s": "2000\n2.00 x",
-        "memory, MiB": "75\n0.75 x",
+        "samples / s": "2000\n2.00 x, n 3 / 3",
+        "step, ms": "2\n0.50 x, n 3 / 3",
+        "memory, MiB": "75\n0.75 x, n 3 / 3",
     }
 
 
@@ -118,8 +121,8 @@ def test_each_group_is_held_against_fp32_with_its_own_options(
     assert rows == {
         ("fp32", "optimizer.lr=0.1"): "",
         ("fp32", "optimizer.lr=0.2"): "",
-        ("mixed float16", "optimizer.lr=0.1"): "+0.0300",
-        ("mixed float16", "optimizer.lr=0.2"): "+0.0300",
+        ("mixed float16", "optimizer.lr=0.1"): "one seed\n+0.0300, n 1, fp32 n 1",
+        ("mixed float16", "optimizer.lr=0.2"): "one seed\n+0.0300, n 1, fp32 n 1",
     }
 
 
@@ -129,7 +132,7 @@ def test_options_of_precision_do_not_part_a_run_from_its_fp32_runs(
     make_run("0", SUMMARY)
     make_run("1", replace(MIXED, val_metric=0.8), loss_scaling__init_scale=2.0, ops={"deny": []})
     _, mixed = table(tmp_path)
-    assert mixed["gap to fp32"] == "-0.1000"
+    assert mixed["gap to fp32"] == "one seed\n-0.1000, n 1, fp32 n 1"
 
 
 def test_an_option_that_only_one_scaler_has_tells_no_groups_apart(

@@ -38,7 +38,8 @@ SUMMARY = Summary(
     torch="2.11.0",
 )
 PUBLISHED = """status steps skipped_steps epochs train_loss val_loss val_accuracy seconds
-    samples_per_second peak_memory_bytes dtype half loss_scaling final_scale seed device torch"""
+    samples train_seconds samples_per_second median_step_seconds
+    peak_memory_bytes dtype half loss_scaling final_scale seed device torch"""
 
 
 # --- summary.json

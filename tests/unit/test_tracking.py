@@ -196,7 +196,7 @@ def test_layout_draws_every_curve_that_belongs_on_the_page(tmp_path: Path) -> No
         "loss": ["loss/train", "loss/val"],
         "accuracy": ["metric/accuracy/val"],
         "learning rate": ["optim/lr"],
-        "samples per second": ["speed/samples_per_second"],
+        "samples per second, lately": ["speed/samples_per_second"],
         "scale": ["loss_scale/scale"],
         "skipped steps": ["loss_scale/skipped_total"],
         "norm and amax": ["grad/norm", "grad/amax"],

@@ -7,7 +7,7 @@ is written, and whatever a check tried is undone.
     weights    their range in half, and where they were trained
     ops        activations, BCELoss, norms, dimensions
     scaling    the loss scale against the gradients of the first batch
-    speed      emulation, waits for the device, waits for the data
+    speed      emulation, waits for the data
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ from mpframe.numerics.doctor.ops import (
 )
 from mpframe.numerics.doctor.patient import Patient
 from mpframe.numerics.doctor.scaling import check_scaling
-from mpframe.numerics.doctor.speed import check_emulation, check_loading, check_skipping
+from mpframe.numerics.doctor.speed import check_emulation, check_loading
 from mpframe.numerics.doctor.weights import check_birth, check_small_weights, check_weight_range
 
 CHECKS: tuple[Callable[[Patient], Iterable[Finding]], ...] = (
@@ -37,7 +37,6 @@ CHECKS: tuple[Callable[[Patient], Iterable[Finding]], ...] = (
     check_dimensions,
     check_scaling,
     check_emulation,
-    check_skipping,
     check_loading,
 )
 

@@ -1,6 +1,5 @@
-"""What will cost time: emulated half, waits for the device, waits for the data."""
+"""What will cost time: emulated half, waits for the data."""
 
-import inspect
 import math
 import os
 import time
@@ -37,24 +36,6 @@ def check_emulation(patient: Patient) -> Iterator[Finding]:
             f"dtype.compute=native: this cpu has no {policy.half} products, and PyTorch's kernels "
             "for them are many times slower than fp32's",
             "dtype.compute=auto",
-        )
-
-
-def check_skipping(patient: Patient) -> Iterator[Finding]:
-    """Optimizers that a step must wait for the device for, to know whether it is skipped."""
-    on_cpu = patient.device.type == "cpu"  # where there is nothing to wait for
-    for path, masters in patient.optimizers.items():
-        optimizer = masters.optimizer
-        able = _takes_verdict(optimizer)
-        if able and (on_cpu or all(group.get("fused") for group in optimizer.param_groups)):
-            continue
-        make = note if on_cpu else warning
-        reason = "without fused kernels" if able else "has no kernel that skips by itself"
-        name = type(optimizer).__name__
-        yield make(
-            f"{path}: {name} {reason}: on an accelerator each step waits for the device to know "
-            "whether it is skipped",
-            patient.typed(f"{path}.fused", "true") if able else _able(path),
         )
 
 
@@ -143,14 +124,3 @@ def _native(half: str) -> str:
         return "device=cuda"
     other = half == "float16" and has_native_half("bfloat16")
     return "dtype.half=bfloat16" if other else "dtype=fp32"
-
-
-def _able(path: str) -> str:
-    """The word that chooses an optimizer with such kernels."""
-    return "optimizer._target_=torch.optim.AdamW" if path == "optimizer" else "optimizer=adamw"
-
-
-def _takes_verdict(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this class has kernels that skip by themselves."""
-    fused = "fused" in inspect.signature(type(optimizer)).parameters
-    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", True))

@@ -1,0 +1,119 @@
+"""What counts as training time, how it is summed up, and that it goes on over resumes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from mpframe import Precision, Trainer
+from mpframe.data import Loader
+from mpframe.plan import Plan
+from mpframe.step import StepResult
+from mpframe.throughput import Throughput
+from mpframe.trainer import Batch, Callback
+
+BATCH = 4
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slow(Callback):
+    """Lets each part of a run take a time of its own, in seconds that add up in binary."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def before_step(self, trainer: Trainer, batches: list[Batch]) -> None:
+        self._clock.now += 1.0 if trainer.progress.attempts != 2 else 16.0
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        self._clock.now += 0.25  # logging: part of training, and of the next step's time
+
+    def during_evaluation(self, trainer: Trainer) -> None:
+        self._clock.now += 1000.0
+
+
+class Saving(Callback):
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def between_steps(self, trainer: Trainer) -> None:
+        for callback in trainer.callbacks:
+            callback.before_save(trainer)
+        self._clock.now += 1000.0
+
+
+class Samples:
+    """Seven batches: with windows of two the last one is partial."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        yield from [(torch.ones(BATCH, 3), torch.zeros(BATCH, 1))] * (7 - start)
+
+
+def trained(clock: Clock, throughput: Throughput, plan: Plan) -> Trainer:
+    model = nn.Linear(3, 1)
+    model, optimizer = Precision().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = Trainer(model, optimizer, nn.MSELoss(), plan=plan)
+    # As a run orders them: what saves comes before, and the clock goes on after it.
+    trainer.callbacks = [Saving(clock), throughput, Slow(clock)]
+    samples: Loader = Samples()  # type: ignore[assignment]
+    trainer.fit(samples, samples)
+    return trainer
+
+
+def test_a_partial_window_counts_what_it_had_and_only_training_counts() -> None:
+    clock = Clock()
+    throughput = Throughput(BATCH, clock=clock)
+    trained(clock, throughput, Plan(accumulate=2))
+    assert throughput.samples == 7 * BATCH
+    # Four steps, the third of 16 s, and the logging behind the first three.
+    assert throughput.train_seconds == 3 * 1.0 + 16.0 + 3 * 0.25
+    assert throughput.samples_per_second == 28 / 19.75
+    # Half a percent, the half width of a bin.
+    assert throughput.median_step_seconds == pytest.approx(1.25, rel=0.005)
+    assert throughput.seconds == clock.now - 100.0
+
+
+def test_times_and_counts_go_on_where_a_checkpoint_was_taken() -> None:
+    clock = Clock()
+    first = Throughput(BATCH, clock=clock)
+    trained(clock, first, Plan())
+    state = first.state_dict()
+    clock.now += 5000.0  # between the two starts, which is nobody's time
+    second = Throughput(BATCH, clock=clock)
+    second.load_state_dict(state)
+    trained(clock, second, Plan())
+    assert second.samples == 2 * state["samples"]
+    assert second.train_seconds == 2 * state["train_seconds"]
+    assert second.seconds == 2 * state["seconds"]
+    assert second.median_step_seconds == first.median_step_seconds
+
+
+def test_a_start_in_which_nothing_is_left_to_do_adds_no_time() -> None:
+    clock = Clock()
+    first = Throughput(BATCH, clock=clock)
+    trained(clock, first, Plan())
+    state = first.state_dict()
+    again = Throughput(BATCH, clock=clock)
+    again.load_state_dict(state)
+    clock.now += 0.5
+    assert again.seconds == state["seconds"]
+    assert again.state_dict() == state
+
+
+def test_before_the_first_step_nothing_is_known() -> None:
+    throughput = Throughput(BATCH)
+    assert throughput.samples_per_second is None
+    assert throughput.median_step_seconds is None
