@@ -82,7 +82,7 @@ def _where(finding: Finding, verdict: Verdict, case: Case) -> list[tuple[str, st
         name = ".".join(part for part in (finding.place.module, finding.place.op) if part)
         return [("where", f"weight or buffer {name} holds {_number(finding.value)}")]
     facts = [("where", f"{_place(finding.place, case)}, {finding.direction} pass")]
-    facts.append(("value", _value(finding, verdict)))
+    facts.append(("value", value_of(finding, verdict)))
     if finding.origin is not None:
         facts.append(("from", f"{_place(finding.origin, case)}: so large first there"))
     if finding.objective:
@@ -98,11 +98,21 @@ def _place(place: Place, case: Case) -> str:
     return f"{_module(place)} ({kind}), op {place.op}"
 
 
+def where_of(finding: Finding) -> str:
+    """Where the first value out of range is, in a few words."""
+    place = finding.place
+    if finding.direction in ("data", "weights"):
+        return ".".join(part for part in (place.module, place.op) if part)
+    module = "the loss" if place.module == OUTSIDE else _module(place)
+    return f"{module}, op {place.op}, {finding.direction} pass"
+
+
 def _module(place: Place) -> str:
     return place.module or "the model itself"
 
 
-def _value(finding: Finding, verdict: Verdict) -> str:
+def value_of(finding: Finding, verdict: Verdict) -> str:
+    """How large the first value out of range is, beside the limit of its format."""
     if verdict.kind is Kind.UNDERFLOW:
         return (
             f"its largest gradient is {finding.value:.3g} at this scale; {finding.half} has full "

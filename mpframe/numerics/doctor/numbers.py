@@ -51,7 +51,7 @@ def check_masters(patient: Patient) -> Iterator[Finding]:
 
 def _format_of(optimizer: MasterWeights) -> torch.dtype:
     """The narrowest format of what the optimizer updates."""
-    formats = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    formats = {optimizer.master_of(parameter).dtype for parameter in optimizer.parameters}
     narrowest: torch.dtype = min(formats, key=lambda form: form.itemsize)
     return narrowest
 
