@@ -251,6 +251,12 @@ def test_what_no_format_holds_is_said_in_any_mode(dtype: str) -> None:
     )
 
 
+def test_where_no_pin_helps_fp32_does() -> None:
+    (finding,) = found(scaling.check_overflow, "model._target_=planted.scattered")
+    assert finding.what.startswith("layers.0, op linear, forward pass on the first batch: ")
+    assert finding.mend == ("dtype=fp32",)
+
+
 def test_a_pattern_of_layers_that_matches_none_has_a_hint() -> None:
     words = "numerics=on numerics.layers=[stage1.*,haed]"
     assert [str(hint) for hint in found(hints.check_layers, words)] == [

@@ -150,7 +150,7 @@ def _advice(verdict: Verdict, case: Case, step: Evidence) -> list[str]:
     if verdict.kind is Kind.UNDERFLOW:
         return [_raise(verdict, case)]
     if verdict.kind is Kind.NOT_FINITE_IN_FP32:
-        return [_of_fp32(verdict.finding)]
+        return [_of_fp32(verdict.finding, step)]
     if verdict.kind is Kind.DIVERGING:
         loss = verdict.replays[0].loss
         return [
@@ -210,10 +210,15 @@ def _raise(verdict: Verdict, case: Case) -> str:
     return f"{option.get(case.scaling, 'loss_scaling.init_scale')}={fits:g}: {then}"
 
 
-def _of_fp32(finding: Finding | None) -> str:
+def _of_fp32(finding: Finding | None, step: Evidence) -> str:
     if finding is not None and finding.direction == "data":
         return "mend or remove the samples: no format holds them"
     if finding is not None and finding.direction == "weights":
+        if step.lost_eps:
+            return (
+                f"start again with dtype.master_weights=true: the optimizer's {step.lost_eps}, "
+                "the format it works in"
+            )
         return "start from a checkpoint whose weights are finite; see resume and init_from"
     return (
         "no format mends it: lower optimizer.lr or set trainer.clip_norm, and look at these "
