@@ -131,6 +131,11 @@ def scaling_name(config: Config) -> str:
     return "Backoff" if float16 else "none"
 
 
+def named_options(config: Config) -> dict[str, Any]:
+    """Every option by its dotted path; of the scaling `auto` the name of what it stands for."""
+    return {**config.flat, "loss_scaling.name": scaling_name(config)}
+
+
 def build_scaler(config: Config) -> LossScaler | None:
     """The loss scaler; None where the loss is not scaled."""
     arguments = {k: v for k, v in vars(config.loss_scaling).items() if k != "name"}

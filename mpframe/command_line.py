@@ -16,6 +16,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,28 @@ def prepare(arguments: list[str]) -> list[str]:
     if parsed.config_name or parsed.config_path or parsed.config_dir:
         return [*flags, *overrides]  # A configuration of the user's own: checked once composed.
     multirun = bool(parsed.multirun)
-    for job in _jobs(_parsed(overrides), multirun):
+    for job in _jobs(overrides, multirun):
         _check_job(job, multirun)
     return [*flags, *(_with_options_of_swept_groups(overrides) if multirun else overrides)]
 
 
-def jobs(arguments: list[str]) -> Iterator[tuple[list[str], Config]]:
-    """The words and the checked configuration of each job that training would run.
+@dataclass(frozen=True)
+class Job:
+    """A job that training would run.
+
+    Attributes:
+        typed: the words of the command line that are its own, as they were typed.
+        overrides: the same as Hydra is given them.
+        config: the checked configuration they make.
+    """
+
+    typed: list[str]
+    overrides: list[str]
+    config: Config
+
+
+def jobs(arguments: list[str]) -> Iterator[Job]:
+    """Each job that training would run.
 
     Args:
         arguments: the command line, as training takes it; of its flags only `-m`.
@@ -74,8 +90,9 @@ def jobs(arguments: list[str]) -> Iterator[tuple[list[str], Config]]:
     for word in given:
         if word.startswith("-"):
             raise ConfigError(f"{word}: no such option; give option=value, and -m for a sweep")
-    for job in _jobs(_parsed(_rewritten(given)), multirun):
-        yield job, checked(_composed_by_known_names(_parsed(job)))
+    for typed in _jobs(given, multirun):
+        overrides = _rewritten(typed)
+        yield Job(typed, overrides, checked(_composed_by_known_names(_parsed(overrides))))
 
 
 def _refuse_unfit_flags(parsed: Any, rest: list[str]) -> None:
@@ -171,18 +188,22 @@ def _parsed(overrides: list[str]) -> list[Override]:
     return parsed
 
 
-def _jobs(overrides: list[Override], multirun: bool) -> list[list[str]]:
-    """The overrides of each job: one list, or one for each combination of a sweep."""
-    axes: list[list[str]] = []
-    for override in overrides:
-        if override.is_sweep_override():
-            if not multirun:
-                raise ConfigError(f"{override.input_line}: several values make a sweep; add -m")
-            values = list(override.sweep_string_iterator())
-            axes.append([f"{override.get_key_element()}={value}" for value in values])
-        else:
-            axes.append([str(override.input_line)])
+def _jobs(words: list[str], multirun: bool) -> list[list[str]]:
+    """The words of each job: one list, or one for each combination of a sweep."""
+    axes = [_values_of(word, multirun) for word in words]
     return [list(job) for job in itertools.islice(itertools.product(*axes), _JOBS_CHECKED)]
+
+
+def _values_of(word: str, multirun: bool) -> list[str]:
+    """The word itself, or one for each of the values it sweeps over."""
+    if _MOVE.match(word):
+        return [word]
+    (override,) = _parsed([word])
+    if not override.is_sweep_override():
+        return [word]
+    if not multirun:
+        raise ConfigError(f"{word}: several values make a sweep; add -m")
+    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
 
 
 def _check_job(overrides: list[str], multirun: bool) -> None:

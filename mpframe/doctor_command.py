@@ -3,6 +3,7 @@
 No run folder is made. A sweep (`-m`) is examined job by job.
 """
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,9 +26,9 @@ def main(arguments: list[str] | None = None) -> None:
     """
     errors = 0
     with one_line_exit():
-        for words, config in jobs(sys.argv[1:] if arguments is None else arguments):
-            findings = examine(patient_of(config, words))
-            print(as_text(words, findings))
+        for job in jobs(sys.argv[1:] if arguments is None else arguments):
+            findings = examine(patient_of(job.config, job.overrides))
+            print(as_text(job.typed, findings))
             errors += any(finding.severity is Severity.ERROR for finding in findings)
     sys.exit(1 if errors else 0)
 
@@ -37,7 +38,7 @@ def patient_of(config: Config, words: Sequence[str] = ()) -> Patient:
 
     Args:
         config: the options.
-        words: the command line they come from.
+        words: the overrides they come from, as Hydra is given them.
 
     Raises:
         MpframeError: training could not start either.
@@ -49,14 +50,13 @@ def patient_of(config: Config, words: Sequence[str] = ()) -> Patient:
     train, _ = build.build_loaders(config, task)
     trainer = build.build_trainer(config, task, len(train))
     born_in = _take_weights(trainer, config) if config.run.init_from else None
-    options = {**config.flat, "loss_scaling.name": build.scaling_name(config)}
     added = {word.lstrip("+").partition("=")[0] for word in words if word.startswith("+")}
-    return Patient(trainer, train, options, added, born_in)
+    return Patient(trainer, train, build.named_options(config), added, born_in)
 
 
-def as_text(words: list[str], findings: list[Finding]) -> str:
-    """The findings, a line each, under the words of their job, and how many there are."""
-    head = f"{' '.join(words) or 'the default configuration'}:"
+def as_text(words: Sequence[str], findings: list[Finding]) -> str:
+    """The findings, a line each, under the words typed for their job, and how many there are."""
+    head = f"{shlex.join(words) or 'the default configuration'}:"
     counts = {kind: sum(f.severity is kind for f in findings) for kind in Severity}
     said = [f"{n} {kind.name.lower()}{'s' * (n != 1)}" for kind, n in counts.items() if n]
     return "\n".join([head, *map(str, findings), ", ".join(said) or "nothing found"])

@@ -41,6 +41,7 @@ from mpframe.errors import (
 from mpframe.interruption import Interruption
 from mpframe.memory import peak_memory
 from mpframe.numerics.autopsy.callback import Autopsy
+from mpframe.numerics.doctor import Patient, hints_on
 from mpframe.numerics.range_watch import RangeWatch
 from mpframe.redaction import (
     hidden_from_logs,
@@ -130,7 +131,7 @@ class Run:
         # Anew: what a dataset imports may draw, but only where it was not imported before.
         build.seed_everything(config.run.seed)
         trainer = self.trainer = build.build_trainer(config, task, len(train))
-        self._announce(trainer)
+        self._announce(trainer, train)
         if config.trainer.max_steps == 0:
             return
         if config.run.init_from is not None:
@@ -210,7 +211,7 @@ class Run:
             on_error=options.on_save_error,
         )
 
-    def _announce(self, trainer: Trainer) -> None:
+    def _announce(self, trainer: Trainer, train: Loader) -> None:
         device = next(trainer.model.parameters()).device
         emulated = trainer.precision.policy.mode != "fp32" and trainer.precision.policy.emulates(
             device
@@ -226,6 +227,8 @@ class Run:
         log.info("%s", trainer.precision.describe(trainer.model))
         for line in trainer.precision.warnings():
             log.warning("warning: %s", line)
+        for hint in hints_on(Patient(trainer, train, build.named_options(self.config))):
+            log.warning("%s", hint)
 
     def _describe(self, tracker: Tracker, trainer: Trainer) -> None:
         name = trainer.metric().name if trainer.metric else "none"

@@ -45,6 +45,26 @@ def loud(gain: float = 1.0) -> nn.Module:
     return Loud()
 
 
+def scattered(gain: float = 1e6, layers: int = 20) -> nn.Module:
+    """More layers with outputs beyond float16 than pins are tried."""
+
+    class Scattered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
+            self.head = nn.Linear(64, 10)
+            for layer in self.layers:
+                nn.init.constant_(layer.weight, gain / 64)
+
+        def forward(self, images: Tensor) -> Tensor:
+            hidden = images.flatten(1)
+            for layer in self.layers:
+                hidden = layer(hidden).float() / gain
+            return self.head(hidden)
+
+    return Scattered()
+
+
 def normed() -> nn.Module:
     """A layer norm and a batch norm between linear layers."""
     model = net()

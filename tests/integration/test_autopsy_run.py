@@ -67,6 +67,23 @@ def test_the_program_says_the_same_again(failed: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == printed
 
 
+def test_weights_ruined_without_masters_need_masters(
+    tmp_path: Path, start_run: StartRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DivergedError):
+        start_run(tmp_path, "model=mlp", "dtype.master_weights=false", *SHORT, STOPS)
+    (step,) = evidence.all_in(tmp_path)
+    advice = (
+        "start again with dtype.master_weights=true: the optimizer's eps=1e-08 is 0 in float16, "
+        "the format it works in"
+    )
+    assert f"- **do**: {advice}\n" in (step / "report.md").read_text()
+    autopsy_command.main([f"run={step}"])
+    assert advice in capsys.readouterr().out
+    mended = start_run(tmp_path / "mended", "model=mlp", "dtype.master_weights=true", *SHORT)
+    assert mended.status == "finished"
+
+
 def test_evidence_holds_the_step_and_no_code(failed: Path) -> None:
     step, weights, config = evidence.load(evidence.folder_of(failed, 1))
     assert (step.step, step.epoch, step.batch, step.reason) == (1, 0, 0, "the loss is nan")

@@ -20,6 +20,8 @@ from mpframe.numerics.doctor import (
     Patient,
     Severity,
     examine,
+    hints,
+    hints_on,
     numbers,
     ops,
     scaling,
@@ -72,8 +74,14 @@ CASES = [
          r"warning: head\.weight: small weights; in float16 0\.\d% of head\.weight become 0 and 100\.0% subnormal; .*"),
     Case(weights_checks.check_birth, f"{NET} model.form=bfloat16", f"{NET} model.form=float16",
          r"warning: head\.weight: all values are bfloat16 numbers; weights trained in bfloat16 may make activations beyond 65504, the largest float16 number; mend: dtype\.half=bfloat16"),
-    Case(ops.check_activations, "model._target_=planted.loud model.gain=1e5", "model._target_=planted.loud",
-         r"error: middle: the output on the first batch is not finite in float16, whose largest number is 65504; mend: 'ops\.modules=\{middle:fp32\}'"),
+    Case(scaling.check_overflow, "model._target_=planted.loud model.gain=1e5", "model._target_=planted.loud",
+         r"error: middle, op linear, forward pass on the first batch: its input reaches 100000 in fp32; float16 ends at 65504, 0\.\d bits below; mend: 'ops\.modules=\{middle:fp32\}'"),
+    Case(scaling.check_overflow, "model._target_=planted.loud model.gain=1e5 'ops.modules={first:fp32}'", "model._target_=planted.loud model.gain=1e5 'ops.modules={middle:fp32}'",
+         r"error: middle, .*; mend: 'ops\.modules=\{middle:fp32\}'"),
+    Case(scaling.check_overflow, "model._target_=planted.loud model.gain=1e5 dtype=amp", "model._target_=planted.loud model.gain=1e5 dtype=amp_bf16",
+         r"error: middle, .*; mend: 'ops\.modules=\{middle:fp32\}'"),
+    Case(scaling.check_overflow, "model._target_=planted.loud model.gain=1e5 loss_scaling=static", "model._target_=planted.loud model.gain=1e5 'ops.deny+=[linear]'",
+         r"error: middle, .*; mend: 'ops\.modules=\{middle:fp32\}'"),
     Case(ops.check_binary_cross_entropy, f"{DIGITS} dataset.loss=bce model._target_=planted.Likely", f"{DIGITS} dataset.loss=bce model._target_=planted.Likely dtype=fp32",
          r"warning: binary_cross_entropy: its probabilities are float16 numbers, none of them between 0\.999512 and 1; use BCEWithLogitsLoss, or compute in fp32; mend: 'ops\.deny\+=\[sigmoid\]'"),
     Case(ops.check_binary_cross_entropy, f"{DIGITS} dataset.loss=bce model._target_=planted.Likely ops=none", f"{NET} {DIGITS}",
@@ -90,15 +98,37 @@ CASES = [
          r"note: model\.hidden=100: not a multiple of 8; tensor cores compute float16 products in tiles of it; mend: model\.hidden=104"),
     Case(ops.check_dimensions, "dataset.batch_size=60", "dataset.batch_size=60 dtype=fp32",
          r"note: dataset\.batch_size=60: not .*; mend: dataset\.batch_size=64"),
-    Case(scaling.check_scaling, "loss_scaling=none", "loss_scaling=none dtype=mixed_bf16",
-         r"warning: loss_scaling=none with float16: \d+\.\d% of the first batch's gradients become 0; mend: loss_scaling=Backoff"),
-    Case(scaling.check_scaling, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e4", f"{NET} {DIGITS} loss_scaling=static",
-         r"error: loss_scaling\.scale=1024: too large, the first batch overflows \(its largest gradient is \d+\); mend: loss_scaling\.scale=\d+"),
-    Case(scaling.check_scaling, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9", f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9 dtype=mixed_bf16",
+    Case(hints.check_unscaled, "loss_scaling=none", "loss_scaling=none dtype=mixed_bf16",
+         r"warning: loss_scaling=none with float16: gradients of at most 3e-08 become 0; mend: loss_scaling=Backoff"),
+    Case(hints.check_needless_scaling, "dtype=mixed_bf16 loss_scaling=LogMax", "dtype=mixed loss_scaling=LogMax",
+         r"note: loss_scaling=LogMax with dtype=mixed, and bfloat16 has the range of fp32: no gradient needs a scale; mend: loss_scaling=none"),
+    Case(hints.check_needless_scaling, "dtype=fp32 loss_scaling=Backoff", "dtype=fp32",
+         r"note: loss_scaling=Backoff with dtype=fp32: no gradient needs a scale; mend: loss_scaling=none"),
+    Case(hints.check_growth, "loss_scaling=Backoff loss_scaling.growth_interval=1", "loss_scaling=Backoff",
+         r"warning: loss_scaling\.growth_interval=1: the scale doubles after each clean step, so about every second step overflows and is skipped; mend: loss_scaling\.growth_interval=2000"),
+    Case(hints.check_static_scale, "loss_scaling=static loss_scaling.scale=1e-3", "loss_scaling=static",
+         r"warning: loss_scaling\.scale=0\.001: below 1 it makes small gradients smaller; usual are 128 to 65536; mend: loss_scaling\.scale=1024"),
+    Case(hints.check_learning_rate, "optimizer.lr=1e-10", "optimizer.lr=1e-7",
+         r"warning: optimizer\.lr=1e-10: below \d\.\de-\d\d, half a unit in the last place of most float32 weights, which therefore do not move; mend: optimizer\.lr=0\.001"),
+    Case(hints.check_learning_rate, "optimizer.lr=1e-6 dtype.master_weights=false", "optimizer.lr=1e-6",
+         r"warning: optimizer\.lr=1e-06: below .* of most float16 weights, .*; mend: dtype\.master_weights=true"),
+    Case(hints.check_learning_rate, "optimizer.lr=2e-5 dtype=mixed_bf16 dtype.master_weights=false", "optimizer.lr=2e-5 dtype=amp_bf16",
+         r"warning: optimizer\.lr=2e-05: below .* of most bfloat16 weights, .*; mend: dtype\.master_weights=true"),
+    Case(hints.check_clip_norm, "trainer.clip_norm=1e-9", "trainer.clip_norm=0.1",
+         r"warning: trainer\.clip_norm=1e-09: each step's gradients are cut down to this norm; usual are 0\.1 to 10; mend: trainer\.clip_norm=1\.0"),
+    Case(hints.check_average, "trainer.ema_decay=0.9999", "trainer.accumulate=4 trainer.ema_decay=0.99",
+         r"warning: trainer\.ema_decay=0\.9999: averages over the last 10000 steps, and the run has 440; mend: trainer\.ema_decay=0\.977"),
+    Case(hints.check_accumulation, "trainer.accumulate=23", "trainer.accumulate=22",
+         r"warning: trainer\.accumulate=23: an epoch has 22 batches, all that a step takes; mend: trainer\.accumulate=22"),
+    Case(hints.check_classes, "model.classes=12", "model.classes=10",
+         r"warning: model\.classes=12: the data set has 10, so 2 outputs are never right; mend: model\.classes=10"),
+    Case(scaling.check_overflow, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e4", f"{NET} {DIGITS} loss_scaling=static",
+         r"error: loss_scaling\.scale=1024: too large, the first batch overflows at it; mend: loss_scaling\.scale=\d+"),
+    Case(scaling.check_small_scale, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9", f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9 dtype=mixed_bf16",
          r"warning: loss_scaling\.scale=1024: too small, 99\.\d% of the first batch's gradients become 0 \(\d\.\d% at [\d.e+]+\); mend: loss_scaling\.scale=\d+"),
-    Case(scaling.check_scaling, f"{NET} {DIGITS} dataset.gain=1e3", f"{NET} {DIGITS}",
+    Case(scaling.check_overflow, f"{NET} {DIGITS} dataset.gain=1e3", f"{NET} {DIGITS}",
          r"note: loss_scaling\.init_scale=65536: the first batch overflows, and steps are skipped until the scale is down to about \d+; mend: loss_scaling=Backoff loss_scaling\.init_scale=probe"),
-    Case(scaling.check_scaling, f"{NET} {DIGITS} dataset.gain=1e4 loss_scaling=LogMax loss_scaling.min_scale=1024", f"{NET} {DIGITS} loss_scaling=LogMax",
+    Case(scaling.check_overflow, f"{NET} {DIGITS} dataset.gain=1e4 loss_scaling=LogMax loss_scaling.min_scale=1024", f"{NET} {DIGITS} loss_scaling=LogMax",
          r"error: loss_scaling\.min_scale=1024: too large, the first batch overflows at it; mend: loss_scaling\.init_scale=probe loss_scaling\.min_scale=\d+"),
     Case(speed.check_emulation, "device=cpu", "device=cpu dtype=fp32",
          r"note: dtype\.half=float16 on cpu is emulated: the numbers are a tensor core's, the speed and memory are not; mend: (dtype\.half=bfloat16|dtype=fp32|device=cuda)"),
@@ -113,8 +143,8 @@ def patient(words: str) -> Patient:
     given = shlex.split(words)
     own = [group for group in ("model", "dataset") if f"{group}._target_=planted" in words]
     given += [*(f"{group}=own" for group in own), *(["scheduler=none"] if "dataset" in own else [])]
-    ((job, config),) = jobs(given)
-    return patient_of(config, job)
+    (job,) = jobs(given)
+    return patient_of(job.config, job.overrides)
 
 
 def found(check: Callable[[Patient], Any], words: str) -> list[Finding]:
@@ -188,6 +218,62 @@ def test_shipped_experiments_have_no_errors(
     root = f"dataset.root={tiny_data / data}" if data else ""
     examined = patient(f"experiment={name} device=cpu dtype={dtype} {root}")
     assert [str(f) for f in examine(examined) if f.severity is Severity.ERROR] == []
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp", "mixed_bf16", "amp_bf16"])
+@pytest.mark.parametrize(("name", "data"), [("", ""), *EXPERIMENTS])
+def test_shipped_configurations_start_without_a_hint(
+    name: str, data: str, dtype: str, tiny_data: Path
+) -> None:
+    root = f"dataset.root={tiny_data / data}" if data else ""
+    chosen = f"experiment={name}" if name else ""
+    started = patient(f"{chosen} device=cpu dtype={dtype} {root}")
+    assert hints_on(started) == []
+
+
+@pytest.mark.parametrize("scaling", ["static", "Backoff", "LogMax"])
+def test_shipped_scalers_start_without_a_hint(scaling: str) -> None:
+    assert hints_on(patient(f"loss_scaling={scaling}")) == []
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp_bf16"])
+def test_what_no_format_holds_is_said_in_any_mode(dtype: str) -> None:
+    words = f"{NET} {DIGITS} dataset.gain=1e39 dtype={dtype}"
+    (finding,) = found(scaling.check_overflow, words)
+    assert str(finding) == (
+        "error: model, dataset: the first batch is not finite in fp32 either (first the loss, op "
+        "mul, forward pass); look for a division by zero, a logarithm of zero, or first weights "
+        "that are too large"
+    )
+
+
+def test_where_no_pin_helps_fp32_does() -> None:
+    (finding,) = found(scaling.check_overflow, "model._target_=planted.scattered")
+    assert finding.what.startswith("layers.0, op linear, forward pass on the first batch: ")
+    assert finding.mend == ("dtype=fp32",)
+
+
+def test_a_pattern_of_layers_that_matches_none_has_a_hint() -> None:
+    words = "numerics=on numerics.layers=[stage1.*,haed]"
+    assert [str(hint) for hint in found(hints.check_layers, words)] == [
+        "warning: numerics.layers: 'haed' matches no layer; nearest: head"
+    ]
+
+
+def test_a_run_says_at_its_start_what_the_doctor_says(
+    tmp_path: Path, start_run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = "model=mlp loss_scaling=none trainer.max_steps=1 trainer.clip_norm=1e-9"
+    start_run(tmp_path, *words.split())
+    said = [record.getMessage() for record in caplog.records if "mend:" in record.getMessage()]
+    assert said == [str(hint) for hint in hints_on(patient(words))]
+    assert len(said) == 2
+
+
+def test_the_words_typed_are_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("experiment=digits_mlp dtype=fp32 'ops.deny-=[exp]' 'ops.modules={head:fp32}'") == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "experiment=digits_mlp dtype=fp32 'ops.deny-=[exp]' 'ops.modules={head:fp32}':"
 
 
 @pytest.mark.parametrize("dtype", ["mixed", "mixed_bf16"])
@@ -269,4 +355,5 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_check_has_a_case() -> None:
-    assert {case.check for case in CASES} == set(CHECKS)
+    # A pattern of layers is for the user to correct: there is nothing to type.
+    assert {case.check for case in CASES} | {hints.check_layers} == set(CHECKS)

@@ -4,6 +4,7 @@ python tests/mutants/run.py                 all mutants of every list beside thi
 python tests/mutants/run.py unscal          those with this in their name
 
 Each mutant is put into a copy of the repository in a temporary folder; the checkout is not touched.
+There are MUTANT_WORKERS such copies (2 if it is not set), and as many mutants are tried at a time.
 Exit code 1 where a mutant survives, or where its line is no longer there.
 """
 
@@ -13,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("mpframe", "conf", "tests", "pyproject.toml")
@@ -74,21 +77,38 @@ def run_tests(mutant: Mutant, copy: Path) -> int:
     return done.returncode
 
 
-def main(wanted: str = "") -> int:
-    """Run the mutants and print a line for each."""
-    mutants = load(wanted)
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
+def copies(folder: Path, count: int) -> Queue[Path]:
+    """So many copies of what the tests need, to be taken by one mutant at a time."""
+    free: Queue[Path] = Queue()
+    for number in range(count):
+        copy = folder / str(number)
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
                 shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, copy / name)
+        free.put(copy)
+    return free
+
+
+def main(wanted: str = "") -> int:
+    """Run the mutants and print a line for each."""
+    mutants, workers = load(wanted), int(os.environ.get("MUTANT_WORKERS", "2"))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
+        free = copies(Path(folder), workers)
+
+        def tried(mutant: Mutant) -> str:
+            copy = free.get()
+            try:
+                return verdict(mutant, copy)
+            finally:
+                free.put(copy)
+
         verdicts = []
-        for mutant in mutants:
-            verdicts.append(verdict(mutant, copy))
-            print(f"{verdicts[-1]:10} {mutant.name}", flush=True)
+        for mutant, said in zip(mutants, pool.map(tried, mutants), strict=True):
+            verdicts.append(said)
+            print(f"{said:10} {mutant.name}", flush=True)
     killed = verdicts.count("killed")
     print(f"{killed} of {len(mutants)} killed")
     return 0 if mutants and killed == len(mutants) else 1

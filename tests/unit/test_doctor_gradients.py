@@ -42,15 +42,12 @@ def test_the_best_scale_leaves_one_octave_and_no_two(half: torch.dtype, largest:
     best = seen.best_scale(half)
     assert math.frexp(best)[0] == 0.5
     assert best * seen.amax <= torch.finfo(half).max / 2 < 2 * best * seen.amax
-    assert not seen.overflows(2 * best, half)
-    assert seen.overflows(4 * best, half)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_overflows_at_any_scale(bad: float) -> None:
+def test_what_is_not_finite_has_no_best_scale(bad: float) -> None:
     seen = range_of(torch.tensor([bad]), torch.tensor([1.0]))
     assert not math.isfinite(seen.amax)
-    assert seen.overflows(2.0**-100, torch.float16)
     assert seen.best_scale(torch.float16) == 2.0**16
 
 

@@ -136,6 +136,7 @@ class Autopsy(Callback):
             random=random,
             first_loss=first,
             skipped=evidence_of.skipped_of(trainer, result),
+            lost_eps=evidence_of.lost_eps_of(trainer),
         )
 
 

@@ -21,6 +21,8 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.errors import CheckpointError
 from mpframe.numerics.autopsy.case import Case, RandomState, device_of
+from mpframe.numerics.optimizer_numbers import misheld_numbers
+from mpframe.precision import JointOptimizer
 from mpframe.precision.tree import map_tensors
 from mpframe.step import StepResult
 from mpframe.trainer import Batch, Trainer
@@ -43,6 +45,8 @@ class Evidence:
         random: torch's generators before the step; None: unknown.
         first_loss: unscaled, of the run's first step; None: unknown.
         skipped: the losses whose step was skipped; None: all are of interest.
+        lost_eps: the optimizer's eps where its format makes it 0, which is why weights are not
+            finite: an update is then 0 / 0; else empty.
     """
 
     step: int
@@ -57,6 +61,7 @@ class Evidence:
     random: RandomState | None = None
     first_loss: float | None = None
     skipped: frozenset[str] | None = None
+    lost_eps: str = ""
 
     def case(self, trainer: Trainer) -> Case:
         """The step, to be replayed with a trainer that holds its weights and buffers."""
@@ -110,6 +115,14 @@ def skipped_of(trainer: Trainer, result: StepResult) -> frozenset[str]:
         for objective in trainer.objectives
         if bool(parts.get(objective.name, result).skipped)
     )
+
+
+def lost_eps_of(trainer: Trainer) -> str:
+    """The eps of an optimizer that is 0 in the format it works in, in words; else empty."""
+    optimizer = trainer.optimizer
+    parts = optimizer.parts.values() if isinstance(optimizer, JointOptimizer) else [optimizer]
+    numbers = (number for part in parts for number in misheld_numbers(part))
+    return next((str(number) for number in numbers if number.lost and number.name == "eps"), "")
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -184,6 +197,7 @@ def _evidence(state: dict[str, Any]) -> Evidence:
         random=None if random is None else _random(*random),
         first_loss=None if first is None else float(first),
         skipped=None if skipped is None else frozenset(map(str, skipped)),
+        lost_eps=str(state.get("lost_eps", "")),
     )
 
 

@@ -82,7 +82,7 @@ def _where(finding: Finding, verdict: Verdict, case: Case) -> list[tuple[str, st
         name = ".".join(part for part in (finding.place.module, finding.place.op) if part)
         return [("where", f"weight or buffer {name} holds {_number(finding.value)}")]
     facts = [("where", f"{_place(finding.place, case)}, {finding.direction} pass")]
-    facts.append(("value", _value(finding, verdict)))
+    facts.append(("value", value_of(finding, verdict)))
     if finding.origin is not None:
         facts.append(("from", f"{_place(finding.origin, case)}: so large first there"))
     if finding.objective:
@@ -98,11 +98,21 @@ def _place(place: Place, case: Case) -> str:
     return f"{_module(place)} ({kind}), op {place.op}"
 
 
+def where_of(finding: Finding) -> str:
+    """Where the first value out of range is, in a few words."""
+    place = finding.place
+    if finding.direction in ("data", "weights"):
+        return ".".join(part for part in (place.module, place.op) if part)
+    module = "the loss" if place.module == OUTSIDE else _module(place)
+    return f"{module}, op {place.op}, {finding.direction} pass"
+
+
 def _module(place: Place) -> str:
     return place.module or "the model itself"
 
 
-def _value(finding: Finding, verdict: Verdict) -> str:
+def value_of(finding: Finding, verdict: Verdict) -> str:
+    """How large the first value out of range is, beside the limit of its format."""
     if verdict.kind is Kind.UNDERFLOW:
         return (
             f"its largest gradient is {finding.value:.3g} at this scale; {finding.half} has full "
@@ -140,7 +150,7 @@ def _advice(verdict: Verdict, case: Case, step: Evidence) -> list[str]:
     if verdict.kind is Kind.UNDERFLOW:
         return [_raise(verdict, case)]
     if verdict.kind is Kind.NOT_FINITE_IN_FP32:
-        return [_of_fp32(verdict.finding)]
+        return [_of_fp32(verdict.finding, step)]
     if verdict.kind is Kind.DIVERGING:
         loss = verdict.replays[0].loss
         return [
@@ -200,10 +210,15 @@ def _raise(verdict: Verdict, case: Case) -> str:
     return f"{option.get(case.scaling, 'loss_scaling.init_scale')}={fits:g}: {then}"
 
 
-def _of_fp32(finding: Finding | None) -> str:
+def _of_fp32(finding: Finding | None, step: Evidence) -> str:
     if finding is not None and finding.direction == "data":
         return "mend or remove the samples: no format holds them"
     if finding is not None and finding.direction == "weights":
+        if step.lost_eps:
+            return (
+                f"start again with dtype.master_weights=true: the optimizer's {step.lost_eps}, "
+                "the format it works in"
+            )
         return "start from a checkpoint whose weights are finite; see resume and init_from"
     return (
         "no format mends it: lower optimizer.lr or set trainer.clip_norm, and look at these "

@@ -1,9 +1,7 @@
 """How gradients spread over the exponents, and what a loss scale makes of them in half.
 
-With s the scale, M the half format's largest number and m its smallest, a gradient g
-
-    overflows    where s |g| > M
-    is lost      where s |g| <= m / 2: it rounds to zero (counted by whole octaves)
+With s the scale and m the half format's smallest number, a gradient g is lost where s |g| <= m / 2:
+it rounds to zero (counted by whole octaves).
 """
 
 import math
@@ -32,10 +30,6 @@ class GradientRange:
         known = magnitudes[(magnitudes > 0) & (magnitudes < torch.inf)]
         octaves = torch.frexp(known).exponent.long() - 1 - _LOWEST
         self._counts += torch.bincount(octaves, minlength=_BINS).cpu()
-
-    def overflows(self, scale: float, half: torch.dtype) -> bool:
-        """Whether the largest gradient leaves the half range at `scale`."""
-        return not self.amax * scale <= torch.finfo(half).max
 
     def lost(self, scale: float, half: torch.dtype) -> float:
         """The share of the gradients other than 0 that are 0 in half at `scale`."""

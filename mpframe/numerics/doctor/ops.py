@@ -20,17 +20,6 @@ NORMS = (
 _TILE = 8  # half values that a tensor core takes at once: 16 bytes
 
 
-def check_activations(patient: Patient) -> Iterator[Finding]:
-    """Modules whose output on the first batch is beyond the half range."""
-    found = patient.rehearsal.overflowing if patient.half is not None else []
-    if found:
-        yield error(
-            f"{few(found)}: the output on the first batch is not finite in {patient.policy.half}, "
-            "whose largest number is " + f"{torch.finfo(patient.policy.half_dtype).max:g}",
-            *pinned(found),
-        )
-
-
 def check_binary_cross_entropy(patient: Patient) -> Iterator[Finding]:
     """A BCELoss that is given half probabilities: between 1 - 2^-11 and 1 there is nothing."""
     half = patient.half

@@ -4,6 +4,7 @@ Whatever is tried here is undone: weights, buffers, optimizer state and random n
 afterwards bit for bit what they were.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from mpframe.data.loader import Loader
+from mpframe.numerics.autopsy.case import Case
+from mpframe.numerics.autopsy.evidence import floors_of, scaling_of
+from mpframe.numerics.autopsy.verdict import Verdict, judge
 from mpframe.numerics.doctor.gradients import GradientRange
 from mpframe.numerics.doctor.rehearsal import Rehearsal, rehearse
 from mpframe.precision import MasterWeights
@@ -21,6 +25,7 @@ from mpframe.precision.joint_optimizer import JointOptimizer
 from mpframe.precision.policy import Policy
 from mpframe.precision.tree import map_tensors
 from mpframe.probe import probe
+from mpframe.step import LossScaler, wants_probe
 from mpframe.trainer import Batch, Trainer
 from mpframe.turns import Objective, turns_of
 
@@ -110,6 +115,32 @@ class Patient:
             model, precision = self.trainer.model, self.trainer.precision
             probe(model, objective.loss, precision, (arguments, self.batch[1]), seen.add)
         return seen
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """What an autopsy says of the first step, its remedies tried on the first batch."""
+        trainer = self.trainer
+        return judge(
+            Case(
+                model=trainer.model,
+                optimizer=trainer.optimizer,
+                precision=trainer.precision,
+                objectives=self.objectives,
+                batches=[self.batch],
+                scales={o.name: self._first_scale(o.scaler) for o in self.objectives},
+                floors=floors_of(trainer),
+                scaling=scaling_of(trainer),
+            )
+        )
+
+    def _first_scale(self, scaler: LossScaler | None) -> float:
+        """What the first loss is multiplied by; that of a probe is still to be taken."""
+        if scaler is None:
+            return 1.0
+        tried = copy.deepcopy(scaler)
+        if wants_probe(tried):
+            tried.start_from(torch.tensor(self.gradients.amax))
+        return float(tried.scale)
 
     @cached_property
     def rehearsal(self) -> Rehearsal:

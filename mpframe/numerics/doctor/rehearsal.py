@@ -1,16 +1,15 @@
-"""One forward pass of the first batch, watched: what leaves the range, and what a loss is given."""
+"""One forward pass of the first batch, watched: what a loss is given."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mpframe.precision.tree import tensors_in, widened
+from mpframe.precision.tree import widened
 from mpframe.precision.undisturbed import undisturbed
 from mpframe.trainer import Batch, Trainer
 from mpframe.turns import Objective
@@ -22,11 +21,9 @@ class Rehearsal:
 
     Attributes:
         probabilities: what each binary cross-entropy was given, as it was given.
-        overflowing: modules whose output is not finite though their input is, in order.
     """
 
     probabilities: list[Tensor] = field(default_factory=list)
-    overflowing: list[str] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -35,7 +32,7 @@ def rehearse(trainer: Trainer, objectives: Sequence[Objective], batch: Batch) ->
     model, seen = trainer.model, Rehearsal()
     model.train()
     # Outside of the cast: it sees what an op is given after its arguments were cast.
-    with undisturbed(model), _Losses(seen), _outputs(model, seen):
+    with undisturbed(model), _Losses(seen):
         for objective in objectives:
             with trainer.precision.cast():
                 outputs = model(batch[0], *objective.arguments)
@@ -57,27 +54,3 @@ class _Losses(TorchFunctionMode):
             given = args[0] if args else kwargs["input"]
             self._seen.probabilities.append(given.detach())
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _outputs(model: nn.Module, seen: Rehearsal) -> Iterator[None]:
-    """Within the block modules report an output that is not finite."""
-
-    def watch(name: str) -> Any:
-        def report(module: nn.Module, args: Any, output: Any) -> None:
-            leaf = next(module.children(), None) is None
-            if leaf and _finite(args) and not _finite(output) and name not in seen.overflowing:
-                seen.overflowing.append(name)
-
-        return report
-
-    handles = [m.register_forward_hook(watch(name)) for name, m in model.named_modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _finite(node: Any) -> bool:
-    return all(bool(torch.isfinite(t).all()) for t in tensors_in(node) if t.is_floating_point())

@@ -1,84 +1,87 @@
-"""Is the loss scale right for the gradients of the first batch?"""
+"""Does the first step overflow, and is the loss scale right for it?
+
+The first step is judged as a failed one is by the autopsy: it is run as the run would run it, pins
+and lists and scale included, and what is said to help has been tried on it.
+"""
 
 import math
 from collections.abc import Iterator
 
-import torch
-
-from mpframe.numerics.doctor.finding import Finding, error, note, warning
+from mpframe.numerics.autopsy.report import value_of, where_of
+from mpframe.numerics.autopsy.verdict import Kind, Verdict
+from mpframe.numerics.doctor.finding import Finding, error, note, pinned, warning
 from mpframe.numerics.doctor.patient import Patient
-from mpframe.step import wants_probe
 
 _MANY_LOST = 0.05
 
 
-def check_scaling(patient: Patient) -> Iterator[Finding]:
-    """No scale, or one too large or too small; several scalers share their options."""
-    half = patient.half
-    if half is None:
-        return
-    kind = patient.options.get("loss_scaling.name")
-    if not math.isfinite(patient.gradients.amax):
+def check_overflow(patient: Patient) -> Iterator[Finding]:
+    """What is not finite in the first step's forward and backward pass."""
+    verdict = patient.verdict
+    if verdict.kind is Kind.NOT_FINITE_IN_FP32:
+        where = "" if verdict.finding is None else f" (first {where_of(verdict.finding)})"
         yield error(
-            "model, dataset: the gradients of the first batch are not finite in fp32 either; look "
-            "for a division by zero, a logarithm of zero, or first weights that are too large"
+            f"model, dataset: the first batch is not finite in fp32 either{where}; look for a "
+            "division by zero, a logarithm of zero, or first weights that are too large"
         )
-    elif not patient.trainer.scalers:
-        yield from _without_scale(patient, half)
-    elif kind == "static":
-        yield from _static(patient, half)
-    else:
-        yield from _adaptive(patient, half)
+    elif verdict.kind is Kind.BEYOND_FORMAT:
+        yield error(_beyond(verdict), *_remedy(verdict))
+    elif verdict.kind is Kind.SCALE_TOO_HIGH:
+        yield _too_high(patient, verdict)
 
 
-def _without_scale(patient: Patient, half: torch.dtype) -> Iterator[Finding]:
-    if half == torch.float16:
-        lost = patient.gradients.lost(1.0, half)
-        yield warning(
-            f"loss_scaling=none with float16: {lost:.1%} of the first batch's gradients become 0",
-            "loss_scaling=Backoff",
-        )
-
-
-def _static(patient: Patient, half: torch.dtype) -> Iterator[Finding]:
-    seen, scale = patient.gradients, float(patient.options["loss_scaling.scale"])
-    best = seen.best_scale(half)
-    mend = f"loss_scaling.scale={_exactly(best)}"
-    if seen.overflows(scale, half):
-        yield error(
-            f"loss_scaling.scale={scale:g}: too large, the first batch overflows (its largest "
-            f"gradient is {seen.amax:.3g})",
-            mend,
-        )
+def check_small_scale(patient: Patient) -> Iterator[Finding]:
+    """A static scale at which more gradients than need be become 0."""
+    half, scale = patient.half, patient.options.get("loss_scaling.scale")
+    if half is None or scale is None or not math.isfinite(patient.gradients.amax):
         return
-    lost, least = seen.lost(scale, half), seen.lost(best, half)
+    best = patient.gradients.best_scale(half)
+    lost, least = (patient.gradients.lost(s, half) for s in (float(scale), best))
     if lost > _MANY_LOST and least < lost / 2:
         yield warning(
             f"loss_scaling.scale={scale:g}: too small, {lost:.1%} of the first batch's gradients "
             f"become 0 ({least:.1%} at {best:.3g})",
-            mend,
+            f"loss_scaling.scale={_exactly(best)}",
         )
 
 
-def _adaptive(patient: Patient, half: torch.dtype) -> Iterator[Finding]:
+def _beyond(verdict: Verdict) -> str:
+    finding = verdict.finding
+    assert finding is not None  # A step that is finite in fp32 and not in half has a first place.
+    return f"{where_of(finding)} on the first batch: {value_of(finding, verdict)}"
+
+
+def _remedy(verdict: Verdict) -> tuple[str, ...]:
+    """What was tried and made the step finite; fp32 did, where nothing less does."""
+    if not verdict.proven:
+        return ("dtype=fp32",)
+    denied = verdict.remedy.denied
+    moved = (f"ops.deny+=[{','.join(denied)}]",) if denied else ()
+    return (*pinned(verdict.remedy.pins), *moved)
+
+
+def _too_high(patient: Patient, verdict: Verdict) -> Finding:
+    first = verdict.replays[1].passes[0].scale  # Behind the replay in fp32 comes the run's own.
+    # An octave below what was tried and is finite: the next batch may be larger.
+    fits = 2.0 ** (math.floor(math.log2(first) + verdict.octaves) - 1)
+    if patient.options["loss_scaling.name"] == "static":
+        return error(
+            f"loss_scaling.scale={first:g}: too large, the first batch overflows at it",
+            f"loss_scaling.scale={_exactly(fits)}",
+        )
     floor = float(patient.options.get("loss_scaling.min_scale", 1.0))
-    best = patient.gradients.best_scale(half)
     probed = (*_named(patient), "loss_scaling.init_scale=probe")
-    if patient.gradients.overflows(floor, half):
-        yield error(
+    if floor > first * 2.0**verdict.octaves:
+        return error(
             f"loss_scaling.min_scale={floor:g}: too large, the first batch overflows at it",
             *probed,
-            f"loss_scaling.min_scale={_exactly(best)}",
+            f"loss_scaling.min_scale={_exactly(fits)}",
         )
-        return
-    scalers = patient.trainer.scalers.values()
-    first = max((float(own.scale) for own in scalers if not wants_probe(own)), default=0.0)
-    if patient.gradients.overflows(first, half):
-        yield note(
-            f"loss_scaling.init_scale={first:g}: the first batch overflows, and steps are skipped "
-            f"until the scale is down to about {best:g}",
-            *probed,
-        )
+    return note(
+        f"loss_scaling.init_scale={first:g}: the first batch overflows, and steps are skipped "
+        f"until the scale is down to about {first * 2.0**verdict.octaves:g}",
+        *probed,
+    )
 
 
 def _named(patient: Patient) -> tuple[str, ...]:
