@@ -11,6 +11,7 @@ where one of them fails. `pip install -e ".[zoo]"` for the libraries; nothing is
 import argparse
 import importlib
 import multiprocessing
+import os
 import sys
 import time
 import warnings
@@ -22,7 +23,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = str(Path(__file__).parent)
+sys.path.insert(0, HERE)
 LIBRARIES = ("torchvision", "timm", "transformers", "diffusers")
 LIMIT = 300.0  # seconds a model may take
 
@@ -68,7 +70,8 @@ def _measured(names: list[str], jobs: int, limit: float) -> Iterator[Any]:
     They are forked from a server that has imported the libraries and has no threads.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", *filter(find_spec, LIBRARIES), "comparison"])
+    context.set_forkserver_preload(["warm"])
+    os.environ["PYTHONPATH"] = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
     running: dict[Connection, tuple[Any, str, float]] = {}
     waiting = list(reversed(names))
     while waiting or running:

@@ -36,6 +36,7 @@ CLASSIFIERS: dict[str, tuple[int, dict[str, Any]]] = {
     "vgg11": (64, {}),
     "vgg11_bn": (64, {}),
 }
+WIDE = ("alexnet", "vgg11", "vgg11_bn")  # 60 to 130 million weights, nearly all in the classifier
 SEGMENTERS = (
     "deeplabv3_mobilenet_v3_large",
     "fcn_resnet50",
@@ -81,6 +82,13 @@ def build(name: str) -> Example:
         clip = images(VIDEO[name], channels=48).unflatten(1, (3, 16))
         return Example(_without_chance(model), (clip,))
     return OWN[name]()
+
+
+def _narrow(model: nn.Module) -> None:
+    wide = [layer for layer in model.classifier if isinstance(layer, nn.Linear)]
+    model.classifier = nn.Sequential(
+        nn.Linear(wide[0].in_features, 32), nn.ReLU(), nn.Linear(32, CLASSES)
+    )
 
 
 def _detector(name: str) -> Example:
