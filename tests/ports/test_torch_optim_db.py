@@ -1,0 +1,140 @@
+"""torch's optimizer database: every optimizer, every configuration torch tests it with.
+
+In fp32 the wrapper is the plain optimizer bit for bit. In half the masters are what the plain
+optimizer makes of the same gradients in fp32, and the weights are their rounding.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
+
+from mpframe import Precision, Static
+from mpframe.errors import ConfigError
+
+STEPS = 4
+SCALE = 2.0**10  # a power of two: scaling and unscaling take no bit
+FORMATS = ("fp32", "float16", "bfloat16")
+PRECISIONS = {
+    kept: Precision(*(("fp32",) if kept == "fp32" else ("mixed", kept))) for kept in FORMATS
+}
+
+
+def configurations(*, closures: bool) -> Iterator[Any]:
+    """(optimizer, keyword arguments): torch's, in every implementation that runs on a CPU."""
+    for info in (i for i in optim_db if i.step_requires_closure == closures):
+        for given in info.optim_inputs_func(device="cpu"):
+            for implementation in ("", *info.supported_impls):
+                if not runs(info, implementation, given.kwargs):
+                    continue
+                how = {implementation: True} if implementation else {}
+                name = f"{info.optim_cls.__name__}-{given.desc}-{implementation or 'default'}"
+                yield pytest.param(info, {**given.kwargs, **how}, id=name.replace(" ", "_"))
+
+
+def runs(info: OptimizerInfo, implementation: str, kwargs: dict[str, Any]) -> bool:
+    """`capturable` is for CUDA graphs; `differentiable` keeps a graph that no master has."""
+    if implementation == "fused" and "cpu" not in info.supports_fused_on:
+        return False
+    return implementation != "differentiable" and not kwargs.get("capturable")
+
+
+def layer(info: OptimizerInfo) -> nn.Linear:
+    """A matrix and a vector; a matrix alone for Muon, which takes no vector."""
+    torch.manual_seed(0)
+    return nn.Linear(3, 5, bias=info.optim_cls is not torch.optim.Muon)
+
+
+def gradients_of(step: int, parameters: list[nn.Parameter], sparse: bool) -> list[Tensor]:
+    """fp32 gradients of one step; sparse ones touch every other row."""
+    generator = torch.Generator().manual_seed(100 + step)
+    dense = [torch.randn(p.shape, generator=generator) for p in parameters]
+    if not sparse:
+        return dense
+    rows = torch.arange(0, 5, 2)
+    return [
+        torch.sparse_coo_tensor(rows[None], d[rows], d.shape, check_invariants=False).coalesce()
+        for d in dense
+    ]
+
+
+def state_of(optimizer: Optimizer) -> list[Any]:
+    """The state's values in the order of the parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [value for p in parameters for _, value in sorted(optimizer.state[p].items())]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("kept", FORMATS)
+@pytest.mark.parametrize(("info", "kwargs"), list(configurations(closures=False)))
+def test_the_wrapper_is_the_optimizer(
+    info: OptimizerInfo, kwargs: dict[str, Any], kept: str
+) -> None:
+    """Whose behaviour: each optimizer's own, as torch tests it over its database."""
+    model, twin = layer(info), layer(info)
+    plain = list(twin.parameters())
+    reference = info.optim_cls(plain, **copy.deepcopy(kwargs))
+    optimizer = info.optim_cls(model.parameters(), **copy.deepcopy(kwargs))
+    _, wrapped = PRECISIONS[kept].prepare(model, optimizer)
+    stored = list(model.parameters())
+    for step in range(STEPS):
+        gradients = gradients_of(step, plain, info.only_supports_sparse_grads)
+        for gradient, p, s in zip(gradients, plain, stored, strict=True):
+            s.grad = (gradient * SCALE).to(s.dtype)
+            p.grad = s.grad.float() / SCALE
+        reference.step()
+        assert not wrapped.step(Static(SCALE)).skipped
+    masters = [wrapped.master_of(s) for s in stored]
+    assert all(torch.equal(m, p) for m, p in zip(masters, plain, strict=True))
+    assert all(torch.equal(s, m.to(s.dtype)) for s, m in zip(stored, masters, strict=True))
+    ours, theirs = state_of(optimizer), state_of(reference)
+    assert len(ours) == len(theirs)
+    assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("info", "kwargs"), list(configurations(closures=True)))
+def test_closures(info: OptimizerInfo, kwargs: dict[str, Any]) -> None:
+    """Whose behaviour: LBFGS's, which evaluates the loss itself. In fp32 it is the same."""
+    model, twin = layer(info), layer(info)
+    reference = info.optim_cls(twin.parameters(), **copy.deepcopy(kwargs))
+    _, wrapped = PRECISIONS["fp32"].prepare(
+        model, info.optim_cls(model.parameters(), **copy.deepcopy(kwargs))
+    )
+    for _ in range(STEPS):
+        reference.step(distance_to_one(twin))
+        wrapped.step(closure=distance_to_one(model))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+
+
+@pytest.mark.differs(
+    "LBFGS over half weights is refused: it compares points that rounding would move"
+)
+@pytest.mark.parametrize("kept", ["float16", "bfloat16"])
+def test_closures_over_half_weights(kept: str) -> None:
+    """Whose behaviour: LBFGS's."""
+    model = nn.Linear(3, 5)
+    _, wrapped = PRECISIONS[kept].prepare(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ConfigError, match="half weights"):
+        wrapped.step(closure=distance_to_one(model))
+
+
+def distance_to_one(model: nn.Linear) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        model.zero_grad()
+        loss = torch.stack([(p - 1).square().sum() for p in model.parameters()]).sum()
+        loss.backward()
+        return loss
+
+    return closure

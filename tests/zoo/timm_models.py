@@ -1,0 +1,67 @@
+"""timm's families: of each of its model files the member with the smallest name.
+
+Names say sizes. Where none does, the first of the alphabet is taken.
+"""
+
+import torch
+from example import Example, NotBuiltError, images
+from torch import nn
+
+SIZES = ("test", "atto", "femto", "pico", "zepto", "nano", "xxs", "micro", "xxtiny", "xtiny")
+SIZES += ("xs", "tiny", "mini", "s0", "b0", "m0", "t0", "small", "s12", "s", "18", "0", "b16")
+SIDES = (64, 96, 128, 160, 192, 224, 256)
+LARGEST = 30_000_000
+CLASSES = 5
+
+
+def names() -> list[str]:
+    """One model of each of timm's files."""
+    import timm
+
+    return sorted({_smallest(timm.list_models(module=m)) for m in timm.list_modules()} - {""})
+
+
+def build(name: str) -> Example:
+    """The model with four images, as small as it takes.
+
+    Raises:
+        NotBuiltError: it takes none of the sizes.
+    """
+    import timm
+
+    with torch.device("meta"):
+        size = sum(p.numel() for p in timm.create_model(name).parameters())
+    if size > LARGEST:
+        raise NotBuiltError(f"{size} parameters")
+    for side in SIDES:
+        for sized in ({"img_size": side}, {}):
+            torch.manual_seed(0)
+            try:
+                model = timm.create_model(name, num_classes=CLASSES, **sized).train()
+                model(images(side, count=4))
+            except Exception as error:
+                refusal = error
+            else:
+                return Example(model, (images(side, count=4),), recompute=_recompute(model))
+    raise NotBuiltError(f"{type(refusal).__name__}: {refusal}")
+
+
+def _smallest(candidates: list[str]) -> str:
+    return min(candidates, key=lambda name: (_rank(name), len(name), name), default="")
+
+
+def _rank(name: str) -> int:
+    words = set(name.replace(".", "_").split("_"))
+    return next((rank for rank, size in enumerate(SIZES) if size in words), len(SIZES))
+
+
+def _recompute(model: nn.Module) -> object:
+    turn_on = getattr(model, "set_grad_checkpointing", None)
+    if turn_on is None:
+        return None
+    try:
+        turn_on(True)
+        turn_on(False)
+    except (AssertionError, NotImplementedError):
+        return None  # The method is there to say that the model has none.
+    return lambda copy: copy.set_grad_checkpointing(True)

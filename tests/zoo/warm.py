@@ -1,0 +1,28 @@
+"""What the process that forks the others has done before: imports, and one step of everything.
+
+Importing a library and taking a first step each cost seconds; done here, no model pays for them.
+"""
+
+import importlib
+from importlib.util import find_spec
+
+import torch
+from comparison import compare
+from example import Example
+from torch import nn
+
+SLOW = (
+    "timm",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.configuration_auto",
+    "transformers.loss.loss_utils",
+    "diffusers.models",
+    "torchvision_models",
+)
+
+torch.set_num_threads(1)
+for module in SLOW:
+    if find_spec(module.split(".")[0]):
+        importlib.import_module(module)
+compare("warm", Example(nn.Linear(2, 2), (torch.ones(2, 2),)))
