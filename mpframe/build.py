@@ -21,7 +21,8 @@ from mpframe.config import Config
 from mpframe.data.loader import Loader
 from mpframe.data.task import Task
 from mpframe.ema import Ema
-from mpframe.errors import ConfigError, MpframeError, nearest
+from mpframe.errors import ConfigError, MpframeError, UserCodeError, nearest
+from mpframe.evaluation import Metric
 from mpframe.loss_scaling import Backoff, LogMax, Static
 from mpframe.loss_spike import LossSpikes
 from mpframe.optimizer_parts import Selection, divided
@@ -30,6 +31,7 @@ from mpframe.precision import JointOptimizer, MasterWeights, OpLists, Precision
 from mpframe.step import LossScaler, Scaling
 from mpframe.trainer import Trainer
 from mpframe.turns import AnyOptimizer
+from mpframe.user_code import first_line, name_of, raised
 
 
 def seed_everything(seed: int) -> None:
@@ -72,7 +74,7 @@ def build_task(config: Config) -> Task:
             f"dataset._target_={config.dataset['_target_']}: must return a mpframe.data.Task, "
             f"got {type(task).__name__}"
         )
-    if task.metric().name == "loss":
+    if Metric(task.metric).name == "loss":
         raise ConfigError(
             f"dataset._target_={config.dataset['_target_']}: its metric is named loss, and "
             "val_loss is the validation loss; give the metric another name"
@@ -193,22 +195,48 @@ def _build_model(config: Config) -> nn.Module:
             f"model._target_={config.model['_target_']}: must return a torch.nn.Module, got "
             f"{type(model).__name__}"
         )
+    _refuse_untrainable(model)
     return model
+
+
+def _refuse_untrainable(model: nn.Module) -> None:
+    weights = dict(model.named_parameters())
+    empty = next((name for name, weight in weights.items() if weight.is_meta), None)
+    if empty is not None:
+        raise UserCodeError(
+            f"model: {name_of(model)} has {empty} on the meta device, where weights have no "
+            "values; build it on the CPU"
+        )
+    if not any(weight.requires_grad for weight in weights.values()):
+        raise UserCodeError(
+            f"model: {name_of(model)} has no weight to train ({len(weights)} are frozen); leave "
+            "requires_grad to some"
+        )
 
 
 def _build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
     """The optimizers by name; the only one is named ""."""
     if config.joint is None:
-        return {"": make("optimizer", config.optimizer, model.parameters())}
+        return {"": _optimizer("optimizer", config.optimizer, model.parameters())}
     selections = {
         name: Selection(part.options.parameters, part.options.without, part.options.ndim)
         for name, part in config.joint.parts.items()
     }
     parameters = divided(model, selections)
     return {
-        name: make(f"optimizer.parts.{name}", part.node, parameters[name])
+        name: _optimizer(f"optimizer.parts.{name}", part.node, parameters[name])
         for name, part in config.joint.parts.items()
     }
+
+
+def _optimizer(path: str, node: dict[str, Any], parameters: Any) -> Optimizer:
+    optimizer = make(path, node, parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"{path}._target_={node['_target_']}: must return a torch.optim.Optimizer, got "
+            f"{type(optimizer).__name__}"
+        )
+    return optimizer
 
 
 def _joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> AnyOptimizer:
@@ -276,17 +304,17 @@ def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
         raise ConfigError(f"{section}: {str(error).splitlines()[0]}") from error
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
         raise ConfigError(
-            f"{section}: {target} refused its options: {_first_line(error)}"
+            f"{section}: {target} refused its options: {first_line(error)}"
         ) from error
+    except (Exception, SystemExit) as error:
+        raise UserCodeError(f"{section}: {target} raised {raised(error)}") from error
 
 
 def _refuse_unknown_arguments(section: str, target: str, node: dict[str, Any]) -> None:
     try:
-        parameters = inspect.signature(get_object(target)).parameters
+        parameters = inspect.signature(_found(section, target)).parameters
     except ValueError:
         return  # A C function that does not tell its parameters.
-    except Exception as error:  # Whatever importing the user's module raises.
-        raise ConfigError(f"{section}._target_={target}: {_first_line(error)}") from error
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for name in node:
@@ -298,18 +326,23 @@ def _refuse_unknown_arguments(section: str, target: str, node: dict[str, Any]) -
             )
 
 
+def _found(section: str, target: str) -> Any:
+    """What a `_target_` names."""
+    try:
+        return get_object(target)
+    except (Exception, SystemExit) as error:  # Whatever importing the user's module raises.
+        said = raised(error) if isinstance(error, SystemExit) else first_line(error)
+        raise ConfigError(f"{section}._target_={target}: {said}") from error
+
+
 def _build_schedule(
     config: Config, optimizer: Optimizer, total_steps: int, task: Task
 ) -> LRScheduler | None:
     if config.scheduler is None:
         return None
     node = dict(config.scheduler)
-    try:
-        target = get_object(node["_target_"])
-        takes_total = "total_steps" in inspect.signature(target).parameters
-    except Exception as error:  # Whatever importing the user's module raises.
-        raise ConfigError(f"scheduler._target_={node['_target_']}: {_first_line(error)}") from error
-    if takes_total:
+    target = _found("scheduler", node["_target_"])
+    if "total_steps" in inspect.signature(target).parameters:
         node.setdefault("total_steps", total_steps)
     if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
         _set_direction(node, task.metric())
@@ -345,9 +378,3 @@ def _build_ema(config: Config, model: nn.Module, optimizer: AnyOptimizer) -> Ema
 def _build_spikes(config: Config) -> LossSpikes | None:
     policy, factor = config.trainer.on_loss_spike, config.trainer.loss_spike_factor
     return None if policy == "off" else LossSpikes(policy, factor)
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of an error, and the second where the first ends in a colon."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

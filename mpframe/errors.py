@@ -26,6 +26,10 @@ class DataError(MpframeError):
     """Data is missing, malformed, too small, or holds NaN or inf."""
 
 
+class UserCodeError(MpframeError):
+    """A user's dataset, model, loss, metric or optimizer raised, or gave what nothing can use."""
+
+
 class CheckpointError(MpframeError):
     """A checkpoint is missing, damaged, or made for something else."""
 

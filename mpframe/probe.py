@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpframe.forward import outputs_and_loss
 from mpframe.precision import OpLists, Precision
-from mpframe.precision.tree import HALF, tensors_in, widened
+from mpframe.precision.tree import HALF, tensors_in
 from mpframe.precision.undisturbed import undisturbed
+from mpframe.user_code import UserCode
 
 
 def probe_amax(
@@ -62,8 +64,9 @@ def probe(
     arguments, targets = batch
     with undisturbed(model), _wide_weights(model):
         with _outputs_seen(model, see), _all_fp32(precision).cast():
-            outputs = widened(model(*arguments))
-            loss(outputs, targets).backward()  # type: ignore[no-untyped-call]
+            _, value = outputs_and_loss(model, model, loss, arguments, targets)
+            with UserCode("model: the backward pass of", model):
+                value.backward()  # type: ignore[no-untyped-call]
         for parameter in model.parameters():
             if parameter.grad is not None:
                 see(parameter.grad)

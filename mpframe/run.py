@@ -37,7 +37,9 @@ from mpframe.errors import (
     DataError,
     DivergedError,
     RunInterrupted,
+    UserCodeError,
 )
+from mpframe.evaluation import Metric
 from mpframe.interruption import Interruption
 from mpframe.memory import peak_memory
 from mpframe.numerics.autopsy.callback import Autopsy
@@ -60,8 +62,10 @@ from mpframe.summary import Status, Summary
 from mpframe.throughput import Throughput
 from mpframe.tracking import Tag, Tracker, metric_tag
 from mpframe.trainer import Callback, Trainer, by_key
+from mpframe.user_code import raised
 
 log = logging.getLogger(__name__)
+tracebacks = logging.getLogger("mpframe.tracebacks")  # Goes to train.log alone.
 
 
 class Run:
@@ -104,7 +108,8 @@ class Run:
 
     def _train(self) -> Summary:
         try:
-            self._fit()
+            with _exit_refused():
+                self._fit()
         except DivergedError as error:
             self._finish(Status.DIVERGED, str(error))
             raise
@@ -116,7 +121,7 @@ class Run:
                 stop.received, f"continue with resume=auto hydra.run.dir={self.folder}"
             ) from None
         except BaseException as error:
-            self._finish(Status.FAILED, str(error).splitlines()[0] if str(error) else repr(error))
+            self._fail(error)
             raise
         mostly_skipped = self.trainer.progress.mostly_skipped if self.trainer else None
         if mostly_skipped:
@@ -155,7 +160,7 @@ class Run:
                 with (
                     saves.around(trainer),
                     self._watch_ranges(trainer, tracker),
-                    _data_errors_dated(trainer),
+                    _errors_dated(trainer),
                 ):
                     trainer.fit(train, val)
                 tracker.finished()
@@ -231,7 +236,7 @@ class Run:
             log.warning("%s", hint)
 
     def _describe(self, tracker: Tracker, trainer: Trainer) -> None:
-        name = trainer.metric().name if trainer.metric else "none"
+        name = Metric(trainer.metric).name if trainer.metric else "none"
         tracker.text(Tag.TEXT_CONFIG, f"```yaml\n{self.config_text}\n```")
         tracker.text(Tag.TEXT_DTYPE_MAP, f"```\n{trainer.precision.describe(trainer.model)}\n```")
         tracker.text(Tag.TEXT_ENVIRONMENT, environment_text())
@@ -289,6 +294,10 @@ class Run:
         )
         return summary
 
+    def _fail(self, error: BaseException) -> None:
+        self._finish(Status.FAILED, str(error).splitlines()[0] if str(error) else repr(error))
+        tracebacks.info("the run failed", exc_info=error)
+
     def _summary(self, status: Status, reason: str | None) -> Summary:
         config, trainer = self.config, self.trainer
         train_loss = self.curves.train_loss if self.curves else None
@@ -326,11 +335,20 @@ def _final_scale(trainer: Trainer) -> float | dict[str, float] | None:
 
 
 @contextmanager
-def _data_errors_dated(trainer: Trainer) -> Iterator[None]:
-    """Say of an error in the data how far the run had come."""
+def _exit_refused() -> Iterator[None]:
+    """Whoever calls `sys.exit`, with whatever code: the run has not come to its end."""
     try:
         yield
-    except DataError as error:
+    except SystemExit as error:
+        raise UserCodeError(f"the run was ended by {raised(error)}; let it return") from error
+
+
+@contextmanager
+def _errors_dated(trainer: Trainer) -> Iterator[None]:
+    """Say of an error in the data or in users' code how far the run had come."""
+    try:
+        yield
+    except (DataError, UserCodeError) as error:
         error.args = (f"after step {trainer.progress.attempts}: {error}",)
         raise
 

@@ -25,17 +25,19 @@ from mpframe.buffers import Buffers
 from mpframe.conversion import conversion, rounding
 from mpframe.ema import Ema
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.evaluation import Evaluation, fp32_weights
+from mpframe.evaluation import Evaluation, Metric, fp32_weights
+from mpframe.forward import outputs_and_loss
 from mpframe.loss_spike import LossSpikes
 from mpframe.plan import Plan, Progress
 from mpframe.precision import MasterWeights, Precision
 from mpframe.precision.closure import refuse_beside_closure
 from mpframe.precision.joint_optimizer import joined
-from mpframe.precision.tree import map_tensors, widened
+from mpframe.precision.tree import map_tensors
 from mpframe.probe import probe_amax
 from mpframe.schedules import refuse_overrun
 from mpframe.step import LossScaler, Scaling, StepResult, largest, wants_probe
 from mpframe.turns import AnyOptimizer, Loss, Objective, Turn, means, turns_of, with_losses
+from mpframe.user_code import InBatch, UserCode
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +220,7 @@ class Trainer:
         inputs, targets = self._on_device(batch)
         total = 0.0
         for objective in self._turns.objectives:
-            loss = objective.loss(self._predict(inputs, self._forward, objective), targets)
+            _, loss = self._outputs_and_loss(self._forward, objective, inputs, targets)
             (loss * scale).backward(inputs=objective.parameters)  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
@@ -229,26 +231,17 @@ class Trainer:
 
         Of several losses it is their sum, and the metric sees the outputs of the first.
         """
-        metric = self.metric() if self.metric else None
-        total, samples = torch.zeros((), dtype=torch.float64), 0
+        metric = Metric(self.metric) if self.metric else None
+        total, samples = torch.zeros((), dtype=torch.float64, device=self._device), 0
         with self._weights_for_evaluation(), _mode_restored(self.model):
             self.model.eval()
-            for batch in loader.epoch(0):
+            for number, batch in enumerate(loader.epoch(0)):
                 self._call("during_evaluation")
-                inputs, targets = self._on_device(batch)
-                count = len(targets)
-                for objective in self._turns.objectives:
-                    outputs = self._predict(inputs, self._evaluated, objective)
-                    loss = objective.loss(outputs, targets)
-                    total = total.to(loss.device) + loss.double() * count
-                    if metric is not None and objective is self._turns.objectives[0]:
-                        metric.update(outputs, targets)
-                samples += count
+                with InBatch("validation", 0, number):
+                    total += self._evaluate_batch(self._on_device(batch), metric)
+                samples += len(batch[1])
         mean = float(total) / max(samples, 1)
-        if metric is None:
-            return Evaluation(mean, "none", math.nan)
-        higher = getattr(metric, "higher_is_better", None)
-        return Evaluation(mean, metric.name, float(metric.value()), higher)
+        return metric.evaluation(mean) if metric else Evaluation(mean, "none", math.nan)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that can change the run's future; weights as their fp32 masters."""
@@ -303,6 +296,17 @@ class Trainer:
         if self.ema is not None:
             self.ema.restart()
 
+    def _evaluate_batch(self, batch: Batch, metric: Metric | None) -> Tensor:
+        """The sum of the losses times the batch's size, 0-d float64."""
+        inputs, targets = batch
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for objective in self._turns.objectives:
+            outputs, loss = self._outputs_and_loss(self._evaluated, objective, inputs, targets)
+            total += loss.double() * len(targets)
+            if metric is not None and objective is self._turns.objectives[0]:
+                metric.update(outputs, targets)
+        return total
+
     def _take_turn(self, turn: Turn, batches: Sequence[Batch]) -> StepResult:
         """Forward and backward of a turn's losses on all micro-batches, and its step."""
         if turn.optimizer.needs_closure:
@@ -312,7 +316,8 @@ class Trainer:
         self._buffers.save()
         losses = means([self._forward_backward(turn, batch, len(batches) > 1) for batch in batches])
         veto = None if self.spikes is None else self.spikes.judge(losses[0])
-        result = turn.step(self.plan.clip_norm, self.plan.whole_windows, veto)
+        with UserCode("optimizer:", getattr(turn.optimizer, "optimizer", turn.optimizer)):
+            result = turn.step(self.plan.clip_norm, self.plan.whole_windows, veto)
         self._buffers.restore_where(result.any_skipped())
         return with_losses(result, losses)
 
@@ -357,8 +362,9 @@ class Trainer:
 
     def _pass(self, objective: Objective, inputs: Any, targets: Any) -> Tensor:
         """One loss, forward and backward; detached."""
-        loss = objective.loss(self._predict(inputs, self._forward, objective), targets)
-        objective.backward(loss)
+        _, loss = self._outputs_and_loss(self._forward, objective, inputs, targets)
+        with UserCode("model: the backward pass of", self.model):
+            objective.backward(loss)
         return loss.detach()
 
     def _joined(self, results: list[StepResult]) -> StepResult:
@@ -389,9 +395,11 @@ class Trainer:
         ):
             yield
 
-    def _predict(self, inputs: Any, forward: Callable[..., Any], objective: Objective) -> Any:
-        """The model's outputs in fp32 or wider, so that losses and metrics are computed there."""
-        return widened(forward(inputs, *objective.arguments))
+    def _outputs_and_loss(
+        self, forward: Callable[..., Any], objective: Objective, inputs: Any, targets: Any
+    ) -> tuple[Any, Tensor]:
+        arguments = (inputs, *objective.arguments)
+        return outputs_and_loss(self.model, forward, objective.loss, arguments, targets)
 
     def _advance(self, result: StepResult) -> None:
         """Count the step, and move schedules and average along unless it was skipped."""
@@ -399,7 +407,8 @@ class Trainer:
         self.progress.tried(skips, dropped)
         for name, schedule in self._schedules.items():
             if not skips[name]:
-                schedule.step()
+                with UserCode("scheduler:", schedule):
+                    schedule.step()
         if all(skips.values()):
             return
         if self.ema is not None:
@@ -412,7 +421,8 @@ class Trainer:
         batches = train.epoch(self.progress.epoch, start=self.progress.batch)
         for window in _windows(batches, self.plan.accumulate):
             self._call("before_step", window)
-            result = self.train_step(*window)
+            with InBatch("training", self.progress.epoch, self.progress.batch, len(window)):
+                result = self.train_step(*window)
             self.progress.count_batches(len(window), len(train))
             self._call("after_step", result)
             if self._validation_due():

@@ -17,7 +17,6 @@ import random
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from mpframe.data.keyed_random import keyed_state
 from mpframe.data.task import Batch
 from mpframe.data.workers import Slots
 from mpframe.errors import DataError, MpframeError
+from mpframe.user_code import described, first_line, raised
 
 
 class Fetcher(Dataset[Any]):
@@ -63,13 +63,14 @@ class Fetcher(Dataset[Any]):
 
     def _fetch(self, epoch: int, indices: list[int]) -> Batch:
         if epoch != self._epoch:
-            self._view, self._epoch = at_epoch(self._dataset, self._seed, epoch), epoch
+            with _blamed_on(f"epoch {epoch}"):
+                self._view, self._epoch = at_epoch(self._dataset, self._seed, epoch), epoch
         if not hasattr(self._view, "fetch_batch"):
             return _stack(self._samples(indices, epoch), indices)
         self._slots.note(indices[0])
         with _blamed_on(f"samples {indices[0]} to {indices[-1]}"):
             batch = self._view.fetch_batch(indices)
-        return _as_pair(batch)
+        return _as_pair(batch, len(indices))
 
     def _samples(self, indices: Sequence[int], epoch: int) -> list[Any]:
         states = keyed_state(self._seed, epoch, indices).tolist()
@@ -113,13 +114,9 @@ def _blamed_on(what: str) -> Iterator[None]:
         yield
     except MpframeError:
         raise
-    except Exception as error:
-        reason = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = [frame for frame in frames if frame.filename != __file__][:1]
-        where = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in theirs)
+    except (Exception, SystemExit) as error:
         blamed = DataError(
-            f"dataset: {what} cannot be read ({reason}{where}); mend the dataset or its data"
+            f"dataset: {what} cannot be read: {raised(error)}; mend the dataset or its data"
         )
         blamed.add_note(traceback.format_exc())
         raise blamed from None
@@ -139,22 +136,28 @@ def _generators_put_back() -> Iterator[None]:
 
 def _stack(samples: list[Any], indices: Sequence[int]) -> Batch:
     try:
-        return _as_pair(default_collate(samples))
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+        batch = default_collate(samples)
+    except Exception as error:  # The samples are whatever the dataset gave.
+        reason = first_line(error)
         raise DataError(
             f"dataset: samples {indices[0]} to {indices[-1]} do not stack into one batch "
             f"({reason}); make every sample a tensor, an array or a number of one shape"
         ) from error
+    return _as_pair(batch, len(samples))
 
 
-def _as_pair(batch: Any) -> Batch:
+def _as_pair(batch: Any, count: int) -> Batch:
     if isinstance(batch, list | tuple) and len(batch) == 2:
         inputs, targets = batch
-        if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
-            return inputs, targets
-    kind = type(batch).__name__
+        if all(isinstance(part, Tensor) and part.shape[:1] == (count,) for part in batch):
+            return _without_graph(inputs), _without_graph(targets)
     raise DataError(
-        f"dataset: a sample must be an (input, target) pair of tensors, arrays or numbers, "
-        f"but its batch is a {kind}; return such a pair from __getitem__"
+        "dataset: a sample must be an (input, target) pair of tensors, arrays or numbers, but "
+        f"{count} of them make {described(batch)}; return such a pair from __getitem__, or from "
+        f"fetch_batch two tensors of {count} rows"
     )
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """The tensor alone: what it was computed from cannot leave a worker, and is not trained."""
+    return tensor.detach().requires_grad_(tensor.requires_grad) if tensor.grad_fn else tensor

@@ -19,6 +19,7 @@ from mpframe.data.keyed_random import keyed_state
 from mpframe.data.task import Batch
 from mpframe.data.workers import POLL_SECONDS, Crew, Place, Slots, ignore_signals
 from mpframe.errors import ConfigError, DataError, MpframeError
+from mpframe.user_code import UserCode
 
 
 class Loader:
@@ -175,6 +176,8 @@ def _size_of(dataset: Any) -> int:
             f"dataset: {type(dataset).__name__} has no __len__ and __getitem__; "
             "give a map-style dataset (a stream cannot be resumed exactly)"
         )
-    if len(dataset) == 0:
+    with UserCode("dataset: the __len__ of", dataset):
+        size = len(dataset)
+    if size == 0:
         raise DataError(f"dataset: {type(dataset).__name__} has no samples; give at least one")
-    return len(dataset)
+    return size

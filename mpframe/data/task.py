@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from mpframe.data.metrics import Accuracy
+from mpframe.errors import DataError
+from mpframe.user_code import described
 
 Batch = tuple[Tensor, Tensor]
 """(inputs, targets), both with the samples along dimension 0."""
@@ -50,6 +52,25 @@ class Task:
     val: Dataset[Any]
     loss: Loss | Mapping[str, Loss]
     metric: Callable[[], Metric]
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be called.
+
+        Raises:
+            DataError: there is no loss, or a loss or the metric is not callable.
+        """
+        called: dict[str, Any] = {"metric": self.metric, "loss": self.loss}
+        if isinstance(self.loss, Mapping):
+            del called["loss"]
+            called |= {f"loss {name}": loss for name, loss in self.loss.items()}
+        if len(called) < 2:
+            raise DataError("dataset: Task(loss={}) has no loss; give one, or several by name")
+        for name, code in called.items():
+            if not callable(code):
+                raise DataError(
+                    f"dataset: the {name} of its Task is {described(code)}; it must be a function "
+                    "or a class that can be called"
+                )
 
 
 def classification(train: Dataset[Any], val: Dataset[Any]) -> Task:

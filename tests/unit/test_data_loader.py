@@ -272,7 +272,10 @@ class Odd(Dataset[Any]):
     ("samples", "text"),
     [
         ([torch.zeros(2)] * 3, "must be an (input, target) pair"),
-        ([{"inputs": 1, "targets": 2}] * 2, "pair of tensors, arrays or numbers, but its batch is"),
+        (
+            [{"inputs": 1, "targets": 2}] * 2,
+            "pair of tensors, arrays or numbers, but 2 of them make a dict",
+        ),
         ([("word", 1)] * 2, "must be an (input, target) pair"),
         ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "dataset: samples 0 to 1 do not stack"),
         ([(object(), 0)], "do not stack into one batch (default_collate: batch must contain"),

@@ -104,7 +104,6 @@ PLACE = "training sample 7 (epoch 0, batch 2)"
             f"dataset.workers=2: worker 0 ended with exit code 3 at {PLACE}; "
             "dataset.workers=0 may show the error itself",
         ),
-        ("exit", f"dataset.workers=2: worker 0 ended with exit code 4 at {PLACE}; "),
     ],
 )
 def test_a_worker_that_is_lost_is_named(what: str, text: str, capfd: Any) -> None:
@@ -158,11 +157,17 @@ def test_what_a_dataset_raises_is_one_line(workers: int, kind: type[Trap], named
     line = Trap.__getitem__.__code__.co_firstlineno + 2
     where = line if kind is Trap else WholeBatches.fetch_batch.__code__.co_firstlineno + 1
     assert text == (
-        f"dataset: {named} cannot be read (KeyError 'no such picture\\nmore words' at "
-        f"test_data_workers.py:{where}); mend the dataset or its data"
+        f"dataset: {named} cannot be read: KeyError ('no such picture\\nmore words') at "
+        f"test_data_workers.py:{where}; mend the dataset or its data"
     )
     # HYDRA_FULL_ERROR=1 shows the traceback, from wherever it came.
     assert "in no_such_picture" in notes[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_ends_the_program_is_an_error_like_any_other(workers: int) -> None:
+    text = message(Loader(Trap("exit"), 3, shuffle=False, workers=workers))
+    assert text.startswith("dataset: sample 7 cannot be read: SystemExit (4) at test_data_workers")
 
 
 def test_slots_are_for_workers_only() -> None:

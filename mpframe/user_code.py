@@ -1,0 +1,161 @@
+"""Whose code failed: an error in a user's model, loss, metric or optimizer becomes one line.
+
+    with UserCode("model", model, inputs=inputs):
+        outputs = model(inputs)
+
+    model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Byte and Float)
+    at own.py:12, given inputs uint8 [64, 8] of 0 to 255; ...
+
+mpframe's own errors pass as they are. SystemExit is an error like any other: where a layer calls
+`sys.exit(0)` nothing has been trained to its end.
+"""
+
+import functools
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import hydra
+import torch
+from torch import Tensor
+
+from mpframe.errors import MpframeError, UserCodeError
+
+_NOT_THEIRS = tuple(str(Path(file).parent) for file in (torch.__file__, hydra.__file__, __file__))
+_LONGEST = 200
+"""Characters of a foreign error's text that are repeated."""
+
+
+class UserCode:
+    """Within the block a user's code runs; what it raises becomes a `UserCodeError`.
+
+    Args:
+        option: what it was chosen by, e.g. `model` or `dataset: the loss`.
+        code: the object or function that is called.
+        given: what it is called with, for the message.
+    """
+
+    def __init__(self, option: str, code: Any, **given: Any) -> None:
+        self._option = option
+        self._code = code
+        self._given = given
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception | SystemExit) or isinstance(error, MpframeError):
+            return
+        given = " and ".join(f"{name} {described(own)}" for name, own in self._given.items())
+        raise UserCodeError(
+            f"{self._option} {name_of(self._code)} raised {raised(error)}"
+            + (f", given {given}" if given else "")
+            + f"; {_advice(error, self._given)}"
+        ) from error
+
+
+class InBatch:
+    """Within the block errors in users' code are told which batch they met.
+
+    Args:
+        split: `training` or `validation`.
+        epoch: its number.
+        number: the batch's number in it.
+        count: how many batches there are to one step.
+    """
+
+    def __init__(self, split: str, epoch: int, number: int, count: int = 1) -> None:
+        self._place = (split, epoch, number, count)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, UserCodeError):
+            split, epoch, number, count = self._place
+            last = f" to {number + count - 1}" if count > 1 else ""
+            error.args = (f"{error} ({split}, epoch {epoch}, batch {number}{last})",)
+
+
+def name_of(code: Any) -> str:
+    """The name of a function or class, or of an object's class."""
+    if isinstance(code, functools.partial):
+        return name_of(code.func)
+    return str(getattr(code, "__name__", None) or type(code).__name__)
+
+
+def raised(error: BaseException) -> str:
+    """An error as a clause: its class, the first line of its text, and where in whose file."""
+    text = first_line(error).rstrip(".")
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)][:1]
+    where = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in theirs)
+    return f"{type(error).__name__}" + (f" ({text})" if text else "") + where
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, and the second where the first ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+
+
+def described(value: Any) -> str:
+    """What a value is, in a few words: a tensor's format, shape and (of whole numbers) range."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" + _range_of(value)
+    if value is None:
+        return "None"
+    kind = _with_article(type(value).__name__)
+    if isinstance(value, dict):
+        return f"{kind} of {', '.join(map(str, list(value)[:3])) or 'nothing'}"
+    if isinstance(value, list | tuple):
+        return f"{kind} of {', '.join(map(described, value[:3])) or 'nothing'}"
+    return kind
+
+
+def _with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
+
+
+def _range_of(value: Tensor) -> str:
+    if value.is_floating_point() or value.is_complex() or not value.numel():
+        return ""
+    with suppress(RuntimeError):  # An accelerator on which something failed answers no more.
+        return f" of {int(value.min())} to {int(value.max())}"
+    return ""
+
+
+def _advice(error: BaseException, given: dict[str, Any]) -> str:
+    """The way out, where what was given tells."""
+    outputs, targets = given.get("outputs"), given.get("targets")
+    if "inputs" in given and "dtype" in str(error):
+        return (
+            "inputs must have the format of the weights, float32 for most layers and int64 for an "
+            "embedding"
+        )
+    if "outputs" in given and not isinstance(outputs, Tensor):
+        return "let the model return one tensor, or give the dataset a loss for what it returns"
+    classes = _classes_wanted(outputs, targets)
+    if classes is not None and isinstance(outputs, Tensor):
+        return (
+            f"the targets name {classes} classes, the outputs have {outputs.shape[1]}: set "
+            f"model.classes={classes}, or mend the labels"
+        )
+    return "HYDRA_FULL_ERROR=1 shows the traceback"
+
+
+def _classes_wanted(outputs: Any, targets: Any) -> int | None:
+    """How many classes the labels name, where that is more than the outputs have."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.dim() < 2:
+        return None
+    if targets.is_floating_point() or targets.is_complex() or not targets.numel():
+        return None
+    with suppress(RuntimeError):
+        classes = int(targets.max()) + 1
+        return classes if classes > outputs.shape[1] else None
+    return None

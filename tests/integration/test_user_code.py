@@ -1,0 +1,154 @@
+"""Faults in users' code end in one line: whose code, what it gave, what is allowed, which batch."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import StartRun
+
+from mpframe.errors import MpframeError
+from mpframe.summary import Summary
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = {
+    "dataset._target_": "erring.task",
+    "model._target_": "erring.Net",
+    "dataset.batch_size": "16",
+    "trainer.epochs": "1",
+    "loss_scaling": "static",
+}
+ALIASES = {
+    "FULL": "HYDRA_FULL_ERROR=1 shows the traceback",
+    "FORMATS": "inputs must have the format of the weights, float32 for most layers and int64 for "
+    "an embedding",
+    "erring.py:N": "erring.py:[0-9]+",
+}
+
+FAULTS = [
+    ("dataset.fault=classes", "after step 3: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), given outputs float32 [16, 3] and targets int64 [16] of 0 to 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or mend the labels (training, epoch 0, batch 3)"),
+    ("dataset.fault=classes dataset.split=val", "after step 4: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), given outputs float32 [16, 3] and targets int64 [16] of 0 to 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or mend the labels (validation, epoch 0, batch 2)"),
+    ("dataset.fault=float", "after step 0: dataset: the loss CrossEntropyLoss raised RuntimeError (expected target dtype to be Long or Byte, but got Double), given outputs float32 [16, 3] and targets float64 [16]; FULL (training, epoch 0, batch 0)"),
+    ("dataset.fault=row", "after step 0: dataset: the loss CrossEntropyLoss raised RuntimeError (0D or 1D target tensor expected, multi-target not supported), given outputs float32 [16, 3] and targets int64 [16, 1] of 0 to 2; FULL (training, epoch 0, batch 0)"),
+    ("dataset.fault=text", "after step 0: dataset: a sample must be an (input, target) pair of tensors, arrays or numbers, but 16 of them make a list of float32 [16, 8], a tuple of a str, a str, a str; return such a pair from __getitem__, or from fetch_batch two tensors of 16 rows"),
+    ("dataset.fault=uint8", "after step 0: model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Byte and Float) at erring.py:N, given inputs uint8 [16, 8] of 8 to 127; FORMATS (training, epoch 0, batch 0)"),
+    ("dataset.fault=float64", "after step 0: model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Double and Half) at erring.py:N, given inputs float64 [16, 8]; FORMATS (training, epoch 0, batch 0)"),
+    ("dataset.fault=array dtype=fp32", "after step 0: model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Double and Float) at erring.py:N, given inputs float64 [16, 8]; FORMATS (training, epoch 0, batch 0)"),
+    ("dataset.fault=bool", "after step 0: model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Bool and Float) at erring.py:N, given inputs bool [16, 8] of 0 to 1; FORMATS (training, epoch 0, batch 0)"),
+    ("dataset.fault=int64 dtype=amp", "after step 0: model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Long and Float) at erring.py:N, given inputs int64 [16, 8] of 8 to 127; FORMATS (training, epoch 0, batch 0)"),
+    ("dataset.fault=length", "dataset: the __len__ of Samples raised OSError (no such list) at erring.py:N; FULL"),
+    ("dataset.fault=exit", "after step 3: dataset: sample 37 cannot be read: SystemExit (0) at erring.py:N; mend the dataset or its data"),
+    ("dataset.fault=exit dataset.workers=1", "after step 3: dataset: sample 37 cannot be read: SystemExit (0) at erring.py:N; mend the dataset or its data"),
+    ("dataset.whole=true", "after step 0: dataset: a sample must be an (input, target) pair of tensors, arrays or numbers, but 16 of them make a tuple of float32 [16, 8]; return such a pair from __getitem__, or from fetch_batch two tensors of 16 rows"),
+    ("dataset.whole=true dataset.fault=fewer", "after step 0: dataset: a sample must be an (input, target) pair of tensors, arrays or numbers, but 16 of them make a tuple of float32 [16, 8], int64 [15] of 0 to 2; return such a pair from __getitem__, or from fetch_batch two tensors of 16 rows"),
+    ("dataset.whole=true dataset.fault=one", "after step 0: dataset: a sample must be an (input, target) pair of tensors, arrays or numbers, but 16 of them make a tuple of float32 [16, 8], int64 [] of 2 to 2; return such a pair from __getitem__, or from fetch_batch two tensors of 16 rows"),
+    ("dataset.loss=each", "after step 0: dataset: the loss each_loss gave float32 [16]; it must give one floating-point number as a tensor, the mean over the batch (training, epoch 0, batch 0)"),
+    ("dataset.loss=none", "after step 0: dataset: the loss no_loss gave None; it must give one floating-point number as a tensor, the mean over the batch (training, epoch 0, batch 0)"),
+    ("dataset.loss=detached", "after step 0: dataset: the loss detached_loss gave a number without a gradient; compute it from the weights by PyTorch's operations, without detach(), item(), numpy() or no_grad() (training, epoch 0, batch 0)"),
+    ("dataset.loss=number", "after step 0: dataset: the loss number_loss gave a float; it must give one floating-point number as a tensor, the mean over the batch (training, epoch 0, batch 0)"),
+    ("dataset.loss=raises", "after step 0: dataset: the loss raising_loss raised KeyError ('weights') at erring.py:N, given outputs float32 [16, 3] and targets int64 [16] of 0 to 2; FULL (training, epoch 0, batch 0)"),
+    ("dataset.loss=class", "after step 0: dataset: the loss CrossEntropyLoss raised RuntimeError (Boolean value of Tensor with more than one value is ambiguous), given outputs float32 [16, 3] and targets int64 [16] of 0 to 2; FULL (training, epoch 0, batch 0)"),
+    ("dataset.loss=not_callable", "dataset: the loss of its Task is an int; it must be a function or a class that can be called"),
+    ("dataset.loss=empty", "dataset: Task(loss={}) has no loss; give one, or several by name"),
+    ("dataset.loss=one_not_callable", "dataset: the loss second of its Task is a str; it must be a function or a class that can be called"),
+    ("dataset.metric=number", "dataset: the metric Nameless has 7 for a name; it must be a word, as in name = 'accuracy'"),
+    ("dataset.metric=unnamed", "dataset: the metric Unnamed has None for a name; it must be a word, as in name = 'accuracy'"),
+    ("dataset.metric=raises", "after step 4: dataset: the metric Raises raised ZeroDivisionError (nothing seen) at erring.py:N, given outputs float32 [16, 3] and targets int64 [16] of 0 to 2; FULL (validation, epoch 0, batch 0)"),
+    ("dataset.metric=words", "after step 4: dataset: the metric Words gave a str as its value; it must be one number"),
+    ("dataset.metric=many", "after step 4: dataset: the metric Many gave float32 [3] as its value; it must be one number"),
+    ("dataset.metric=instance", "dataset: the metric of its Task is an Accuracy; it must be a function or a class that can be called"),
+    ("model.fault=frozen", "model: Net has no weight to train (2 are frozen); leave requires_grad to some"),
+    ("model.fault=meta", "model: Net has head.weight on the meta device, where weights have no values; build it on the CPU"),
+    ("model.fault=float64", "after step 0: model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Float and Double) at erring.py:N, given inputs float32 [16, 8]; FORMATS (training, epoch 0, batch 0)"),
+    ("model.fault=float64 dtype=fp32", "after step 0: model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Float and Double) at erring.py:N, given inputs float32 [16, 8]; FORMATS (training, epoch 0, batch 0)"),
+    ("model.fault=init", "model: erring.Net raised AttributeError (no such layer) at erring.py:N"),
+    ("model.fault=exit", "after step 0: model: Net raised SystemExit (0) at erring.py:N, given inputs float32 [16, 8]; FULL (training, epoch 0, batch 0)"),
+    ("model.fault=exit_later", "after step 4: model: Net raised SystemExit (0) at erring.py:N, given inputs float32 [16, 8]; FULL (validation, epoch 0, batch 0)"),
+    ("model.fault=exit_mode", "the run was ended by SystemExit (0) at erring.py:N; let it return"),
+    ("model.fault=raises", "after step 0: model: Net raised KeyError ('hidden') at erring.py:N, given inputs float32 [16, 8]; FULL (training, epoch 0, batch 0)"),
+    ("model.fault=backward", "after step 0: model: the backward pass of Net raised RuntimeError (one of the variables needed for gradient computation has been modified by an inplace operation: [torch.FloatTensor [16, 3]], which is output 0 of Exp, is at version 1; expected version 0 instead. Hint...); FULL (training, epoch 0, batch 0)"),
+    ("model.fault=tuple", "after step 0: dataset: the loss CrossEntropyLoss raised TypeError (cross_entropy_loss(): argument 'input' (position 1) must be Tensor, not tuple), given outputs a tuple of float32 [16, 3], float32 [16, 3] and targets int64 [16] of 0 to 2; let the model return one tensor, or give the dataset a loss for what it returns (training, epoch 0, batch 0)"),
+    ("model.fault=dict", "after step 0: dataset: the loss CrossEntropyLoss raised TypeError (cross_entropy_loss(): argument 'input' (position 1) must be Tensor, not dict), given outputs a dict of logits and targets int64 [16] of 0 to 2; let the model return one tensor, or give the dataset a loss for what it returns (training, epoch 0, batch 0)"),
+    ("model.fault=none", "after step 0: dataset: the loss CrossEntropyLoss raised TypeError (cross_entropy_loss(): argument 'input' (position 1) must be Tensor, not NoneType), given outputs None and targets int64 [16] of 0 to 2; let the model return one tensor, or give the dataset a loss for what it returns (training, epoch 0, batch 0)"),
+    ("model.fault=detached", "after step 0: model: Net gave outputs without a gradient; compute it from the weights by PyTorch's operations, without detach(), item(), numpy() or no_grad() (training, epoch 0, batch 0)"),
+    ("optimizer._target_=erring.StuckSGD", "after step 0: optimizer: StuckSGD raised ArithmeticError (no way down) at erring.py:N; FULL (training, epoch 0, batch 0)"),
+    ("optimizer._target_=torch.optim.SparseAdam", "after step 0: optimizer: SparseAdam raised RuntimeError (SparseAdam does not support dense gradients, please consider Adam instead); FULL (training, epoch 0, batch 0)"),
+    ("optimizer._target_=builtins.dict", "optimizer: builtins.dict refused its options: dictionary update sequence element #0 has length 3; 2 is required"),
+    ("scheduler._target_=erring.Exits", "after step 3: scheduler: Exits raised SystemExit (0) at erring.py:N; FULL (training, epoch 0, batch 2)"),
+    ("loss_scaling=Backoff loss_scaling.init_scale=probe dataset.loss=each", "after step 0: dataset: the loss each_loss gave float32 [16]; it must give one floating-point number as a tensor, the mean over the batch"),
+    ("trainer.accumulate=2 dataset.fault=classes", "after step 1: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), given outputs float32 [16, 3] and targets int64 [16] of 0 to 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or mend the labels (training, epoch 0, batch 2 to 3)"),
+]  # fmt: skip
+
+
+def words_of(options: str) -> list[str]:
+    """The words of a run with the faults that are asked for."""
+    given = dict(word.split("=", 1) for word in options.split())
+    return [f"{name}={value}" for name, value in {**WORDS, **given}.items()]
+
+
+@pytest.mark.parametrize(("options", "line"), FAULTS, ids=[options for options, _ in FAULTS])
+def test_a_fault_is_one_line(options: str, line: str, start_run: StartRun, tmp_path: Path) -> None:
+    pattern = re.escape(line)
+    for alias, text in ALIASES.items():
+        pattern = pattern.replace(re.escape(alias), text)
+    with pytest.raises(MpframeError) as caught:
+        start_run(tmp_path, *words_of(options))
+    assert re.fullmatch(pattern, str(caught.value)), str(caught.value)
+    assert caught.value.exit_code == 1
+    summary = Summary.read(tmp_path)
+    assert (summary.status, summary.reason) == ("failed", str(caught.value))
+
+
+SOUND = [
+    "",
+    "dtype=fp32 model.fault=float64 dataset.fault=float64 dataset.split=both",
+    "model._target_=erring.Embedded dataset.fault=int64 dataset.split=both",
+    "dtype=amp model._target_=erring.Embedded dataset.fault=int64 dataset.split=both",
+    "model.fault=half_frozen",
+    "dtype=fp32 model.fault=lazy",
+    "dataset.loss=one_number",
+    "dataset.whole=true dataset.fault=grad",
+    "dataset.whole=true dataset.fault=grad dataset.workers=1 dataset.worker_timeout=20",
+]
+
+
+@pytest.mark.parametrize("options", SOUND)
+def test_what_is_no_fault_trains(options: str, start_run: StartRun, tmp_path: Path) -> None:
+    summary = start_run(tmp_path, *words_of(options))
+    assert (summary.status, summary.steps, summary.skipped_steps) == ("finished", 4, 0)
+
+
+def command(folder: Path, *options: str, full: str = "0") -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": full}
+    words = ["trainer.progress=false", "hydra.run.dir=run", *words_of(" ".join(options))]
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "train.py"), *words],
+        cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_a_call_of_exit_is_a_failure_and_its_traceback_is_in_the_log(tmp_path: Path) -> None:
+    done = command(tmp_path, "model.fault=exit")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("mpframe: after step 0: model: Net raised SystemExit (0) at erring.py:")
+    assert "Traceback" not in done.stdout
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert re.search(r'Traceback.*erring\.py", line \d+, in forward\n\s+sys\.exit\(0\)', log, re.S)
+
+
+def test_the_whole_traceback_is_shown_where_it_is_asked_for(tmp_path: Path) -> None:
+    done = command(tmp_path, "model.fault=raises", full="1")
+    assert done.returncode == 1
+    assert re.search(r"in forward\n\s+raise KeyError", done.stderr)
+    assert "UserCodeError: after step 0: model: Net raised KeyError" in done.stderr
+
+
+def test_a_worker_tells_where_the_dataset_failed(tmp_path: Path) -> None:
+    done = command(tmp_path, "dataset.fault=exit", "dataset.workers=1")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "sys.exit(0)" in (tmp_path / "run" / "train.log").read_text()
