@@ -12,6 +12,7 @@ Four forms are rewritten for Hydra:
     model._target_=my.Net      ->  model=own ++model._target_=my.Net   (likewise dataset, ...)
 """
 
+import argparse
 import itertools
 import os
 import re
@@ -23,9 +24,10 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from mpframe.check import check
 from mpframe.config import OPEN, Config, use_instead
@@ -35,6 +37,35 @@ from mpframe.locations import CONF
 _MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
 _MAPPINGS = ("ops.move", "ops.modules")
 _JOBS_CHECKED = 512
+_COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a configuration is composed from.
+
+    Attributes:
+        folder: holds config groups.
+        name: of the primary configuration.
+        further: another such folder, which goes before the first; None: there is none.
+    """
+
+    folder: Path = CONF
+    name: str = "config"
+    further: Path | None = None
+
+    @property
+    def folders(self) -> list[Path]:
+        """All folders, the first ones first."""
+        return [*([self.further] if self.further else []), self.folder]
+
+    def choices(self, group: str) -> list[str]:
+        """The choices of a group, sorted; none where there is no such group."""
+        files = [file for folder in self.folders for file in (folder / group).glob("*.yaml")]
+        return sorted({file.stem for file in files})
+
+
+SHIPPED = Source()
 
 
 def prepare(arguments: list[str]) -> list[str]:
@@ -46,18 +77,22 @@ def prepare(arguments: list[str]) -> list[str]:
     Raises:
         ConfigError: an override is not one of this program's, or its value is not allowed.
     """
-    parsed, rest = get_args_parser().parse_known_args(arguments)
+    parsed, rest = _flags(arguments)
     given = [*parsed.overrides, *(text for text in rest if not text.startswith("-"))]
     flags = [argument for argument in arguments if argument not in given]
-    if parsed.help or parsed.hydra_help or parsed.shell_completion:
-        return arguments
     _refuse_unfit_flags(parsed, rest)
+    if parsed.shell_completion:
+        return arguments
     overrides = _rewritten(given)
-    if parsed.config_name or parsed.config_path or parsed.config_dir:
-        return [*flags, *overrides]  # A configuration of the user's own: checked once composed.
+    source = _source(parsed)
+    if source is None:
+        return [*flags, *overrides]  # Checked once composed.
+    if parsed.help or parsed.hydra_help:
+        _composed_by_known_names(_parsed(overrides), source)
+        return [*overrides, *flags]
     multirun = bool(parsed.multirun)
-    for job in _jobs(overrides, multirun):
-        _check_job(job, multirun)
+    for job in _jobs(overrides, multirun, source):
+        _check_job(job, multirun, source)
     return [*flags, *(_with_options_of_swept_groups(overrides) if multirun else overrides)]
 
 
@@ -90,15 +125,36 @@ def jobs(arguments: list[str]) -> Iterator[Job]:
     for word in given:
         if word.startswith("-"):
             raise ConfigError(f"{word}: no such option; give option=value, and -m for a sweep")
-    for typed in _jobs(given, multirun):
+    for typed in _jobs(given, multirun, SHIPPED):
         overrides = _rewritten(typed)
         yield Job(typed, overrides, checked(_composed_by_known_names(_parsed(overrides))))
+
+
+def _flags(arguments: list[str]) -> tuple[Any, list[str]]:
+    """What Hydra's own parser makes of the flags, and the words it does not know."""
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        return parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}; see --help") from None
+
+
+def _source(parsed: Any) -> Source | None:
+    """Where Hydra will compose from; None where that is no folder of files."""
+    path = str(parsed.config_path or CONF)
+    if "://" in path:
+        return None
+    further = None if parsed.config_dir is None else Path(parsed.config_dir).absolute()
+    name = str(parsed.config_name or "config").removesuffix(".yaml")
+    return Source(Path(__file__).parent / path, name, further)
 
 
 def _refuse_unfit_flags(parsed: Any, rest: list[str]) -> None:
     for word in rest:
         if word.startswith("-"):
             raise ConfigError(f"{word}: no such flag; write options as option=value; see --help")
+    _refuse_unfit_commands(parsed)
     folder = Path(parsed.config_dir or CONF)
     if not folder.is_dir():
         raise ConfigError(f"--config-dir={folder}: no such folder; name one with .yaml files")
@@ -108,6 +164,20 @@ def _refuse_unfit_flags(parsed: Any, rest: list[str]) -> None:
         raise ConfigError(
             f"--config-name={name}: no {name}.yaml in {folder}; add --config-dir=FOLDER"
         )
+
+
+def _refuse_unfit_commands(parsed: Any) -> None:
+    """Refuse flags that name several things to do, or half of one."""
+    commands = [name for name in _COMMANDS if getattr(parsed, name)]
+    if len(commands) > 1:
+        both = " and ".join(f"--{name.replace('_', '-')}" for name in commands)
+        raise ConfigError(f"{both}: do not go together; give one of them")
+    if parsed.resolve and not (parsed.cfg or parsed.help):
+        raise ConfigError("--resolve: goes with --cfg or --help; add --cfg=job")
+    if parsed.shell_completion and not any(
+        word.startswith(("install=", "uninstall=", "query=")) for word in parsed.overrides
+    ):
+        raise ConfigError("--shell-completion: add install=SHELL or uninstall=SHELL, e.g. bash")
 
 
 def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
@@ -184,17 +254,19 @@ def _parsed(overrides: list[str]) -> list[Override]:
             parsed.append(parser.parse_override(text))
         except HydraException as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"{text}: not of the form option=value; {reason}") from None
+            shown = text or "''"
+            raise ConfigError(f"{shown}: not of the form option=value; {reason}") from None
     return parsed
 
 
-def _jobs(words: list[str], multirun: bool) -> list[list[str]]:
+def _jobs(words: list[str], multirun: bool, source: Source) -> list[list[str]]:
     """The words of each job: one list, or one for each combination of a sweep."""
-    axes = [_values_of(word, multirun) for word in words]
+    draws = any(w.startswith("hydra/sweeper=") and not w.endswith("=basic") for w in words)
+    axes = [_words_of(word, multirun, draws, source) for word in words]
     return [list(job) for job in itertools.islice(itertools.product(*axes), _JOBS_CHECKED)]
 
 
-def _values_of(word: str, multirun: bool) -> list[str]:
+def _words_of(word: str, multirun: bool, draws: bool, source: Source) -> list[str]:
     """The word itself, or one for each of the values it sweeps over."""
     if _MOVE.match(word):
         return [word]
@@ -203,24 +275,61 @@ def _values_of(word: str, multirun: bool) -> list[str]:
         return [word]
     if not multirun:
         raise ConfigError(f"{word}: several values make a sweep; add -m")
-    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    values = _values(override, draws, source)
+    return [f"{override.get_key_element()}={value}" for value in values]
 
 
-def _check_job(overrides: list[str], multirun: bool) -> None:
-    composed = _composed_by_known_names(_parsed(overrides))
-    folder = composed.hydra.sweep.dir if multirun else composed.hydra.run.dir
+def _values(override: Override, draws: bool, source: Source) -> list[str]:
+    """The values of a sweep over one option; of an interval, from which a sweeper draws, its ends.
+
+    Args:
+        override: names several values.
+        draws: another sweeper than Hydra's basic one is in use.
+        source: has the choices that a glob may match.
+    """
+    text = override.input_line
+    value: Any = override.value()
+    if isinstance(value, Glob):
+        choices = source.choices(override.key_or_group)
+        matching = value.filter(choices)
+        if not matching:
+            known = ", ".join(choices) or "none: glob() is for groups"
+            raise ConfigError(f"{text}: matches no choice; there are {known}")
+        return list(matching)
+    if isinstance(value, IntervalSweep):
+        if not draws:
+            raise ConfigError(
+                f"{text}: needs a sweeper that draws values, as hydra/sweeper=optuna; without one "
+                "give a list, range() or choice()"
+            )
+        return [str(value.start), str(value.end)]
+    try:
+        return list(itertools.islice(override.sweep_string_iterator(), _JOBS_CHECKED))
+    except (HydraException, ValueError) as error:
+        raise ConfigError(f"{text}: {str(error).splitlines()[0]}; give other values") from None
+
+
+def _check_job(overrides: list[str], multirun: bool, source: Source) -> None:
+    composed = _composed_by_known_names(_parsed(overrides), source)
+    option = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+    try:
+        folder = Path(composed.hydra.sweep.dir if multirun else composed.hydra.run.dir)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{option}: {str(error).splitlines()[0]}; set {option}=FOLDER") from None
     checked(composed)
-    refuse_unwritable("hydra.sweep.dir" if multirun else "hydra.run.dir", Path(folder))
+    refuse_unwritable(option, folder)
 
 
-def _composed_by_known_names(overrides: list[Override]) -> DictConfig:
+def _composed_by_known_names(overrides: list[Override], source: Source = SHIPPED) -> DictConfig:
     for override in overrides:
-        _refuse_unknown_choice(override)
-    choices = [o for o in overrides if is_group(o.key_or_group) or o.key_or_group == "run_name"]
-    base = _composed([str(o.input_line) for o in choices])
+        _refuse_unknown_choice(override, source)
+    choices = [
+        o for o in overrides if is_group(o.key_or_group, source) or o.key_or_group == "run_name"
+    ]
+    base = _composed([str(o.input_line) for o in choices], source)
     for override in overrides:
-        _refuse_unknown_key(override, base)
-    return _composed([str(o.input_line) for o in overrides])
+        _refuse_unknown_key(override, base, source)
+    return _composed([str(o.input_line) for o in overrides], source)
 
 
 def checked(composed: DictConfig) -> Config:
@@ -229,28 +338,41 @@ def checked(composed: DictConfig) -> Config:
     return check(OmegaConf.create(own))
 
 
-def _composed(overrides: list[str]) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+def _composed(overrides: list[str], source: Source) -> DictConfig:
+    holders = [f for f in source.folders if (f / f"{source.name}.yaml").is_file()]
+    primary = next(iter(holders), source.folder)
+    others = [f"file://{folder}" for folder in source.folders if folder != primary]
+    if others:
+        overrides = [f"hydra.searchpath=[{','.join(others)}]", *overrides]
+    with initialize_config_dir(str(primary), version_base="1.3", job_name="train"):
         try:
-            return compose("config", overrides=overrides, return_hydra_config=True)
+            return compose(source.name, overrides=overrides, return_hydra_config=True)
         except HydraException as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            raise ConfigError("; ".join(lines[:2])) from None
+            raise ConfigError(_one_line(error)) from None
 
 
-def is_group(key: str) -> bool:
+def _one_line(error: HydraException) -> str:
+    """What Hydra says on several lines, without where it looked."""
+    text = str(error).partition("Config search path")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    listed = ", ".join(lines[2:]) if len(lines) > 2 and lines[1].endswith(":") else ""
+    return f"{'; '.join(lines[:2])} {listed}".strip()
+
+
+def is_group(key: str, source: Source = SHIPPED) -> bool:
     """True where `key` names a group of conf/, as in `model=cnn`."""
-    return "." not in key and not key.startswith("hydra") and (CONF / key).is_dir()
+    inside = any((folder / key).is_dir() for folder in source.folders)
+    return "." not in key and not key.startswith("hydra") and inside
 
 
-def _refuse_unknown_choice(override: Override) -> None:
+def _refuse_unknown_choice(override: Override, source: Source) -> None:
     group = override.key_or_group
-    if not is_group(group) or override.type is OverrideType.DEL:
+    if not is_group(group, source) or override.type is OverrideType.DEL:
         return
     if override.type is not OverrideType.CHANGE:
         text = str(override.input_line)
         raise ConfigError(f"{text}: a choice takes no +; write {text.lstrip('+')}")
-    choices = sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+    choices = source.choices(group)
     value = override.value()
     if value is None and group == "experiment":
         return
@@ -262,9 +384,9 @@ def _refuse_unknown_choice(override: Override) -> None:
         )
 
 
-def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
+def _refuse_unknown_key(override: Override, base: DictConfig, source: Source) -> None:
     key = override.key_or_group
-    if is_group(key) or "/" in key:
+    if is_group(key, source) or "/" in key:
         return
     if key.startswith("hydra"):
         _refuse_unknown_hydra_key(override, base)

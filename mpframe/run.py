@@ -65,7 +65,6 @@ from mpframe.trainer import Callback, Trainer, by_key
 from mpframe.user_code import raised
 
 log = logging.getLogger(__name__)
-tracebacks = logging.getLogger("mpframe.tracebacks")  # Goes to train.log alone.
 
 
 class Run:
@@ -296,7 +295,7 @@ class Run:
 
     def _fail(self, error: BaseException) -> None:
         self._finish(Status.FAILED, str(error).splitlines()[0] if str(error) else repr(error))
-        tracebacks.info("the run failed", exc_info=error)
+        _write_traceback(error)
 
     def _summary(self, status: Status, reason: str | None) -> Summary:
         config, trainer = self.config, self.trainer
@@ -327,6 +326,15 @@ class Run:
             device=str(build.device_of(config.run.device)) if trainer else config.run.device,
             torch=torch.__version__,
         )
+
+
+def _write_traceback(error: BaseException) -> None:
+    """Into the log's file alone: the terminal shows the one line."""
+    why = (type(error), error, error.__traceback__)
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, "the run failed", (), why)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
 
 
 def _final_scale(trainer: Trainer) -> float | dict[str, float] | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
 
 
 @dataclass
@@ -86,6 +87,25 @@ EXACT = [
     ("epochs", "epochs: not of the form option=value; missing EQUAL at '<EOF>'"),
     ("trainer..epochs=3", "trainer..epochs=3: not of the form option=value; token recognition error at: '.'"),
     ("~optimizer", "optimizer=null: must be a mapping; choose a file of conf/optimizer"),
+    # flags that are half said, or said twice
+    ("-h extra", "extra: not of the form option=value; missing EQUAL at '<EOF>'"),
+    ("-h sed=1", "sed: no such option; nearest: seed"),
+    ("--config-name", "--config-name/-cn: expected one argument; see --help"),
+    ("--cfg nope", "--cfg/-c: invalid choice: 'nope' (choose from 'job', 'hydra', 'all'); see --help"),
+    ("--cfg job --info", "--cfg and --info: do not go together; give one of them"),
+    ("--cfg job -m seed=1,2", "--multirun and --cfg: do not go together; give one of them"),
+    ("--resolve", "--resolve: goes with --cfg or --help; add --cfg=job"),
+    ("-sc", "--shell-completion: add install=SHELL or uninstall=SHELL, e.g. bash"),
+    (f"--config-dir={CONF} trainer.max_stepz=3", "trainer.max_stepz: no such option; nearest: trainer.max_steps, trainer.ema_decay, trainer.autopsy"),
+    ("hydra/launcher=nope", "In 'hydra/config': Could not find 'hydra/launcher/nope'; Available options in 'hydra/launcher': basic"),
+    ("hydra.run.dir=${x}", "hydra.run.dir: Interpolation key 'x' not found; set hydra.run.dir=FOLDER"),
+    ("-m hydra.sweep.dir=${x} seed=1,2", "hydra.sweep.dir: Interpolation key 'x' not found; set hydra.sweep.dir=FOLDER"),
+    # sweeps over nothing
+    ("-m seed=range(1,2,0)", "seed=range(1,2,0): range() arg 3 must not be zero; give other values"),
+    ("seed=range(1,2,0)", "seed=range(1,2,0): several values make a sweep; add -m"),
+    ("-m dtype=glob(x*)", "dtype=glob(x*): matches no choice; there are amp, amp_bf16, fp32, mixed, mixed_bf16"),
+    ("-m seed=glob(*)", "seed=glob(*): matches no choice; there are none: glob() is for groups"),
+    ("-m optimizer.lr=interval(0,1)", "optimizer.lr=interval(0,1): needs a sweeper that draws values, as hydra/sweeper=optuna; without one give a list, range() or choice()"),
     # how long and how often
     ("trainer.epochs=0", "trainer.epochs=0: must be a whole number epochs >= 1"),
     ("trainer.epochs=null", "trainer.epochs=null: must be a whole number epochs >= 1"),
@@ -135,6 +155,10 @@ EXACT = [
     ("scheduler.warmup=2", "scheduler.warmup=2: must be a fraction >= 0 and <= 1", "failed"),
     ("ops.modules={head:fp16}", "ops.modules['head']=fp16: choose fp32 or half", "failed"),
     ("dataset.classes=7", "dataset.classes=7: digits has 10; set dataset.classes=10", "failed"),
+    ("model.classes=9", "after step 0: dataset: the loss CrossEntropyLoss raised IndexError (Target 9 is out of bounds), given outputs float32 [64, 9] and targets int64 [64] of 0 to 9; the targets name 10 classes, the outputs have 9: set model.classes=10, or mend the labels (training, epoch 0, batch 0)", "failed"),
+    ("model=gan", "after step 0: dataset: the loss CrossEntropyLoss raised TypeError (cross_entropy_loss(): argument 'input' (position 1) must be Tensor, not tuple), given outputs a tuple of float32 [64, 1], float32 [64, 1] and targets int64 [64] of 0 to 9; let the model return one tensor, or give the dataset a loss for what it returns (training, epoch 0, batch 0)", "failed"),
+    ("optimizer._target_=torch.optim.SparseAdam trainer.clip_norm=1", "after step 0: optimizer: SparseAdam raised RuntimeError (SparseAdam does not support dense gradients, please consider Adam instead); HYDRA_FULL_ERROR=1 shows the traceback (training, epoch 0, batch 0)", "failed"),
+    ("dataset.workers=1000000", "dataset.workers=1000000: ", "failed"),
 ]  # fmt: skip
 
 

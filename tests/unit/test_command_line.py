@@ -1,9 +1,13 @@
 """What becomes of a command line before Hydra sees it."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from mpframe.command_line import prepare
 from mpframe.errors import ConfigError
+from mpframe.locations import CONF
 
 
 @pytest.mark.parametrize(
@@ -25,11 +29,42 @@ from mpframe.errors import ConfigError
             ["-m", "loss_scaling=Backoff,LogMax", "loss_scaling.init_scale=1024"],
             ["-m", "loss_scaling=Backoff,LogMax", "++loss_scaling.init_scale=1024"],
         ),
-        (["--help", "nonsense=1"], ["--help", "nonsense=1"]),
+        (["-m", "dtype=glob(*bf16)"], ["-m", "dtype=glob(*bf16)"]),
+        (["-m", "seed=range(1,4)"], ["-m", "seed=range(1,4)"]),
+        (["-m", "seed=choice(1,2)"], ["-m", "seed=choice(1,2)"]),
+        (["--help"], ["--help"]),
+        (["-h", "model=mlp"], ["model=mlp", "-h"]),
+        (["--shell-completion", "query=bash"], ["--shell-completion", "query=bash"]),
     ],
 )
 def test_what_hydra_sees(given: list[str], seen: list[str]) -> None:
     assert prepare(given) == seen
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path) -> Path:
+    """A folder of a user's own with a primary configuration and a choice of `dtype`."""
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - config\n  - _self_\nseed: 3\n")
+    (tmp_path / "dtype").mkdir()
+    shutil.copy(CONF / "dtype" / "amp.yaml", tmp_path / "dtype" / "special.yaml")
+    return tmp_path
+
+
+def test_a_folder_of_ones_own_is_checked_too(own_folder: Path) -> None:
+    flags = [f"--config-dir={own_folder}", "--config-name=mine"]
+    assert prepare([*flags, "dtype=special"]) == [*flags, "dtype=special"]
+    assert prepare([flags[0], "-m", "dtype=glob(s*)"]) == [flags[0], "-m", "dtype=glob(s*)"]
+    with pytest.raises(ConfigError, match=r"^dtype=glob\(x\*\): matches no choice; .* special$"):
+        prepare([flags[0], "-m", "dtype=glob(x*)"])
+    with pytest.raises(ConfigError, match=r"^dtype=speciak: choose .*; nearest: special$"):
+        prepare([*flags, "dtype=speciak"])
+    with pytest.raises(ConfigError, match=r"^trainer.max_stepz: no such option; nearest: trainer."):
+        prepare([*flags, "trainer.max_stepz=3"])
+
+
+def test_a_package_of_configurations_is_hydras_business() -> None:
+    words = ["--config-path=pkg://elsewhere", "model=theirs"]
+    assert prepare(words) == words
 
 
 def test_every_job_of_a_sweep_is_checked() -> None:
