@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from mpframe.config import Config
 from mpframe.data.loader import Loader
 from mpframe.data.task import Task
+from mpframe.data.workers import require_workers
 from mpframe.ema import Ema
 from mpframe.errors import ConfigError, MpframeError, UserCodeError, nearest
 from mpframe.evaluation import Metric
@@ -85,6 +86,7 @@ def build_task(config: Config) -> Task:
 def build_loaders(config: Config, task: Task) -> tuple[Loader, Loader]:
     """The training loader (shuffled, whole batches only) and the validation loader."""
     data = config.data
+    require_workers(data.workers)
     common: dict[str, Any] = {
         "seed": config.run.seed,
         "workers": data.workers,

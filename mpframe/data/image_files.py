@@ -1,11 +1,14 @@
 """A tree of image files, <split>/<class>/<image>, listed and decoded with distrust.
 
-Only JPEG and PNG are decoded, whatever a file calls itself: other formats of the imaging library
-have started external programs. A symbolic link may point within the tree and nowhere else, and a
-picture that claims an absurd size is refused from its header.
+Only JPEG, PNG, WebP and BMP are decoded, whatever a file calls itself: other formats of the
+imaging library have started external programs. A symbolic link may point within the tree and
+nowhere else, and a picture that claims an absurd size is refused from its header.
 """
 
+import logging
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +19,10 @@ from torch import Tensor
 
 from mpframe.errors import DataError
 
-_SUFFIXES = {".jpg", ".jpeg", ".png"}
+log = logging.getLogger(__name__)
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 _MOST_PIXELS = 2**26
 _MODES = {1: "L", 3: "RGB"}
 
@@ -46,17 +52,25 @@ def list_images(root: Path, split: str, limit_per_class: int | None) -> Listing:
 
     Raises:
         DataError: a class without images, a link that leaves `root`, or an unreadable folder.
+
+    Files of other kinds are left out, with a warning that counts them.
     """
     _require_inside(root, root / split)
     folders = [path for path in _entries(root, root / split) if path.is_dir()]
     paths: list[str] = []
     counts = []
+    others: Counter[str] = Counter()
     for folder in folders:
-        files = [str(path) for path in _entries(root, folder) if _is_image(path)]
+        entries = _entries(root, folder)
+        files = [str(path) for path in entries if _is_image(path)]
+        others.update(path.suffix or path.name for path in entries if not _is_image(path))
         if not files:
-            raise DataError(f"{folder}: has no .jpg or .png; add images or remove the folder")
+            raise DataError(
+                f"{folder}: has no {_listed(SUFFIXES)}; add images or remove the folder"
+            )
         paths += files[:limit_per_class]
         counts.append(len(files[:limit_per_class]))
+    _warn_of(others, root / split)
     targets = torch.arange(len(folders)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
     return Listing(tuple(folder.name for folder in folders), tuple(paths), targets)
 
@@ -65,7 +79,7 @@ def decode(path: str, channels: int, side: int) -> Tensor:
     """One image, its shorter side scaled to `side` and its middle kept.
 
     Args:
-        path: a JPEG or PNG file.
+        path: a JPEG, PNG, WebP or BMP file. Of 16 bits 8 are kept; of grey rounded, value / 257.
         channels: 1 (grey) or 3 (RGB).
         side: pixels.
 
@@ -73,21 +87,42 @@ def decode(path: str, channels: int, side: int) -> Tensor:
         uint8 [channels, side, side].
 
     Raises:
-        DataError: not a readable JPEG or PNG, or above 2^26 pixels.
+        DataError: not a readable image of these formats, or above 2^26 pixels.
     """
     try:
-        with Image.open(path, formats=("JPEG", "PNG")) as image:
+        with Image.open(path, formats=_FORMATS) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are too many")
-            pixels = image.convert(_MODES[channels])
+            pixels = _in_8_bits(image).convert(_MODES[channels])
             if pixels.size != (side, side):
                 pixels = ImageOps.fit(pixels, (side, side), Image.Resampling.BILINEAR)
     except Exception as error:  # A damaged file fails in the decoder's own many ways.
         raise DataError(
-            f"{path}: not a readable JPEG or PNG ({error}); replace or remove it"
+            f"{path}: not a readable JPEG, PNG, WebP or BMP ({error}); replace or remove it"
         ) from error
     array = np.asarray(pixels).reshape(side, side, channels)
     return torch.from_numpy(array.copy()).permute(2, 0, 1)
+
+
+def _in_8_bits(image: Image.Image) -> Image.Image:
+    """A grey image of 16 bits as one of 8: the library would cut off all above 255.
+
+    Colours of 16 bits it reads by their high bytes, and none of these formats has more.
+    """
+    if not image.mode.startswith("I"):
+        return image
+    values = np.asarray(image).astype(np.int64)
+    return Image.fromarray(((values + 128) // 257).astype(np.uint8))
+
+
+def _warn_of(others: Counter[str], folder: Path) -> None:
+    if others:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
+        log.warning("warning: %s: left out %s; only %s are read", folder, kinds, _listed(SUFFIXES))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _entries(root: Path, folder: Path) -> list[Path]:
@@ -108,4 +143,4 @@ def _require_inside(root: Path, path: Path) -> None:
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in _SUFFIXES and path.is_file()
+    return path.suffix.lower() in SUFFIXES and path.is_file()

@@ -95,7 +95,7 @@ def _list_splits(root: Path, limit_per_class: int | None) -> tuple[Listing, List
     if val_split is None or not (root / "train").is_dir():
         raise DataError(
             f"dataset.root={root}: needs the folders train/<class>/ and val/<class>/ (or test/) "
-            "with .jpg or .png files; set dataset.root to such a tree"
+            "with images; set dataset.root to such a tree"
         )
     train = list_images(root, "train", limit_per_class)
     val = list_images(root, val_split, limit_per_class)

@@ -5,6 +5,7 @@ exactly the batches it would have seen: the order is a permutation computed from
 state of a generator, and so is each sample's augmentation (see fetch).
 """
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,17 +73,20 @@ class Loader:
         self._split = split
         slots = Slots(workers)
         self._crew = Crew(slots, worker_timeout)
-        self._batches = DataLoader(
-            Fetcher(dataset, seed, slots),
-            batch_sampler=self._plan,
-            num_workers=workers,
-            collate_fn=_unchanged,
-            persistent_workers=workers > 0,
-            timeout=POLL_SECONDS if workers else 0,
-            worker_init_fn=ignore_signals,
-            # Without one of its own it would draw from the global generator, the model's.
-            generator=torch.Generator(),
-        )
+        with warnings.catch_warnings():
+            # That there are more workers than cores is said once, and in one line.
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            self._batches = DataLoader(
+                Fetcher(dataset, seed, slots),
+                batch_sampler=self._plan,
+                num_workers=workers,
+                collate_fn=_unchanged,
+                persistent_workers=workers > 0,
+                timeout=POLL_SECONDS if workers else 0,
+                worker_init_fn=ignore_signals,
+                # Without one of its own it would draw from the global generator, the model's.
+                generator=torch.Generator(),
+            )
 
     def __len__(self) -> int:
         """Batches per epoch."""

@@ -10,10 +10,14 @@ to answer: workers ignore it, and are killed when their loader or the program en
 """
 
 import ctypes
+import logging
 import math
 import multiprocessing
+import os
+import pickle
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,12 +28,52 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from mpframe.errors import DataError
+from mpframe.errors import ConfigError, DataError
+from mpframe.user_code import first_line
+
+log = logging.getLogger(__name__)
 
 _NONE = -1
 _SIGKILLED = -9
 POLL_SECONDS = 1.0
 """How often a wait for a batch looks whether the workers are alive."""
+
+
+WORKER_BYTES = 2**25
+"""The least that a worker takes beside what it shares with the main process."""
+
+
+def require_workers(workers: int) -> None:
+    """Refuse more workers than memory can hold, and warn of more than there are cores.
+
+    Args:
+        workers: of the training data; validation has as many of its own.
+
+    Raises:
+        ConfigError: they would take more than the machine's memory.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = _memory()
+    if 2 * workers * WORKER_BYTES > memory:
+        raise ConfigError(
+            f"dataset.workers={workers}: this machine's memory holds "
+            f"{memory // (2 * WORKER_BYTES)} for training and as many for validation; use {cores}, "
+            "its cores, or fewer"
+        )
+    if workers > (cores or workers):
+        log.warning(
+            "warning: dataset.workers=%d: this machine has %d cores; more workers wait for each "
+            "other",
+            workers,
+            cores,
+        )
+
+
+def _memory() -> float:
+    """The machine's memory in bytes; infinite where it does not tell."""
+    if not hasattr(os, "sysconf"):
+        return math.inf
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class Slots:
@@ -94,9 +138,27 @@ class Crew:
         self._processes: list[Any] = []
 
     def start(self, batches: DataLoader[Any]) -> Iterator[Any]:
-        """Begin an epoch: `iter(batches)`, and the workers where there are none yet."""
-        with _child_handler_kept():
-            answers = iter(batches)
+        """Begin an epoch: `iter(batches)`, and the workers where there are none yet.
+
+        Raises:
+            DataError: the system starts no more processes, or they cannot be sent the dataset.
+        """
+        try:
+            with _child_handler_kept(), warnings.catch_warnings():
+                # torch's advice on what cannot be pickled; the error that follows says it here.
+                warnings.filterwarnings("ignore", "Got pickle error")
+                answers = iter(batches)
+        except OSError as error:
+            raise DataError(
+                f"dataset.workers={len(self._slots)}: a worker cannot be started "
+                f"({error.strerror}); use fewer"
+            ) from error
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise DataError(
+                f"dataset.workers={len(self._slots)}: the dataset cannot be sent to a worker "
+                f"({first_line(error)}); let it hold no lambdas, local classes or open files, or "
+                "use dataset.workers=0"
+            ) from error
         if not self._processes and len(self._slots):
             self._processes = list(getattr(answers, "_workers", []))
             # Not atexit: a process of multiprocessing ends without it, and would wait for ever

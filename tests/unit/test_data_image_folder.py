@@ -124,6 +124,39 @@ def test_jpeg_and_palette(tmp_path: Path) -> None:
     assert torch.equal(decode(str(path), 3, 8), torch.from_numpy(flat).permute(2, 0, 1))
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_16_bits_of_grey_are_scaled_and_not_cut_off(tmp_path: Path, channels: int) -> None:
+    values = np.array([[0, 128, 129, 255], [256, 5000, 40000, 65535]] * 2, dtype=np.uint16)
+    path = tmp_path / "deep.png"
+    Image.fromarray(values).save(path)
+    with Image.open(path) as image:
+        assert image.mode.startswith("I")
+    # round(value / 257): 128 is below half of 257, 129 above.
+    expected = torch.tensor([[0, 0, 1, 1], [1, 19, 156, 255]] * 2, dtype=torch.uint8)
+    assert torch.equal(decode(str(path), channels, 4), expected.expand(channels, 4, 4))
+
+
+def test_webp_and_bmp_are_read(tree: Path) -> None:
+    flat = np.full((8, 8, 3), (10, 120, 230), dtype=np.uint8)
+    for name, options in (("y.bmp", {}), ("z.WEBP", {"lossless": True})):
+        Image.fromarray(flat).save(tree / "train" / "ant" / name, **options)
+    train, _ = parts(load(tree))
+    assert len(train) == 20
+    assert torch.equal(
+        raw(train)[6:8], torch.from_numpy(flat).permute(2, 0, 1).expand(2, -1, -1, -1)
+    )
+
+
+def test_what_is_left_out_is_counted(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("y.gif", "z.gif"):
+        Image.fromarray(picture(0)).save(tree / "train" / "bee" / name)
+    load(tree)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"warning: {tree}/train: left out 2 .gif, 1 .txt; only .jpg, .jpeg, .png, .webp or .bmp "
+        "are read"
+    ]
+
+
 # Untrusted trees
 
 
@@ -168,16 +201,16 @@ def test_unreadable_images_are_named(tree: Path, content: Any, cache_bytes: int)
     with pytest.raises(DataError) as caught:
         list(Loader(load(tree, cache_bytes=cache_bytes).train, 4, shuffle=False).epoch(0))
     text = str(caught.value)
-    assert text.startswith(f"{path}: not a readable JPEG or PNG (")
+    assert text.startswith(f"{path}: not a readable JPEG, PNG, WebP or BMP (")
     assert text.endswith("; replace or remove it")
     assert "\n" not in text
 
 
-@pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("kind", ["GIF", "TIFF", "EPS"])
 def test_other_formats_are_refused_whatever_their_name(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.png"
     Image.fromarray(picture(0)).save(path, format=kind)
-    with pytest.raises(DataError, match="not a readable JPEG or PNG"):
+    with pytest.raises(DataError, match="not a readable JPEG, PNG, WebP or BMP"):
         decode(str(path), 3, 8)
 
 
@@ -204,7 +237,7 @@ def test_trees_without_splits(tree: Path) -> None:
         load(tree)
     assert str(caught.value) == (
         f"dataset.root={tree}: needs the folders train/<class>/ and val/<class>/ (or test/) with "
-        ".jpg or .png files; set dataset.root to such a tree"
+        "images; set dataset.root to such a tree"
     )
 
 
@@ -216,7 +249,9 @@ def test_splits_with_different_classes(tree: Path) -> None:
 
 def test_a_class_without_images(tree: Path) -> None:
     (tree / "train" / "zebra").mkdir()
-    with pytest.raises(DataError, match=r"train/zebra: has no .jpg or .png; add images or remove"):
+    with pytest.raises(
+        DataError, match=r"train/zebra: has no .jpg, .* or .bmp; add images or remove"
+    ):
         load(tree)
 
 

@@ -1,5 +1,6 @@
 """Workers that crash, are killed or hang: named with what they were reading, and then gone."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -15,8 +16,8 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
 
 from mpframe.data import Loader
-from mpframe.data.workers import Slots
-from mpframe.errors import DataError
+from mpframe.data.workers import Slots, require_workers
+from mpframe.errors import ConfigError, DataError
 
 # From Python 3.12 on, starting a worker by fork beside torch's own threads warns.
 pytestmark = pytest.mark.filterwarnings(
@@ -168,6 +169,59 @@ def test_what_a_dataset_raises_is_one_line(workers: int, kind: type[Trap], named
 def test_a_dataset_that_ends_the_program_is_an_error_like_any_other(workers: int) -> None:
     text = message(Loader(Trap("exit"), 3, shuffle=False, workers=workers))
     assert text.startswith("dataset: sample 7 cannot be read: SystemExit (4) at test_data_workers")
+
+
+def test_more_workers_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    pages = {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 2**12}  # 4 GiB: 64 pairs of 32 MiB.
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    require_workers(2)
+    with pytest.raises(ConfigError) as caught:
+        require_workers(65)
+    assert str(caught.value) == (
+        "dataset.workers=65: this machine's memory holds 64 for training and as many for "
+        "validation; use 2, its cores, or fewer"
+    )
+
+
+def test_more_workers_than_cores_are_worth_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    require_workers(2)
+    assert not caplog.records
+    require_workers(3)
+    assert [record.getMessage() for record in caplog.records] == [
+        "warning: dataset.workers=3: this machine has 2 cores; more workers wait for each other"
+    ]
+    Loader(Trap(""), 3, shuffle=False, workers=1000)  # And torch says nothing of its own.
+
+
+def test_a_system_that_starts_no_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(multiprocessing.Process, "start", refuse)
+    assert message(Loader(Trap(""), 3, shuffle=False, workers=2)) == (
+        "dataset.workers=2: a worker cannot be started (Resource temporarily unavailable); "
+        "use fewer"
+    )
+
+
+def test_a_dataset_that_cannot_be_sent_is_named() -> None:
+    """Where workers are not forked the dataset is pickled."""
+    trap = Trap("")
+    trap.transform = lambda image: image  # type: ignore[attr-defined]
+    method = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        text = message(Loader(trap, 3, shuffle=False, workers=1))
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+    assert text.startswith(
+        "dataset.workers=1: the dataset cannot be sent to a worker (Can't pickle"
+    )
+    assert text.endswith("no lambdas, local classes or open files, or use dataset.workers=0")
 
 
 def test_slots_are_for_workers_only() -> None:
