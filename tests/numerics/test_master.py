@@ -89,7 +89,7 @@ class TestWrites:
         moved = written.float() - 0.125
         assert torch.equal(optimizer.master_of(model.weight)[changed], moved[changed])
 
-    def test_large_weights_are_known_by_their_sums(self) -> None:
+    def test_these_sizes_are_small_and_large(self) -> None:
         assert 5 * 5 < _LARGE <= 256 * 256 // 4
 
     @pytest.mark.parametrize("half", HALVES)
