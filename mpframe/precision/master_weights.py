@@ -257,7 +257,7 @@ class MasterWeights(Optimizer):
         for master in gradients.by_master:
             master.grad = None
         # Fused kernels do not raise the counters by which a kept cast knows that it is old.
-        torch.autograd.graph.increment_version(gradients.by_master)
+        torch.autograd.graph.increment_version(list(gradients.by_master))
         self._masters.publish()
 
     @property
