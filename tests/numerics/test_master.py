@@ -13,7 +13,7 @@ from mpframe import MasterWeights, Precision, Static
 from mpframe.ema import Ema
 from mpframe.errors import ConfigError
 from mpframe.precision import JointOptimizer
-from mpframe.precision.last_look import _LARGE
+from mpframe.precision.last_look import _LARGE, LastLook
 
 
 def sgd(params: Any, lr: float = 0.5) -> torch.optim.SGD:
@@ -88,6 +88,31 @@ class TestWrites:
         changed = written != before
         moved = written.float() - 0.125
         assert torch.equal(optimizer.master_of(model.weight)[changed], moved[changed])
+
+    @pytest.mark.parametrize(
+        "name", sorted(WRITES.keys() - {"data.clamp_", "data.neg_", "data rows"})
+    )
+    def test_without_a_look_at_the_values(self, name: str, monkeypatch: Any) -> None:
+        """As on an accelerator: the version counter and the address tell of the other writes."""
+        monkeypatch.setattr(LastLook, "_bits", lambda *_, **__: None)
+        model, optimizer = linear()
+        for _ in range(2):
+            WRITES[name](model)
+            written = model.weight.detach().clone()
+            step(optimizer, model.weight, value=0.0)
+            assert same_bits([model.weight], [written])
+
+    @pytest.mark.parametrize("looks", [True, False])
+    def test_new_data_at_the_old_address(self, looks: bool, monkeypatch: Any) -> None:
+        """An allocator gives freed memory again: the master holds what it has seen."""
+        if not looks:
+            monkeypatch.setattr(LastLook, "_bits", lambda *_, **__: None)
+        model, optimizer = linear()
+        for value in (1.0, 2.0, 3.0):
+            model.weight.data = torch.full((4, 4), 7.0, dtype=torch.float16)
+            model.weight.data = torch.full((4, 4), value, dtype=torch.float16)
+            step(optimizer, model.weight, value=0.0)
+            assert model.weight.unique().tolist() == [value]
 
     def test_these_sizes_are_small_and_large(self) -> None:
         assert 5 * 5 < _LARGE <= 256 * 256 // 4
