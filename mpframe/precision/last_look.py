@@ -32,7 +32,7 @@ class LastLook:
         """Look again."""
         address = weight.data_ptr()
         if address != self._address:
-            self._words = None if weight.device.type != "cpu" else _words(weight)
+            self._words = _words(weight)  # Held, so that nothing else comes to lie at this address.
         self._address, self._version = address, weight._version
         self._kept = self._bits(kept=True)
 
@@ -46,7 +46,7 @@ class LastLook:
     def _bits(self, *, kept: bool = False) -> Tensor | None:
         """What the values are known by; where it is `kept` it does not change with them."""
         words = self._words
-        if words is None:
+        if not words.is_cpu:
             return None
         if words.dtype == torch.int64 and words.dim() > 1 and words.numel() >= _LARGE:
             return words.sum(-1)

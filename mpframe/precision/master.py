@@ -26,14 +26,15 @@ class Master:
 
     Args:
         weight: float16 or bfloat16.
-        start: the value to begin with, of the weight's shape and any format.
+        start: the value to begin with, of the weight's shape and any format; in fp32 it becomes the
+            master itself, for a copy of all weights would be as large as the model.
 
     Attributes:
         value: fp32, on the weight's device; the same tensor for good.
     """
 
     def __init__(self, weight: Tensor, start: Tensor) -> None:
-        self.value = start.detach().to(weight.device, torch.float32, copy=True)
+        self.value = start.detach().to(weight.device, torch.float32)
         self._format = weight.dtype
         self._seen = LastLook(weight)
 

@@ -53,9 +53,9 @@ class MasterWeights(Optimizer):
     Args:
         optimizer: any torch optimizer, over parameters of any mix of float32, float16, bfloat16,
             on one device.
-        masters: the fp32 values to start from, by parameter, also of such as a group added later
-            will have. A half parameter that has a master already keeps that one; where it has
-            neither, its master starts from the half value.
+        masters: fp32 values, by parameter, that become the masters; also of parameters that a group
+            added later will have. Where a half parameter has a master already, that one takes the
+            value; where it has neither, its master starts from the half value.
         keep_masters: False updates the half weights themselves, to study what masters are for.
 
     Raises:
@@ -257,7 +257,7 @@ class MasterWeights(Optimizer):
         for master in gradients.by_master:
             master.grad = None
         # Fused kernels do not raise the counters by which a kept cast knows that it is old.
-        torch.autograd.graph.increment_version(gradients.by_master)
+        torch.autograd.graph.increment_version(list(gradients.by_master))
         self._masters.publish()
 
     @property

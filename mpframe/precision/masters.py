@@ -85,8 +85,8 @@ class Masters:
             if not self._keep:
                 forget(parameter)
                 continue
-            self._half[parameter] = master_for(parameter)
-            master = self._masters[parameter] = self[parameter]
+            held = self._half[parameter] = master_for(parameter)
+            master = self._masters[parameter] = held.current(parameter)
             group["params"][index] = master.requires_grad_(parameter.requires_grad)
             if parameter in optimizer.state:
                 kept = optimizer.state.pop(parameter)

@@ -13,7 +13,7 @@ from mpframe import MasterWeights, Precision, Static
 from mpframe.ema import Ema
 from mpframe.errors import ConfigError
 from mpframe.precision import JointOptimizer
-from mpframe.precision.last_look import _LARGE
+from mpframe.precision.last_look import _LARGE, LastLook
 
 
 def sgd(params: Any, lr: float = 0.5) -> torch.optim.SGD:
@@ -89,7 +89,32 @@ class TestWrites:
         moved = written.float() - 0.125
         assert torch.equal(optimizer.master_of(model.weight)[changed], moved[changed])
 
-    def test_large_weights_are_known_by_their_sums(self) -> None:
+    @pytest.mark.parametrize(
+        "name", sorted(WRITES.keys() - {"data.clamp_", "data.neg_", "data rows"})
+    )
+    def test_without_a_look_at_the_values(self, name: str, monkeypatch: Any) -> None:
+        """As on an accelerator: the version counter and the address tell of the other writes."""
+        monkeypatch.setattr(LastLook, "_bits", lambda *_, **__: None)
+        model, optimizer = linear()
+        for _ in range(2):
+            WRITES[name](model)
+            written = model.weight.detach().clone()
+            step(optimizer, model.weight, value=0.0)
+            assert same_bits([model.weight], [written])
+
+    @pytest.mark.parametrize("looks", [True, False])
+    def test_new_data_at_the_old_address(self, looks: bool, monkeypatch: Any) -> None:
+        """An allocator gives freed memory again: the master holds what it has seen."""
+        if not looks:
+            monkeypatch.setattr(LastLook, "_bits", lambda *_, **__: None)
+        model, optimizer = linear()
+        for value in (1.0, 2.0, 3.0):
+            model.weight.data = torch.full((4, 4), 7.0, dtype=torch.float16)
+            model.weight.data = torch.full((4, 4), value, dtype=torch.float16)
+            step(optimizer, model.weight, value=0.0)
+            assert model.weight.unique().tolist() == [value]
+
+    def test_these_sizes_are_small_and_large(self) -> None:
         assert 5 * 5 < _LARGE <= 256 * 256 // 4
 
     @pytest.mark.parametrize("half", HALVES)
@@ -155,7 +180,7 @@ class TestWrites:
         model, optimizer = linear()
         model.weight.data.fill_(1.0)
         saved = optimizer.state_dict()["masters"][0]
-        assert torch.equal(saved, torch.ones(4, 4))
+        assert same_bits([saved], [torch.ones(4, 4)])
         model.weight.data.fill_(2.0)
         assert torch.equal(optimizer.masters_by_name(model)["weight"], torch.full((4, 4), 2.0))
 
@@ -164,6 +189,17 @@ class TestWrites:
         model.weight.data.fill_(1.0)
         optimizer.load_state_dict(sgd(nn.Linear(4, 4).parameters()).state_dict())
         assert torch.equal(optimizer.master_of(model.weight), torch.ones(4, 4))
+
+    def test_a_state_with_some_masters_leaves_the_write(self) -> None:
+        """As of a run that kept the bias in fp32."""
+        model, optimizer = linear()
+        state = optimizer.state_dict()
+        state["masters"][1] = None
+        model.bias.data.fill_(1.0)
+        optimizer.load_state_dict(state)
+        assert same_bits(
+            [model.bias, optimizer.master_of(model.bias)], [torch.ones(4).half(), torch.ones(4)]
+        )
 
     def test_loaded_masters_are_not_taken_for_a_write(self) -> None:
         model, optimizer = linear()

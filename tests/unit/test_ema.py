@@ -1,9 +1,12 @@
 """The moving average of the weights: its equation, its precision, and its use for evaluation."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+from mpframe import Precision, Trainer
 from mpframe.ema import Ema
 from mpframe.errors import CheckpointError, ConfigError
 
@@ -140,3 +143,49 @@ def test_averages_of_other_weights_are_refused(other: nn.Module) -> None:
     with pytest.raises(CheckpointError, match="the saved averages are of other weights"):
         ema.load_by_name(model, saved)
     assert all(torch.equal(a, before[n]) for n, a in ema.by_name(model).items())
+
+
+def averaging() -> Trainer:
+    torch.manual_seed(0)
+    model, precision = nn.Linear(4, 2), Precision("mixed")
+    _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    ema = Ema({p: optimizer.master_of(p) for p in model.parameters()}, 0.99)
+    return Trainer(model, optimizer, nn.functional.mse_loss, precision=precision, ema=ema)
+
+
+def train(trainer: Trainer, steps: int) -> None:
+    for step in range(steps):
+        trainer.train_step((torch.full((2, 4), 1.0 + step), torch.ones(2, 2)))
+
+
+def test_a_checkpoint_counts_the_updates() -> None:
+    """So a resumed average is warmed up as far as one that was never stopped."""
+    whole, resumed = averaging(), averaging()
+    train(whole, 3)
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    for trainer in (whole, resumed):
+        train(trainer, 3)
+        assert trainer.ema is not None
+        assert trainer.ema.updates == 6
+    first, second = (t.ema.by_name(t.model) for t in (whole, resumed) if t.ema is not None)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_checkpoint_from_before_the_count_goes_on() -> None:
+    """Its decay was never warmed up: it counts as one that is as old as its run."""
+    trainer = averaging()
+    train(trainer, 3)
+    state = copy.deepcopy(trainer.state_dict())
+    del state["ema_updates"]
+    resumed = averaging()
+    resumed.load_state_dict(state)
+    assert resumed.ema is not None
+    assert resumed.ema.updates == resumed.progress.steps == 3
+
+
+def test_loaded_weights_start_it_anew() -> None:
+    trainer = averaging()
+    train(trainer, 3)
+    trainer.load_weights(copy.deepcopy(trainer.weights()))
+    assert trainer.ema is not None
+    assert trainer.ema.updates == 0
