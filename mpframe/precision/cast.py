@@ -16,28 +16,32 @@ tensors beside a float64 or complex one; ops given an explicit `dtype=`; in-plac
 whose result keeps the format of its tensor; running statistics, which the op writes into.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mpframe.precision.emulation import WITHOUT_HALF_KERNEL, half_values, rounded
-from mpframe.precision.op_lists import PINS, WITH_STATISTICS
+from mpframe.precision.emulation import half_values, rounded
+from mpframe.precision.op_lists import PINS
 from mpframe.precision.opening import OPENED, open_function
-from mpframe.precision.policy import CASTABLE, Compute, Policy
+from mpframe.precision.plans import (
+    HANDS_OFF,
+    PLANS,
+    Args,
+    Kwargs,
+    Plan,
+    formats_of,
+    holding_numbers,
+    on_data_only,
+    plan_name,
+)
+from mpframe.precision.policy import CASTABLE, Policy
 from mpframe.precision.spellings import op_name
-from mpframe.precision.tree import map_tensors, tensors_in
+from mpframe.precision.tree import map_tensors
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Plan = Callable[[Any, Args, Kwargs], Any]
 Pins = Sequence[tuple[str, str]]  # (module, pin)
-
-_NARROW = CASTABLE - {torch.float32}
-# None stands for a format that the caller asks for, with `dtype=` or `out=`.
-_HANDS_OFF = frozenset({None, torch.float64, torch.complex32, torch.complex64, torch.complex128})
 
 
 class Casts:
@@ -94,14 +98,10 @@ class CastMode(TorchFunctionMode):
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor]] = {}
         self.begin_in(())
         self._plans: dict[str | None, dict[Any, Plan]] = {None: {}, **{pin: {} for pin in PINS}}
-        self._named_plans: dict[str, Plan] = {
-            "as is": _run_as_is,
+        self._named_plans = PLANS | {
             "half": self._run_half,
-            "fp32": _run_fp32,
-            "widest": _run_widest,
-            "widest rounded": _run_widest_rounded,
-            "half data": _on_data_only(self._run_half),
-            "fp32 data": _on_data_only(_run_fp32),
+            "half data": on_data_only(self._run_half),
+            "half held": holding_numbers(self._run_half),
         }
 
     def __torch_function__(
@@ -157,7 +157,7 @@ class CastMode(TorchFunctionMode):
 
     def _run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         formats = formats_of(args, kwargs)
-        if formats.isdisjoint(self._to_half) or not formats.isdisjoint(_HANDS_OFF):
+        if formats.isdisjoint(self._to_half) or not formats.isdisjoint(HANDS_OFF):
             return func(*args, **kwargs)
         result = func(*map_tensors(self._as_half, args), **map_tensors(self._as_half, kwargs))
         return map_tensors(self._round, result) if self._emulates else result
@@ -187,89 +187,14 @@ class CastMode(TorchFunctionMode):
 
 def _plan_name(policy: Policy, func: Any, pin: str | None) -> str:
     """How calls of `func` are run under `pin`: a named plan, or the function to open."""
-    name = op_name(func)
-    compute = policy.compute_of(name, pin)
-    if compute is Compute.PYTORCH:
-        return open_function(func) or "as is"
-    if compute is Compute.WIDEST:
-        return "widest rounded" if name in WITHOUT_HALF_KERNEL else "widest"
-    plan = "fp32" if compute is Compute.FP32 else "half"
-    return f"{plan} data" if name in WITH_STATISTICS else plan
+    op = op_name(func)
+    name = plan_name(op, policy.compute_of(op, pin))
+    return (open_function(func) or name) if name == "as is" else name
 
 
 # A compiler takes the name as given and traces the plan. The mark is all that
 # `torch.compiler.assume_constant_result` sets; calling that imports the compiler, for seconds.
 _plan_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
-    """The formats of the tensors of a call; None among them where the caller fixes the result's."""
-    found: set[torch.dtype | None] = set()
-    for value in args:
-        if isinstance(value, Tensor):
-            found.add(value.dtype)
-        elif isinstance(value, (tuple, list)):
-            found |= formats_of(value, {})
-        elif isinstance(value, torch.dtype):
-            found.add(None)
-    if kwargs:
-        found |= formats_of(kwargs.values(), {})
-        if kwargs.get("out") is not None:
-            found.add(None)
-    return found
-
-
-def _run_as_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return func(*args, **kwargs)
-
-
-def _run_fp32(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    formats = formats_of(args, kwargs)
-    if formats.isdisjoint(_NARROW) or not formats.isdisjoint(_HANDS_OFF):
-        return func(*args, **kwargs)
-    return func(*map_tensors(widened, args), **map_tensors(widened, kwargs))
-
-
-def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Widen half inputs where another input is fp32 (or the other half format).
-
-    A 0-d tensor does not count, as in PyTorch's promotion: it is a number, not an operand.
-    """
-    if len(formats_of(args, kwargs)) < 2:
-        return func(*args, **kwargs)
-    operands = (tensor for tensor in tensors_in((args, kwargs)) if tensor.dim())
-    if len(CASTABLE & {tensor.dtype for tensor in operands}) < 2:
-        return func(*args, **kwargs)
-    return _run_fp32(func, args, kwargs)
-
-
-def _run_widest_rounded(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """As `_run_widest`, for an op that has no half kernel on a CPU: in fp32, with one rounding."""
-    operands = list(tensors_in((args, kwargs)))
-    halves = {tensor.dtype for tensor in operands if tensor.dtype in _NARROW}
-    if len(halves) != 1 or any(tensor.dtype == torch.float32 for tensor in operands):
-        return _run_widest(func, args, kwargs)
-    if operands[0].device.type != "cpu":
-        return func(*args, **kwargs)
-    half = halves.pop()
-    return map_tensors(lambda tensor: rounded(tensor, half), _run_fp32(func, args, kwargs))
-
-
-def _on_data_only(plan: Plan) -> Plan:
-    """`plan` for the first argument alone: the op writes its statistics into the others."""
-
-    def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if not args:
-            kwargs = dict(kwargs)
-            args = (kwargs.pop("input"),)
-        return plan(lambda data: func(data, *args[1:], **kwargs), args[:1], {})
-
-    return run
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """Half to fp32; other formats as they are."""
-    return tensor.float() if tensor.dtype in _NARROW else tensor
 
 
 def _innermost(pins: Pins) -> str | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 # Ops that follow their inputs and have no half kernel in torch's CPU build: emulated there, always.
-WITHOUT_HALF_KERNEL = frozenset({"avg_pool3d"})
+WITHOUT_HALF_KERNEL = frozenset({"avg_pool3d", "rrelu"})
 
 
 def half_values(tensor: Tensor, half: torch.dtype) -> Tensor:

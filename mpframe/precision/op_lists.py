@@ -8,7 +8,8 @@ An op belongs to at most one list:
     none    follows PyTorch's own promotion
 
 Names are PyTorch's, and one name stands for every spelling: `matmul` is also `torch.matmul(a, b)`,
-`a.matmul(b)` and `a @ b`. The lists know nothing of devices: the same ones hold on all of them.
+`a.matmul(b)` and `a @ b`. An op of another library is named with it: `torchvision.nms`. The lists
+know nothing of devices: the same ones hold on all of them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,7 @@ from omegaconf import OmegaConf
 
 from mpframe.errors import ConfigError, nearest
 from mpframe.locations import CONF
-from mpframe.precision.spellings import canonical, known_ops
+from mpframe.precision.spellings import canonical, is_registered, known_ops, ops_of
 
 LISTS = ("allow", "deny", "infer")
 PINS = ("fp32", "half")
@@ -123,11 +124,24 @@ def _refuse_unknown(path: str, ops: Iterable[str]) -> None:
     if isinstance(ops, str):
         raise ConfigError(f"{path}={ops}: give a list of ops: [{ops}]")
     for op in ops:
-        if op not in known_ops():
-            hint = nearest(op, known_ops())
-            raise ConfigError(
-                f"{path}: {op!r} is not an op of PyTorch" + (f"; {hint}" if hint else "")
-            )
+        if op not in known_ops() and canonical(op) not in _shipped() and not is_registered(op):
+            raise ConfigError(f"{path}: {op!r} is {_why_unknown(op)}")
+
+
+def _why_unknown(op: str) -> str:
+    library = op.rpartition(".")[0]
+    known = ops_of(library) if library else known_ops()
+    if not known:
+        return f"unknown: no library {library!r} that registers ops with PyTorch is imported"
+    hint = nearest(op, known)
+    return f"not an op of {library or 'PyTorch'}" + (f"; {hint}" if hint else "")
+
+
+@cache
+def _shipped() -> frozenset[str]:
+    """The ops of the shipped lists, known also to an older torch and without their library."""
+    default = _read("default")
+    return frozenset(canonical(op) for name in LISTS for op in default[name])
 
 
 def _refuse_overlap(lists: OpLists) -> None:

@@ -4,8 +4,8 @@ PyTorch writes one computation in many ways: `a @ b` is `torch.matmul`, `Tensor.
 `torch.linalg.matmul` and `torch.special.softmax` is `Tensor.softmax`. An interceptor is handed the
 function that was called; here it gets the one name that the lists use.
 
-`torch.ops.*` have no name here: they are kernels chosen by hand, or by a compiler that has already
-cast their inputs, and run as they are called.
+Ops of other libraries are named with their library, as in `torch.ops`: `torchvision.nms`. So are
+torch's own kernels called by hand (`aten.mm`): a list that names `mm` does not mean them.
 """
 
 from functools import cache
@@ -21,14 +21,19 @@ _ALIASES = {
     "arctan2": "atan2",
     "concat": "cat",
     "concatenate": "cat",
+    "det": "linalg_det",
     "divide": "div",
+    "inverse": "linalg_inv",
     "linalg_cross": "cross",
     "linalg_matmul": "matmul",
     "logsigmoid": "log_sigmoid",
     "matrix_power": "linalg_matrix_power",
     "multiply": "mul",
+    "orgqr": "linalg_householder_product",
     "row_stack": "vstack",
     "rsub": "sub",
+    "slogdet": "linalg_slogdet",
+    "sparse_mm": "_sparse_mm",
     "special_expit": "sigmoid",
     "subtract": "sub",
     "trapz": "trapezoid",
@@ -44,9 +49,23 @@ def known_ops() -> frozenset[str]:
     """
     functions = (f for group in get_overridable_functions().values() for f in group)
     named = {getattr(function, "__name__", "") for function in functions}
-    builtin = {*dir(torch._C._VariableFunctions), *dir(torch._C._nn)}
+    sparse = torch._C._sparse  # type: ignore[attr-defined]
+    modules = (torch._C._VariableFunctions, torch._C._nn, sparse)
+    builtin = {name for module in modules for name in dir(module)}
     names = named | builtin | _ALIASES.keys()
     return frozenset(name for name in names if name and name[:2] != "__" and name[-1] != "_")
+
+
+def is_registered(name: str) -> bool:
+    """True where `library.op` names an op that an imported library has registered with torch."""
+    library, _, op = name.partition(".")
+    return bool(op) and hasattr(getattr(torch.ops, library), op)
+
+
+def ops_of(library: str) -> list[str]:
+    """Every `library.op` that `library` has registered with torch."""
+    names = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
+    return sorted({name.replace("::", ".") for name in names if name.startswith(f"{library}::")})
 
 
 def canonical(name: str) -> str:
@@ -57,7 +76,9 @@ def canonical(name: str) -> str:
 
 
 def op_name(function: Any) -> str:
-    """The op that `function` runs; empty for kernels and for what has no name."""
-    if isinstance(function, (OpOverload, OpOverloadPacket)):
-        return ""
+    """The op that `function` runs; empty for what has no name."""
+    if isinstance(function, OpOverload):
+        function = function.overloadpacket
+    if isinstance(function, OpOverloadPacket):
+        return function._qualified_op_name.replace("::", ".")
     return canonical(getattr(function, "__name__", ""))

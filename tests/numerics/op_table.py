@@ -5,12 +5,14 @@ formats it is about.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import Tensor
 
 Spelling = Callable[..., Any]
@@ -43,6 +45,8 @@ IMAGE, LINE, CUBE = values(2, 4, 6, 6), values(2, 4, 8), values(1, 2, 4, 4, 4)
 INDEX = torch.tensor([2, 0])
 CLASSES = torch.tensor([1, 0, 3, 2])
 SIGNS = torch.tensor([1.0, -1.0, 1.0, -1.0])
+POSITIVE = X @ X.T + 2 * torch.eye(4)  # positive definite
+PIVOTS = torch.arange(1, 5, dtype=torch.int32)
 
 
 def unary(op: str, *more: Spelling, x: Tensor = X) -> Row:
@@ -299,6 +303,19 @@ def reductions() -> dict[str, Row]:
         "dist": Row((X, Y), (torch.dist, lambda x, y: x.dist(y, p=1))),
         "pairwise_distance": Row((X, Y), (F.pairwise_distance, torch.pairwise_distance)),
         "pdist": Row((X,), (F.pdist, torch.pdist)),
+        "grid_sampler": Row(
+            (IMAGE, values(2, 3, 3, 2)),
+            (
+                lambda x, grid: torch.grid_sampler(x, grid, 0, 0, False),
+                lambda x, grid: F.grid_sample(x, grid, align_corners=False),
+            ),
+        ),
+        "grid_sampler_2d": Row(
+            (IMAGE, values(2, 3, 3, 2)), (lambda x, g: torch.grid_sampler_2d(x, g, 0, 0, False),)
+        ),
+        "grid_sampler_3d": Row(
+            (CUBE, values(1, 3, 3, 3, 3)), (lambda x, g: torch.grid_sampler_3d(x, g, 0, 0, False),)
+        ),
         "interpolate": Row(
             (IMAGE,),
             (
@@ -308,6 +325,118 @@ def reductions() -> dict[str, Row]:
             ),
         ),
     }
+
+
+def spectra() -> dict[str, Row]:
+    """Fourier transforms, and complex numbers made of real ones; seen by their real parts."""
+    kinds = "fft fft2 fftn hfft hfft2 hfftn ifft ifft2 ifftn ihfft ihfft2 ihfftn"
+    rows = {
+        f"fft_{kind}": Row((X,), (lambda x, kind=kind: getattr(torch.fft, kind)(x).real.clone(),))
+        for kind in f"{kinds} irfft irfft2 irfftn rfft rfft2 rfftn".split()
+    }
+    return rows | {
+        "stft": Row(
+            (LINE.flatten(), values(4)),
+            (
+                lambda x, w: torch.stft(x, 4, window=w, return_complex=True).real,
+                lambda x, w: x.stft(4, window=w, return_complex=True).real,
+            ),
+        ),
+        "complex": Row((X, Y), (lambda x, y: torch.complex(x, y).real,)),
+        "polar": Row((X, Y), (lambda x, y: torch.polar(x, y).real,)),
+        "view_as_complex": Row((values(4, 2),), (lambda x: torch.view_as_complex(x).real,)),
+    }
+
+
+def decompositions() -> dict[str, Row]:
+    """Decompositions, inverses, determinants and solves."""
+    one = "cholesky cholesky_ex cond det eigh eigvalsh inv inv_ex ldl_factor ldl_factor_ex lu"
+    one += " lu_factor lu_factor_ex matrix_rank matrix_sqrth pinv polar qr slogdet svd svdvals"
+    linalg = {op: Row((POSITIVE,), (getattr(torch.linalg, op),)) for op in one.split()}
+    two = "lstsq solve solve_ex"
+    linalg |= {op: Row((POSITIVE, Y), (getattr(torch.linalg, op),)) for op in two.split()}
+    linalg["det"] = Row((POSITIVE,), (torch.linalg.det, torch.det, lambda m: m.det()))
+    linalg["inv"] = Row((POSITIVE,), (torch.linalg.inv, torch.inverse, lambda m: m.inverse()))
+    linalg |= {
+        "eig": Row((POSITIVE,), (lambda m: [part.real for part in torch.linalg.eig(m)],)),
+        "eigvals": Row((POSITIVE,), (lambda m: torch.linalg.eigvals(m).real,)),
+        "householder_product": Row((POSITIVE, V), (torch.linalg.householder_product, torch.orgqr)),
+        "ldl_solve": Row((POSITIVE, PIVOTS, Y), (torch.linalg.ldl_solve,)),
+        "lu_solve": Row((POSITIVE, PIVOTS, Y), (torch.linalg.lu_solve,)),
+        "solve_triangular": Row(
+            (POSITIVE, Y), (lambda m, y: torch.linalg.solve_triangular(m, y, upper=True),)
+        ),
+        "tensorinv": Row((POSITIVE.reshape(2, 2, 2, 2),), (torch.linalg.tensorinv,)),
+        "tensorsolve": Row((POSITIVE, V), (torch.linalg.tensorsolve,)),
+        "vander": Row((V,), (torch.linalg.vander,)),
+    }
+    return {f"linalg_{op}": row for op, row in linalg.items()} | {
+        "cholesky_inverse": unary("cholesky_inverse", x=POSITIVE),
+        "cholesky_solve": Row(
+            (Y, POSITIVE), (torch.cholesky_solve, lambda y, m: y.cholesky_solve(m))
+        ),
+        "geqrf": unary("geqrf", x=POSITIVE),
+        "logdet": unary("logdet", x=POSITIVE),
+        "lu": Row((POSITIVE,), (torch.lu, lambda m: m.lu())),
+        "lu_solve": Row((Y, POSITIVE, PIVOTS), (torch.lu_solve,)),
+        "ormqr": Row((POSITIVE, V, Y), (torch.ormqr,)),
+        "pinverse": unary("pinverse", x=POSITIVE),
+        "svd": unary("svd", x=POSITIVE),
+        "triangular_solve": Row((Y, POSITIVE), (torch.triangular_solve,)),
+    }
+
+
+def special_functions() -> dict[str, Row]:
+    """Functions of `torch.special` that have no half kernel."""
+    one = "airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 erfcx log_ndtr ndtri spherical_bessel_j0"
+    one += " modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1"
+    one += " scaled_modified_bessel_k0 scaled_modified_bessel_k1"
+    two = "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v zeta"
+    two += " chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he"
+    two += " laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t"
+    two += " shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v"
+    two += " shifted_chebyshev_polynomial_w"
+    rows = {op: Row((X,), (getattr(torch.special, op),)) for op in one.split()}
+    rows |= {op: Row((X, Y), (getattr(torch.special, op),)) for op in two.split()}
+    return {f"special_{op}": row for op, row in rows.items()}
+
+
+def without_half_kernel() -> dict[str, Row]:
+    """Sparse products, quantiles, histograms and comparisons."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CSR is in beta state
+        compressed = X.to_sparse_csr()
+    return {
+        "_sparse_mm": Row((X.to_sparse(), Y), (torch.sparse.mm,)),
+        "sparse_sampled_addmm": Row((compressed, X, Y), (torch.sparse.sampled_addmm,)),
+        "histogram": Row((V,), (lambda v: torch.histogram(v, 3), lambda v: v.histogram(3))),
+        "histogramdd": Row((X,), (lambda x: torch.histogramdd(x, [2] * 4),)),
+        "nanquantile": Row((V,), (lambda v: v.nanquantile(0.5),)),
+        "quantile": Row((V,), (lambda v: v.quantile(0.5), lambda v: torch.quantile(v, 0.25))),
+        "allclose": Row((X, Y), (torch.allclose, lambda x, y: x.allclose(y))),
+        "isclose": Row((X, Y), (torch.isclose, lambda x, y: x.isclose(y))),
+    }
+
+
+def of_torchvision() -> dict[str, Row]:
+    """Boxes and regions of images."""
+    ops, regions = torchvision.ops, values(3, 5)  # (image 0, x1, y1, x2, y2)
+    rows = {
+        op: Row((IMAGE, regions), (lambda x, r, op=op: getattr(ops, op)(x, r, 2),))
+        for op in ("ps_roi_align", "ps_roi_pool", "roi_align", "roi_pool")
+    }
+    rows["nms"] = Row(
+        (X, V),
+        (
+            lambda boxes, scores: ops.nms(boxes, scores, 0.5),
+            lambda boxes, scores: torch.ops.torchvision.nms(boxes, scores, 0.5),
+            lambda boxes, scores: torch.ops.torchvision.nms.default(boxes, scores, 0.5),
+        ),
+    )
+    rows["deform_conv2d"] = Row(
+        (IMAGE, values(2, 18, 4, 4), values(3, 4, 3, 3)), (torchvision.ops.deform_conv2d,)
+    )
+    return {f"torchvision.{op}": row for op, row in rows.items()}
 
 
 def losses() -> dict[str, Row]:
@@ -383,14 +512,24 @@ def promoting() -> dict[str, Row]:
         ),
         "dot": Row((V, W), (torch.dot, lambda v, w: v.dot(w))),
         "dstack": Row((X, Y), (lambda *xs: torch.dstack(xs),)),
-        "grid_sampler": Row(
-            (IMAGE, values(2, 3, 3, 2)),
+        "embedding_bag": Row(
+            (X, values(1, 2)),
             (
-                lambda x, grid: torch.grid_sampler(x, grid, 0, 0, False),
-                lambda x, grid: F.grid_sample(x, grid, align_corners=False),
+                lambda x, w: F.embedding_bag(
+                    INDEX[None].to(x.device), x, per_sample_weights=w, mode="sum"
+                ),
             ),
         ),
+        "heaviside": Row((X, Y), (torch.heaviside, lambda x, y: x.heaviside(values=y))),
         "hstack": Row((X, Y), (lambda *xs: torch.hstack(xs),)),
+        "cartesian_prod": Row((V, W), (torch.cartesian_prod,)),
+        "index_add": Row(
+            (X, pair),
+            (
+                lambda x, v: torch.index_add(x, 0, INDEX.to(x.device), v),
+                lambda x, v: x.index_add(0, index=INDEX.to(x.device), source=v),
+            ),
+        ),
         "index_copy": Row(
             (X, pair),
             (
@@ -404,6 +543,20 @@ def promoting() -> dict[str, Row]:
                 lambda x, v: torch.index_put(x, (INDEX.to(x.device),), v),
                 lambda x, v: x.index_put((INDEX.to(x.device),), values=v),
             ),
+        ),
+        "index_reduce": Row(
+            (X, pair), (lambda x, v: x.index_reduce(0, INDEX.to(x.device), v, "prod"),)
+        ),
+        "inner": Row((X, Y), (torch.inner, lambda x, y: x.inner(y))),
+        "masked_scatter": Row(
+            (X, Y),
+            (lambda x, y: x.masked_scatter(torch.eye(4, dtype=torch.bool, device=x.device), y),),
+        ),
+        "meshgrid": Row((V, W), (lambda *vs: torch.meshgrid(*vs, indexing="ij"),)),
+        "put": Row((X, V[:2]), (lambda x, v: x.put(INDEX.to(x.device), v),)),
+        "scatter_reduce": Row(
+            (X, pair),
+            (lambda x, v: x.scatter_reduce(0, CLASSES.expand(2, 4).to(x.device), v, "sum"),),
         ),
         "lerp": Row(
             (X, Y), (lambda x, y: torch.lerp(x, y, 0.3), lambda x, y: x.lerp(y, weight=0.3))
@@ -447,6 +600,7 @@ def following() -> dict[str, Row]:
         "pad": Row(
             (IMAGE,), (lambda x: F.pad(x, (1, 1)), lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"))
         ),
+        "rrelu": Row((X - 0.5,), (F.rrelu, torch.rrelu, lambda x: F.rrelu(x, training=True))),
         "relu": Row((X - 0.5,), (F.relu, torch.relu, lambda x: x.relu())),
         "tanh": unary("tanh", torch.nn.Tanh()),
     }
@@ -459,6 +613,11 @@ TABLE: dict[str, Row] = {
     **pointwise_in_fp32(),
     **norms(),
     **reductions(),
+    **spectra(),
+    **decompositions(),
+    **special_functions(),
+    **without_half_kernel(),
+    **of_torchvision(),
     **losses(),
     **promoting(),
     **following(),

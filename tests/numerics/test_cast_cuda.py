@@ -21,17 +21,40 @@ from vocabulary import formats
 
 from mpframe import Precision
 
+DEFAULT = LISTS["default"]
 # Where the default lists differ from CUDA autocast. Everything else is the same.
+NO_HALF_KERNEL = "no half kernel on a CPU: fp32, on every device"
+TWO_FORMATS = "given two formats autocast fails; here the widest of them"
+COORDINATES = "a CPU's kernel computes coordinates in half: fp32, on every device"
+REGIONS = "autocast computes in fp32 too, but rounds the result to the format of the input"
+SOME = "cholesky_inverse cholesky_solve complex histogramdd logdet lu lu_solve nanquantile ormqr"
+SOME += " pinverse polar quantile stft svd triangular_solve view_as_complex"
+# Fake tensors have no format to compare here: integer results, or no fake kernel.
+SEEN_AS_SAME = {"linalg_lstsq", "linalg_matrix_sqrth", "torchvision.nms"}
+NORMS = {"linalg_matrix_norm", "linalg_norm", "linalg_vector_norm"}
+
+
+def denied(*families: str) -> set[str]:
+    """The ops of `deny` in these families, in which nothing is as in CUDA autocast."""
+    return {op for op in DEFAULT.deny if op.startswith(families)} - SEEN_AS_SAME - NORMS
+
+
 INTENDED = {
     "binary_cross_entropy": "autocast refuses it, being unsafe in half; here it runs in fp32",
-    "lerp": "given two formats autocast fails; here the widest of them",
+    "isclose": "given two formats autocast fails; here both in fp32",
     "linalg_matrix_norm": "autocast gives half matrices to the nuclear norm, which fails on them",
-    "scatter": "given two formats autocast fails; here the widest of them",
+    **dict.fromkeys(
+        ["cartesian_prod", "lerp", "masked_scatter", "meshgrid", "scatter"], TWO_FORMATS
+    ),
+    **dict.fromkeys(["scatter", "scatter_reduce"], TWO_FORMATS),
+    **dict.fromkeys(denied("grid_sampler"), COORDINATES),
+    **dict.fromkeys(denied("torchvision."), REGIONS),
+    **dict.fromkeys(denied("fft_", "linalg_", "special_"), NO_HALF_KERNEL),
+    **dict.fromkeys(SOME.split(), NO_HALF_KERNEL),
 }
 # Recurrent layers cannot be run on fake CUDA tensors.
 NOT_FAKEABLE = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
-DEFAULT = LISTS["default"]
 LISTED = sorted(DEFAULT.allow | DEFAULT.deny | DEFAULT.infer)
 
 

@@ -22,7 +22,11 @@ LISTS = {path.stem: OpLists.named(path.stem) for path in sorted(Path(CONF).glob(
 # A list may run its op in half although the kernels inside widen and round by themselves.
 WIDENED_INSIDE = {"rms_norm"}
 # torch's CPU has no half kernel for these: computed in fp32, rounded once.
-NO_HALF_KERNEL = {"avg_pool3d"}
+NO_HALF_KERNEL = {"avg_pool3d", "rrelu"}
+# Their tolerances and positions are made in float64.
+FP64_INSIDE = {"linalg_matrix_rank", "pinverse", "nanquantile", "quantile"}
+# These give integers or booleans.
+NO_FLOATS = {"allclose", "isclose", "linalg_matrix_rank", "torchvision.nms"}
 
 
 def listed(lists: OpLists) -> set[str]:
@@ -91,8 +95,8 @@ def test_formats(op: str, half: str, compute: str) -> None:
         given, gave = expected(op, precision, how if len(formats(inputs)) < 2 else "both")
         for spelling in TABLE[op].spellings:
             kernels, result = run(spelling, inputs, precision)
-            assert kernels.given() == given
-            assert formats(result) == {gave}
+            assert kernels.given() - ({torch.float64} if op in FP64_INSIDE else set()) == given
+            assert formats(result) == (set() if op in NO_FLOATS else {gave})
 
 
 @pytest.mark.parametrize("half", HALVES)

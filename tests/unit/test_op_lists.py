@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torchvision  # noqa: F401  its ops are registered where it is imported
 
 from mpframe import OpLists
 from mpframe.errors import ConfigError
 from mpframe.locations import CONF
-from mpframe.precision.spellings import _ALIASES, canonical, known_ops
+from mpframe.precision.spellings import _ALIASES, canonical, is_registered, known_ops
 
 SHIPPED = sorted(path.stem for path in Path(CONF).glob("ops/*.yaml"))
 
@@ -42,14 +43,15 @@ def test_the_default_lists_hold_cuda_autocasts() -> None:
     lists = OpLists.named()
     assert lists.allow >= CUDA_HALF
     assert lists.deny >= CUDA_FP32 | {"binary_cross_entropy"}
-    assert lists.infer >= CUDA_WIDEST
+    assert lists.infer | {"grid_sampler"} >= CUDA_WIDEST  # in deny here: its CPU kernel's fault
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_lists_are_disjoint_and_known(name: str) -> None:
     lists = OpLists.named(name)
     assert not lists.allow & lists.deny | lists.allow & lists.infer | lists.deny & lists.infer
-    assert lists.allow | lists.deny | lists.infer <= known_ops()
+    listed = lists.allow | lists.deny | lists.infer
+    assert all(op in known_ops() or is_registered(op) for op in listed)
     assert lists.modules == {}
 
 
@@ -150,6 +152,15 @@ def test_a_move_keeps_pins() -> None:
             {"modules": {"head.*": "float32"}},
             "ops.modules['head.*']=float32: choose fp32 or half",
         ),
+        (
+            {"deny": ["torchvision.nmss"]},
+            "ops.deny: 'torchvision.nmss' is not an op of torchvision; nearest: torchvision.nms",
+        ),
+        (
+            {"deny": ["nolibrary.nms"]},
+            "ops.deny: 'nolibrary.nms' is unknown: no library 'nolibrary' that registers ops with "
+            "PyTorch is imported",
+        ),
         ({"allow": "matmul"}, "ops.allow=matmul: give a list of ops: [matmul]"),
     ],
 )
@@ -163,6 +174,22 @@ def test_refusals(node: dict[str, Any], text: str) -> None:
 def test_unknown_lists_name_the_shipped_ones() -> None:
     with pytest.raises(ConfigError, match="ops=fastest: choose default, fast, fp32_norms, none"):
         OpLists.named("fastest")
+
+
+@pytest.mark.parametrize("name", ["torchvision.nms", "torchvision.box_iou_rotated", "aten.mm"])
+def test_registered_ops_are_named_with_their_library(name: str) -> None:
+    assert OpLists(deny=frozenset({name})).list_of(name) == "deny"
+
+
+def test_shipped_ops_are_known_where_torch_is_older_or_their_library_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mpframe.precision.op_lists.is_registered", lambda _: False)
+    monkeypatch.setattr("mpframe.precision.op_lists.known_ops", lambda: frozenset({"mm"}))
+    assert "linalg_matrix_sqrth" in OpLists.named().deny
+    assert "torchvision.nms" in OpLists.named().deny
+    with pytest.raises(ConfigError, match="'erf' is not an op of PyTorch"):
+        OpLists(deny=frozenset({"erf"}))
 
 
 def test_lists_are_values() -> None:

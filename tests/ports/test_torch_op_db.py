@@ -1,0 +1,163 @@
+"""Every op of torch's own op database works under `cast()` on half inputs where it works in fp32.
+
+`op_db` is what torch tests itself with: for each op it makes sample calls. Each call is made in
+fp32; one that works is made again in a cast block, with every floating input in half and with half
+beside fp32, forward and backward, in every spelling. In-place forms keep their tensor's format.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo
+from torch.utils._pytree import tree_leaves, tree_map
+from vocabulary import HALVES
+
+from mpframe import Precision
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of deprecated and beta ops
+
+FP32 = torch.float32
+OPS = {
+    f"{op.name}.{op.variant_test_name}".rstrip("."): op
+    for op in op_db
+    if FP32 in op.supported_dtypes("cpu")
+}
+KERNEL = "the name of a kernel, beneath the op that the lists name: run as it is called"
+STATISTICS = "half weights and statistics beside fp32 data: `mixed` stores them in fp32"
+CHUNKED = "an opt-in kernel of one format, given fp32 data and half weights"
+# Ops that may fail where half and fp32 meet or on half alone, each with its reason.
+EXCEPTIONS = {
+    "_batch_norm_with_update": KERNEL,
+    "_chunk_cat": KERNEL,
+    "_native_batch_norm_legit": KERNEL,
+    "_softmax_backward_data": KERNEL,
+    "_unsafe_masked_index_put_accumulate": KERNEL,
+    "_upsample_bilinear2d_aa": KERNEL,
+    "native_batch_norm": KERNEL,
+    "native_group_norm": KERNEL,
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": KERNEL,
+    "nn.functional.batch_norm": STATISTICS,
+    "nn.functional.instance_norm": STATISTICS,
+    "nn.functional.linear_cross_entropy.chunked": CHUNKED,
+    "nn.functional.linear_cross_entropy.chunked_none": CHUNKED,
+    "nn.functional.fractional_max_pool2d": "random samples of another format than the data",
+    "heaviside": "a 0-d tensor is a number, and torch refuses one of another format",
+}
+COMPUTES = [("float16", "emulated"), ("float16", "native"), ("bfloat16", "native")]
+Call = Callable[..., Any]
+Sample = tuple[Any, Any, Any]
+
+
+def spellings(op: OpInfo) -> list[Call]:
+    """The op as a function and as a method, and its aliases."""
+    aliases = [spelling for alias in op.aliases for spelling in (alias.op, alias.method_variant)]
+    return [spelling for spelling in (op.op, op.method_variant, *aliases) if spelling is not None]
+
+
+def samples(op: OpInfo, count: int) -> Iterator[Sample]:
+    """The first sample calls of `op`, in fp32."""
+    torch.manual_seed(0)
+    made = op.sample_inputs("cpu", FP32, requires_grad=op.supports_autograd)
+    return ((s.input, s.args, s.kwargs) for s in itertools.islice(made, count))
+
+
+def converted(sample: Sample, how: str, half: torch.dtype) -> Sample:
+    """The sample with fp32 tensors in `half`: all, all but the first, or the first alone."""
+    seen = itertools.count()
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dtype != FP32:
+            return leaf
+        first = next(seen) == 0
+        narrow = how == "all" or (how == "first") == first
+        copy = leaf.detach().clone().to(half if narrow else FP32)
+        return copy.requires_grad_(leaf.requires_grad)
+
+    return tree_map(convert, sample)  # type: ignore[no-any-return]
+
+
+def mixes(sample: Sample) -> tuple[str, ...]:
+    """The ways in which formats can meet in this sample."""
+    floating = [t for t in tree_leaves(sample) if isinstance(t, Tensor) and t.dtype == FP32]
+    return ("all", "first", "others") if len(floating) > 1 else ("all",)
+
+
+def run(call: Call, sample: Sample, precision: Precision, backward: bool) -> Any:
+    tensor, args, kwargs = sample
+    with precision.cast():
+        result = call(tensor, *args, **kwargs)
+    leaves = (t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad)
+    totals = [t.to_dense().abs().float().sum() for t in leaves if backward]
+    if totals:
+        torch.stack(totals).sum().backward()
+    return result
+
+
+def works_in_fp32(call: Call, sample: Sample, backward: bool) -> bool:
+    try:
+        run(call, converted(sample, "none", FP32), Precision("fp32"), backward)
+    except Exception:
+        return False
+    return True
+
+
+def failures(op: OpInfo, count: int) -> set[str]:
+    """The errors of calls that work in fp32."""
+    found = set()
+    for sample, call in itertools.product(samples(op, count), spellings(op)):
+        backward = works_in_fp32(call, sample, True)
+        if not backward and not works_in_fp32(call, sample, False):
+            continue
+        for (half, compute), how in itertools.product(COMPUTES, mixes(sample)):
+            precision = Precision("amp", half, compute=compute)
+            try:
+                run(call, converted(sample, how, HALVES[half]), precision, backward)
+            except Exception as error:
+                found.add(f"{how} {half} {compute}: {error}".splitlines()[0])
+    return found
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_works_in_fp32_works_in_half(name: str) -> None:
+    found = failures(OPS[name], 3)
+    assert not found or name in EXCEPTIONS
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("name", OPS)
+def test_every_sample_that_works_in_fp32_works_in_half(name: str) -> None:
+    found = failures(OPS[name], 200)
+    assert not found or name in EXCEPTIONS
+
+
+def test_exceptions_are_ops_that_fail() -> None:
+    assert {name for name in EXCEPTIONS if not failures(OPS[name], 12)} == set()
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.inplace_variant])
+def test_in_place_forms_take_a_source_of_another_format(name: str) -> None:
+    call = OPS[name].inplace_variant
+    for sample, half in itertools.product(samples(OPS[name], 20), HALVES.values()):
+        if "first" not in mixes(sample) or not in_place_works(call, sample):
+            continue
+        for how, kept in (("first", half), ("others", FP32)):
+            with torch.no_grad(), Precision("amp", str(half)[6:]).cast():
+                tensor, args, kwargs = converted(sample, how, half)
+                result = call(tensor, *args, **kwargs)
+            assert result is tensor
+            assert result.dtype == kept
+
+
+def in_place_works(call: Call, sample: Sample) -> bool:
+    tensor, args, kwargs = converted(sample, "none", FP32)
+    try:
+        with torch.no_grad():
+            call(tensor, *args, **kwargs)
+    except RuntimeError:
+        return False
+    return True
