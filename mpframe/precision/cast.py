@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from mpframe.precision.emulation import WITHOUT_HALF_KERNEL, half_values, rounded
@@ -102,6 +103,7 @@ class CastMode(TorchFunctionMode):
             "widest rounded": _run_widest_rounded,
             "half data": _on_data_only(self._run_half),
             "fp32 data": _on_data_only(_run_fp32),
+            "higher order": self._run_higher_order,
         }
 
     def __torch_function__(
@@ -155,6 +157,26 @@ class CastMode(TorchFunctionMode):
 
         return run
 
+    def _run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The functions that a higher-order op is given are run by it: their ops are cast there.
+
+        A nested compile region may not close over the mode. It becomes a part of the graph around.
+        """
+        with self:  # A compiler wants to see the first change of its stack outside the op.
+            if func.__name__ == "invoke_subgraph" and not _is_graph(args[0]):
+                return args[0](*args[1:], **kwargs)
+        return func(*(self._inside(value) for value in args), **kwargs)
+
+    def _inside(self, value: Any) -> Any:
+        if isinstance(value, (Tensor, type)) or _is_graph(value) or not callable(value):
+            return value
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return value(*args, **kwargs)
+
+        return run
+
     def _run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         formats = formats_of(args, kwargs)
         if formats.isdisjoint(self._to_half) or not formats.isdisjoint(_HANDS_OFF):
@@ -187,6 +209,8 @@ class CastMode(TorchFunctionMode):
 
 def _plan_name(policy: Policy, func: Any, pin: str | None) -> str:
     """How calls of `func` are run under `pin`: a named plan, or the function to open."""
+    if isinstance(func, HigherOrderOperator):
+        return "higher order"
     name = op_name(func)
     compute = policy.compute_of(name, pin)
     if compute is Compute.PYTORCH:
@@ -270,6 +294,11 @@ def _on_data_only(plan: Plan) -> Plan:
 def widened(tensor: Tensor) -> Tensor:
     """Half to fp32; other formats as they are."""
     return tensor.float() if tensor.dtype in _NARROW else tensor
+
+
+def _is_graph(value: Any) -> bool:
+    """Whether `value` was compiled: it has its casts already."""
+    return isinstance(value, torch.fx.GraphModule)
 
 
 def _innermost(pins: Pins) -> str | None:
