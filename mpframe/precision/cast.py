@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from mpframe.precision.emulation import half_values, rounded
@@ -102,6 +103,7 @@ class CastMode(TorchFunctionMode):
             "half": self._run_half,
             "half data": on_data_only(self._run_half),
             "half held": holding_numbers(self._run_half),
+            "higher order": self._run_higher_order,
         }
 
     def __torch_function__(
@@ -155,6 +157,26 @@ class CastMode(TorchFunctionMode):
 
         return run
 
+    def _run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The functions that a higher-order op is given are run by it: their ops are cast there.
+
+        A nested compile region may not close over the mode. It becomes a part of the graph around.
+        """
+        with self:  # A compiler wants to see the first change of its stack outside the op.
+            if func.__name__ == "invoke_subgraph" and not _is_graph(args[0]):
+                return args[0](*args[1:], **kwargs)
+        return func(*(self._inside(value) for value in args), **kwargs)
+
+    def _inside(self, value: Any) -> Any:
+        if isinstance(value, (Tensor, type)) or _is_graph(value) or not callable(value):
+            return value
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return value(*args, **kwargs)
+
+        return run
+
     def _run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         formats = formats_of(args, kwargs)
         if formats.isdisjoint(self._to_half) or not formats.isdisjoint(HANDS_OFF):
@@ -187,6 +209,8 @@ class CastMode(TorchFunctionMode):
 
 def _plan_name(policy: Policy, func: Any, pin: str | None) -> str:
     """How calls of `func` are run under `pin`: a named plan, or the function to open."""
+    if isinstance(func, HigherOrderOperator):
+        return "higher order"
     op = op_name(func)
     name = plan_name(op, policy.compute_of(op, pin))
     return (open_function(func) or name) if name == "as is" else name
@@ -195,6 +219,11 @@ def _plan_name(policy: Policy, func: Any, pin: str | None) -> str:
 # A compiler takes the name as given and traces the plan. The mark is all that
 # `torch.compiler.assume_constant_result` sets; calling that imports the compiler, for seconds.
 _plan_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_graph(value: Any) -> bool:
+    """Whether `value` was compiled: it has its casts already."""
+    return isinstance(value, torch.fx.GraphModule)
 
 
 def _innermost(pins: Pins) -> str | None:

@@ -45,9 +45,10 @@ def _opaque_convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor.to(dtype)`, closed to the compiler.
 
     Inductor drops a pair of casts to half and back, because the result without it is more exact.
-    The rounding is the very thing that is emulated.
+    The rounding is the very thing that is emulated. The result is always new, as an op of this kind
+    has to give: a compiled graph that runs in a cast block meets tensors that were rounded already.
     """
-    return tensor.to(dtype)
+    return tensor.to(dtype, copy=True)
 
 
 @_opaque_convert.register_fake
