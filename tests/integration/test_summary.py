@@ -107,7 +107,7 @@ def test_more_skips_than_steps_are_said(
     )  # fmt: skip
     assert summary.status == "finished"
     assert summary.skipped_steps > summary.steps > 0
-    said = f"{summary.steps} steps applied, {summary.skipped_steps} skipped: most of the run is"
+    said = f"{summary.steps} steps applied, {summary.skipped_steps} skipped: most of the run was"
     assert summary.reason is not None
     assert summary.reason.startswith(said)
     assert f"warning: {summary.reason}" in caplog.messages
