@@ -358,10 +358,8 @@ def _set_direction(node: dict[str, Any], metric: Any) -> None:
         ConfigError: it was told to look for the worse ones.
     """
     higher = getattr(metric, "higher_is_better", None)
-    watched, mode = (
-        ("val_loss" if higher is None else f"val_{metric.name}"),
-        "max" if higher else "min",
-    )
+    watched = "val_loss" if higher is None else f"val_{metric.name}"
+    mode = "max" if higher else "min"
     if node.setdefault("mode", mode) != mode:
         raise ConfigError(
             f"scheduler.mode={node['mode']}: the schedule watches {watched}, where "

@@ -23,7 +23,6 @@ _ELSEWHERE = {
 }
 _LENGTH = {"trainer.epochs", "trainer.max_steps"}
 _CARRIED = ("optimizer", "scheduler")
-_FED_BY_VALIDATIONS = "ReduceLROnPlateau"
 
 
 def refuse_other_parts(then: str, now: str) -> None:
@@ -55,20 +54,19 @@ def differences(then: str, now: str) -> list[str]:
         `option=value (was value)` each.
     """
     changes = _changes(then, now)
-    schedule = str(_flat(now).get("scheduler._target_", ""))
-    passed_over = (watching() | _ELSEWHERE) - _steering(schedule)
+    passed_over = _passed_over(str(_flat(now).get("scheduler._target_", "")))
     return [
         f"{path}={new} (was {old})"
         for path, (old, new) in changes.items()
-        if path not in passed_over
-        and not path.startswith(_CARRIED)
-        and (schedule or path not in _LENGTH)
+        if path not in passed_over and not path.startswith(_CARRIED)
     ]
 
 
-def _steering(schedule: str) -> set[str]:
-    """The options that otherwise only watch, and steer the run by way of its schedule."""
-    return {"trainer.eval_every"} if schedule.endswith(_FED_BY_VALIDATIONS) else set()
+def _passed_over(schedule: str) -> set[str]:
+    """The options that change none of a run's numbers under its schedule, a `_target_` or ""."""
+    if schedule.endswith("ReduceLROnPlateau"):  # Fed by validations, and sized by nothing.
+        return (watching() | _ELSEWHERE | _LENGTH) - {"trainer.eval_every"}
+    return watching() | _ELSEWHERE | (set() if schedule else _LENGTH)
 
 
 def carried_over(then: str, now: str) -> list[str]:

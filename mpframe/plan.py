@@ -83,8 +83,9 @@ class Progress:
         """A line where more steps were skipped than applied; None otherwise."""
         if self.skipped <= self.steps:
             return None
+        steps = "step" if self.steps == 1 else "steps"
         return (
-            f"{self.steps} steps applied, {self.skipped} skipped: most of the run is no training; "
+            f"{self.steps} {steps} applied, {self.skipped} skipped: most of the run was in vain; "
             "start from a lower loss scale, or see why its gradients overflow (scripts/doctor.py)"
         )
 

@@ -51,7 +51,7 @@ class Throughput(Callback):
         self._paused: float | None = None
         self._window = 0
         self._step_times: Counter[int] = Counter()
-        self._earlier, self._idle = 0.0, True
+        self._earlier, self._idle = 0.0, False
         self._asked = 0, 0.0
 
     @property
@@ -72,7 +72,7 @@ class Throughput(Callback):
 
     @property
     def seconds(self) -> float:
-        """Wall time of all starts, validation included; one that had nothing to do adds none."""
+        """Wall time of all starts, validation included; a resumed one that did nothing: 0."""
         return self._earlier + (0.0 if self._idle else self._clock() - self._began)
 
     def since_last_asked(self) -> float:
@@ -123,7 +123,7 @@ class Throughput(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on adding to saved sums."""
         self.samples, self.train_seconds = state["samples"], state["train_seconds"]
-        self._earlier = state["seconds"]
+        self._earlier, self._idle = state["seconds"], True
         self._step_times = Counter(state["step_times"])
         self._asked = self.samples, self.train_seconds
 

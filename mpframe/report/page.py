@@ -14,7 +14,17 @@ from mpframe.report.records import Record
 from mpframe.report.tables import NOTES, Table, every_run, results, unfinished
 
 _CAPTION = "A line for each run and each of several losses; a cross where it did not finish."
-_TEXT_COLUMNS = {"dtype", "loss scaling", "options", "runs", "run", "status", "reason", "device"}
+_TEXT_COLUMNS = {
+    "dtype",
+    "loss scaling",
+    "options",
+    "runs",
+    "run",
+    "status",
+    "reason",
+    "remark",
+    "device",
+}
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1c2430; background: #fff;
   margin: 2rem auto; max-width: 1240px; padding: 0 1.5rem; }
@@ -98,7 +108,7 @@ def _lines(cell: str) -> str:
 
 
 def _kind(name: str) -> str:
-    if name in ("options", "reason"):
+    if name in ("options", "reason", "remark"):
         return ' class="text wrap"'
     return " class=text" if name in _TEXT_COLUMNS else ""
 

@@ -48,9 +48,9 @@ def unfinished(groups: Sequence[Group]) -> Table:
 def every_run(groups: Sequence[Group]) -> Table:
     """A row for each run, the head first."""
     head = ["run", "dtype", "loss scaling", "options", "seed", "status", "steps", "skipped"]
-    head += ["metric", "val loss", "seconds", "device", "torch"]
+    head += ["metric", "val loss", "seconds", "device", "torch", "remark"]
     rows = [
-        [*_named(group, run), run.status, *_numbers(run.summary)]
+        [*_named(group, run), run.status, *_numbers(run.summary), run.reason * run.finished]
         for group in groups
         for run in group.runs
     ]

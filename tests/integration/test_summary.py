@@ -87,6 +87,15 @@ def test_a_run_that_ended_in_skips_is_diverged(start_run: StartRun, tmp_path: Pa
     assert start_run(tmp_path / "one", *options, "dataset.batches=43").status == "finished"
 
 
+def test_a_closure_that_ends_at_nan_is_diverged(start_run: StartRun, tmp_path: Path) -> None:
+    """An optimizer that evaluates the loss itself skips nothing."""
+    options = ["dataset._target_=faulty.nan_after", "dataset.batches=5", "trainer.max_steps=5"]
+    lbfgs = ["optimizer._target_=torch.optim.LBFGS", "optimizer.max_iter=2", "scheduler=none"]
+    with pytest.raises(DivergedError, match=r"^the last step was applied at a loss that is not"):
+        start_run(tmp_path, *LINEAR, *options, *lbfgs)
+    assert Summary.read(tmp_path).status == "diverged"
+
+
 def test_more_skips_than_steps_are_said(
     start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,7 +107,7 @@ def test_more_skips_than_steps_are_said(
     )  # fmt: skip
     assert summary.status == "finished"
     assert summary.skipped_steps > summary.steps > 0
-    said = f"{summary.steps} steps applied, {summary.skipped_steps} skipped: most of the run is"
+    said = f"{summary.steps} steps applied, {summary.skipped_steps} skipped: most of the run was"
     assert summary.reason is not None
     assert summary.reason.startswith(said)
     assert f"warning: {summary.reason}" in caplog.messages

@@ -180,6 +180,14 @@ def test_unfinished_runs_are_shown_and_not_averaged(make_run: MakeRun, tmp_path:
     assert all(reason in page and reason in text for reason in said.values())
 
 
+def test_a_finished_run_that_mostly_skipped_is_remarked(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("0", replace(MIXED, reason="1 step applied, 43 skipped: most of the run"))
+    make_run("1", replace(SUMMARY, status=Status.FAILED, reason="no disk"))
+    head, *rows = every_run(compared(find_runs([tmp_path])[1]))
+    told = {row[head.index("run")]: row[head.index("remark")] for row in rows}
+    assert told == {"0": "1 step applied, 43 skipped: most of the run", "1": ""}
+
+
 def test_a_run_that_cannot_be_read_is_shown_with_its_reason(
     make_run: MakeRun, tmp_path: Path
 ) -> None:

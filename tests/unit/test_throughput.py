@@ -113,7 +113,9 @@ def test_a_start_in_which_nothing_is_left_to_do_adds_no_time() -> None:
     assert again.state_dict() == state
 
 
-def test_before_the_first_step_nothing_is_known() -> None:
-    throughput = Throughput(BATCH)
+def test_before_the_first_step_only_the_time_is_known() -> None:
+    clock = Clock()
+    throughput = Throughput(BATCH, began=90.0, clock=clock)
+    assert throughput.seconds == 10.0
     assert throughput.samples_per_second is None
     assert throughput.median_step_seconds is None
