@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from mpframe.check import flatten
 from mpframe.errors import ConfigError, MpframeError
-from mpframe.stored_config import parsed
+from mpframe.stored_yaml import read_stored
 from mpframe.summary import FILE_NAME, Summary
 
 CONFIG = "config_resolved.yaml"
@@ -101,7 +101,7 @@ def read(folder: Path, top: Path) -> Record:
     summary, reason = _summary(folder)
     try:
         path = folder / CONFIG
-        options = flatten(parsed(path.read_text(encoding="utf-8"), path))
+        options = flatten(read_stored(path))
     except (OSError, ValueError, MpframeError) as error:
         options, reason = {}, reason or _line(error, folder)
     status = str(summary.status) if summary else NO_SUMMARY
