@@ -96,6 +96,11 @@ def jobs(arguments: list[str]) -> Iterator[Job]:
 
 
 def _refuse_unfit_flags(parsed: Any, rest: list[str]) -> None:
+    if parsed.experimental_rerun is not None:
+        raise ConfigError(
+            f"--experimental-rerun={parsed.experimental_rerun}: reads a pickle, which may run "
+            "code; give the run's options again, or continue it with resume=auto"
+        )
     for word in rest:
         if word.startswith("-"):
             raise ConfigError(f"{word}: no such flag; write options as option=value; see --help")
@@ -203,14 +208,25 @@ def _values_of(word: str, multirun: bool) -> list[str]:
         return [word]
     if not multirun:
         raise ConfigError(f"{word}: several values make a sweep; add -m")
-    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    values = list(override.sweep_string_iterator())
+    if not values:
+        raise ConfigError(
+            f"{word}: holds no value, so the sweep would have no job; give at least one"
+        )
+    return [f"{override.get_key_element()}={value}" for value in values]
 
 
 def _check_job(overrides: list[str], multirun: bool) -> None:
     composed = _composed_by_known_names(_parsed(overrides))
+    option = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     folder = composed.hydra.sweep.dir if multirun else composed.hydra.run.dir
+    if not str(folder or "").strip():
+        raise ConfigError(
+            f"{option}=: is empty, perhaps from a shell variable that is not set; name a folder, "
+            "and . for this one"
+        )
     checked(composed)
-    refuse_unwritable("hydra.sweep.dir" if multirun else "hydra.run.dir", Path(folder))
+    refuse_unwritable(option, Path(folder))
 
 
 def _composed_by_known_names(overrides: list[Override]) -> DictConfig:
@@ -319,7 +335,7 @@ def refuse_unwritable(option: str, folder: Path) -> None:
 def _takes_files(folder: Path) -> bool:
     probe = folder / f".write-probe-{os.getpid()}"
     try:
-        probe.touch()
+        probe.touch(exist_ok=False)  # A link planted there is not followed.
         probe.unlink()
     except OSError:
         return False
