@@ -5,6 +5,7 @@ the step overflowed, `nan` where a gradient was nan, `-inf` where all were zero.
 bytes a step, and lets any loss scaler be tried on the run afterwards (simulate.py).
 """
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mpframe.durable import write_atomically
+from mpframe.durable import append_whole, write_atomically
 from mpframe.errors import DataError
+from mpframe.plain_file import open_regular
+
+log = logging.getLogger(__name__)
 
 FILE_NAME = "log2_amax.txt"
 _HELD = 256  # steps between two transfers from the device
@@ -25,13 +29,16 @@ class AmaxRecord:
     Args:
         folder: the run's folder.
         kept: steps of an older record that stay, for a resumed run.
+        on_error: `stop` where the disk is full, or `warn` and write what waits once it is not.
     """
 
-    def __init__(self, folder: Path, kept: int = 0) -> None:
+    def __init__(self, folder: Path, kept: int = 0, on_error: str = "stop") -> None:
         self._path = folder / FILE_NAME
+        self._warns = on_error == "warn"
+        self._unwritten = b""
         self._waiting: list[Tensor] = []
-        older = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
-        write_atomically(self._path, "".join(older[:kept]))
+        older = _lines(self._path) if kept else []
+        write_atomically(self._path, b"".join(older[:kept]))
 
     def add(self, amax: Tensor) -> None:
         """Keep one step's amax (0-d, any device); no wait except once in many steps."""
@@ -40,12 +47,32 @@ class AmaxRecord:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting."""
+        """Write what is waiting.
+
+        Raises:
+            OSError: there is no room, and that is to stop the run.
+        """
         if self._waiting:
             values = torch.stack(self._waiting).double().log2().tolist()
             self._waiting.clear()
-            with self._path.open("a") as file:
-                file.writelines(f"{value:.9g}\n" for value in values)
+            self._unwritten += "".join(f"{value:.9g}\n" for value in values).encode()
+        try:
+            append_whole(self._path, self._unwritten)
+        except OSError as error:
+            if not self._warns:
+                raise
+            log.warning("warning: %s cannot be written (%s)", self._path, error.strerror)
+        else:
+            self._unwritten = b""
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The lines of an older record, whatever they hold; none where there is no such file."""
+    try:
+        with open_regular(path, "rb") as file:
+            return file.readlines()
+    except FileNotFoundError:
+        return []
 
 
 def read_amax(path: Path) -> npt.NDArray[np.float64]:
@@ -59,7 +86,8 @@ def read_amax(path: Path) -> npt.NDArray[np.float64]:
     """
     file = path / FILE_NAME if path.is_dir() else path
     try:
-        lines = file.read_text().split()
+        with open_regular(file, "rb", follow=True) as opened:
+            lines = opened.read().split()
     except OSError as error:
         raise DataError(
             f"{file}: {error.strerror}; name a run's folder, or a file with log2(amax) per line"

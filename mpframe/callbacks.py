@@ -114,10 +114,11 @@ class RecordAmax(Callback):
     Args:
         folder: the run's folder.
         kept: steps already recorded that stay, for a resumed run.
+        on_error: `stop` or `warn` where the disk is full.
     """
 
-    def __init__(self, folder: Path, kept: int) -> None:
-        self._record = AmaxRecord(folder, kept)
+    def __init__(self, folder: Path, kept: int, on_error: str = "stop") -> None:
+        self._record = AmaxRecord(folder, kept, on_error)
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """Keep the step's amax."""

@@ -151,6 +151,11 @@ def _source(parsed: Any) -> Source | None:
 
 
 def _refuse_unfit_flags(parsed: Any, rest: list[str]) -> None:
+    if parsed.experimental_rerun is not None:
+        raise ConfigError(
+            f"--experimental-rerun={parsed.experimental_rerun}: reads a pickle, which may run "
+            "code; give the run's options again, or continue it with resume=auto"
+        )
     for word in rest:
         if word.startswith("-"):
             raise ConfigError(f"{word}: no such flag; write options as option=value; see --help")
@@ -276,6 +281,10 @@ def _words_of(word: str, multirun: bool, draws: bool, source: Source) -> list[st
     if not multirun:
         raise ConfigError(f"{word}: several values make a sweep; add -m")
     values = _values(override, draws, source)
+    if not values:
+        raise ConfigError(
+            f"{word}: holds no value, so the sweep would have no job; give at least one"
+        )
     return [f"{override.get_key_element()}={value}" for value in values]
 
 
@@ -313,11 +322,16 @@ def _check_job(overrides: list[str], multirun: bool, source: Source) -> None:
     composed = _composed_by_known_names(_parsed(overrides), source)
     option = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     try:
-        folder = Path(composed.hydra.sweep.dir if multirun else composed.hydra.run.dir)
+        folder = composed.hydra.sweep.dir if multirun else composed.hydra.run.dir
     except OmegaConfBaseException as error:
         raise ConfigError(f"{option}: {str(error).splitlines()[0]}; set {option}=FOLDER") from None
+    if not str(folder or "").strip():
+        raise ConfigError(
+            f"{option}=: is empty, perhaps from a shell variable that is not set; name a folder, "
+            "and . for this one"
+        )
     checked(composed)
-    refuse_unwritable(option, folder)
+    refuse_unwritable(option, Path(folder))
 
 
 def _composed_by_known_names(overrides: list[Override], source: Source = SHIPPED) -> DictConfig:
@@ -441,7 +455,7 @@ def refuse_unwritable(option: str, folder: Path) -> None:
 def _takes_files(folder: Path) -> bool:
     probe = folder / f".write-probe-{os.getpid()}"
     try:
-        probe.touch()
+        probe.touch(exist_ok=False)  # A link planted there is not followed.
         probe.unlink()
     except OSError:
         return False

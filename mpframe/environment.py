@@ -11,18 +11,15 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-SECRET_NAME = re.compile(
-    r"token(?!s|iz)|secret|passw|api_?key|access_?key|private_?key|credential|auth(?!or)",
-    re.IGNORECASE,
-)
+from mpframe.redaction import HIDDEN, SECRET_NAME, hide, secrets_of
+
 PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-HIDDEN = "***"
 
 
 def environment_text() -> str:
@@ -66,18 +63,16 @@ def shown_command(arguments: Iterable[str], environment: Mapping[str, str]) -> s
         arguments: the command line, split as the shell did.
         environment: searched for secrets the shell may have filled in; never shown.
     """
-    # Short values (an empty one, a `1`) would blank out half the line and protect nothing.
-    secrets = [v for k, v in environment.items() if SECRET_NAME.search(k) and len(v) >= 8]
+    arguments = list(arguments)
+    secrets = secrets_of(arguments, environment)
     return shlex.join(_without_secrets(argument, secrets) for argument in arguments)
 
 
-def _without_secrets(argument: str, secrets: Iterable[str]) -> str:
+def _without_secrets(argument: str, secrets: Sequence[str]) -> str:
     name, equals, _ = argument.partition("=")
     if SECRET_NAME.search(argument):
         return f"{name}={HIDDEN}" if equals else HIDDEN
-    for secret in secrets:
-        argument = argument.replace(secret, HIDDEN)
-    return PASSWORD_IN_ADDRESS.sub(HIDDEN, argument)
+    return PASSWORD_IN_ADDRESS.sub(HIDDEN, hide(argument, secrets))
 
 
 def _package(name: str) -> str:

@@ -66,6 +66,21 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     return "nearest: " + ", ".join(folded[match] for match in close) if close else ""
 
 
+def printable(text: str, keep: str = "") -> str:
+    """`text` with what would steer a terminal, or break a line, written out as in `\\x1b`.
+
+    Args:
+        text: perhaps with names from files or users' classes in it.
+        keep: characters that stay as they are, e.g. a line break.
+    """
+    return "".join(
+        letter
+        if letter.isprintable() or letter in keep
+        else letter.encode("unicode_escape", "backslashreplace").decode()
+        for letter in text
+    )
+
+
 @contextmanager
 def one_line_exit() -> Iterator[None]:
     """End the program with exit code 1 and one line on stderr where the block raises MpframeError.
@@ -77,7 +92,7 @@ def one_line_exit() -> Iterator[None]:
     except MpframeError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        print(f"mpframe: {error}", file=sys.stderr)
+        print(f"mpframe: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -8,11 +8,11 @@ the schema marks them.
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from mpframe.check import flatten
 from mpframe.config import watching
 from mpframe.errors import CheckpointError
+
+Options = Mapping[str, Any]
 
 # Neither are these: `auto` may be the same device, and the checkpoint's facts name the one it was;
 # a resumed run takes no first weights; data may lie elsewhere, and come by other hands in the same
@@ -25,13 +25,13 @@ _LENGTH = {"trainer.epochs", "trainer.max_steps"}
 _CARRIED = ("optimizer", "scheduler")
 
 
-def refuse_other_parts(then: str, now: str) -> None:
+def refuse_other_parts(then: Options, now: Options) -> None:
     """Refuse a checkpoint made by another kind of optimizer or schedule.
 
     Their states are tensors by number: another kind would take them and go on with nonsense.
 
     Args:
-        then, now: the resolved options of the checkpoint and of this run, as YAML.
+        then, now: the resolved options of the checkpoint and of this run.
 
     Raises:
         CheckpointError: a `_target_` differs.
@@ -44,17 +44,17 @@ def refuse_other_parts(then: str, now: str) -> None:
             )
 
 
-def differences(then: str, now: str) -> list[str]:
+def differences(then: Options, now: Options) -> list[str]:
     """The options that keep the resumed run from equalling the undisturbed one.
 
     Args:
-        then, now: the resolved options of the checkpoint and of this run, as YAML.
+        then, now: the resolved options of the checkpoint and of this run.
 
     Returns:
         `option=value (was value)` each.
     """
     changes = _changes(then, now)
-    passed_over = _passed_over(str(_flat(now).get("scheduler._target_", "")))
+    passed_over = _passed_over(str(flatten(now).get("scheduler._target_", "")))
     return [
         f"{path}={new} (was {old})"
         for path, (old, new) in changes.items()
@@ -69,7 +69,7 @@ def _passed_over(schedule: str) -> set[str]:
     return watching() | _ELSEWHERE | (set() if schedule else _LENGTH)
 
 
-def carried_over(then: str, now: str) -> list[str]:
+def carried_over(then: Options, now: Options) -> list[str]:
     """The options of optimizer and schedule that do not count: the saved state has its own.
 
     Returns:
@@ -83,23 +83,20 @@ def carried_over(then: str, now: str) -> list[str]:
     ]
 
 
-def other_arithmetic(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def other_arithmetic(then: Any, now: Mapping[str, Any]) -> list[str]:
     """What differs between two `environment.arithmetic`: `fact=value (was value)` each."""
+    if not isinstance(then, Mapping):
+        return []  # A checkpoint may hold anything there.
     return [f"{k}={now[k]} (was {then[k]})" for k in now if k in then and then[k] != now[k]]
 
 
-def _changes(then: str, now: str) -> dict[str, tuple[Any, Any]]:
-    old, new = _flat(then), _flat(now)
+def _changes(then: Options, now: Options) -> dict[str, tuple[str, str]]:
+    old, new = flatten(then), flatten(now)
     if not old or not new:
         return {}  # Saved without a configuration, in a loop of the user's own.
     paths = sorted(old.keys() | new.keys())
     pairs = {path: (_shown(old.get(path)), _shown(new.get(path))) for path in paths}
     return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _flat(text: str) -> dict[str, Any]:
-    tree: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    return flatten(tree)
 
 
 def _shown(value: Any) -> str:

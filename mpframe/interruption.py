@@ -29,10 +29,12 @@ class Interruption:
 
     Attributes:
         received: the first signal that came, or None.
+        raised: whether it raised where it came, and was not only noted.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.raised = False
         self._process = os.getpid()
         self._deferring = False
         self._before: dict[signal.Signals, Any] = {}
@@ -65,6 +67,7 @@ class Interruption:
             return  # A loader's worker, which inherited this handler, works on until it is told.
         self.received = signal.Signals(number)
         if not self._deferring:
+            self.raised = True
             raise RunInterrupted(self.received)
         # Not through the log: the signal may have come while that was being written.
         os.write(2, f"\n{self.received.name}: stopping after this step\n".encode())

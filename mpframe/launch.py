@@ -7,6 +7,7 @@ torch is imported only once the command line has been found good.
 import os
 import sys
 from pathlib import Path
+from typing import cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -15,8 +16,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from mpframe.command_line import checked, prepare
-from mpframe.errors import MpframeError, RunInterrupted
+from mpframe.errors import MpframeError, RunInterrupted, printable
 from mpframe.locations import CONF
+from mpframe.redaction import hide, secrets_of, values_of
 
 
 class JobError(CompactHydraException):
@@ -54,8 +56,10 @@ def _hydra_main(failures: list[MpframeError]) -> None:
             config = checked(composed)
             from mpframe.run import Run  # torch comes in here, and not before.
 
-            Run(config, composed, Path(HydraConfig.get().runtime.output_dir)).train()
+            own = cast(DictConfig, HydraConfig.get())
+            Run(config, composed, Path(own.runtime.output_dir), own).train()
         except MpframeError as error:
+            error.args = (hide(str(error), secrets_of(values_of(composed), os.environ)),)
             if HydraConfig.get().mode is RunMode.MULTIRUN:
                 if isinstance(error, RunInterrupted):
                     sys.exit(_printed(error))  # The jobs that are left are not started either.
@@ -66,5 +70,6 @@ def _hydra_main(failures: list[MpframeError]) -> None:
 
 
 def _printed(error: MpframeError) -> int:
-    print(f"mpframe: {error}", file=sys.stderr)
+    said = hide(str(error), secrets_of(sys.argv, os.environ))
+    print(f"mpframe: {printable(said)}", file=sys.stderr)
     return error.exit_code

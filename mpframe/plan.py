@@ -3,8 +3,9 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Self
 
-from mpframe.errors import ConfigError
+from mpframe.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,21 @@ class Progress:
             f"{self.steps} {steps} applied, {self.skipped} skipped: most of the run was in vain; "
             "start from a lower loss scale, or see why its gradients overflow (scripts/doctor.py)"
         )
+
+    @classmethod
+    def saved(cls, state: Mapping[str, Any]) -> Self:
+        """Where a checkpoint says that a run stands.
+
+        Raises:
+            CheckpointError: a count is none.
+        """
+        for name, value in state.items():
+            for count in value.values() if isinstance(value, dict) else (value,):
+                if type(count) is not int or not 0 <= count < 2**53:
+                    raise CheckpointError(
+                        f"its progress.{name} is no count but {count!r:.40}; use another checkpoint"
+                    )
+        return cls(**state)
 
     def count_batches(self, used: int, per_epoch: int) -> None:
         """Move on by the micro-batches of a step; behind the last one the next pass begins."""

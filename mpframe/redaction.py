@@ -1,34 +1,41 @@
-"""What the environment tells a run stays out of what the run leaves behind.
+"""What the environment tells a run stays out of what the run leaves behind and says.
 
 A run's folder is meant to be passed on. Two kinds of values never stand in it: those of variables
 that the configuration refers to by `${oc.env:NAME}`, wherever they are handed on to, and those of
 variables whose name sounds like a secret, should a shell have put them on the command line.
+
+Values are redacted, and then written: a text that is YAML already may have quoted, escaped or
+folded the secret, and `***` put into it may not be YAML any more.
 """
 
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from mpframe.check import flatten
-from mpframe.durable import write_atomically
-from mpframe.environment import HIDDEN, SECRET_NAME
+from mpframe.errors import printable
 
+SECRET_NAME = re.compile(
+    r"token(?!s|iz)|secret|passw|api_?key|access_?key|private_?key|credential|auth(?!or)",
+    re.IGNORECASE,
+)
+HIDDEN = "***"
 _REFERENCE = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]+)")
 # Shorter values would blank out half a text and protect nothing.
 _SHORTEST_REFERRED = 4
 _SHORTEST_NAMED = 8
+_ESCAPED = {"\n": "(?:\n|n)", "\t": "(?:\t|t)", "\r": "(?:\r|r)"}
 
 
 def secrets_of(texts: Iterable[object], environment: Mapping[str, str]) -> list[str]:
     """The values to keep out, the longest first.
 
     Args:
-        texts: the configuration's values before they are resolved.
+        texts: the configuration's values before they are resolved, or a command line's words.
         environment: variables by name.
     """
     referred = {name for text in texts for name in _REFERENCE.findall(str(text))}
@@ -42,51 +49,64 @@ def secrets_of(texts: Iterable[object], environment: Mapping[str, str]) -> list[
 
 
 def hide(text: str, secrets: Sequence[str]) -> str:
-    """`text` with `***` in the place of every secret."""
+    """`text` with `***` in the place of every secret, escaped as it may be."""
     for secret in secrets:
-        text = text.replace(secret, HIDDEN)
+        text = _pattern(secret).sub(HIDDEN, text)
     return text
 
 
-def hide_in_files(files: Iterable[Path], secrets: Sequence[str]) -> None:
-    """Rewrite the text files that hold a secret."""
-    for path in files:
-        text = path.read_text(encoding="utf-8")
-        if hide(text, secrets) != text:
-            write_atomically(path, hide(text, secrets))
+def redacted(value: Any, secrets: Sequence[str]) -> Any:
+    """A copy of nested values, with `***` in the place of every secret in a key or a value.
+
+    An interpolation that holds one is hidden whole, and so is a number that is one.
+    """
+    if isinstance(value, Mapping):
+        return {redacted(key, secrets): redacted(held, secrets) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(held, secrets) for held in value]
+    if value is None or isinstance(value, bool):
+        return value
+    shown = hide(str(value), secrets)
+    if shown == str(value):
+        return value
+    return HIDDEN if "${" in shown or not isinstance(value, str) else shown
 
 
-def resolved_text(composed: DictConfig, secrets: Sequence[str]) -> str:
-    """The resolved configuration as YAML; what comes from the environment stays a reference."""
-    raw = flatten(cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False)))
-    shown = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
-    for path, value in raw.items():
-        if "${oc.env" in str(value):
-            OmegaConf.update(shown, path, str(value).replace("$", "\\$"), force_add=True)
-    return hide(OmegaConf.to_yaml(shown), secrets)
+def as_yaml(config: Any, secrets: Sequence[str], resolve: bool = False) -> str:
+    """A configuration as YAML without its secrets.
+
+    Args:
+        config: of omegaconf.
+        secrets: what is hidden.
+        resolve: write values for interpolations; those from the environment stay as they are.
+    """
+    tree: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    if resolve:
+        resolved: Any = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+        tree = _but_references(tree, resolved)
+    return OmegaConf.to_yaml(OmegaConf.create(redacted(tree, secrets)))
 
 
-def values_of(composed: DictConfig) -> list[Any]:
+def values_of(config: Any) -> list[Any]:
     """Every value of a configuration as it was written, unresolved."""
-    tree = OmegaConf.to_container(composed, resolve=False)
-    return list(flatten(cast(dict[str, Any], tree)).values())
+    return list(_leaves(OmegaConf.to_container(config, resolve=False)))
 
 
 @contextmanager
 def hidden_from_logs(secrets: Sequence[str]) -> Iterator[None]:
-    """Within the block the files that the root logger writes hold no secret."""
-    files = [h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
-    before = [handler.formatter for handler in files]
-    for handler in files:
-        handler.setFormatter(_Redacting(handler.formatter, secrets))
+    """Within the block what the root logger's handlers write holds no secret, nor bare controls."""
+    handlers = logging.getLogger().handlers.copy()
+    before = [handler.formatter for handler in handlers]
+    for handler in handlers:
+        handler.setFormatter(Redacting(handler.formatter, secrets))
     try:
         yield
     finally:
-        for handler, formatter in zip(files, before, strict=True):
+        for handler, formatter in zip(handlers, before, strict=True):
             handler.setFormatter(formatter)
 
 
-class _Redacting(logging.Formatter):
+class Redacting(logging.Formatter):
     """Formats as another does, and hides secrets in the text, tracebacks included."""
 
     def __init__(self, inner: logging.Formatter | None, secrets: Sequence[str]) -> None:
@@ -95,4 +115,31 @@ class _Redacting(logging.Formatter):
         self._secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        return hide(self._inner.format(record), self._secrets)
+        """The record as text; what would steer a terminal is written out."""
+        return printable(hide(self._inner.format(record), self._secrets), keep="\n\t")
+
+
+@lru_cache
+def _pattern(secret: str) -> re.Pattern[str]:
+    """Finds a secret also where quoting or `repr` has put backslashes into it."""
+    letters = (_ESCAPED.get(letter, re.escape(letter)) for letter in secret)
+    return re.compile("".join(rf"\\{{0,3}}{letter}" for letter in letters))
+
+
+def _but_references(raw: Any, resolved: Any) -> Any:
+    """`resolved`, but what is a reference to the environment in `raw` as it stands there."""
+    if isinstance(raw, dict) and isinstance(resolved, dict):
+        return {key: _but_references(raw.get(key), value) for key, value in resolved.items()}
+    if isinstance(raw, list) and isinstance(resolved, list):
+        return [_but_references(*pair) for pair in zip(raw, resolved, strict=True)]
+    if isinstance(raw, str) and "${oc.env" in raw:
+        return raw.replace("$", "\\$")
+    return resolved
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict | list):
+        for held in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(held)
+    else:
+        yield tree

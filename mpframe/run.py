@@ -7,8 +7,9 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -29,13 +30,13 @@ from mpframe.checkpoint import retention
 from mpframe.config import Config
 from mpframe.conversion import rounding
 from mpframe.data import Loader
-from mpframe.durable import write_atomically
 from mpframe.environment import environment_text
 from mpframe.errors import (
     CheckpointError,
     ConfigError,
     DataError,
     DivergedError,
+    MpframeError,
     RunInterrupted,
     UserCodeError,
 )
@@ -45,16 +46,10 @@ from mpframe.memory import peak_memory
 from mpframe.numerics.autopsy.callback import Autopsy
 from mpframe.numerics.doctor import Patient, hints_on
 from mpframe.numerics.range_watch import RangeWatch
-from mpframe.redaction import (
-    hidden_from_logs,
-    hide,
-    hide_in_files,
-    resolved_text,
-    secrets_of,
-    values_of,
-)
+from mpframe.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.requeue import requeue
 from mpframe.resuming import Resume
+from mpframe.run_folder import RunFolder, unwritable_in_one_line
 from mpframe.run_lock import RunLock
 from mpframe.saved_weights import fitted, weights_of
 from mpframe.saving import Checkpoints, SavePlan
@@ -74,12 +69,16 @@ class Run:
         config: the checked options.
         composed: the same, as composed; written to the folder.
         folder: the run's folder; exists.
+        hydra: Hydra's own section; without it neither `.hydra` nor a log is written.
     """
 
-    def __init__(self, config: Config, composed: DictConfig, folder: Path) -> None:
+    def __init__(
+        self, config: Config, composed: DictConfig, folder: Path, hydra: DictConfig | None = None
+    ) -> None:
         self.config = config
         self.secrets = secrets_of(values_of(composed), os.environ)
-        self.config_text = resolved_text(composed, self.secrets)
+        self.place = RunFolder(folder, composed, hydra, self.secrets)
+        self.config_text = self.place.config
         self.folder = folder
         self.started = time.perf_counter()
         self.trainer: Trainer | None = None
@@ -93,39 +92,47 @@ class Run:
 
         Raises:
             MpframeError: the run could not start or go on; the summary is written, unless the
-                folder belongs to another run.
+                folder holds the record of a run that was not taken up again.
             RunInterrupted: a signal stopped it; checkpoint and summary are written.
         """
-        with RunLock(self.folder), self.interruption:
+        with (
+            hidden_from_logs(self.secrets),
+            self.place,
+            RunLock(self.folder),
+            self.interruption,
+        ):
             _refuse_to_forget(self.config)
-            _refuse_used_folder(self.folder, self.config.run.resume)
+            self.place.refuse_unfit(self.config.run.resume)
             retention.tidy(self.folder)
-            write_atomically(self.folder / "config_resolved.yaml", self.config_text)
-            hide_in_files(self.folder.glob(".hydra/*.yaml"), self.secrets)
-            with hidden_from_logs(self.secrets):
-                return self._train()
+            if not self.place.holds_a_run():
+                self.place.take()
+            return self._train()
 
     def _train(self) -> Summary:
         try:
-            with _exit_refused():
+            with unwritable_in_one_line(self.folder), _exit_refused():
                 self._fit()
         except DivergedError as error:
             self._finish(Status.DIVERGED, str(error))
             raise
-        except RunInterrupted as stop:
-            self._finish(Status.INTERRUPTED, str(stop))
-            if self.config.trainer.requeue:
-                requeue(stop.received)
-            raise RunInterrupted(
-                stop.received, f"continue with resume=auto hydra.run.dir={self.folder}"
-            ) from None
         except BaseException as error:
+            received = self.interruption.received
+            # Where a signal raised at once, a library may have made anything of it on the way.
+            at_once = self.interruption.raised
+            if received is not None and (at_once or isinstance(error, RunInterrupted)):
+                raise self._stopped(received) from None
             self._fail(error)
             raise
         mostly_skipped = self.trainer.progress.mostly_skipped if self.trainer else None
         if mostly_skipped:
             log.warning("warning: %s", mostly_skipped)
         return self._finish(Status.FINISHED, mostly_skipped)
+
+    def _stopped(self, received: Signals) -> RunInterrupted:
+        self._finish(Status.INTERRUPTED, str(RunInterrupted(received)))
+        if self.config.trainer.requeue:
+            requeue(received)
+        return RunInterrupted(received, f"continue with resume=auto hydra.run.dir={self.folder}")
 
     def _fit(self) -> None:
         config = self.config
@@ -140,22 +147,26 @@ class Run:
             return
         if config.run.init_from is not None:
             self._take_weights(trainer, config.run.init_from)
-        states = Resume(config.run.resume, self.folder, self.config_text).into(trainer)
+        resumed = Resume(config.run.resume, self.folder, self.config_text).into(trainer)
         trainer.refuse_overrun(len(train))
+        self.place.take()
         attempts = trainer.progress.attempts
-        record = RecordAmax(self.folder, attempts)
+        for moved in retention.set_aside_after(self.folder, attempts):
+            log.warning("warning: newer than where the run goes on, now %s", moved)
+        on_error = config.trainer.on_save_error
+        record = RecordAmax(self.folder, attempts, on_error)
         bar = Bar(trainer.plan.total_steps(len(train)), attempts, config.trainer.progress)
-        saves = Checkpoints(self.folder, self._save_plan(), self.config_text)
+        saves = Checkpoints(self.folder, self._save_plan(), self.config_text, resumed.run)
         try:
             # The curves of a checkpoint's own step are in it, and are written again.
             with (
                 self.interruption.deferred(),
-                Tracker(self.folder, purge_step=max(1, attempts)) as tracker,
+                Tracker(self.folder, max(1, attempts), on_error) as tracker,
             ):
                 guards = self._guards(train)
                 trainer.callbacks = [record, *self._watchers(tracker, saves, guards), bar]
                 self._describe(tracker, trainer)
-                _restore(trainer.callbacks, states)
+                _restore(trainer.callbacks, resumed.callbacks)
                 with (
                     saves.around(trainer),
                     self._watch_ranges(trainer, tracker),
@@ -163,9 +174,13 @@ class Run:
                 ):
                     trainer.fit(train, val)
                 tracker.finished()
+        except BaseException:
+            with suppress(OSError):  # What went wrong first is told.
+                record.flush()
+            raise
         finally:
-            record.flush()
             bar.close()
+        record.flush()
 
     def _guards(self, train: Loader) -> list[Callback]:
         options = self.config.trainer
@@ -240,7 +255,8 @@ class Run:
         tracker.text(Tag.TEXT_DTYPE_MAP, f"```\n{trainer.precision.describe(trainer.model)}\n```")
         tracker.text(Tag.TEXT_ENVIRONMENT, environment_text())
         tracker.layout([name])
-        tracker.hparams(self._hparams(), [Tag.LOSS_TRAIN, Tag.LOSS_VAL, metric_tag(name)])
+        results = [Tag.LOSS_TRAIN, Tag.LOSS_VAL, metric_tag(name)]
+        tracker.hparams(redacted(self._hparams(), self.secrets), results)
 
     def _hparams(self) -> dict[str, str | float | int]:
         """The same keys in every run: TensorBoard drops a column that some runs lack."""
@@ -276,7 +292,10 @@ class Run:
 
     def _finish(self, status: Status, reason: str | None = None) -> Summary:
         summary = self._summary(status, None if reason is None else hide(reason, self.secrets))
-        summary.write(self.folder)
+        if not self.place.taken:
+            log.info("the record in %s stays as it was", self.folder)
+            return summary
+        self._write(summary)
         metric = (
             f"val_{summary.metric} {summary.val_metric:.4f}, "
             if summary.val_metric is not None
@@ -296,6 +315,17 @@ class Run:
     def _fail(self, error: BaseException) -> None:
         self._finish(Status.FAILED, str(error).splitlines()[0] if str(error) else repr(error))
         _write_traceback(error)
+
+    def _write(self, summary: Summary) -> None:
+        """Write the summary; where the disk is full that stops none but a run that ended well."""
+        try:
+            with unwritable_in_one_line(self.folder):
+                summary.write(self.folder)
+        except MpframeError as error:
+            ended_well = summary.status is Status.FINISHED
+            if ended_well and self.config.trainer.on_save_error == "stop":
+                raise
+            log.warning("warning: %s", error)
 
     def _summary(self, status: Status, reason: str | None) -> Summary:
         config, trainer = self.config, self.trainer
@@ -379,13 +409,4 @@ def _refuse_to_forget(config: Config) -> None:
         raise ConfigError(
             f"trainer.requeue=true: needs resume=auto, not resume={config.run.resume}, and a fixed "
             "hydra.run.dir, so that the job goes on from its checkpoint"
-        )
-
-
-def _refuse_used_folder(folder: Path, resume: str) -> None:
-    """Never train over another run: its checkpoints and curves would be mixed with the new ones."""
-    if resume == "none" and checkpoint.all_in(folder):
-        raise ConfigError(
-            f"hydra.run.dir={folder}: holds the checkpoints of a run; "
-            "continue it with resume=auto or choose another folder"
         )

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from mpframe.errors import ConfigError, MpframeError
+from mpframe.plain_file import open_regular
 
 if sys.platform != "win32":  # Windows has no such lock; there two processes are not kept apart.
     import fcntl
@@ -37,16 +38,16 @@ class RunLock:
             MpframeError: the folder cannot be written.
         """
         try:
-            self._file = self._path.open("a+")
+            self._file = open_regular(self._path, "a+")
+            self._lock()
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            self._file.flush()
         except OSError as error:
             raise MpframeError(
                 f"hydra.run.dir={self._path.parent}: cannot be written ({error.strerror}); "
-                "choose another folder"
+                "free space or choose another folder"
             ) from None
-        self._lock()
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self._file.flush()
         return self
 
     def __exit__(
@@ -55,6 +56,7 @@ class RunLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._file.truncate(0)  # It names who holds it, and nobody does now.
         self._file.close()
 
     def _lock(self) -> None:

@@ -114,9 +114,12 @@ def steps_tried(state: Mapping[str, Any], path: Path) -> int:
     """
     try:
         progress = state["trainer"]["progress"]
-        return int(progress["steps"] + progress["skipped"])
-    except (KeyError, TypeError, ValueError):
+        steps = progress["steps"], progress["skipped"]
+    except (LookupError, TypeError):
         raise _not_of_a_run(path, "progress") from None
+    if any(type(count) is not int or not 0 <= count < 2**53 for count in steps):
+        raise _not_of_a_run(path, "progress")
+    return sum(steps)
 
 
 def _tensors(state: Mapping[str, Any], name: str, path: Path) -> dict[str, Tensor]:

@@ -58,12 +58,14 @@ class Checkpoints(Callback):
         folder: the run's folder.
         plan: when to save and what to keep.
         config: the resolved options as YAML.
+        run: the run's identity.
     """
 
-    def __init__(self, folder: Path, plan: SavePlan, config: str) -> None:
+    def __init__(self, folder: Path, plan: SavePlan, config: str, run: str) -> None:
         self._folder = folder
         self._plan = plan
         self._config = config
+        self._run = run
         self._background = Background()
         self._validation: tuple[int, dict[str, Any]] | None = None
         self._saved: tuple[int, int] | None = None
@@ -165,6 +167,7 @@ class Checkpoints(Callback):
             {
                 "validation": self._validation_at(attempts),
                 "made_on": arithmetic(next(trainer.model.parameters()).device),
+                "run": self._run,
             },
         )
 

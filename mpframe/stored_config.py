@@ -27,9 +27,8 @@ from mpframe.command_line import checked, compose_named, is_group
 from mpframe.config import OPEN, Config
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.locations import CONF
+from mpframe.stored_yaml import parsed
 
-_MOST_LETTERS = 2**16
-_DEEPEST = 16
 _TARGETS = {f"{group}._target_" for group in OPEN}
 _UNUSED = {"optimizer", "scheduler", "loss_scaling", "resume", "init_from", "init_from_except"}
 # What an evaluation needs none of, but a complete configuration holds.
@@ -75,27 +74,6 @@ def config_of(text: str, path: Path, given: list[str]) -> Config:
     return checked(OmegaConf.create({**stored, **_INSTEAD, "optimizer": optimizer}))
 
 
-def parsed(text: str, path: Path) -> dict[str, Any]:
-    """A stored configuration as plain values; nothing in it is called or looked up.
-
-    Args:
-        text: YAML.
-        path: where it came from, for messages.
-
-    Raises:
-        CheckpointError: it is not a configuration, or contrived to take hours or all memory.
-    """
-    try:
-        _refuse_contrived(text, path)
-        tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path}: not a stored configuration ({reason})") from None
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}: not a stored configuration; use a checkpoint of a run")
-    return tree
-
-
 def _parts(optimizer: Any) -> dict[Any, Any]:
     """Of several optimizers the names and what each may take, which is what weights go by."""
     parts = optimizer.get("parts") if isinstance(optimizer, dict) else None
@@ -111,19 +89,6 @@ def _without_hydra(composed: DictConfig) -> dict[str, Any]:
     """The composed options as plain values, interpolations left as they are."""
     own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     return cast(dict[str, Any], OmegaConf.to_container(own, resolve=False))
-
-
-def _refuse_contrived(text: str, path: Path) -> None:
-    """Refuse what would take the parser hours, or unfold to more than the memory holds."""
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        starts = isinstance(event, yaml.CollectionStartEvent)
-        depth += starts - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST or isinstance(event, yaml.AliasEvent) or len(text) > _MOST_LETTERS:
-            raise CheckpointError(
-                f"{path}: refused, a stored configuration has no aliases, at most {_MOST_LETTERS} "
-                f"letters and at most {_DEEPEST} levels"
-            )
 
 
 def _choices_of(stored: Mapping[str, Any], given: list[str]) -> list[str]:

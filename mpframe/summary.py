@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from mpframe.durable import write_atomically
 from mpframe.errors import MpframeError
+from mpframe.plain_file import read_regular
 
 FILE_NAME = "summary.json"
+_LARGEST = 2**20  # bytes
 
 
 class Status(StrEnum):
@@ -94,24 +96,48 @@ class Summary:
 
         Raises:
             FileNotFoundError: there is none.
+            OSError: it cannot be read, or is a link or no regular file.
             MpframeError: it is damaged.
         """
         path = folder / FILE_NAME
+        content = read_regular(path, _LARGEST)
         try:
-            entries = {k: _from_json(v) for k, v in json.loads(path.read_text()).items()}
+            entries = {k: _from_json(v) for k, v in json.loads(content).items()}
             metrics = [key for key in entries if key.startswith("val_") and key != "val_loss"]
             for key in metrics:
                 entries |= {"metric": key.removeprefix("val_"), "val_metric": entries.pop(key)}
-            return cls(**entries | {"status": Status(entries["status"])})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return cls(**_typed(cls, entries | {"status": Status(entries["status"])}))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
             raise MpframeError(
-                f"{path}: not a run's summary ({error}): delete the file or run the job again"
+                f"{path}: not a run's summary ({said:.120}): delete the file or run the job again"
             ) from error
 
 
 def strict_json(entries: Mapping[str, Any]) -> str:
     """`entries` as a JSON object, one entry a line; numbers that are not finite become words."""
     return json.dumps({key: _to_json(value) for key, value in entries.items()}, indent=2) + "\n"
+
+
+def _typed(summary: type[Summary], entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a file that may hold anything, each of its field's type."""
+    hints = get_type_hints(summary)
+    for name, value in entries.items():
+        if name in hints and not _is_of(value, hints[name]):
+            raise ValueError(f"{name} is {value!r:.40}")
+    return entries
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    if hint is float:
+        return type(value) is float or (type(value) is int and abs(value) < 2**63)
+    if hint is int:
+        return type(value) is int and 0 <= value < 2**63
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(_is_of(held, float) for held in value.values())
+    if get_args(hint):
+        return any(_is_of(value, one) for one in get_args(hint))
+    return isinstance(value, hint)
 
 
 def _to_json(value: Any) -> Any:

@@ -25,7 +25,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from mpframe.durable import write_atomically
-from mpframe.errors import MpframeError
+from mpframe.errors import MpframeError, printable
+from mpframe.redaction import as_yaml, secrets_of, values_of
 from mpframe.summary import FILE_NAME, Summary
 
 NO_SUMMARY = "no summary"
@@ -57,6 +58,9 @@ class SweepTable(Callback):
         self._started = time.time()
         # Hydra leaves out on_multirun_end where a job failed: the table is due then all the more.
         atexit.register(self._report)
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _hide_secrets(Path(config.hydra.sweep.dir) / "multirun.yaml")
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.unregister(self._report)
@@ -129,6 +133,15 @@ def _pin_sweep_dir(config: DictConfig) -> None:
         config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{folder}'")
 
 
+def _hide_secrets(path: Path) -> None:
+    """Hydra has written the sweep's options by now; a shell may have put secrets among them."""
+    if path.is_file():
+        written = OmegaConf.load(path)
+        shown = as_yaml(written, secrets_of(values_of(written), os.environ))
+        if shown != path.read_text(encoding="utf-8"):
+            write_atomically(path, shown)
+
+
 def _read_job(hydra_folder: Path, since: float) -> Job:
     hydra = OmegaConf.load(hydra_folder / "hydra.yaml").hydra
     overrides = OmegaConf.load(hydra_folder / "overrides.yaml")
@@ -141,8 +154,8 @@ def _read_summary(folder: Path, since: float) -> Summary | None:
         return None
     try:
         return Summary.read(folder)
-    except MpframeError as error:
-        print(error)
+    except (OSError, MpframeError) as error:
+        print(printable(str(error)))
         return None
 
 

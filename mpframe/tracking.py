@@ -13,6 +13,7 @@ the curve of what was repeated is replaced and every tag's steps strictly increa
 """
 
 import base64
+import logging
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,10 +30,12 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-
 from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
 from tensorboard.plugins.text import metadata as text_metadata  # type: ignore[import-untyped]
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard import summary as summaries
 
 from mpframe.errors import MpframeError
+from mpframe.event_file import EventFile
+
+log = logging.getLogger(__name__)
 
 _COLOURS = 4  # red, green, blue and opacity
 LONGEST_WAIT = 5.0  # seconds a resumed run waits for the clock to pass its older event files
@@ -93,21 +96,22 @@ class Tracker:
         folder: the run's folder, made if it is missing.
         purge_step: the first step this tracker will write, one after the last one kept. Whatever
             the folder's older event files hold from there on is hidden; None hides all of it.
+        on_error: `stop` where the disk is full, or `warn` and write what waits once it is not.
 
     Raises:
         MpframeError: the folder cannot be written, or its newest event file lies in the future.
     """
 
-    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+    def __init__(self, folder: Path, purge_step: int | None = None, on_error: str = "stop") -> None:
         self.folder = folder
         self._first_step = purge_step or 0
+        self._warns = self._warned = False
         with self._unwritable():
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".writable").touch()
-            (folder / ".writable").unlink()
         _wait_for_a_later_name(folder)
-        self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
-        self._events: Any = self._writer.file_writer
+        with self._unwritable():
+            self._events = EventFile(folder, self._first_step)
+        self._warns = on_error == "warn"
         self._step, self._of_step = 0, list[str]()
 
     def scalars(self, step: int, values: Mapping[str, float | Tensor]) -> None:
@@ -219,24 +223,27 @@ class Tracker:
     def flush(self) -> None:
         """Wait until all that was logged is in the file. Call it before a checkpoint."""
         with self._unwritable():
-            self._writer.flush()
+            self._events.flush()
 
     def close(self) -> None:
-        """Write what is left and close the file; a second call does nothing."""
-        with self._unwritable():
-            self._writer.close()
+        """Write what is left."""
+        self.flush()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except MpframeError:
+            if error is None:  # Else what went wrong first is told.
+                raise
 
     def _add(self, summary: Summary, step: int | None = None) -> None:
         if step is not None:
             self._keep(summary, step)
         with self._unwritable():
-            self._events.add_summary(summary, self._first_step if step is None else step)
+            self._events.add(summary, self._first_step if step is None else step)
 
     def _keep(self, summary: Summary, step: int) -> None:
         if step > self._step:
@@ -249,10 +256,14 @@ class Tracker:
         try:
             yield
         except OSError as error:
-            raise MpframeError(
-                f"run folder {self.folder}: the event file cannot be written "
-                f"({error.strerror or error}); free space or set hydra.run.dir to a writable folder"
-            ) from error
+            said = f"run folder {self.folder}: the event file cannot be written ({error.strerror})"
+            if not self._warns:
+                raise MpframeError(
+                    f"{said}; free space or set hydra.run.dir to a writable folder"
+                ) from error
+            if not self._warned:
+                log.warning("warning: %s; the curves wait in memory for room", said)
+            self._warned = True
 
 
 class NullTracker(Tracker):

@@ -273,7 +273,7 @@ class Trainer:
             self.ema.load_by_name(self.model, state["ema"], updates)
         if self.spikes is not None and state["spikes"] is not None:
             self.spikes.load_state_dict(state["spikes"])
-        self.progress = Progress(**state["progress"])
+        self.progress = Progress.saved(state["progress"])
         if state["precision"] != str(self.precision):
             rounded = rounding(self.model, state["weights"])
             scaled = bool(state["scaler"]), self.scaler is not None

@@ -7,6 +7,7 @@
 `writing` makes one, `reading` verifies and loads one, `retention` decides which stay.
 """
 
+from mpframe.checkpoint.identity import identity_of, new_identity, refuse_mixed
 from mpframe.checkpoint.layout import FOLDER, all_in, newest
 from mpframe.checkpoint.random_state import restore_rng, rng_state
 from mpframe.checkpoint.reading import load, read
@@ -17,9 +18,12 @@ __all__ = [
     "FOLDER",
     "Snapshot",
     "all_in",
+    "identity_of",
     "load",
+    "new_identity",
     "newest",
     "read",
+    "refuse_mixed",
     "restore_rng",
     "rng_state",
     "save",

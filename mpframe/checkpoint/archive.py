@@ -14,35 +14,44 @@ from torch import Tensor
 
 from mpframe.errors import CheckpointError
 
+_LARGEST_PICKLE = 2**24  # bytes; a thousand parameters with their optimizer state take 1 MB
+_DEEPEST = 50
+_MOST_VALUES = 10**7
+
 
 def refuse_bomb(path: Path) -> None:
     """Refuse a state file that is not as torch writes it, before anything of it is unpacked.
 
     Raises:
-        CheckpointError: not an archive, or one with entries that are compressed, overlap, or are
-            named as if to leave their folder.
+        CheckpointError: an archive with entries that are compressed, overlap, or are named as if to
+            leave their folder, or with a pickle that would take minutes.
+        Exception: not an archive; whatever zipfile raises.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: not a saved state ({str(error).splitlines()[0]}); use another checkpoint"
-        ) from None
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
     size = sum(entry.file_size for entry in entries)
     if size > path.stat().st_size or any(map(_is_odd, entries)):
         raise CheckpointError(
             f"{path}: refused, its entries are not stored as torch stores them; "
             "use another checkpoint"
         )
+    pickled = sum(entry.file_size for entry in entries if entry.filename.endswith(".pkl"))
+    if pickled > _LARGEST_PICKLE:
+        raise CheckpointError(
+            f"{path}: refused, its pickle has {pickled} bytes, and {_LARGEST_PICKLE} is more than "
+            "any run's; use another checkpoint"
+        )
 
 
 def refuse_hollow(path: Path, state: Any) -> None:
-    """Refuse a state with a tensor that claims more bytes than its whole file has.
+    """Refuse a state with more to it than its file has: in a tensor, or in lists held many times.
 
     Raises:
-        CheckpointError: there is one.
+        CheckpointError: a tensor claims more bytes than the whole file has, or lists and dicts are
+            nested without end or unfold to millions.
     """
+    if _unfolded(state, {}) > _MOST_VALUES:
+        raise CheckpointError(f"{path}: refused, nested so that it unfolds to millions of values")
     size = path.stat().st_size
     for tensor in _tensors(state):
         if tensor.numel() * tensor.element_size() > size:
@@ -56,6 +65,18 @@ def _is_odd(entry: zipfile.ZipInfo) -> bool:
     name = PurePosixPath(entry.filename.replace("\\", "/"))
     leaves = name.is_absolute() or ".." in name.parts
     return entry.compress_type != zipfile.ZIP_STORED or leaves
+
+
+def _unfolded(value: Any, known: dict[int, int], depth: int = 0) -> int:
+    """How many values there are where what is held twice counts twice; endless is too many."""
+    if not isinstance(value, dict | list | tuple | set):
+        return 1
+    if depth > _DEEPEST:
+        return _MOST_VALUES + 1
+    if id(value) not in known:
+        held = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_unfolded(one, known, depth + 1) for one in held)
+    return known[id(value)]
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

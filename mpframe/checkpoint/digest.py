@@ -7,6 +7,8 @@ import hashlib
 from pathlib import Path
 from typing import IO
 
+from mpframe.plain_file import open_regular
+
 PIECE = 2**20  # bytes read at once
 
 
@@ -55,13 +57,13 @@ class HashingFile:
 
 
 def sha256_of(path: Path) -> str:
-    """The digest of a file, in hexadecimal.
+    """The digest of a regular file, in hexadecimal.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is a link or no regular file.
     """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path, "rb") as file:
         while piece := file.read(PIECE):
             digest.update(piece)
     return digest.hexdigest()

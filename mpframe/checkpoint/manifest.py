@@ -8,15 +8,19 @@ the manifest itself is found as surely as one in a file that it names.
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from mpframe.checkpoint.damage import damaged_if_raising
 from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.layout import MANIFEST
 from mpframe.errors import CheckpointError
+from mpframe.plain_file import open_regular, read_regular
 
 FORMAT = 2
+_LARGEST = 2**20  # bytes; a manifest of ours has a few hundred
 
 
 @dataclass(frozen=True)
@@ -46,23 +50,26 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            sealed = json.loads(path.read_bytes())
-            version, content, digest = sealed["format"], sealed["content"], sealed["sha256"]
-            files = {
-                str(name): {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
-                for name, entry in content["files"].items()
-            }
-            facts = dict(content["facts"])
+            written = read_regular(path, _LARGEST)
         except OSError as error:
             raise CheckpointError(
                 f"{folder}: no readable checkpoint ({MANIFEST}: {error.strerror}); "
                 "name a run's folder or a checkpoint in it"
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise CheckpointError(f"{path}: damaged, not a manifest; use an older one") from None
+        with damaged_if_raising(path, "not a manifest"):
+            return cls._parsed(json.loads(written), path)
+
+    @classmethod
+    def _parsed(cls, sealed: Any, path: Path) -> Self:
+        version, content, digest = sealed["format"], sealed["content"], sealed["sha256"]
+        files = {
+            _inside(name, path): {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
+            for name, entry in content["files"].items()
+        }
+        facts = dict(content["facts"])
         if version != FORMAT:
             raise CheckpointError(
-                f"{folder}: format {version}, this version reads {FORMAT}; "
+                f"{path.parent}: format {version}, this version reads {FORMAT}; "
                 "use the version of mpframe that wrote it"
             )
         if digest != _seal(version, content):
@@ -81,7 +88,8 @@ class Manifest:
 
 def _verify(path: Path, expected: dict[str, Any]) -> None:
     try:
-        size = path.stat().st_size
+        with open_regular(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
         whole = size == expected["bytes"]
         same = whole and sha256_of(path) == expected["sha256"]
     except OSError as error:
@@ -94,6 +102,16 @@ def _verify(path: Path, expected: dict[str, Any]) -> None:
         )
     if not same:
         raise CheckpointError(f"{path}: damaged, its digest differs; use an older one")
+
+
+def _inside(name: str, path: Path) -> str:
+    """A file's name as the manifest has it: one of its own folder."""
+    if name in ("", ".", "..") or not set(name).isdisjoint("/\\\0"):
+        raise CheckpointError(
+            f"{path}: damaged, it names {name!r:.80}, which is no file of its folder; "
+            "use an older one"
+        )
+    return name
 
 
 def _seal(version: int, content: Any) -> str:

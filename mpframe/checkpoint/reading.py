@@ -10,10 +10,15 @@ from typing import Any
 import torch
 
 from mpframe.checkpoint.archive import refuse_bomb, refuse_hollow
+from mpframe.checkpoint.damage import damaged_if_raising
+from mpframe.checkpoint.identity import refuse_mixed
 from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, newest, step_of
 from mpframe.checkpoint.manifest import Manifest
 from mpframe.checkpoint.snapshot import Snapshot
 from mpframe.errors import CheckpointError
+from mpframe.plain_file import read_regular
+
+_LARGEST_CONFIG = 2**20  # bytes
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -28,32 +33,33 @@ def read(path: Path) -> Snapshot:
         path: a checkpoint's folder, or a run's folder: then its newest checkpoint.
 
     Raises:
-        CheckpointError: there is none, it is damaged, of another format, or holds code.
+        CheckpointError: there is none, it is damaged, of another format, or holds code; or the
+            folder has checkpoints of two runs.
     """
+    if newest(path) != path:
+        refuse_mixed(path)
     path = newest(path)
     manifest = Manifest.read(path)
     for name in (STATE, CONFIG):
         if name not in manifest.files:
             raise CheckpointError(f"{path / MANIFEST}: names no {name}; use an older one")
     manifest.verify(path)
-    config = (path / CONFIG).read_text(encoding="utf-8")
+    with damaged_if_raising(path / CONFIG, "not text"):
+        config = read_regular(path / CONFIG, _LARGEST_CONFIG).decode()
     return Snapshot(step_of(path), _state(path / STATE), config, manifest.facts)
 
 
 def _state(path: Path) -> dict[str, Any]:
-    refuse_bomb(path)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise CheckpointError(
-            f"{path}: holds code, which is never run; a checkpoint is tensors, "
-            "numbers, strings, lists and dicts"
-        ) from None
-    except (RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: not a saved state ({str(error).splitlines()[0]}); use another checkpoint"
-        ) from None
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a run's state")
-    refuse_hollow(path, state)
+    with damaged_if_raising(path, "not a saved state"):
+        refuse_bomb(path)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            raise CheckpointError(
+                f"{path}: holds code, which is never run; a checkpoint is tensors, "
+                "numbers, strings, lists and dicts"
+            ) from None
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a run's state")
+        refuse_hollow(path, state)
     return state

@@ -83,6 +83,8 @@ def tidy(folder: Path) -> None:
         final = path.with_name(path.stem[1:])
         if path.suffix == ".replaced" and not final.exists():
             path.rename(final)  # Killed between the two renames that replace a checkpoint.
+        elif path.is_symlink() or not path.is_dir():
+            path.unlink()
         else:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -91,6 +93,6 @@ def _rank_of(path: Path) -> float | None:
     """The rank of a checkpoint; None where it was not validated or cannot be read."""
     try:
         validation = Manifest.read(path).facts.get("validation")
-    except CheckpointError:
-        return None
-    return None if validation is None else rank(validation)
+        return None if validation is None else rank(validation)
+    except (CheckpointError, LookupError, TypeError, ValueError, OverflowError):
+        return None  # A manifest's facts may be anything.

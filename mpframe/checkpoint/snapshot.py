@@ -15,7 +15,7 @@ class Snapshot:
         attempts: steps tried so far; names the checkpoint.
         state: tensors, numbers, strings, and lists, tuples and dicts of them.
         config: the resolved options as YAML.
-        facts: what can be told without reading the state, as JSON: `validation`, `made_on`.
+        facts: what can be told without reading the state, as JSON: `validation`, `made_on`, `run`.
     """
 
     attempts: int

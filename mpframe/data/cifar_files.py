@@ -9,6 +9,7 @@ images, the small integers after the word "labels" are the labels. The file is s
 it names any object, or uses any opcode, that CIFAR-10's own files do not need.
 """
 
+import os
 import pickletools
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,13 @@ import torch
 from torch import Tensor
 
 from mpframe.errors import DataError
+from mpframe.plain_file import open_regular
 
 RECORDS = 10_000
 """Images in each of the six published files."""
 _PIXELS = 3 * 32 * 32
+_LARGEST = 2**26  # bytes; a published file has 31 million
+_MOST_OPCODES = 200_000  # a published file has about 60,000
 
 _TEXT = {"SHORT_BINSTRING", "BINSTRING", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"}
 _INTEGERS = {"BININT", "BININT1", "BININT2"}
@@ -51,7 +55,7 @@ def read_binary(path: Path) -> tuple[Tensor, Tensor]:
     """
     wanted = RECORDS * (1 + _PIXELS)
     try:
-        with path.open("rb") as file:
+        with open_regular(path, "rb", follow=True) as file:
             content = file.read(wanted + 1)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
@@ -74,7 +78,9 @@ def read_python(path: Path) -> tuple[Tensor, Tensor]:
         DataError: unreadable, not such a file, or a file that names foreign objects.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path, "rb", follow=True) as file:
+            if os.fstat(file.fileno()).st_size > _LARGEST:
+                raise _refused(path, f"it is larger than {_LARGEST} bytes")
             opcodes = list(_checked_opcodes(path, file))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
@@ -88,7 +94,9 @@ def read_python(path: Path) -> tuple[Tensor, Tensor]:
 def _checked_opcodes(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
     """The file's (opcode, argument) pairs; stops at the first one that is not CIFAR-10's."""
     try:
-        for opcode, argument, _ in pickletools.genops(file):
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(file)):
+            if number >= _MOST_OPCODES:
+                raise _refused(path, f"it has more than {_MOST_OPCODES} opcodes")
             if opcode.name not in _OPCODES:
                 raise _refused(path, f"opcode {opcode.name} is not used by CIFAR-10's files")
             if opcode.name == "GLOBAL" and argument not in _GLOBALS:

@@ -5,6 +5,7 @@ in a million to all. Dashed lines are the limits of the half format at the scale
 of the first a value is lost, left of the second it keeps fewer bits, right of the third it is inf.
 """
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpframe.durable import write_atomically
 from mpframe.numerics.exponents import HIGHEST, LOWEST, Limits
 from mpframe.numerics.ranges import SCALED, Counts, Ranges
 
@@ -129,7 +131,9 @@ def _finish(figure: Any, axes: Any, image: Any, path: Path) -> None:
         loc="outside lower center", ncols=3, fontsize=8, facecolor="0.3", labelcolor="white"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=_DPI)
+    write_atomically(path, png.getvalue())
 
 
 def _draw_limits(axes: Any, half: torch.dtype, scale: float) -> None:

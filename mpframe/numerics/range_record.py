@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpframe.durable import append_whole, write_atomically
 from mpframe.errors import DataError
 from mpframe.numerics.exponents import WIDTH
 from mpframe.numerics.ranges import KINDS, Ranges
@@ -36,13 +37,12 @@ class RangeRecord:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         content = self._path.read_bytes() if self._path.exists() else b""
         whole = [block for block in _blocks(content) if _decoded(block).step <= kept]
-        self._path.write_bytes(b"".join(_LENGTH.pack(len(block)) + block for block in whole))
+        write_atomically(self._path, b"".join(_LENGTH.pack(len(block)) + block for block in whole))
 
     def add(self, ranges: Ranges) -> None:
         """Append a report."""
         block = _encoded(ranges)
-        with self._path.open("ab") as file:
-            file.write(_LENGTH.pack(len(block)) + block)
+        append_whole(self._path, _LENGTH.pack(len(block)) + block)
 
 
 def read_ranges(folder: Path) -> list[Ranges]:

@@ -1,8 +1,9 @@
 """A run's folder, read: what it was asked, how it ended, its curves and its pictures."""
 
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import commonpath
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 )
 
 from mpframe.check import flatten
-from mpframe.errors import ConfigError, MpframeError
-from mpframe.stored_config import parsed
+from mpframe.errors import ConfigError, MpframeError, printable
+from mpframe.stored_yaml import read_stored
 from mpframe.summary import FILE_NAME, Summary
 
 CONFIG = "config_resolved.yaml"
 MARKS = (FILE_NAME, CONFIG, ".hydra/overrides.yaml")
 NO_SUMMARY = "no summary"
+UNREADABLE = "unreadable"
+EVENTS = "tfevents"  # what TensorBoard goes by
 _PNG = b"\x89PNG\r\n\x1a\n"
 _LARGEST_PICTURE = 8 * 2**20  # bytes
 
@@ -31,7 +34,7 @@ class Record:
 
     Attributes:
         name: its folder, seen from the one all runs lie in.
-        status: finished, interrupted, diverged, failed, or `no summary`.
+        status: finished, interrupted, diverged, failed, `no summary`, or `unreadable`.
         reason: why it is not finished; one line, may be empty.
         options: dotted path -> value; empty where they cannot be read.
         summary: how it ended; None where it left none.
@@ -94,19 +97,24 @@ def find_runs(paths: Sequence[Path]) -> tuple[Path, list[Record]]:
 def read(folder: Path, top: Path) -> Record:
     """Read one run; what cannot be read is its reason.
 
+    Its files may come from anybody, so its names and texts are made printable.
+
     Args:
         folder: the run's.
         top: what its name is seen from.
     """
-    summary, reason = _summary(folder)
+    status, summary, reason = _summary(folder)
     try:
-        path = folder / CONFIG
-        options = flatten(parsed(path.read_text(encoding="utf-8"), path))
-    except (OSError, ValueError, MpframeError) as error:
+        options = flatten(_printable(read_stored(folder / CONFIG)))
+    except (OSError, MpframeError) as error:
         options, reason = {}, reason or _line(error, folder)
-    status = str(summary.status) if summary else NO_SUMMARY
-    curves, pictures = _curves(folder), tuple(_pictures(folder / "numerics"))
-    return Record(str(folder.relative_to(top)), status, reason, options, summary, curves, pictures)
+    try:
+        curves = _curves(folder)
+    except Exception as error:  # TensorBoard's reader may raise anything on a crafted file.
+        curves, reason = {}, reason or f"its event files are damaged ({_line(error, folder):.80})"
+    pictures = tuple(_pictures(folder / "numerics"))
+    name = printable(str(folder.relative_to(top)))
+    return Record(name, status, printable(reason), options, summary, curves, pictures)
 
 
 def _run_folders(path: Path) -> Iterable[Path]:
@@ -122,14 +130,25 @@ def _natural(folder: Path) -> list[tuple[int, int, str]]:
     return [(1, int(word), "") if word.isdecimal() else (0, 0, word) for word in words]
 
 
-def _summary(folder: Path) -> tuple[Summary | None, str]:
+def _summary(folder: Path) -> tuple[str, Summary | None, str]:
+    """The status, the summary where there is one, and the reason."""
     try:
         summary = Summary.read(folder)
     except FileNotFoundError:
-        return None, "killed, or still running"
+        return NO_SUMMARY, None, "killed, or still running"
     except (OSError, MpframeError) as error:
-        return None, _line(error, folder)
-    return summary, summary.reason or ""
+        return UNREADABLE, None, _line(error, folder)
+    shown = replace(summary, **_printable(vars(summary)))
+    return str(shown.status), shown, shown.reason or ""
+
+
+def _printable(value: Any) -> Any:
+    """Nested values with their texts printable."""
+    if isinstance(value, dict):
+        return {_printable(key): _printable(held) for key, held in value.items()}
+    if isinstance(value, list):
+        return [_printable(held) for held in value]
+    return printable(value) if type(value) is str else value
 
 
 def _line(error: Exception, folder: Path) -> str:
@@ -139,10 +158,13 @@ def _line(error: Exception, folder: Path) -> str:
 
 
 def _curves(folder: Path) -> dict[str, Curve]:
+    for path in folder.iterdir():
+        if EVENTS in path.name and not stat.S_ISREG(path.lstat().st_mode):
+            raise OSError(f"{path.name} is no regular file")
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 1, "tensors": 1})
     events.Reload()
     return {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        printable(tag): [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
 
@@ -154,4 +176,4 @@ def _pictures(folder: Path) -> Iterator[tuple[str, bytes]]:
         if inside and path.is_file() and path.stat().st_size <= _LARGEST_PICTURE:
             content = path.read_bytes()
             if content.startswith(_PNG):
-                yield path.name, content
+                yield printable(path.name), content

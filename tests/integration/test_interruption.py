@@ -269,3 +269,29 @@ def test_a_folder_that_cannot_be_locked_is_refused(tmp_path: Path) -> None:
         MpframeError, match=re.escape(f"hydra.run.dir={tmp_path}: cannot be written")
     ):
         RunLock(tmp_path).__enter__()
+
+
+SIGNALLED = """
+import os, signal, torch
+
+try:
+    os.kill(os.getpid(), signal.SIGUSR1)
+except Exception as error:
+    raise ImportError("optional part is missing") from error
+
+def net():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+"""
+
+
+def test_a_signal_while_the_model_is_imported_is_no_error_of_the_model(
+    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "signalled_model.py").write_text(SIGNALLED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    log = with_scontrol(tmp_path, monkeypatch)
+    options = ["model._target_=signalled_model.net", "resume=auto", "trainer.requeue=true"]
+    with pytest.raises(RunInterrupted, match=r"^stopped by SIGUSR1; continue with resume=auto"):
+        start_run(tmp_path / "run", *options)
+    assert Summary.read(tmp_path / "run").status == "interrupted"
+    assert log.read_text() == "requeue 77\n"

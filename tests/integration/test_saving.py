@@ -1,8 +1,10 @@
 """When checkpoints are made and which stay; and what a disk that fails does to a run."""
 
+import re
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +12,13 @@ import pytest
 from conftest import StartRun, scalars
 from sameness import differing
 
-from mpframe import checkpoint, saving
+from mpframe import checkpoint, event_file, saving
+from mpframe.amax_record import read_amax
 from mpframe.checkpoint import retention
 from mpframe.errors import CheckpointError, MpframeError
+from mpframe.saving import Checkpoints
 from mpframe.summary import Summary
+from mpframe.trainer import Trainer
 
 OPTIONS = [
     "model=mlp", "model.hidden=32", "trainer.epochs=1", "trainer.max_steps=10",
@@ -128,6 +133,65 @@ def test_a_full_disk_may_be_warned_of_only(
     tried = [int(line.split(" could")[0].split("step_")[1]) for line in said]
     assert tried == [4, 6, 8, 10, 10]  # The last step's once more at the end.
     assert checkpoint.load(small_disk)["trainer"]["progress"]["steps"] == 2
+
+
+@pytest.fixture
+def small_folder(tmp_path: Path) -> Iterator[Path]:
+    """A run's folder on a disk of its own."""
+    place = tmp_path / "all"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount a file system")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def filled(folder: Path, patched: pytest.MonkeyPatch, from_step: int, to_step: int) -> None:
+    """Let the disk of a folder be full to its last byte from one step to another."""
+    whole = Checkpoints.between_steps
+
+    def between_steps(saves: Checkpoints, trainer: Trainer) -> None:
+        if trainer.progress.attempts == to_step:
+            (folder / "filler").unlink()
+        if trainer.progress.attempts == from_step:
+            with suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+                while file.write(bytes(512)):
+                    pass
+        whole(saves, trainer)
+
+    patched.setattr(Checkpoints, "between_steps", between_steps)
+
+
+def test_a_disk_full_to_the_last_byte_is_one_line(
+    start_run: StartRun,
+    small_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    filled(small_folder, monkeypatch, 3, 99)
+    with pytest.raises(MpframeError, match=r"written \(No space left on device\)") as caught:
+        start_run(small_folder, *OPTIONS, *FAILING)
+    assert "\n" not in str(caught.value)
+    assert not (small_folder / "summary.json").exists()
+    (line,) = (line for line in caplog.messages if "summary.json" in line)
+    assert re.search(r"^warning: .*summary\.json.* cannot be written \(No space left", line), line
+    assert [path.name for path in small_folder.glob(".summary*")] == []
+
+
+@pytest.mark.parametrize("to_step", [8, 99])
+def test_a_disk_full_to_the_last_byte_may_be_warned_of_only(
+    start_run: StartRun, small_folder: Path, monkeypatch: pytest.MonkeyPatch, to_step: int
+) -> None:
+    filled(small_folder, monkeypatch, 3, to_step)
+    monkeypatch.setattr(event_file, "_SECONDS", 0.0)
+    options = [*OPTIONS, *FAILING, "trainer.on_save_error=warn", "trainer.log_every=1"]
+    assert start_run(small_folder, *options).steps == 10
+    if to_step == 8:  # What waited for room is there.
+        assert [step for step, _ in scalars(small_folder)["loss/train"]] == list(range(1, 11))
+        assert len(read_amax(small_folder)) == 10
+        assert Summary.read(small_folder).status == "finished"
+        assert checkpoint.read(small_folder).attempts == 10
 
 
 def test_a_folder_gone_read_only_is_named(start_run: StartRun, small_disk: Path) -> None:

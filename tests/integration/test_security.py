@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from conftest import StartRun, train
 
 from mpframe import checkpoint
@@ -118,7 +119,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         saved({"trainer": {"weights": {"a": 3}}}),
         "holds no weights of a run|unknown to the model",
     ),
-    "endless": (saved({"trainer": NESTED}), "holds no weights of a run|of something"),
+    "endless": (saved({"trainer": NESTED}), "refused, nested so that it unfolds to millions"),
     "a list": (saved([1, 2]), "holds a list, not a run's state"),
 }
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -247,6 +248,7 @@ def train_with_secret(folder: Path, *words: str) -> subprocess.CompletedProcess[
         "OMP_NUM_THREADS": "1",
         "MY_TOKEN": SECRET,
         "PLAIN_NAME": SECRET[::-1],
+        "LONG_PASSWORD": NASTY,
     }
     return subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "train.py"), "trainer.max_steps=2",
@@ -288,6 +290,46 @@ def test_no_secret_reaches_any_byte_of_a_runs_folder(
     if code == 1:
         reason = json.loads((tmp_path / "run" / "summary.json").read_text())["reason"]
         assert reason == "model: own.net refused its options: *** was refused"
+
+
+NASTY = 'it\'s a "quoted", {braced}: *long*\none ' + "word after word " * 9
+
+
+def test_a_run_with_a_secret_on_its_command_line_resumes(tmp_path: Path) -> None:
+    """As a shell fills it in; and nothing tells it, also where the run is refused."""
+    note = NASTY.replace("'", "\\'")
+    words = ["model.token=1", f"model.handed_on='{note}'", "resume=auto", "scheduler=none"]
+    for steps, more, code in ((2, [], 0), (4, [], 0), (6, ["optimizer=sgd"], 1)):
+        done = train_with_secret(tmp_path, *words, *more, f"trainer.max_steps={steps}")
+        assert done.returncode == code, done.stderr
+        for said in (done.stdout, done.stderr):
+            assert NASTY not in said
+            assert repr(NASTY)[1:-1] not in said
+    assert "resumed from" in (tmp_path / "run" / "train.log").read_text()
+    overrides = yaml.safe_load((tmp_path / "run" / ".hydra" / "overrides.yaml").read_text())
+    assert any(word.endswith("model.handed_on='***'") for word in overrides)
+    stored = yaml.safe_load((checkpoint.newest(tmp_path / "run") / "config.yaml").read_text())
+    assert stored["model"]["handed_on"] == "***"
+    pieces = ("braced", "word after word")
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert [path for path in files for piece in pieces if holds(path, piece)] == []
+
+
+def test_a_sweep_tells_no_secret(tmp_path: Path) -> None:
+    words = [f"model.token={SECRET}", "-m", "hydra.sweep.dir=run", "seed=1"]
+    done = train_with_secret(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"multirun.yaml", "sweep.md"} <= {path.name for path in files}
+    assert [path for path in files if holds(path, SECRET)] == []
+    assert SECRET not in done.stdout + done.stderr
+
+
+def test_a_refusal_tells_no_secret(tmp_path: Path) -> None:
+    done = train_with_secret(tmp_path, f"seed={SECRET}")
+    assert done.returncode == 1
+    assert SECRET not in done.stderr + done.stdout
+    assert done.stderr.startswith("mpframe: seed=***: must be")
 
 
 def holds(path: Path, secret: str) -> bool:

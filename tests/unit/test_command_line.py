@@ -108,3 +108,22 @@ def test_a_choice_with_a_plus_is_answered_with_the_word_to_write(sign: str) -> N
     assert str(error.value) == (
         f"{sign}experiment=digits_mlp: a choice takes no +; write experiment=digits_mlp"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["hydra.run.dir="], "hydra.run.dir=: is empty, perhaps from a shell variable that is not"),
+        (["hydra.run.dir='  '"], "hydra.run.dir=: is empty"),
+        (["-m", "hydra.sweep.dir=", "seed=1,2"], "hydra.sweep.dir=: is empty"),
+        (
+            ["-m", "seed=range(1,1)"],
+            r"seed=range\(1,1\): holds no value, so the sweep would",
+        ),
+        (["--experimental-rerun=x.pickle"], "--experimental-rerun=x.pickle: reads a pickle, which"),
+        (["--experimental-rer=x.pickle"], "--experimental-rerun=x.pickle: reads a pickle, which"),
+    ],
+)
+def test_what_would_harm_is_refused(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        prepare(words)

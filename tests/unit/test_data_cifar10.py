@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from time_limit import time_limit
 
 from mpframe.data import ArrayImages, cifar10, cifar_files
 from mpframe.data.cifar_files import read_binary, read_python
@@ -264,3 +265,22 @@ def test_the_real_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(task.val, ArrayImages)
     assert task.train.targets.bincount().tolist() == [5000] * 10
     assert task.val.targets.bincount().tolist() == [1000] * 10
+
+
+def test_a_pickle_of_no_ops_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "batch").write_bytes(b"\x80\x02" + b"]" * 30_000_000 + b".")
+    with time_limit(20), pytest.raises(DataError, match="it has more than 200000 opcodes"):
+        read_python(tmp_path / "batch")
+
+
+def test_a_fifo_is_no_data_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "batch")
+    for reader in (read_python, read_binary):
+        with time_limit(20), pytest.raises(DataError, match="Not a regular file"):
+            reader(tmp_path / "batch")
+
+
+def test_a_data_file_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "stored").write_bytes(as_binary())
+    (tmp_path / "batch").symlink_to(tmp_path / "stored")
+    assert len(read_binary(tmp_path / "batch")[1]) == len(as_binary()) // 3073

@@ -194,7 +194,7 @@ def test_a_run_that_cannot_be_read_is_shown_with_its_reason(
     (make_run("0", None) / "config_resolved.yaml").write_text("a: &a [1]\nb: *a\n")
     (make_run("1", SUMMARY) / "summary.json").write_text("{")
     _, runs = find_runs([tmp_path])
-    assert [run.status for run in runs] == ["no summary", "no summary"]
+    assert [run.status for run in runs] == ["no summary", "unreadable"]
     assert runs[1].reason.startswith("summary.json: not a run's summary (")
     assert str(tmp_path) not in runs[1].reason
     assert as_page("t", compared(runs), runs)

@@ -2,6 +2,8 @@
 
 import inspect
 import math
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +19,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mpframe import tracking
+from mpframe import event_file, tracking
+from mpframe.durable import append_whole
 from mpframe.environment import environment_text, shown_command
 from mpframe.errors import MpframeError
 from mpframe.tracking import NullTracker, Tag, Tracker, metric_tag
@@ -280,10 +283,46 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tracker._events.event_writer, "add_event", full)
-    with pytest.raises(MpframeError, match=r"cannot be written \(No space left on device\); free"):
-        tracker.scalars(1, {"a": 1.0})
+    tracker.scalars(1, {"a": 1.0})
+    with monkeypatch.context() as patched:
+        patched.setattr(event_file, "append_whole", full)
+        with pytest.raises(MpframeError, match=r"written \(No space left on device\); free space"):
+            tracker.flush()
     tracker.close()
+    assert curve(tmp_path, "a") == [(1, 1.0)]
+
+
+def test_a_full_disk_may_be_warned_of_and_what_waited_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Tracker(tmp_path, on_error="warn") as tracker:
+        with monkeypatch.context() as patched:
+            patched.setattr(event_file, "append_whole", full)
+            for step in range(1, 4):
+                tracker.scalars(step, {"a": float(step)})
+                tracker.flush()
+        tracker.scalars(4, {"a": 4.0})
+    assert curve(tmp_path, "a") == [(step, float(step)) for step in range(1, 5)]
+    (line,) = caplog.messages
+    assert "cannot be written (No space left on device); the curves wait in memory" in line
+
+
+def test_a_record_cut_short_by_a_full_disk_is_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    append_whole(path, b"whole")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_whole(path, b"a piece")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == b"whole"
 
 
 def test_event_files_from_the_future_are_refused(tmp_path: Path) -> None:

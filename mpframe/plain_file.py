@@ -1,0 +1,66 @@
+"""Opens what lies in a folder that may come from anybody: regular files, and never through a link.
+
+To open a FIFO waits for its other end, a device never ends, and a link leads to any file of the
+user's, to be read or overwritten. Only the last part of a path is looked at: the links above it are
+the user's own.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows knows neither, nor FIFOs as files.
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+
+
+def open_regular(path: Path, mode: str, *, follow: bool = False, **options: Any) -> IO[Any]:
+    """Open a regular file as `open` does.
+
+    Args:
+        path: the file.
+        mode: as of `open`.
+        follow: whether it may be a link.
+        options: of `open`.
+
+    Raises:
+        OSError: it is a link or something else than a file, or cannot be opened.
+    """
+    return open(path, mode, opener=_opener(0 if follow else _NO_LINK), **options)
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes.
+
+    Raises:
+        OSError: it is larger, a link or something else than a file, or cannot be read.
+    """
+    with open_regular(path, "rb") as file:
+        content: bytes = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"Larger than {most} bytes", str(path))
+    return content
+
+
+def _opener(flag: int) -> Callable[[str, int], int]:
+    def opened(path: str, flags: int) -> int:
+        try:
+            descriptor = os.open(path, flags | flag | _NO_WAIT, 0o666)
+        except OSError as error:
+            raise _explained(error, path) from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "Not a regular file", path)
+        return descriptor
+
+    return opened
+
+
+def _explained(error: OSError, path: str) -> OSError:
+    if error.errno == errno.ELOOP:
+        return OSError(errno.ELOOP, "A link, and none is followed", path)
+    if error.errno in (errno.ENXIO, errno.EISDIR):  # A FIFO nobody reads; a folder.
+        return OSError(errno.EINVAL, "Not a regular file", path)
+    return error

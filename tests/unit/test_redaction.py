@@ -1,0 +1,76 @@
+"""Secrets in values that YAML quotes, escapes or folds: hidden, and the file is YAML still."""
+
+import logging
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from mpframe.redaction import Redacting, as_yaml, hide, redacted, secrets_of
+
+SECRETS = [
+    "plain12345",
+    'it\'s "quoted" twice',
+    "back\\slash\\s and \\n",
+    "two\nlines\tand a tab",
+    "{braces: [brackets]}, commas",
+    "*alias &anchor !tag #comment",
+    "word after word " * 20 + "so that it is folded",
+    "ends in a colon:",
+    "ünïcödé ✓ 12345",
+    "8823746511",
+]
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_yaml_without_a_secret_is_yaml_still(secret: str) -> None:
+    tree: dict[str, Any] = {
+        "alone": secret, "within": f"a {secret} b", "listed": [secret, {"deep": secret}],
+        secret: "a key", "kept": "value", "number": 3,
+    }  # fmt: skip
+    config = OmegaConf.create(tree)
+    for text in (as_yaml(config, [secret]), as_yaml(config, [secret], resolve=True)):
+        assert yaml.safe_load(text) == {
+            "alone": "***", "within": "a *** b", "listed": ["***", {"deep": "***"}],
+            "***": "a key", "kept": "value", "number": 3,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_secret_is_hidden_however_it_is_escaped(secret: str) -> None:
+    quoted = secret.replace("'", "\\'")
+    for text in (secret, repr(secret), f"+model.note='{quoted}'", repr(quoted)):
+        assert hide(f"before {text} after", [secret]).count("***") == 1
+        assert secret not in hide(text, [secret])
+
+
+def test_a_number_that_is_a_secret_is_hidden() -> None:
+    assert redacted({"a": 8823746511, "b": 88, "c": True}, ["8823746511"]) == {
+        "a": "***", "b": 88, "c": True,
+    }  # fmt: skip
+
+
+def test_a_reference_stays_and_what_it_was_handed_on_to_is_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PLAIN", "plain12345")
+    config = OmegaConf.create({"a": "${oc.env:PLAIN}", "b": "${a}", "c": ["${oc.env:PLAIN}", 1]})
+    secrets = secrets_of(["${oc.env:PLAIN}"], {"PLAIN": "plain12345"})
+    text = as_yaml(config, secrets, resolve=True)
+    assert yaml.safe_load(text) == {
+        "a": "\\${oc.env:PLAIN}", "b": "***", "c": ["\\${oc.env:PLAIN}", 1],
+    }  # fmt: skip
+    assert yaml.safe_load(as_yaml(config, secrets))["b"] == "${a}"
+
+
+def test_an_interpolation_that_holds_a_secret_is_hidden_whole() -> None:
+    config = OmegaConf.create({"a": "${oc.env:NOPE,plain12345}", "b": "${a}"})
+    assert yaml.safe_load(as_yaml(config, ["plain12345"])) == {"a": "***", "b": "${a}"}
+
+
+def test_a_log_line_holds_no_secret_and_steers_no_terminal() -> None:
+    said = {"msg": "\x1b[2Jsaid %s\n\tand \x9b more", "args": ("plain12345",)}
+    record = logging.makeLogRecord(said)
+    line = Redacting(None, ["plain12345"]).format(record)
+    assert line == "\\x1b[2Jsaid ***\n\tand \\x9b more"
