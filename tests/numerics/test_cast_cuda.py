@@ -23,6 +23,7 @@ from mpframe import Precision
 
 # Where the default lists differ from CUDA autocast. Everything else is the same.
 INTENDED = {
+    "_grouped_mm": "autocast leaves it in the format of its inputs; here it is a product like bmm",
     "binary_cross_entropy": "autocast refuses it, being unsafe in half; here it runs in fp32",
     "lerp": "given two formats autocast fails; here the widest of them",
     "linalg_matrix_norm": "autocast gives half matrices to the nuclear norm, which fails on them",
