@@ -4,6 +4,7 @@ Nothing else instantiates a `_target_`, and no part below reads an option.
 """
 
 import inspect
+import logging
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,10 +30,13 @@ from mpframe.loss_spike import LossSpikes
 from mpframe.optimizer_parts import Selection, divided
 from mpframe.plan import Plan
 from mpframe.precision import JointOptimizer, MasterWeights, OpLists, Precision
+from mpframe.precision.tree import map_tensors
 from mpframe.step import LossScaler, Scaling
 from mpframe.trainer import Trainer
 from mpframe.turns import AnyOptimizer
 from mpframe.user_code import first_line, name_of, raised
+
+log = logging.getLogger(__name__)
 
 
 def seed_everything(seed: int) -> None:
@@ -173,6 +177,7 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
         name: _build_schedule(config, own, steps, task) for name, own in optimizers.items()
     }
     precision = build_precision(config)
+    _trace(config, task, model, precision)
     masters = {name: precision.prepare(model, own)[1] for name, own in optimizers.items()}
     optimizer = _joined(config, masters, task)
     return Trainer(
@@ -188,6 +193,25 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
         eval_precision=_build_eval_precision(config),
         spikes=_build_spikes(config),
     )
+
+
+def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -> None:
+    """Show `precision` the first batch of training, for each loss: the same in every command."""
+    if not precision.policy.stores_by_op:
+        return
+    train = Loader(task.train, config.data.batch_size, seed=config.run.seed, shuffle=True)
+    device = device_of(config.run.device)
+    model.train()
+    try:
+        inputs = map_tensors(lambda tensor: tensor.to(device), next(train.epoch(0))[0])
+        for name in task.loss if isinstance(task.loss, Mapping) else [None]:
+            precision.trace(model, (inputs,) if name is None else (inputs, name))
+    except Exception as error:  # The first step will meet it too, and can say more about it.
+        log.warning(
+            "warning: the first batch could not be traced (%s): weights of classes that are not "
+            "torch.nn's stay fp32",
+            _first_line(error),
+        )
 
 
 def _build_model(config: Config) -> nn.Module:

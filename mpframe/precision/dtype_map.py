@@ -5,11 +5,13 @@ them (storage.py), and its compute formats from where each op's plan does (polic
 that is printed cannot differ from what is done.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from mpframe.precision.module_ops import op_of
 from mpframe.precision.policy import Compute, Policy
@@ -26,8 +28,8 @@ class Row:
     Attributes:
         module: qualified name; empty for the model itself.
         kind: class name.
-        storage: format of the module's own parameters, the widest where they differ; None where
-            it has none.
+        storage: format of the module's own parameters, of most of their numbers where they differ;
+            None where it has none.
         compute: format the module's op computes in, in words; `-` where it runs no op of its own.
             Of a class that is not torch.nn's, the formats of the ops that read its weights.
         why: the list or the pin that decides; also that a traced step never called the module.
@@ -77,7 +79,10 @@ def _row(
     reads: Reads,
 ) -> Row:
     own = list(module.parameters(recurse=False))
-    storage = max((formats[p] for p in own), key=lambda dtype: dtype.itemsize, default=None)
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in own:
+        sizes[formats[parameter]] += 1 if is_lazy(parameter) else parameter.numel()
+    storage = max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=None)
     readers = reads.by(own)
     compute, why = _compute_and_why(name, op_of(module), policy, readers)
     if reads.called and name not in reads.called and not readers:
@@ -93,6 +98,7 @@ def _compute_and_why(
     pin = policy.pin_of(name)
     why = f"ops.modules[{pin[0]!r}]={pin[1]}" if pin else ""
     if op is None:
+        readers = sorted(readers, key=lambda read: not read.in_half(policy))
         computes = [_in_words(read.compute(policy), policy) for read in readers]
         reasons = why or _joined(list_reason(read.op, policy) for read in readers)
         return _joined(computes) or "-", reasons or "no op of torch.nn: fp32 weights"

@@ -75,7 +75,15 @@ def products() -> dict[str, Row]:
     batch = values(2, 4, 4)
     heads = values(1, 2, 4, 4)
     square_weight, bias = values(4, 4), values(4)
+    rows, experts, ends = values(4, 8), values(2, 8, 8), torch.tensor([1, 4], dtype=torch.int32)
     return {
+        "_grouped_mm": Row(
+            (rows, experts, ends),
+            (
+                lambda x, w, ends: torch._grouped_mm(x, w, offs=ends),
+                lambda x, w, ends: F.grouped_mm(x, w, offs=ends),
+            ),
+        ),
         "addbmm": Row((X, batch, batch), (torch.addbmm, lambda x, a, b: x.addbmm(a, b))),
         "addmm": Row(
             (X, Y, Z),

@@ -1,8 +1,11 @@
 """Which weights `mixed` stores in half: those that only half ops read, as a traced step shows."""
 
+import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -247,6 +250,64 @@ def test_half_is_what_only_half_ops_read(
         assert torch.equal(gradient, grads["mixed"][name]), name
 
 
+def test_weight_standardization_keeps_its_direction() -> None:
+    """Weights far from 0 lose their differences in half, and those are all that the mean leaves."""
+
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [StandardizedConv2d(3, 8, 3, padding=1)]
+        for _ in range(4):
+            conv = StandardizedConv2d(8, 8, 3, padding=1)
+            layers += [nn.GroupNorm(2, 8), nn.ReLU(), conv]
+        for layer in layers:
+            if isinstance(layer, nn.Conv2d):
+                layer.weight.data.mul_(0.1).add_(1.0)
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    images, targets = torch.randn(16, 3, 10, 10), torch.randint(0, 8, (16,))
+
+    def gradient(model: nn.Module, block: Any) -> Tensor:
+        with block:
+            outputs = model(images)
+        F.cross_entropy(outputs.float(), targets).backward()
+        return torch.cat([p.grad.double().flatten() for p in model.parameters()])
+
+    def distance(found: Tensor) -> float:
+        return 1 - float(F.cosine_similarity(found, wanted, 0))
+
+    wanted = gradient(net(), nullcontext())
+    autocast = distance(gradient(net(), torch.autocast("cpu", torch.bfloat16)))
+    found = {}
+    for example in (images, None):
+        model, precision = net(), Precision("mixed", "bfloat16", compute="native")
+        precision.prepare(model, sgd(model), example)
+        found[example is None] = distance(gradient(model, precision.cast()))
+    # Both round the same operands; autocast on a CPU also runs the norms in bfloat16.
+    assert found[False] < 1.2 * autocast
+    assert found[True] > 20 * autocast
+
+
+@pytest.mark.parametrize("op", ["batch_norm", "instance_norm"])
+def test_weights_beside_statistics_stay_fp32_in_any_list(op: str) -> None:
+    class Normalizes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("mean", torch.zeros(3))
+            self.register_buffer("variance", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            norm: Any = getattr(F, op)
+            return norm(x, self.mean, self.variance, self.weight)  # type: ignore[no-any-return]
+
+    model = Normalizes()
+    ops = OpLists.named().moved({op: "allow"})
+    precision = Precision("mixed", ops=ops)
+    precision.prepare(model, sgd(model), IMAGE)
+    assert [read.op for read in precision.reads(model).by(model.parameters())] == [op]
+    assert in_half(model) == set()
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers(kind: Any) -> None:
     model = kind(4, 3, num_layers=2)
@@ -348,16 +409,18 @@ class TestNothingElseMoves:
                 self.register_buffer("same", torch.zeros(1).expand(3))
 
             def forward(self, x: Tensor) -> Tensor:
-                self.last = x
+                self.last = x * random.random() * np.random.rand()
                 self.register_buffer("more", x)
                 return self.layers(x)  # type: ignore[no-any-return]
 
         model = Noisy()
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        random = torch.get_rng_state()
+        state, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
         precision = Precision("mixed")
         precision.trace(model, ROWS)
-        assert torch.equal(random, torch.get_rng_state())
+        assert torch.equal(state, torch.get_rng_state())
+        assert python == random.getstate()
+        assert np.array_equal(numpy, np.random.get_state()[1])
         after = model.state_dict()
         assert after.keys() == before.keys()
         assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -1,0 +1,103 @@
+"""A run traces its first batch: which weights are half, the same in every command."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import StartRun
+from hydra import compose, initialize_config_dir
+from sameness import assert_same_run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_resume import cut
+
+from mpframe import build
+from mpframe.command_line import checked, prepare
+from mpframe.evaluate_command import evaluate
+from mpframe.locations import CONF
+from mpframe.tracking import Tag
+from mpframe.trainer import Trainer
+
+FOREIGN = ["model._target_=foreign.Foreign", "dtype=mixed", "trainer.checkpoint_every=4"]
+HALF = {f"{layer}.{name}" for layer in ("first", "head") for name in ("weight", "bias")}
+
+
+def built(*overrides: str) -> Trainer:
+    arguments = prepare(list(overrides))
+    with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+        config = checked(compose("config", overrides=arguments))
+    build.seed_everything(0)
+    task = build.build_task(config)
+    build.seed_everything(0)
+    return build.build_trainer(config, task, 4)
+
+
+def half_weights(trainer: Trainer) -> set[str]:
+    return {name for name, p in trainer.model.named_parameters() if p.dtype == torch.float16}
+
+
+def test_the_weights_of_foreign_layers_are_half() -> None:
+    assert half_weights(built(*FOREIGN)) == HALF
+
+
+def test_the_trace_leaves_the_run_as_it_would_be() -> None:
+    """Initial values, buffers and the numbers drawn next are those of a mode without a trace."""
+    traced = built(*FOREIGN)
+    number = torch.rand(())
+    plain = built(*FOREIGN, "dtype.mode=amp")
+    assert torch.equal(torch.rand(()), number)
+    weights = plain.weights()
+    for name, value in traced.weights().items():
+        assert torch.equal(value, weights[name]), name
+
+
+def test_every_loss_is_traced() -> None:
+    """A generator's loss alone would leave the discriminator's layers to their classes."""
+    trainer = built("experiment=digits_gan")
+    called = trainer.precision.reads(trainer.model).called
+    assert {name for name, _ in trainer.model.named_modules()} == called
+
+
+def test_resumed_and_evaluated_it_is_the_same_run(start_run: StartRun, tmp_path: Path) -> None:
+    options = [*FOREIGN, "trainer.max_steps=12", "trainer.keep_last=100"]
+    summary = start_run(tmp_path / "whole", *options)
+    resumed = cut(tmp_path / "whole", tmp_path / "resumed")
+    start_run(resumed, *options, "resume=auto")
+    assert_same_run(tmp_path / "whole", resumed)
+    assert evaluate(resumed, FOREIGN[:1]).evaluation.loss == summary.val_loss
+
+
+def test_the_map_says_what_stays_fp32(
+    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        start_run(tmp_path, *FOREIGN, "trainer.max_steps=1")
+    text = """\
+module   type         weights  computes in   why
+-------  -----------  -------  ------------  ------------------------------------------
+first    Product      float16  float16       addmm in ops.allow
+norm     BatchNorm1d  float32  as PyTorch    batch_norm is in no list
+dropout  Dropout      -        widest input  dropout in ops.infer
+idle     Product      float32  -             no op of torch.nn: fp32 weights, never called
+head     Product      float16  float16       addmm in ops.allow
+float32: 31.7 % of 3,530 weights
+  29.9 %: no op of torch.nn, never called: idle; half with ops.modules['idle']=half
+  1.81 %: batch_norm is in no list: norm"""
+    assert text in caplog.messages
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (logged,) = events.Tensors(Tag.TEXT_DTYPE_MAP + "/text_summary")
+    assert text in logged.tensor_proto.string_val[0].decode()
+
+
+def test_a_first_batch_that_fails_is_left_to_the_first_step(
+    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There a guard knows the batch; here the weights go by their classes, and that is said."""
+    assert half_weights(built(*FOREIGN, "+model.fails=true")) == set()
+    assert caplog.messages == [
+        "warning: the first batch could not be traced (this model takes no images): weights of "
+        "classes that are not torch.nn's stay fp32"
+    ]
+    with pytest.raises(ValueError, match="takes no images"):
+        start_run(tmp_path, *FOREIGN, "+model.fails=true")
