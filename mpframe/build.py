@@ -210,7 +210,7 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
         log.warning(
             "warning: the first batch could not be traced (%s): weights of classes that are not "
             "torch.nn's stay fp32",
-            _first_line(error),
+            first_line(error),
         )
 
 
