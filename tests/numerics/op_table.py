@@ -478,6 +478,10 @@ def losses() -> dict[str, Row]:
         "multi_margin_loss": functional("multi_margin_loss", X, CLASSES),
         "multilabel_margin_loss": functional("multilabel_margin_loss", X, CLASSES.expand(4, 4)),
         "nll_loss": functional("nll_loss", X, CLASSES),
+        "nll_loss2d": Row(
+            (X[None, :, :, None], CLASSES[None, :, None]),
+            (lambda x, t: torch._C._nn.nll_loss2d(x, t, None, 1, -100),),
+        ),
         "nll_loss_nd": Row(
             (X, CLASSES, ones), (lambda x, t, w: torch._C._nn.nll_loss_nd(x, t, w, 1, -100),)
         ),

@@ -1,0 +1,108 @@
+"""The cases with which torch tests its own autocast: what its lists promise for CUDA holds here.
+
+The same promise is asked of both of torch's tables, CUDA's and the CPU's, as our lists are the same
+on every device. Each difference stands in `DIFFERS` with its reason.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
+from torch.utils._pytree import tree_map
+from vocabulary import HALVES
+
+from mpframe import Precision
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of deprecated ops
+
+FP32 = torch.float32
+MODULES = {"torch": torch, "nn": torch._C._nn, "linalg": torch._C._linalg, "methods": torch.Tensor}
+KERNEL = "the name of a kernel, beneath the op that the lists name: run as it is called"
+GPU = "has no kernel on a CPU"
+FOLLOWS = "CPU autocast alone runs it in fp32; here, as on CUDA, it follows its input"
+DIFFERS = {
+    "_convolution": KERNEL,
+    "_addmm_activation": KERNEL,
+    "_native_multi_head_attention": KERNEL,
+    "cudnn_convolution": GPU,
+    "cudnn_convolution_transpose": GPU,
+    "avg_pool3d": FOLLOWS,
+    "reflection_pad1d": FOLLOWS,
+    "einsum": "torch's own test leaves this case out, as its arguments are not a tuple",
+}
+
+
+class Case(NamedTuple):
+    """A call, and the kind of format that the list it stands in promises."""
+
+    module: str
+    op: str
+    args: Any
+    kwargs: dict[str, Any]
+    promise: str  # half, fp32, or bool
+
+
+def promise_of(name: str, last: Any) -> str:
+    if "builtin" in name:
+        return "bool" if last is torch.bool else "fp32"
+    return "half" if name.endswith("16") else "fp32"
+
+
+def cases(lists: Any) -> Iterator[Case]:
+    """The calls of every list of a table of torch's."""
+    for name, rows in vars(lists).items():
+        module = name.split("_")[0]
+        for op, *rest in rows:
+            kwargs = rest[1] if len(rest) > 1 and isinstance(rest[1], dict) else {}
+            calls = [part for part in rest if isinstance(part, tuple) and part] or [()]
+            module = "nn" if name == "banned" else module
+            for args in calls:
+                yield Case(module, op, args, kwargs, promise_of(name, rest[-1]))
+
+
+TABLES = {"CUDA": AutocastTestLists("cpu"), "CPU": AutocastCPUTestLists("cpu")}
+CASES = {
+    f"{table}-{case.op}-{number}": case
+    for table, lists in TABLES.items()
+    for number, case in enumerate(cases(lists))
+}
+
+
+def with_half(args: Any, half: torch.dtype) -> Any:
+    """`args` with its half tensors in `half`."""
+    narrow = HALVES.values()
+    return tree_map(
+        lambda x: x.to(half) if isinstance(x, torch.Tensor) and x.dtype in narrow else x, args
+    )
+
+
+def kept(case: Case, half: str, compute: str) -> bool:
+    """Whether the promise holds."""
+    function = getattr(MODULES[case.module], case.op)
+    args = with_half(case.args, HALVES[half])
+    with Precision("amp", half, compute=compute).cast():
+        result = function(*args, **case.kwargs)
+    first = result[0] if isinstance(result, (tuple, list)) else result
+    if case.promise == "bool" or isinstance(first, bool):
+        return isinstance(first, bool) or first.dtype == torch.bool
+    return bool(first.dtype == {"half": HALVES[half], "fp32": FP32}[case.promise])
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.op not in DIFFERS])
+def test_what_torch_promises_for_cuda_holds(case: str) -> None:
+    for half in HALVES:
+        assert kept(CASES[case], half, "emulated")
+        assert kept(CASES[case], half, "native")
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.op in DIFFERS])
+def test_each_difference_is_one(case: str) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):  # no kernel, or no such arguments
+        assert not kept(CASES[case], "bfloat16", "native")
+
+
+def test_no_difference_without_a_case() -> None:
+    assert {case.op for case in CASES.values()} >= DIFFERS.keys()

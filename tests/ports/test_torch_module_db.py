@@ -1,0 +1,96 @@
+"""Every module of torch's own module database trains in every mode where it trains in fp32.
+
+`module_db` is what torch tests the modules of `torch.nn` with. Each is built, called on its sample
+inputs in fp32 and differentiated; what works is done again in `amp` and `mixed`, on fp32 and on
+half inputs, as after an fp32 and after a half layer.
+"""
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
+from torch.utils._pytree import tree_leaves, tree_map
+from vocabulary import HALVES
+
+from mpframe import Precision
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of deprecated and beta modules
+
+FP32 = torch.float32
+MODULES = {info.name.removeprefix("nn."): info for info in module_db if FP32 in info.dtypes}
+
+
+def samples(info: ModuleInfo, training: bool, count: int) -> Iterator[ModuleInput]:
+    torch.manual_seed(0)
+    made = info.module_inputs_func(
+        info, device="cpu", dtype=FP32, requires_grad=True, training=training
+    )
+    return itertools.islice(made, count)
+
+
+def converted(node: Any, dtype: torch.dtype) -> Any:
+    """`node` with new leaves, its fp32 tensors in `dtype`."""
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dtype != FP32:
+            return leaf
+        return leaf.detach().clone().to(dtype).requires_grad_(leaf.requires_grad)
+
+    return tree_map(convert, node)
+
+
+def train(module: nn.Module, sample: ModuleInput, precision: Precision, dtype: torch.dtype) -> None:
+    """One forward and backward pass; a lazy module learns its shapes from a call before."""
+    if any(map(nn.parameter.is_lazy, module.parameters())):
+        module(*converted(sample.forward_input.args, FP32))
+    if any(True for _ in module.parameters()):
+        module, _ = precision.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    args, kwargs = converted((sample.forward_input.args, sample.forward_input.kwargs), dtype)
+    with precision.cast():
+        result = module(*args, **kwargs)
+    results = [t for t in tree_leaves(tuple_of(result)) if isinstance(t, Tensor)]
+    totals = [t.float().sum() for t in results if t.requires_grad]
+    if totals:
+        torch.stack(totals).sum().backward()
+
+
+def tuple_of(result: Any) -> Any:
+    """Named tuples of torch that its pytrees do not know, as plain ones."""
+    return tuple(result) if isinstance(result, tuple) else result
+
+
+def failures(info: ModuleInfo, training: bool, count: int) -> set[str]:
+    """The errors of modules that train in fp32."""
+    found = set()
+    for sample in samples(info, training, count):
+        arguments = sample.constructor_input
+        module = info.module_cls(*arguments.args, **arguments.kwargs).train(training)
+        try:
+            train(copy.deepcopy(module), sample, Precision("fp32"), FP32)
+        except Exception:
+            continue
+        for mode, (name, half) in itertools.product(("amp", "mixed"), HALVES.items()):
+            for dtype in (FP32, half):
+                try:
+                    train(copy.deepcopy(module), sample, Precision(mode, name), dtype)
+                except Exception as error:
+                    found.add(f"{mode} {name} on {dtype}: {error}".splitlines()[0])
+    return found
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", MODULES)
+def test_what_trains_in_fp32_trains_in_every_mode(name: str, training: bool) -> None:
+    assert failures(MODULES[name], training, 2) == set()
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", MODULES)
+def test_every_sample_that_trains_in_fp32_trains_in_every_mode(name: str, training: bool) -> None:
+    assert failures(MODULES[name], training, 1000) == set()
