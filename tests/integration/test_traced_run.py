@@ -1,11 +1,14 @@
 """A run traces its first batch: which weights are half, the same in every command."""
 
 import logging
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import StartRun
+from foreign import Foreign
 from hydra import compose, initialize_config_dir
 from sameness import assert_same_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -13,6 +16,7 @@ from test_resume import cut
 
 from mpframe import build
 from mpframe.command_line import checked, prepare
+from mpframe.errors import RunInterrupted
 from mpframe.evaluate_command import evaluate
 from mpframe.locations import CONF
 from mpframe.tracking import Tag
@@ -101,3 +105,12 @@ def test_a_first_batch_that_fails_is_left_to_the_first_step(
     ]
     with pytest.raises(ValueError, match="takes no images"):
         start_run(tmp_path, *FOREIGN, "+model.fails=true")
+
+
+def test_a_signal_ends_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise RunInterrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(Foreign, "forward", interrupted)
+    with pytest.raises(RunInterrupted):
+        built(*FOREIGN)
