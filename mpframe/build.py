@@ -208,7 +208,7 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
             precision.trace(model, (inputs,) if name is None else (inputs, name))
     except RunInterrupted:
         raise
-    except Exception as error:  # The first step will meet it too, and can say more about it.
+    except (Exception, SystemExit) as error:  # The first step meets it too, and says more.
         log.warning(
             "warning: the first batch could not be traced (%s): weights of classes that are not "
             "torch.nn's stay fp32",
