@@ -23,7 +23,7 @@ from mpframe.data.loader import Loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
 from mpframe.ema import Ema
-from mpframe.errors import ConfigError, MpframeError, UserCodeError, nearest
+from mpframe.errors import ConfigError, MpframeError, RunInterrupted, UserCodeError, nearest
 from mpframe.evaluation import Metric
 from mpframe.loss_scaling import Backoff, LogMax, Static
 from mpframe.loss_spike import LossSpikes
@@ -206,7 +206,9 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
         inputs = map_tensors(lambda tensor: tensor.to(device), next(train.epoch(0))[0])
         for name in task.loss if isinstance(task.loss, Mapping) else [None]:
             precision.trace(model, (inputs,) if name is None else (inputs, name))
-    except Exception as error:  # The first step will meet it too, and can say more about it.
+    except RunInterrupted:
+        raise
+    except (Exception, SystemExit) as error:  # The first step meets it too, and says more.
         log.warning(
             "warning: the first batch could not be traced (%s): weights of classes that are not "
             "torch.nn's stay fp32",

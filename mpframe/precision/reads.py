@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.overrides import TorchFunctionMode
 
 from mpframe.precision.op_lists import WITH_STATISTICS
@@ -131,9 +132,12 @@ class _Watch(TorchFunctionMode):
     @contextmanager
     def calls(self, model: nn.Module) -> Iterator[None]:
         """Within the block the watch knows which modules are being called."""
-        hooks = [
-            hook for name, module in model.named_modules() for hook in self._around(name, module)
-        ]
+        hooks = []
+        for name, module in model.named_modules():
+            if isinstance(module, ScriptModule):  # It takes no hooks, and may have been called.
+                self._called.add(name)
+            else:
+                hooks += self._around(name, module)
         try:
             yield
         finally:

@@ -7,16 +7,19 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import nn
+from torch.jit import ScriptModule
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """The block runs `model`; its buffers and the random generators are then as before.
 
-    A module may fill, replace or add buffers in the block: the old ones come back.
+    A module may fill, replace or add buffers in the block: the old ones come back. (A ScriptModule
+    cannot.)
     """
-    homes = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    buffers = [b for _, home in homes for b in home.values() if b is not None]
+    modules = [module for module in model.modules() if not isinstance(module, ScriptModule)]
+    homes = [(module._buffers, dict(module._buffers)) for module in modules]
+    buffers = list(model.buffers())
     kept = [buffer.clone() for buffer in buffers]
     try:
         with _same_random_numbers():

@@ -1,11 +1,14 @@
 """A run traces its first batch: which weights are half, the same in every command."""
 
 import logging
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import StartRun
+from foreign import Foreign
 from hydra import compose, initialize_config_dir
 from sameness import assert_same_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -13,6 +16,7 @@ from test_resume import cut
 
 from mpframe import build
 from mpframe.command_line import checked, prepare
+from mpframe.errors import RunInterrupted, UserCodeError
 from mpframe.evaluate_command import evaluate
 from mpframe.locations import CONF
 from mpframe.tracking import Tag
@@ -74,7 +78,7 @@ def test_the_map_says_what_stays_fp32(
         start_run(tmp_path, *FOREIGN, "trainer.max_steps=1")
     text = """\
 module   type         weights  computes in   why
--------  -----------  -------  ------------  ------------------------------------------
+-------  -----------  -------  ------------  ---------------------------------------------
 first    Product      float16  float16       addmm in ops.allow
 norm     BatchNorm1d  float32  as PyTorch    batch_norm is in no list
 dropout  Dropout      -        widest input  dropout in ops.infer
@@ -86,18 +90,37 @@ float32: 31.7 % of 3,530 weights
     assert text in caplog.messages
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    (logged,) = events.Tensors(Tag.TEXT_DTYPE_MAP + "/text_summary")
+    (logged,) = events.Tensors(Tag.TEXT_DTYPE_MAP)
     assert text in logged.tensor_proto.string_val[0].decode()
 
 
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
 def test_a_first_batch_that_fails_is_left_to_the_first_step(
-    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    error: type[BaseException],
+    start_run: StartRun,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There a guard knows the batch; here the weights go by their classes, and that is said."""
-    assert half_weights(built(*FOREIGN, "+model.fails=true")) == set()
+
+    def fails(*_: Any) -> None:
+        raise error("this model takes no images")
+
+    monkeypatch.setattr(Foreign, "forward", fails)
+    assert half_weights(built(*FOREIGN)) == set()
     assert caplog.messages == [
         "warning: the first batch could not be traced (this model takes no images): weights of "
         "classes that are not torch.nn's stay fp32"
     ]
-    with pytest.raises(ValueError, match="takes no images"):
-        start_run(tmp_path, *FOREIGN, "+model.fails=true")
+    with pytest.raises(UserCodeError, match="takes no images"):
+        start_run(tmp_path, *FOREIGN)
+
+
+def test_a_signal_ends_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise RunInterrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(Foreign, "forward", interrupted)
+    with pytest.raises(RunInterrupted):
+        built(*FOREIGN)

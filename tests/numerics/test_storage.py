@@ -488,6 +488,18 @@ def test_a_compiled_model_is_traced_as_it_is_written() -> None:
     assert len(in_half(model)) == 4
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_a_script_is_looked_into_by_nobody() -> None:
+    """It takes no hooks, and its ops are not seen: its weights go by their class."""
+    script = torch.jit.script(nn.BatchNorm1d(4))
+    model = nn.Sequential(Conv1D(4, 4), script)
+    precision = Precision("mixed")
+    precision.prepare(model, sgd(model), ROWS)
+    assert in_half(model) == {"0.weight", "0.bias"}
+    assert torch.equal(script.running_mean, torch.zeros(4))
+    assert "never called" not in precision.describe(model)
+
+
 class TestLazyLayers:
     TEXT = (
         "model: parameter '1.weight' is lazy, it has no shape before the first forward pass; run "
