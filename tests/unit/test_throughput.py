@@ -76,7 +76,7 @@ def trained(clock: Clock, throughput: Throughput, plan: Plan) -> Trainer:
 def test_a_partial_window_counts_what_it_had_and_only_training_counts() -> None:
     clock = Clock()
     throughput = Throughput(BATCH, clock=clock)
-    trained(clock, throughput, Plan(accumulate=2))
+    trained(clock, throughput, Plan(accumulate=2, eval_every=2))
     assert throughput.samples == 7 * BATCH
     # Four steps, the third of 16 s, and the logging behind the first three.
     assert throughput.train_seconds == 3 * 1.0 + 16.0 + 3 * 0.25
