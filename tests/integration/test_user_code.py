@@ -101,6 +101,11 @@ def test_a_fault_is_one_line(options: str, line: str, start_run: StartRun, tmp_p
     assert (summary.status, summary.reason) == ("failed", str(caught.value))
 
 
+def test_the_documents_tell_how_many_there_are() -> None:
+    text = " ".join((ROOT / "docs" / "security.md").read_text().split())
+    assert f"{len(FAULTS)} faults in users' code" in text
+
+
 SOUND = [
     "",
     "dtype=fp32 model.fault=float64 dataset.fault=float64 dataset.split=both",
