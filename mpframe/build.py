@@ -15,6 +15,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -196,8 +197,11 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
 
 
 def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -> None:
-    """Show `precision` the first batch of training, for each loss: the same in every command."""
-    if not precision.policy.stores_by_op:
+    """Show `precision` the first batch of training, for each loss: the same in every command.
+
+    Lazy layers get their shapes by it, in every mode.
+    """
+    if not precision.policy.stores_by_op and not any(map(is_lazy, model.parameters())):
         return
     train = Loader(task.train, config.data.batch_size, seed=config.run.seed, shuffle=True)
     device = device_of(config.run.device)
@@ -206,7 +210,7 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
         inputs = map_tensors(lambda tensor: tensor.to(device), next(train.epoch(0))[0])
         for name in task.loss if isinstance(task.loss, Mapping) else [None]:
             precision.trace(model, (inputs,) if name is None else (inputs, name))
-    except Exception as error:  # The first step will meet it too, and can say more about it.
+    except (Exception, SystemExit) as error:  # The first step meets it too, and can say more.
         log.warning(
             "warning: the first batch could not be traced (%s): weights of classes that are not "
             "torch.nn's stay fp32",

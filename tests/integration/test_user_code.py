@@ -113,6 +113,8 @@ SOUND = [
     "dtype=amp model._target_=erring.Embedded dataset.fault=int64 dataset.split=both",
     "model.fault=half_frozen",
     "dtype=fp32 model.fault=lazy",
+    "dtype=amp model.fault=lazy",
+    "dtype=mixed model.fault=lazy",
     "dataset.loss=one_number",
     "dataset.whole=true dataset.fault=grad",
     "dataset.whole=true dataset.fault=grad dataset.workers=1 dataset.worker_timeout=20",
