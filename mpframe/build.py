@@ -15,6 +15,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -196,8 +197,11 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
 
 
 def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -> None:
-    """Show `precision` the first batch of training, for each loss: the same in every command."""
-    if not precision.policy.stores_by_op:
+    """Show `precision` the first batch of training, for each loss: the same in every command.
+
+    Lazy layers get their shapes by it, in every mode.
+    """
+    if not precision.policy.stores_by_op and not any(map(is_lazy, model.parameters())):
         return
     train = Loader(task.train, config.data.batch_size, seed=config.run.seed, shuffle=True)
     device = device_of(config.run.device)

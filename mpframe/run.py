@@ -314,7 +314,7 @@ class Run:
 
     def _fail(self, error: BaseException) -> None:
         self._finish(Status.FAILED, str(error).splitlines()[0] if str(error) else repr(error))
-        _write_traceback(error)
+        self.place.log_traceback(error)
 
     def _write(self, summary: Summary) -> None:
         """Write the summary; where the disk is full that stops none but a run that ended well."""
@@ -356,15 +356,6 @@ class Run:
             device=str(build.device_of(config.run.device)) if trainer else config.run.device,
             torch=torch.__version__,
         )
-
-
-def _write_traceback(error: BaseException) -> None:
-    """Into the log's file alone: the terminal shows the one line."""
-    why = (type(error), error, error.__traceback__)
-    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, "the run failed", (), why)
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.FileHandler):
-            handler.handle(record)
 
 
 def _final_scale(trainer: Trainer) -> float | dict[str, float] | None:

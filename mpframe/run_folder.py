@@ -140,6 +140,12 @@ class RunFolder:
                 self._open_log(self.path / self._name)
         self.taken = True
 
+    def log_traceback(self, error: BaseException) -> None:
+        """Write how an error came about, into the log alone: the terminal shows its one line."""
+        why = (type(error), error, error.__traceback__)
+        text = "the run failed"
+        self._log.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, why))
+
     def __enter__(self) -> "RunFolder":
         logging.getLogger().addHandler(self._log)
         return self

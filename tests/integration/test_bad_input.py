@@ -187,6 +187,11 @@ def test_a_mistake_is_one_line(case: Case, tmp_path: Path) -> None:
     assert_left_behind(tmp_path, case.leaves)
 
 
+def test_the_documents_tell_how_many_there_are() -> None:
+    text = " ".join((ROOT / "docs" / "security.md").read_text().split())
+    assert f"{len(CASES) + len(EXACT)} bad command lines" in text
+
+
 def assert_left_behind(folder: Path, status: str) -> None:
     """Nothing at all where the mistake was in the command line; never anything to resume from."""
     assert not list(folder.rglob("checkpoints/*"))

@@ -101,6 +101,11 @@ def test_a_fault_is_one_line(options: str, line: str, start_run: StartRun, tmp_p
     assert (summary.status, summary.reason) == ("failed", str(caught.value))
 
 
+def test_the_documents_tell_how_many_there_are() -> None:
+    text = " ".join((ROOT / "docs" / "security.md").read_text().split())
+    assert f"{len(FAULTS)} faults in users' code" in text
+
+
 SOUND = [
     "",
     "dtype=fp32 model.fault=float64 dataset.fault=float64 dataset.split=both",
@@ -108,6 +113,8 @@ SOUND = [
     "dtype=amp model._target_=erring.Embedded dataset.fault=int64 dataset.split=both",
     "model.fault=half_frozen",
     "dtype=fp32 model.fault=lazy",
+    "dtype=amp model.fault=lazy",
+    "dtype=mixed model.fault=lazy",
     "dataset.loss=one_number",
     "dataset.whole=true dataset.fault=grad",
     "dataset.whole=true dataset.fault=grad dataset.workers=1 dataset.worker_timeout=20",
