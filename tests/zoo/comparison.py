@@ -8,7 +8,8 @@ taken from the model itself, in torch alone:
 Where a model decides by its numbers (routing, matching, quantizing), a rounding flips decisions in
 both, and both say so. Two computations whose roundings differ but are as large are rarely more than
 a factor of 4 apart: their squared distances are sums over thousands of roundings. float16 rounds 8
-times as finely and is held to the same.
+times as finely and is held to the same. A model whose gradients leave float16 whatever the scale is
+no failure if torch.autocast in float16 says so, too.
 """
 
 import time
@@ -18,7 +19,14 @@ from dataclasses import dataclass, field
 
 import torch
 from example import Example, NotBuiltError
-from training import Outcome, train, train_autocast, train_fp32, train_rounded
+from training import (
+    Outcome,
+    overflows_under_autocast,
+    train,
+    train_autocast,
+    train_fp32,
+    train_rounded,
+)
 
 FACTOR = 4.0
 MODES = {
@@ -80,6 +88,11 @@ def _try(
     key = f"{mode} recomputed" if recompute else mode
     try:
         outcome = train(example, *MODES[mode], recompute=recompute)
+    except OverflowError as error:
+        row.modes[key] = f"{error}, under torch.autocast too"
+        if not overflows_under_autocast(example):
+            row.failures.append(f"{key}: {error}, but not under torch.autocast")
+        return None
     except Exception as error:
         row.modes[key] = _first_line(error)
         if isinstance(row.autocast, float):

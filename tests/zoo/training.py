@@ -75,7 +75,7 @@ def train(example: Example, mode: str, half: str, *, recompute: bool = False) ->
         recompute: turn on the model's own activation checkpointing.
 
     Raises:
-        ArithmeticError: no step was applied within TRIES.
+        OverflowError: no step was applied within TRIES.
     """
     model = copy.deepcopy(example.model)
     if recompute and example.recompute is not None:
@@ -97,7 +97,14 @@ def train(example: Example, mode: str, half: str, *, recompute: bool = False) ->
         optimizer.zero_grad()
         if len(losses) == STEPS:
             return Outcome(losses, gradients[0])
-    raise ArithmeticError(f"no step was applied; loss {loss.item():.3g}")
+    raise OverflowError(f"beyond {half} at every scale")
+
+
+def overflows_under_autocast(example: Example) -> bool:
+    """Whether torch's own float16 gradients are not finite, even without a loss scale."""
+    model = copy.deepcopy(example.model)
+    _forward(example, model, partial(torch.autocast, "cpu", torch.float16)).backward()
+    return not _flat(model, 1.0).isfinite().all()
 
 
 def _forward(

@@ -1,0 +1,74 @@
+"""Real models train in every mode where they train under torch.autocast, to the same gradients.
+
+These few take seconds; `python tests/zoo/run.py` trains them all. torchvision is always there; of
+the other libraries one or two models each, where they are installed.
+"""
+
+import warnings
+from importlib import import_module
+
+import pytest
+import torch
+from comparison import MODES, compare
+from example import Example, loss_of
+from torch import nn
+
+SHORT = (
+    "torchvision/vit",
+    "torchvision/mobilenet_v3_small",
+    "transformers/bert",
+    "transformers/llama",
+    "timm/test_vit",
+    "diffusers/UNet2DModel",
+)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_models(name: str) -> None:
+    library, model = name.split("/")
+    pytest.importorskip(library, reason=f'{library} is not installed: pip install -e ".[zoo]"')
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own
+        row = compare(name, import_module(f"{library}_models").build(model))
+    assert not row.failures
+    assert row.modes.keys() >= MODES.keys()
+    assert row.modes["fp32"] == 0.0
+
+
+class Refuses(nn.Module):
+    """Works under torch.autocast, and raises where something else than torch casts its ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if y.dtype != torch.float32 and not torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("half")
+        return y
+
+
+class Coarse(Refuses):
+    """Loses digits in the same place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if y.dtype != torch.float32 and not torch.is_autocast_enabled("cpu"):
+            y = y + (y * 16).round().detach() - (y * 16).detach()
+        return y
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Refuses, "RuntimeError: half"), (Coarse, "from fp32")])
+def test_a_failure_is_seen(kind: type[nn.Module], said: str) -> None:
+    torch.manual_seed(0)
+    row = compare("own/model", Example(kind(), (torch.randn(8, 4),)))
+    assert len(row.failures) == 4
+    assert all(said in failure for failure in row.failures)
+
+
+def test_gradients_of_normalised_outputs_say_something() -> None:
+    """The mean square of a norm's outputs is constant; the distance to noise is not."""
+    layer = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    loss_of(layer(torch.randn(4, 8))).backward()
+    assert layer[0].weight.grad.norm() > 1e-2
