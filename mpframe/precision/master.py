@@ -26,8 +26,8 @@ class Master:
 
     Args:
         weight: float16 or bfloat16.
-        start: the value to begin with, of the weight's shape and any format; in fp32 it becomes the
-            master itself, for a copy of all weights would be as large as the model.
+        start: the value to begin with, of the weight's shape and any format; in fp32 it is `value`,
+            not copied.
 
     Attributes:
         value: fp32, on the weight's device; the same tensor for good.

@@ -53,9 +53,9 @@ class MasterWeights(Optimizer):
     Args:
         optimizer: any torch optimizer, over parameters of any mix of float32, float16, bfloat16,
             on one device.
-        masters: fp32 values, by parameter, that become the masters; also of parameters that a group
-            added later will have. Where a half parameter has a master already, that one takes the
-            value; where it has neither, its master starts from the half value.
+        masters: fp32 values to start from, by parameter, also of parameters that a group added
+            later will have; copied. Where a half parameter has none here it keeps the master that
+            it has, and where it has none either, its master starts from the half value.
         keep_masters: False updates the half weights themselves, to study what masters are for.
 
     Raises:

@@ -39,7 +39,7 @@ class Masters:
     def __init__(self, starts: Mapping[Tensor, Tensor], keep: bool) -> None:
         for parameter, start in starts.items():
             if parameter.dtype in HALF:
-                remember(parameter, start)
+                remember(parameter, start.clone())
         self._keep = keep
         self._masters: dict[Tensor, Tensor] = {}
         self._half: dict[Tensor, Master] = {}

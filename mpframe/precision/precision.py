@@ -24,6 +24,7 @@ from mpframe.precision.cast import Casts
 from mpframe.precision.dtype_map import Row, as_table, dtype_map
 from mpframe.precision.fp32_share import fp32_share
 from mpframe.precision.lazy import materialize, refuse_lazy
+from mpframe.precision.master import remember
 from mpframe.precision.master_weights import MasterWeights
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.pins import cast_to, pin_modules, refuse_idle_pins
@@ -99,12 +100,12 @@ class Precision:
             self.trace(model, example)
         if self.policy.mode != "fp32":
             refuse_lazy(model)
-        before = store(model, self.policy, self.reads(model))
+        wanted = {p for group in optimizer.param_groups for p in group["params"]}
+        for parameter, value in store(model, self.policy, self.reads(model)).items():
+            if keep_frozen or parameter.requires_grad or parameter in wanted:
+                remember(parameter, value)
         self.attach(model)
-        if not keep_frozen:
-            wanted = {p for group in optimizer.param_groups for p in group["params"]}
-            before = {p: v for p, v in before.items() if p.requires_grad or p in wanted}
-        return model, MasterWeights(optimizer, before, keep_masters=self.master_weights)
+        return model, MasterWeights(optimizer, keep_masters=self.master_weights)
 
     def trace(self, model: nn.Module, example: Any) -> None:
         """Run the model once, to store in half every weight that only half ops read.
