@@ -154,7 +154,9 @@ def test_kernels_called_by_hand_run_as_they_are_called() -> None:
         assert torch.ops.aten.mm.default(x, x).dtype == FP32
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
+)
 @pytest.mark.parametrize("half", HALVES)
 def test_script_modules_run_as_they_were_compiled(half: str) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), torch.rand(2, 4)
