@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from mpframe.precision.emulation import half_values, rounded
@@ -43,6 +44,19 @@ from mpframe.precision.spellings import op_name
 from mpframe.precision.tree import map_tensors
 
 Pins = Sequence[tuple[str, str]]  # (module, pin)
+
+_data: Any = torch._C.TensorBase.data
+_DATA = (_data.__get__, _data.__set__)  # reading `.data`, and `.data = ...`
+_optimizer_steps = 0
+
+
+def _count_step(*_: Any) -> None:
+    """Fused optimizers write weights without raising their version counters."""
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
 
 
 class Casts:
@@ -97,6 +111,8 @@ class CastMode(TorchFunctionMode):
         self._half = self.policy.half_dtype
         self._emulates, self._to_half = casts.emulates, casts.to_half
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor]] = {}
+        self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
+        self._steps = _optimizer_steps
         self.begin_in(())
         self._plans: dict[str | None, dict[Any, Plan]] = {None: {}, **{pin: {} for pin in PINS}}
         self._named_plans = PLANS | {
@@ -104,6 +120,7 @@ class CastMode(TorchFunctionMode):
             "half data": on_data_only(self._run_half),
             "half held": holding_numbers(self._run_half),
             "higher order": self._run_higher_order,
+            "data": self._run_data,
         }
 
     def __torch_function__(
@@ -128,6 +145,7 @@ class CastMode(TorchFunctionMode):
     def forget(self) -> None:
         """Drop the casts of weights: the block has ended."""
         self._kept_weights.clear()
+        self._open_weights.clear()
 
     def enter(self, module: str, pin: str) -> None:
         """Run every op as in a module pinned to `pin`, until `leave(module)`."""
@@ -184,12 +202,23 @@ class CastMode(TorchFunctionMode):
         result = func(*map_tensors(self._as_half, args), **map_tensors(self._as_half, kwargs))
         return map_tensors(self._round, result) if self._emulates else result
 
+    def _run_data(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Who has a weight's `.data` writes to it unseen: its cast is not kept in this block."""
+        if not torch.compiler.is_compiling() and _is_weight(args[0]):
+            self._open_weights[id(args[0])] = args[0]
+        return func(*args, **kwargs)
+
     def _as_half(self, tensor: Tensor) -> Tensor:
         """`tensor` as a half op wants it; a weight's cast is made once and kept for the block."""
         if tensor.dtype not in self._to_half:
             return tensor
         if torch.compiler.is_compiling() or not _is_weight(tensor):
             return self._halved(tensor)
+        if id(tensor) in self._open_weights:
+            return self._halved(tensor)
+        if self._steps != _optimizer_steps:
+            self._steps = _optimizer_steps
+            self._kept_weights.clear()
         # Not one cast for both: what is made without a graph has no gradient.
         key = (id(tensor), torch.is_grad_enabled())
         kept = self._kept_weights.get(key)
@@ -209,11 +238,15 @@ class CastMode(TorchFunctionMode):
 
 def _plan_name(policy: Policy, func: Any, pin: str | None) -> str:
     """How calls of `func` are run under `pin`: a named plan, or the function to open."""
-    if isinstance(func, HigherOrderOperator):
-        return "higher order"
     op = op_name(func)
     name = plan_name(op, policy.compute_of(op, pin))
-    return (open_function(func) or name) if name == "as is" else name
+    return _plan_outside_the_lists(func) if name == "as is" else name
+
+
+def _plan_outside_the_lists(func: Any) -> str:
+    if isinstance(func, HigherOrderOperator):
+        return "higher order"
+    return "data" if func in _DATA else open_function(func) or "as is"
 
 
 # A compiler takes the name as given and traces the plan. The mark is all that

@@ -59,6 +59,10 @@ class OpLists:
         _refuse_bad_pins(self.modules)
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled and copied by its arguments: a read-only mapping cannot be."""
+        return type(self), (self.allow, self.deny, self.infer, dict(self.modules))
+
     @classmethod
     def named(cls, name: str = "default") -> Self:
         """The shipped lists `conf/ops/<name>.yaml`.

@@ -1,9 +1,11 @@
 """Tensors inside the arguments and results of a call: found, and replaced, at any depth.
 
-Covers what PyTorch's own functions take and give: tuples (named ones too), lists and dicts.
+Covers what PyTorch's own functions take and give: tuples (named ones too), lists and dicts; and
+dataclasses, which models give.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +25,9 @@ def tensors_in(node: Any) -> Iterator[Tensor]:
     elif isinstance(node, dict):
         for item in node.values():
             yield from tensors_in(item)
+    elif _is_dataclass(node):
+        for field in dataclasses.fields(node):
+            yield from tensors_in(getattr(node, field.name))
 
 
 def widened(node: Any) -> Any:
@@ -42,4 +47,14 @@ def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:
         for key, item in node.items():
             changed[key] = map_tensors(change, item)
         return changed
+    if _is_dataclass(node):
+        changed = copy.copy(node)
+        for field in dataclasses.fields(node):
+            item = map_tensors(change, getattr(node, field.name))
+            object.__setattr__(changed, field.name, item)  # Frozen ones, too: the copy is new.
+        return changed
     return node
+
+
+def _is_dataclass(node: Any) -> bool:
+    return hasattr(type(node), "__dataclass_fields__")  # of the value: a class itself is none

@@ -1,6 +1,7 @@
 """What a cast leaves alone, what it keeps within its block, and how blocks nest."""
 
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -153,6 +154,19 @@ def test_kernels_called_by_hand_run_as_they_are_called() -> None:
         assert torch.ops.aten.mm.default(x, x).dtype == FP32
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
+)
+@pytest.mark.parametrize("half", HALVES)
+def test_script_modules_run_as_they_were_compiled(half: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), torch.rand(2, 4)
+    scripted, traced = torch.jit.script(model), torch.jit.trace(model, x)
+    plain = model(x)
+    with amp(half).cast():
+        assert model[0](x).dtype == HALVES[half]
+        assert same_bits([scripted(x), traced(x)], [plain, plain])
+
+
 @pytest.mark.parametrize("compute", ["native", "emulated"])
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("move", ["allow", "deny"])
@@ -201,6 +215,61 @@ class TestWeightsOfABlock:
             F.linear(x, weight).sum().backward()
             optimizer.step()  # 1 - 1 * 1
             assert F.linear(x, weight).item() == 0.0
+
+    def test_a_weight_written_in_place_is_seen(self) -> None:
+        weight, x = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)
+        with amp().cast():
+            assert F.linear(x, weight).item() == 1.0
+            nn.init.zeros_(weight)
+            assert F.linear(x, weight).item() == 0.0
+
+    @pytest.mark.parametrize("half", HALVES)
+    @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
+    def test_fused_optimizers_are_seen(self, kind: str, half: str) -> None:
+        """Their kernels write without raising the version counter."""
+        weight, x = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)
+        optimizer = getattr(torch.optim, kind)([weight], lr=0.5, fused=True)
+        with amp(half).cast():
+            F.linear(x, weight).sum().backward()
+            optimizer.step()
+            assert weight.item() < 1
+            assert torch.equal(F.linear(x, weight), weight.detach().to(HALVES[half]))
+
+    def test_a_fused_step_in_another_thread_is_seen(self) -> None:
+        weight, x = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)
+        optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+        with amp().cast():
+            F.linear(x, weight).sum().backward()
+            thread = Thread(target=optimizer.step)
+            thread.start()
+            thread.join()
+            assert F.linear(x, weight).item() == 0.0
+
+    def test_writes_through_data_are_seen(self) -> None:
+        weight, x = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)
+        with amp().cast():
+            assert F.linear(x, weight).item() == 1.0
+            values = weight.data
+            for value in (2.0, 3.0):
+                values.fill_(value)
+                assert F.linear(x, weight).item() == value
+
+    def test_new_data_is_seen(self) -> None:
+        weight, x = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)
+        with amp().cast():
+            for value in (1.0, 2.0, 3.0):
+                weight.data = torch.full((1, 1), value)
+                assert F.linear(x, weight).item() == value
+
+    def test_a_weight_is_kept_again_in_the_next_block(self) -> None:
+        weight, x, precision = nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4).half(), amp()
+        with precision.cast():
+            weight.data.fill_(2.0)
+        kernels = Kernels()
+        with kernels, precision.cast():
+            F.linear(x, weight)
+            F.linear(x, weight)
+        assert sum(k.name == "_to_copy" and k.gave == {HALF} for k in kernels.ran) == 1 + 2
 
     def test_a_cast_without_a_graph_is_not_used_with_one(self) -> None:
         weight, x = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)

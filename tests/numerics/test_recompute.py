@@ -136,9 +136,12 @@ class InPinned(nn.Module):
         return run(function, x) if run else function(x)
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("backward", BACKWARDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_within_a_pinned_module(kind: str, backward: Callable[[Tensor], None]) -> None:
+def test_within_a_pinned_module(
+    kind: str, backward: Callable[[Tensor], None], inside: bool
+) -> None:
     lists, x = OpLists.named(), torch.rand(3, 8)
 
     class Outer(nn.Module):
@@ -152,7 +155,7 @@ def test_within_a_pinned_module(kind: str, backward: Callable[[Tensor], None]) -
     ops = OpLists(lists.allow, lists.deny, lists.infer, {"inner": "fp32"})
     precision = Precision("amp", ops=ops)
     plain = gradients(precision, Outer(), x, None)
-    assert same_bits(gradients(precision, Outer(), x, KINDS[kind], backward), plain)
+    assert same_bits(gradients(precision, Outer(), x, KINDS[kind], backward, inside), plain)
     without = gradients(Precision("amp"), Outer(), x, None)
     assert not same_bits(without, plain)
 
@@ -160,7 +163,7 @@ def test_within_a_pinned_module(kind: str, backward: Callable[[Tensor], None]) -
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("mode", "half", "compute"), RUNS)
 def test_a_function_without_modules(mode: str, half: str, compute: str, kind: str) -> None:
-    precision, weight = Precision(mode, half, compute=compute), torch.rand(8, 8)
+    precision, weight = Precision(mode, half, compute=compute), torch.rand(8, 8) / 8
 
     def gradient(run: Callable[..., Any]) -> Tensor:
         x, w = torch.rand(3, 8, generator=torch.Generator().manual_seed(0)), weight.clone()
@@ -173,6 +176,25 @@ def test_a_function_without_modules(mode: str, half: str, compute: str, kind: st
         return w.grad
 
     assert torch.equal(gradient(KINDS[kind]), gradient(lambda function, x: function(x)))
+
+
+@pytest.mark.parametrize(("mode", "half", "compute"), RUNS)
+def test_a_weight_that_is_used_on_both_sides(mode: str, half: str, compute: str) -> None:
+    """Its cast is made once in the forward pass, and once more where it is run again."""
+    precision, x = Precision(mode, half, compute=compute), torch.rand(3, 8)
+    weight = torch.rand(8, 8) / 8
+
+    def gradient(run: Callable[..., Any]) -> Tensor:
+        w = weight.clone().requires_grad_()
+        with precision.cast():
+            product = F.linear(x, w)
+            loss = F.linear(run(lambda x: F.linear(x, w).exp(), product), w).sum()
+        loss.backward()
+        assert w.grad is not None
+        return w.grad
+
+    found = gradient(KINDS["not reentrant"])
+    assert torch.equal(found, gradient(lambda function, x: function(x)))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -1,0 +1,97 @@
+"""Tensors in any container: found in their order, and replaced in one of the same kind."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import FrozenInstanceError, dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mpframe.precision.tree import map_tensors, tensors_in, widened
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: tuple[Tensor, ...] = ()
+    name: str = "head"
+    made: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    logits: Tensor
+    inner: Output
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    logits: Tensor
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def half(value: float) -> Tensor:
+    return torch.full((2,), value, dtype=torch.float16)
+
+
+def test_a_dataclass() -> None:
+    output = Output(half(1), (half(2), half(3)))
+    output.made = 7
+    wide = widened(output)
+    assert isinstance(wide, Output)
+    assert [tensor[0].item() for tensor in tensors_in(wide)] == [1, 2, 3]
+    assert {tensor.dtype for tensor in tensors_in(wide)} == {torch.float32}
+    assert (wide.name, wide.made) == ("head", 7)
+    assert {tensor.dtype for tensor in tensors_in(output)} == {torch.float16}  # as it was
+
+
+def test_a_frozen_dataclass_with_one_inside() -> None:
+    wide = widened([Frozen(half(1), Output(half(2)))])
+    assert isinstance(wide[0], Frozen)
+    assert isinstance(wide[0].inner, Output)
+    assert [(t[0].item(), t.dtype) for t in tensors_in(wide)] == [
+        (1, torch.float32),
+        (2, torch.float32),
+    ]
+    with pytest.raises(FrozenInstanceError):
+        wide[0].logits = half(0)
+
+
+def test_a_frozen_dataclass_with_slots() -> None:
+    assert widened(Slotted(half(1))).logits.dtype == torch.float32
+
+
+def test_a_dataclass_type_is_no_container() -> None:
+    assert map_tensors(Tensor.float, Output) is Output
+    assert list(tensors_in(Output)) == []
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        (half(1), [half(2)]),
+        Pair(half(1), half(2)),
+        {"a": half(1), "b": {"c": half(2)}},
+        OrderedDict(a=half(1), b=half(2)),
+    ],
+)
+def test_containers_keep_their_kind(node: Any) -> None:
+    wide = widened(node)
+    assert type(wide) is type(node)
+    assert [(t[0].item(), t.dtype) for t in tensors_in(wide)] == [
+        (1, torch.float32),
+        (2, torch.float32),
+    ]
+
+
+def test_a_model_output() -> None:
+    """Of transformers: an OrderedDict and a dataclass, whose items are attributes too."""
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    wide = widened(outputs.BaseModelOutput(last_hidden_state=half(1), hidden_states=(half(2),)))
+    assert isinstance(wide, outputs.BaseModelOutput)
+    assert wide.last_hidden_state is wide["last_hidden_state"]
+    assert {tensor.dtype for tensor in tensors_in(wide)} == {torch.float32}
+    assert wide.hidden_states[0].dtype == torch.float32
