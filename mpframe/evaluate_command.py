@@ -14,7 +14,7 @@ from mpframe import build, checkpoint
 from mpframe.command_line import refuse_unwritable
 from mpframe.config import Config
 from mpframe.durable import write_atomically
-from mpframe.errors import ConfigError, nearest, one_line_exit, take_options
+from mpframe.errors import ConfigError, nearest, one_line_exit, printable, take_options
 from mpframe.evaluation import Evaluation
 from mpframe.saved_weights import KINDS, averages_of, steps_tried, weights_of
 from mpframe.stored_config import config_of
@@ -101,7 +101,7 @@ def _main(arguments: list[str]) -> None:
     done = evaluate(path, given, kind)
     out = Path(own.get("out") or run_folder(path) / f"evaluation_step_{done.step:08d}.json")
     _write(out, path, done)
-    print(_text(path, done, out))
+    print(printable(_text(path, done, out)))
 
 
 def _refuse_flags(given: list[str]) -> None:

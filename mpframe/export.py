@@ -11,7 +11,6 @@ floating are written in the same format, except in fp32, where nothing is change
 integer and boolean buffers are written as they are.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from mpframe.durable import write_atomically
 from mpframe.errors import CheckpointError, ConfigError
 
 FORMATS = {"fp32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -75,19 +75,12 @@ def write(path: Path, exported: Exported, facts: Mapping[str, str]) -> None:
     if path.exists():
         raise exists(path)
     content = save(exported.tensors, metadata=dict(facts))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_atomically(path, content)
     except OSError as error:
         raise ConfigError(
             f"out={path}: cannot be written ({error.strerror}); choose another file"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def exists(path: Path) -> ConfigError:

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from mpframe import checkpoint
-from mpframe.errors import ConfigError, nearest, one_line_exit, take_options
+from mpframe.errors import ConfigError, nearest, one_line_exit, printable, take_options
 from mpframe.export import FORMATS, Exported, converted, exists, write
 from mpframe.saved_weights import KINDS, steps_tried, weights_of
 
@@ -32,7 +32,7 @@ def _main(arguments: list[str]) -> None:
     exported = converted(weights_of(state, options["weights"], source), options["format"])
     facts = {"format": "pt", "step": str(step), "weights": options["weights"]}
     write(out, exported, facts)
-    print(_text(options, step, exported))
+    print(printable(_text(options, step, exported)))
 
 
 def _checked(arguments: list[str]) -> dict[str, str]:

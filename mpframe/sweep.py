@@ -177,7 +177,7 @@ def _readable(jobs: Sequence[Job]) -> tuple[str, list[list[str]]]:
     rows = [[name.replace("_", " ") for name in COLUMNS if name != "metric"]]
     for job in jobs:
         cells = {name: _rounded(value) for name, value in job.cells().items()}
-        cells["overrides"] = " ".join(o for o in job.overrides if o not in shared)
+        cells["overrides"] = printable(" ".join(o for o in job.overrides if o not in shared))
         cells["val_metric"] = " ".join(filter(None, (cells.pop("metric"), cells["val_metric"])))
         rows.append(list(cells.values()))
     return " ".join(shared), rows
@@ -190,7 +190,7 @@ def _rounded(value: Any) -> str:
         return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"
     if isinstance(value, dict):
         return " ".join(f"{name} {_rounded(own)}" for name, own in value.items())
-    return str(value)
+    return printable(str(value))
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -7,6 +7,7 @@ fewer bits, what lies above its largest number is inf. The best scale is the lar
 at which nothing is inf.
 """
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpframe.durable import write_atomically
 from mpframe.numerics.exponents import FIELDS, HIGHEST, LOWEST, Limits
 from mpframe.numerics.ranges import KINDS, SCALED, Counts, Ranges
 
@@ -88,7 +90,9 @@ def draw(losses: Sequence[Losses], half: torch.dtype, step: int, path: Path) -> 
     figure.suptitle(f"Gradients of activations and weights after {step} steps, held in {name}")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=110)
+    write_atomically(path, png.getvalue())
 
 
 def _panel(axes: Any, losses: Losses, half: torch.dtype) -> None:

@@ -4,14 +4,18 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import StartRun, train
+from hostile_checkpoints import CASES
 from sameness import differing
+from time_limit import time_limit
 
 from mpframe import checkpoint
+from mpframe.checkpoint import retention
 from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.manifest import Manifest
 from mpframe.errors import CheckpointError
@@ -161,6 +165,111 @@ def test_a_damaged_checkpoint_is_refused_and_auto_takes_the_one_before(
     assert differing(checkpoint.load(folder), checkpoint.load(whole)) == []
 
 
+def adopt(source: Path, folder: Path) -> None:
+    """Put a checkpoint in the place of a folder's own, under the name of the folder's run."""
+    place = folder / "checkpoints" / source.name
+    run = Manifest.read(place).facts["run"]
+    shutil.rmtree(place)
+    shutil.copytree(source, place)
+    manifest = Manifest.read(place)
+    (place / "manifest.json").write_text(
+        replace(manifest, facts={**manifest.facts, "run": run}).text()
+    )
+
+
+def sealed(config: str = "", **facts: object) -> Damage:
+    """A manifest in order around options or facts that are not."""
+
+    def damage(path: Path) -> None:
+        if config:
+            (path / "config.yaml").write_text(config)
+        names = ("state.pt", "config.yaml")
+        sizes = {name: (path / name).stat().st_size for name in names}
+        files = {name: {"bytes": sizes[name], "sha256": sha256_of(path / name)} for name in names}
+        kept = Manifest.read(path).facts
+        (path / "manifest.json").write_text(Manifest(files, {**kept, **facts}).text())
+
+    return damage
+
+
+def progress(**counts: object) -> Damage:
+    def damage(path: Path) -> None:
+        state = checkpoint.load(path)
+        state["trainer"]["progress"] |= counts
+        torch.save(state, path / "state.pt")
+        sealed()(path)
+
+    return damage
+
+
+BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
+CRAFTED: dict[str, tuple[Damage, str]] = {
+    **CASES,
+    "an alias bomb": (
+        sealed(BOMB),
+        r"config\.yaml: refused, a stored configuration has no aliases",
+    ),
+    "options of a list": (sealed("[1, 2]"), r"config\.yaml: not a stored configuration"),
+    "options not YAML": (sealed("a: ]["), r"config\.yaml: not a stored configuration"),
+    "options too deep": (sealed("a: " + "[" * 999 + "]" * 999), r"config\.yaml: refused, a stored"),
+    "steps below 0": (progress(steps=-5), r"its progress\.steps is no count but -5; use another"),
+    "steps of 1e30": (progress(steps=1e30), r"its progress\.steps is no count but 1e\+30; use"),
+    "steps of text": (progress(batch="0"), r"its progress\.batch is no count but '0'; use another"),
+}
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """That of a run with the options of the checkpoints."""
+    kept: list[Trainer] = []
+    into = Resume.into
+
+    def keep(resume: Resume, trainer: Trainer) -> object:
+        kept.append(trainer)
+        return into(resume, trainer)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Resume, "into", keep)
+        train(tmp_path_factory.mktemp("other"), *OPTIONS)
+    return kept[0]
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_auto_passes_over_a_crafted_checkpoint_to_the_one_before(
+    trainer: Trainer, whole: Path, tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage, said = CRAFTED[case]
+    folder = shutil.copytree(whole, tmp_path / "run")
+    config = (folder / "config_resolved.yaml").read_text()
+    damage(folder / "checkpoints/step_00000008")
+    with time_limit(30):
+        Resume("auto", folder, config).into(trainer)
+    assert trainer.progress.attempts == 4
+    (line,) = (line for line in caplog.messages if "passes over" in line)
+    assert re.search(rf"^warning: resume=auto passes over step_00000008: .*{said}", line), line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "facts", [{"validation": -5}, {"validation": {"value": "x"}}, {"made_on": [1]}, {"run": 7}]
+)
+def test_facts_that_are_none_change_nothing(
+    trainer: Trainer, whole: Path, tmp_path: Path, facts: dict[str, object]
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    sealed(**facts)(folder / "checkpoints/step_00000008")
+    Resume("auto", folder, (folder / "config_resolved.yaml").read_text()).into(trainer)
+    assert trainer.progress.attempts == 8
+    retention.prune(folder, 1, 1)
+    assert folder / "checkpoints/step_00000008" in checkpoint.all_in(folder)
+
+
+def test_the_page_tells_the_size_of_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    damaged = len(DAMAGE) + 1 + len(CRAFTED)
+    assert f"{damaged} kinds of damaged checkpoints and {len(OTHERS)} of something else" in page
+
+
 OTHERS = {
     "architecture": (["model.hidden=33"], r"weights: '\S+' has shape .* in the checkpoint"),
     "depth": (["model.depth=3"], r"weights: '\S+' is missing from the checkpoint"),
@@ -184,8 +293,7 @@ def test_a_checkpoint_of_something_else_is_refused_and_auto_passes_it_over(
     assert re.search(rf"^{re.escape(str(newest))}: .*{said}", line), line
     own = tmp_path / "own"
     start_run(own, *OPTIONS, *options)
-    shutil.rmtree(own / "checkpoints" / newest.name)
-    shutil.copytree(newest, own / "checkpoints" / newest.name)
+    adopt(newest, own)
     caplog.clear()
     assert start_run(own, *OPTIONS, *options, "resume=auto").steps == 8
     (line,) = (line for line in caplog.messages if "passes over" in line)

@@ -139,6 +139,11 @@ def test_a_hostile_checkpoint_is_refused_in_one_line(name: str, reader: str, run
     assert "\n" not in str(refused.value)
 
 
+def test_the_page_tells_the_size_of_the_table() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    assert f"{len(HOSTILE)} hostile state files are read in {len(READERS)} ways and exp" in page
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_checkpoint_is_not_exported(
     name: str, run: Path, capsys: pytest.CaptureFixture[str]

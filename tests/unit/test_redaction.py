@@ -7,6 +7,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from mpframe.errors import printable
 from mpframe.redaction import Redacting, as_yaml, hide, redacted, secrets_of
 
 SECRETS = [
@@ -74,3 +75,11 @@ def test_a_log_line_holds_no_secret_and_steers_no_terminal() -> None:
     record = logging.makeLogRecord(said)
     line = Redacting(None, ["plain12345"]).format(record)
     assert line == "\\x1b[2Jsaid ***\n\tand \\x9b more"
+
+
+def test_what_steers_a_terminal_is_written_out() -> None:
+    said = "\x1b[31mred\x07 \x9b2J \u202e back \ud800 \x00 and\nmore, é ✓"
+    shown = printable(said)
+    assert shown == "\\x1b[31mred\\x07 \\x9b2J \\u202e back \\ud800 \\x00 and\\nmore, é ✓"
+    assert printable(shown) == shown
+    assert printable("a\nb\tc\rd", keep="\n\t") == "a\nb\tc\\rd"

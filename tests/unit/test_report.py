@@ -292,6 +292,19 @@ def test_what_comes_from_runs_is_text(evil_page: tuple[str, str]) -> None:
     assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
 
 
+def test_no_text_of_a_run_steers_the_terminal(make_run: MakeRun, tmp_path: Path) -> None:
+    escape = "\x1b[2J\u202e"
+    bad = replace(MIXED, status=Status.FAILED, reason=escape, metric=escape, device=escape)
+    folder = make_run(f"run{escape}", bad, model__hidden=escape)
+    with Tracker(folder) as tracker:
+        tracker.scalars(1, {Tag.LOSS_TRAIN: 1.0, escape: 2.0})
+    make_run("good", replace(SUMMARY, metric=escape), model__hidden=escape)
+    _, runs = find_runs([tmp_path])
+    groups = compared(runs)
+    for text in (as_page("t", groups, runs), as_markdown("t", groups, runs)):
+        assert not {"\x1b", "\u202e"} & set(text)
+
+
 def test_the_page_is_one_file_without_an_address(evil_page: tuple[str, str]) -> None:
     page = Tags(evil_page[0])
     sources = [attrs["src"] or "" for tag, attrs in page.tags if tag == "img"]

@@ -237,6 +237,15 @@ def test_a_bar_in_an_override_does_not_break_the_table(tmp_path: Path) -> None:
     assert r"| ops.modules={a\|b: fp32} |" in (tmp_path / "sweep.md").read_text()
 
 
+def test_no_name_of_a_job_steers_the_terminal(tmp_path: Path) -> None:
+    make_job(tmp_path, 0, ["seed=1"], replace(SUMMARY, metric="\x1b[2Jmetric"))
+    (tmp_path / "0" / ".hydra" / "overrides.yaml").write_text('["run_name=\\e[31m"]')
+    shown = report(tmp_path, find_jobs(tmp_path)) + (tmp_path / "sweep.md").read_text()
+    assert "\x1b" not in shown
+    assert "\\x1b[2Jmetric" in shown
+    assert "run_name=\\x1b[31m" in shown
+
+
 def test_a_damaged_summary_is_named_and_its_job_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
