@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,13 +143,12 @@ class LooksAtShapes(nn.Module):
         return x.view_as(self.weight) @ self.weight.T.mT.data.requires_grad_()
 
 
-class Writes(nn.Module):
+class Writes(nn.Linear):
     """Computes on a copy of its weight in place."""
 
     def __init__(self, way: str) -> None:
-        super().__init__()
+        super().__init__(4, 4, bias=False)
         self.way = way
-        self.weight = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.clone()
@@ -392,11 +392,12 @@ class TestPins:
             assert in_half(model) == expected
 
     def test_a_pin_of_its_own_module_comes_first(self) -> None:
-        model = nn.Sequential(Conv1D(4, 4), nn.LayerNorm(4))
-        ops = OpLists.named().moved({})
-        pinned = OpLists(ops.allow, ops.deny, ops.infer, {"0": "fp32", "1": "half"})
-        Precision("mixed", ops=pinned).prepare(model, sgd(model), ROWS)
-        assert in_half(model) == {"1.weight", "1.bias"}
+        """Also where it is only the storage that is pinned: `mul` follows its inputs."""
+        model = nn.Sequential(Conv1D(4, 4), nn.LayerNorm(4), Listed())
+        pins = {"0": "fp32", "1": "half", "2": "half"}
+        ops = replace(OpLists.named(), modules=pins)
+        Precision("mixed", ops=ops).prepare(model, sgd(model), ROWS)
+        assert in_half(model) == {"1.weight", "1.bias", "2.own.0", "2.own.1"}
 
 
 class TestNothingElseMoves:
