@@ -160,6 +160,18 @@ def test_what_does_not_go_with_a_closure_is_refused_at_once(
         make_trainer(optimizer=torch.optim.LBFGS, **options)
 
 
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+def test_a_step_starts_without_the_gradients_that_others_left(mode: str) -> None:
+    """A measurement's backward pass before it enters neither its norm nor its update."""
+    plain, measured = make_trainer(mode), make_trainer(mode)
+    for batch in batches(3):
+        measured.backward(batch)
+        results = [trainer.train_step(batch) for trainer in (plain, measured)]
+        assert torch.equal(results[0].grad_norm, results[1].grad_norm)
+    for first, second in zip(plain.model.parameters(), measured.model.parameters(), strict=True):
+        assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize(("fused", "reads"), [(True, 1), (False, 2)])
 def test_a_step_is_read_by_the_trainer_once(
     monkeypatch: pytest.MonkeyPatch, fused: bool, reads: int

@@ -27,7 +27,7 @@ def saved(folder: Path, callbacks: list[Callback]) -> dict[str, Any]:
     model = nn.Linear(2, 1)
     model, optimizer = Precision().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     trainer = Trainer(model, optimizer, nn.MSELoss(), callbacks=callbacks)
-    Checkpoints(folder, SavePlan(), "").save(trainer)
+    Checkpoints(folder, SavePlan(), "", "a run").save(trainer)
     return dict(checkpoint.read(folder).state["callbacks"])
 
 
