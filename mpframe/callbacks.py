@@ -68,7 +68,8 @@ class Curves(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the last loss, and write again what was written at the last step."""
-        self.train_loss = state["train_loss"]
+        loss = state["train_loss"]
+        self.train_loss = None if loss is None else float(loss)
         self._tracker.write_again(state["last_step"])
 
     def _of_step(self, trainer: Trainer, result: StepResult) -> dict[str, float | Tensor]:
@@ -149,7 +150,10 @@ class LastEvaluation(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved one."""
-        self.value = None if state["value"] is None else Evaluation(**state["value"])
+        held = state["value"]
+        if held is not None:
+            numbers = {name: float(held[name]) for name in ("loss", "value")}
+            self.value = Evaluation(**{**held, **numbers})
 
 
 class SaturationWarning(Callback):

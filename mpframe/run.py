@@ -387,9 +387,9 @@ def _restore(callbacks: Sequence[Callback], states: dict[str, Any]) -> None:
         try:
             if name in states:
                 callback.load_state_dict(states[name])
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except Exception as error:  # A checkpoint may hold anything there.
             raise CheckpointError(
-                f"resume: the checkpoint's state of {name} does not fit ({error!r}); "
+                f"resume: the checkpoint's state of {name} does not fit ({error!r:.200}); "
                 "resume from another checkpoint"
             ) from None
 

@@ -58,14 +58,14 @@ class Checkpoints(Callback):
         folder: the run's folder.
         plan: when to save and what to keep.
         config: the resolved options as YAML.
-        run: the run's identity.
+        run: the run's identity; a new one where it is empty.
     """
 
-    def __init__(self, folder: Path, plan: SavePlan, config: str, run: str) -> None:
+    def __init__(self, folder: Path, plan: SavePlan, config: str, run: str = "") -> None:
         self._folder = folder
         self._plan = plan
         self._config = config
-        self._run = run
+        self._run = run or checkpoint.new_identity()
         self._background = Background()
         self._validation: tuple[int, dict[str, Any]] | None = None
         self._saved: tuple[int, int] | None = None
@@ -90,7 +90,10 @@ class Checkpoints(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved one."""
-        self._validation = state["validation"]
+        if state["validation"] is not None:
+            attempts, validation = state["validation"]
+            retention.rank(validation)  # Raises where it is none.
+            self._validation = int(attempts), dict(validation)
 
     def save(self, trainer: Trainer) -> None:
         """Save the run as it stands, unless just that has been done.

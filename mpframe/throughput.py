@@ -122,9 +122,9 @@ class Throughput(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on adding to saved sums."""
-        self.samples, self.train_seconds = state["samples"], state["train_seconds"]
-        self._earlier, self._idle = state["seconds"], True
-        self._step_times = Counter(state["step_times"])
+        self.samples, self.train_seconds = int(state["samples"]), float(state["train_seconds"])
+        self._earlier, self._idle = float(state["seconds"]), True
+        self._step_times = Counter({int(k): int(v) for k, v in state["step_times"].items()})
         self._asked = self.samples, self.train_seconds
 
     def _pause(self) -> None:

@@ -264,6 +264,21 @@ def test_facts_that_are_none_change_nothing(
     assert folder / "checkpoints/step_00000008" in checkpoint.all_in(folder)
 
 
+@pytest.mark.parametrize("state", [7, [], {"train_loss": "x"}, {"train_loss": 1, "last_step": []}])
+def test_a_callbacks_state_that_is_none_is_one_line(
+    start_run: StartRun, whole: Path, tmp_path: Path, state: object
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    newest = folder / "checkpoints/step_00000008"
+    held = checkpoint.load(newest)
+    assert "Curves" in held["callbacks"]
+    held["callbacks"]["Curves"] = state
+    torch.save(held, newest / "state.pt")
+    sealed()(newest)
+    with pytest.raises(CheckpointError, match=r"^resume: the checkpoint's state of Curves does n"):
+        start_run(folder, *OPTIONS, "resume=auto")
+
+
 def test_the_page_tells_the_size_of_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     damaged = len(DAMAGE) + 1 + len(CRAFTED)

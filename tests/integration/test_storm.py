@@ -23,6 +23,7 @@ OPTIONS = [
     "trainer.max_steps=14", "trainer.log_every=1", "trainer.keep_best=1",
 ]  # fmt: skip
 SMALL = [*OPTIONS, "model.hidden=64"]
+SLOW = 300  # seconds, on a machine that is busy
 STRIKES = {"SIGKILL": 30, "SIGTERM": 10}
 LARGE = [*OPTIONS, "model.hidden=2816"]  # 130 MB
 
@@ -41,9 +42,9 @@ class Storm:
         self.random = random.Random(seed)
         self.whole = folder / "whole"
         process = start(self.whole, *options)
-        assert wait_until(lambda: (self.whole / ".lock").exists(), process)
+        assert wait_until(lambda: (self.whole / ".lock").exists(), process, SLOW)
         locked = time.monotonic()
-        assert wait_until(lambda: training(self.whole), process)
+        assert wait_until(lambda: training(self.whole), process, SLOW)
         began = time.monotonic()
         self.startup = began - locked
         assert exit_code(process, 300) == 0
@@ -72,10 +73,10 @@ class Storm:
     ) -> int:
         process = start(struck, *self.options, *options)
         if early:
-            wait_until(lambda: (struck / ".lock").exists(), process)
+            wait_until(lambda: (struck / ".lock").exists(), process, SLOW)
             time.sleep(self.random.uniform(0, 0.5 * self.startup))
         else:
-            wait_until(lambda: training(struck), process)
+            wait_until(lambda: training(struck), process, SLOW)
             time.sleep(self.random.uniform(0, 0.9 * self.seconds))
         if in_save and not early and wait_until(lambda: saving(struck), process):
             time.sleep(self.random.uniform(0, 0.02 * self.seconds))

@@ -38,6 +38,16 @@ def test_a_resumed_record_keeps_only_what_came_before(tmp_path: Path) -> None:
     assert read_amax(tmp_path).tolist() == [2.0, 4.0, 64.0]
 
 
+def test_a_record_that_is_no_text_is_carried_on_and_not_replayed(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"\xff\xfe\n1\n2\n")
+    record = AmaxRecord(tmp_path, kept=2)
+    record.add(torch.tensor(8.0))
+    record.flush()
+    assert (tmp_path / FILE_NAME).read_bytes() == b"\xff\xfe\n1\n3\n"
+    with pytest.raises(DataError, match="allowed is one number"):
+        read_amax(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [(None, "No such file"), ("", "no steps recorded"), ("0\nx\n", "allowed is one number")],
