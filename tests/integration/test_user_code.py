@@ -127,6 +127,17 @@ def test_what_is_no_fault_trains(options: str, start_run: StartRun, tmp_path: Pa
     assert (summary.status, summary.steps, summary.skipped_steps) == ("finished", 4, 0)
 
 
+def test_a_module_that_ends_the_program_is_named(
+    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "exiting.py").write_text("import sys\n\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        MpframeError, match=r"^model\._target_=exiting\.Net: SystemExit \(0\) at exi"
+    ):
+        start_run(tmp_path / "run", *words_of("model._target_=exiting.Net"))
+
+
 def command(folder: Path, *options: str, full: str = "0") -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": full}
