@@ -36,6 +36,16 @@ def outputs_and_loss(
         outputs = widened(forward(*arguments))
     with UserCode("dataset: the loss", loss, outputs=outputs, targets=targets):
         value = loss(outputs, targets)
+    return outputs, checked_loss(value, model, loss, outputs)
+
+
+def checked_loss(value: Any, model: nn.Module, loss: Callable[..., Any], outputs: Any) -> Tensor:
+    """What a loss gave, 0-d.
+
+    Raises:
+        UserCodeError: it is not one floating-point number, or (where gradients are wanted) has no
+            gradient.
+    """
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         raise UserCodeError(
             f"dataset: the loss {name_of(loss)} gave {described(value)}; it must give one "
@@ -43,7 +53,7 @@ def outputs_and_loss(
         )
     if torch.is_grad_enabled() and not value.requires_grad:
         raise UserCodeError(_without_gradient(model, loss, outputs))
-    return outputs, value.reshape(())
+    return value.reshape(())
 
 
 def _without_gradient(model: nn.Module, loss: Callable[..., Any], outputs: Any) -> str:

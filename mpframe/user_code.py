@@ -11,6 +11,7 @@ mpframe's own errors pass as they are. SystemExit is an error like any other: wh
 """
 
 import functools
+import importlib
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from mpframe.errors import MpframeError, UserCodeError
 
-_NOT_THEIRS = tuple(str(Path(file).parent) for file in (torch.__file__, hydra.__file__, __file__))
+_PACKAGES = (torch.__file__, hydra.__file__, importlib.__file__, __file__)
+_NOT_THEIRS = ("<frozen importlib", *(str(Path(file).parent) for file in _PACKAGES))
 _LONGEST = 200
 """Characters of a foreign error's text that are repeated."""
 

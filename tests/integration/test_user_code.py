@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import StartRun
 
+from mpframe import doctor_command
 from mpframe.errors import MpframeError
 from mpframe.summary import Summary
 
@@ -125,6 +126,28 @@ SOUND = [
 def test_what_is_no_fault_trains(options: str, start_run: StartRun, tmp_path: Path) -> None:
     summary = start_run(tmp_path, *words_of(options))
     assert (summary.status, summary.steps, summary.skipped_steps) == ("finished", 4, 0)
+
+
+def test_a_module_that_ends_the_program_is_named(
+    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "exiting.py").write_text("import sys\n\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        MpframeError, match=r"^model\._target_=exiting\.Net: SystemExit \(0\) at exi"
+    ):
+        start_run(tmp_path / "run", *words_of("model._target_=exiting.Net"))
+
+
+@pytest.mark.parametrize("fault", ["dataset.loss=each", "model.fault=raises"])
+def test_the_doctor_says_the_same(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        doctor_command.main(words_of(fault))
+    assert caught.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"mpframe: (dataset: the loss each_loss gave|model: Net raised KeyError)", line)
 
 
 def command(folder: Path, *options: str, full: str = "0") -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mpframe.buffers import Buffers
 from mpframe.evaluation import fp32_weights
+from mpframe.forward import checked_loss
 from mpframe.numerics.autopsy.case import Batch, Case, RandomState, device_of
 from mpframe.numerics.autopsy.magnitudes import magnitudes_of
 from mpframe.numerics.autopsy.watch import Trace, Watch
@@ -22,6 +23,7 @@ from mpframe.precision import OpLists, Precision
 from mpframe.precision.storage import formats_of
 from mpframe.precision.tree import widened
 from mpframe.turns import Objective
+from mpframe.user_code import UserCode
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,13 @@ def _loss(
 ) -> Tensor:
     inputs, targets = batch
     with watch.modules():
-        with precision.cast(), watch:
+        with UserCode("model:", case.model, inputs=inputs), precision.cast(), watch:
             outputs = case.model(inputs, *objective.arguments)
         with watch:
-            return objective.loss(widened(outputs), targets)
+            outputs = widened(outputs)
+        with UserCode("dataset: the loss", objective.loss, outputs=outputs, targets=targets), watch:
+            loss = objective.loss(outputs, targets)
+    return checked_loss(loss, case.model, objective.loss, outputs)
 
 
 def _precision(run: Precision, setting: Setting) -> Precision:

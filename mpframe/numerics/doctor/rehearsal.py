@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mpframe.precision.tree import widened
+from mpframe.forward import outputs_and_loss
 from mpframe.precision.undisturbed import undisturbed
 from mpframe.trainer import Batch, Trainer
 from mpframe.turns import Objective
@@ -31,12 +31,16 @@ def rehearse(trainer: Trainer, objectives: Sequence[Objective], batch: Batch) ->
     """Run the forward pass and the losses as a step would; the model is left as it was."""
     model, seen = trainer.model, Rehearsal()
     model.train()
+
+    def cast(*arguments: Any) -> Any:
+        with trainer.precision.cast():
+            return model(*arguments)
+
     # Outside of the cast: it sees what an op is given after its arguments were cast.
     with undisturbed(model), _Losses(seen):
         for objective in objectives:
-            with trainer.precision.cast():
-                outputs = model(batch[0], *objective.arguments)
-            objective.loss(widened(outputs), batch[1])
+            arguments = (batch[0], *objective.arguments)
+            outputs_and_loss(model, cast, objective.loss, arguments, batch[1])
     return seen
 
 
