@@ -374,6 +374,14 @@ def decompositions() -> dict[str, Row]:
         "solve_triangular": Row(
             (POSITIVE, Y), (lambda m, y: torch.linalg.solve_triangular(m, y, upper=True),)
         ),
+        "matrix_power": Row(
+            (POSITIVE,),
+            (
+                lambda m: torch.linalg.matrix_power(m, -1),
+                lambda m: torch.matrix_power(m, 3),
+                lambda m: m.matrix_power(n=2),
+            ),
+        ),
         "tensorinv": Row((POSITIVE.reshape(2, 2, 2, 2),), (torch.linalg.tensorinv,)),
         "tensorsolve": Row((POSITIVE, V), (torch.linalg.tensorsolve,)),
         "vander": Row((V,), (torch.linalg.vander,)),
