@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "ported_suites.md"
 BEGIN, END = "<!-- cases -->\n", "<!-- end of cases -->\n"
+
+# The databases of torch grow with it.
+COUNTED = f"Counted with torch {torch.__version__.split('+')[0]}."
 
 SUITES = {
     "test_torch_grad_scaler": "torch, GradScaler (test/test_torch.py, test/test_cuda.py)",
@@ -69,7 +73,7 @@ def collected() -> dict[str, Suite]:
 def table(suites: dict[str, Suite]) -> str:
     """Two Markdown tables: counts by suite, and each difference with its reason."""
     known = {name: suites[name] for name in SUITES if name in suites}
-    lines = ["| suite | test | cases | agree | differ |", "|---|---|---|---|---|"]
+    lines = [COUNTED, "", "| suite | test | cases | agree | differ |", "|---|---|---|---|---|"]
     for name, suite in known.items():
         differ = sum(suite.reasons.values())
         lines.append(

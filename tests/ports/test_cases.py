@@ -3,7 +3,8 @@
 import subprocess
 import sys
 
-from cases import BEGIN, END, HERE, PAGE, SUITES
+import pytest
+from cases import BEGIN, COUNTED, END, HERE, PAGE, SUITES
 
 SHOW = "import cases; print(cases.BEGIN + cases.table(cases.collected()))"
 
@@ -15,6 +16,8 @@ def test_every_suite_is_named() -> None:
 
 def test_the_page_is_current() -> None:
     """In a process of its own: a collection within a collection would share its modules."""
+    if COUNTED not in PAGE.read_text():
+        pytest.skip(f"the page was not {COUNTED.lower()}")
     result = subprocess.run(
         [sys.executable, "-c", SHOW], cwd=HERE, capture_output=True, text=True, check=True
     )

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from example import Example, NotBuiltError
@@ -142,5 +143,5 @@ def _distance(outcome: Outcome, plain: Outcome) -> float:
 
 def _first_line(error: Exception) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{where.filename.rsplit('site-packages/')[-1]}:{where.lineno}"
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]} ({place})"
+    place = "/".join(Path(where.filename).parts[-2:])
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]} ({place}:{where.lineno})"

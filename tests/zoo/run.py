@@ -42,13 +42,18 @@ def main() -> int:
     for row in _measured(names, asked.jobs, asked.limit):
         rows.append(row)
         print(f"[{len(rows)}/{len(names)}] {row.name}: {_said(row)}", flush=True)
+        if asked.write:
+            _write(row)
     failed = [row for row in rows if row.failures]
     print(f"{len(rows)} models, {sum(not r.built for r in rows)} built, {len(failed)} failed")
-    if asked.write:
-        import page
-
-        page.write(rows)
     return 1 if failed else 0
+
+
+def _write(row: Any) -> None:
+    """At once: what was measured stays if the run is interrupted."""
+    import page
+
+    page.write([row])
 
 
 def _said(row: Any) -> str:
