@@ -18,11 +18,12 @@ import pickle
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from torch import Tensor
@@ -136,6 +137,8 @@ class Crew:
         self._slots = slots
         self._timeout = timeout
         self._processes: list[Any] = []
+        self._until = math.inf  # When the wait for a batch is over, by `monotonic`.
+        self._cut_short = False
 
     def start(self, batches: DataLoader[Any]) -> Iterator[Any]:
         """Begin an epoch: `iter(batches)`, and the workers where there are none yet.
@@ -164,6 +167,8 @@ class Crew:
             # Not atexit: a process of multiprocessing ends without it, and would wait for ever
             # for workers that ignore its SIGTERM. This runs before that wait, in any process.
             Finalize(None, _end, args=(self._processes,), exitpriority=100)
+            if self._timeout is not None and self._processes:
+                threading.Thread(target=_cut_short, args=(weakref.ref(self),), daemon=True).start()
         return answers
 
     def next_of(self, answers: Iterator[Any], place: Place) -> Any:
@@ -172,22 +177,36 @@ class Crew:
         Raises:
             DataError: a worker ended by itself, or none answered in time; all are ended.
         """
-        until = math.inf if self._timeout is None else monotonic() + self._timeout
+        self._until = until = math.inf if self._timeout is None else monotonic() + self._timeout
         while True:
             try:
-                return next(answers)
+                answer = next(answers)
+                self._until = math.inf
+                return answer
             except (
                 RuntimeError,
                 OSError,
                 EOFError,
             ) as error:  # The last two: a broken pipe to one.
                 timed_out = "timed out" in str(error)
-                trouble = self._lost(place, timed_out) or self._late(until, place)
+                trouble = None if self._cut_short else self._lost(place, timed_out)
+                trouble = trouble or self._late(until, place)
                 if trouble is None and not timed_out:
                     raise
             if trouble is not None:
+                self._until = math.inf
                 _end(self._processes)
                 raise DataError(trouble)
+
+    def overdue(self) -> bool:
+        """Whether the wait for a batch is over, and whoever waits has not noticed."""
+        return monotonic() > self._until + 2 * POLL_SECONDS
+
+    def cut_short(self) -> None:
+        """End a wait from outside: nobody can wait for a worker that is gone."""
+        self._cut_short = True
+        for process in self._processes:
+            process.kill()
 
     def _lost(self, place: Place, timed_out: bool) -> str | None:
         """What to say where a worker has ended by itself, or is ending."""
@@ -217,6 +236,20 @@ class Crew:
             f"{', '.join(places) or 'no worker is reading'}; raise dataset.worker_timeout, or mend "
             "what hangs"
         )
+
+
+def _cut_short(crew_of: Callable[[], Crew | None]) -> None:
+    """Ends a wait that has no end of its own, as long as there is a crew.
+
+    A batch is handed over by its worker. Where that is stopped before the batch is taken, the wait
+    is within the operating system, and no timeout of the loader's reaches it.
+    """
+    while (crew := crew_of()) is not None:
+        if crew.overdue():
+            crew.cut_short()
+            return
+        del crew
+        sleep(POLL_SECONDS)
 
 
 def ignore_signals(worker: int) -> None:

@@ -7,16 +7,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from time_limit import time_limit
 from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
 
 from mpframe.data import Loader
-from mpframe.data.workers import Slots, require_workers
+from mpframe.data.workers import Crew, Slots, require_workers
 from mpframe.errors import ConfigError, DataError
 
 # From Python 3.12 on, starting a worker by fork beside torch's own threads warns.
@@ -58,6 +60,7 @@ SPRUNG: dict[str, Callable[[], Any]] = {
     "exit": lambda: sys.exit(4),
     "hangs": lambda: time.sleep(60),
     "stopped": lambda: signal_oneself(signal.SIGSTOP),
+    "stopped late": lambda: (time.sleep(0.5), signal_oneself(signal.SIGSTOP)),
     "raises": no_such_picture,
     "signalled": lambda: signal_oneself(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
     "slow": lambda: time.sleep(0.5),
@@ -124,6 +127,29 @@ def test_a_worker_that_hangs_is_named_and_killed(what: str, kind: type[Trap]) ->
         "raise dataset.worker_timeout, or mend what hangs"
     )
     assert time.monotonic() - began < 30
+
+
+def test_a_worker_that_stops_before_its_batches_are_taken_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = Crew.start
+
+    def start_and_wait(crew: Crew, batches: Any) -> Any:
+        answers = start(crew, batches)
+        stats = [Path(f"/proc/{p.pid}/stat") for p in multiprocessing.active_children()]
+        while not any(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats):
+            time.sleep(0.01)
+        return answers
+
+    monkeypatch.setattr(Crew, "start", start_and_wait)
+    # Late enough for the batch before to be on its way: to take it, its worker is asked.
+    loader = Loader(Trap("stopped late"), 3, shuffle=False, workers=2, worker_timeout=1.5)
+    with time_limit(30):
+        assert message(loader) == (
+            "dataset.worker_timeout=1.5: no batch within 1.5 s; "
+            "worker 0 is at training sample 7 (epoch 0, batch 2); "
+            "raise dataset.worker_timeout, or mend what hangs"
+        )
 
 
 def test_the_place_is_found_in_a_shuffled_order() -> None:
