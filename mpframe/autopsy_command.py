@@ -15,7 +15,13 @@ from mpframe.command_line import refuse_unwritable
 from mpframe.config import Config
 from mpframe.data.loader import Loader
 from mpframe.durable import write_atomically
-from mpframe.errors import CheckpointError, ConfigError, one_line_exit, take_options
+from mpframe.errors import (
+    CheckpointError,
+    ConfigError,
+    UserCodeError,
+    one_line_exit,
+    take_options,
+)
 from mpframe.numerics.autopsy import evidence
 from mpframe.numerics.autopsy.callback import examine, write_report
 from mpframe.numerics.autopsy.case import RandomState
@@ -105,7 +111,7 @@ def _evidence_in(path: Path, step: str | None) -> Path | None:
 def _examined(step: Evidence, trainer: Trainer, path: Path) -> Report:
     try:
         return examine(step, trainer)
-    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (UserCodeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         first = (str(error) or repr(error)).splitlines()[0]
         raise CheckpointError(
             f"{path}: its step does not run with this model and data ({first}); give the options "

@@ -9,7 +9,9 @@ folded the secret, and `***` put into it may not be YAML any more.
 """
 
 import logging
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -117,6 +119,12 @@ class Redacting(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as text; what would steer a terminal is written out."""
         return printable(hide(self._inner.format(record), self._secrets), keep="\n\t")
+
+
+def formatter_of_hydra() -> logging.Formatter:
+    """For Hydra's own lines, which repeat the options of a sweep's jobs as they were typed."""
+    secrets = secrets_of(sys.argv, os.environ)
+    return Redacting(logging.Formatter("[%(asctime)s][HYDRA] %(message)s"), secrets)
 
 
 @lru_cache

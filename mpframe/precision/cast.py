@@ -112,7 +112,7 @@ class CastMode(TorchFunctionMode):
         self._emulates, self._to_half = casts.emulates, casts.to_half
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor]] = {}
         self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
-        self._steps = _optimizer_steps
+        self._steps = -1  # Not the present number: a compiler would guard on it.
         self.begin_in(())
         self._plans: dict[str | None, dict[Any, Plan]] = {None: {}, **{pin: {} for pin in PINS}}
         self._named_plans = PLANS | {

@@ -90,7 +90,7 @@ EXACT = [
     ("~optimizer", "optimizer=null: must be a mapping; choose a file of conf/optimizer"),
     # flags that are half said, or said twice
     ("-h extra", "extra: not of the form option=value; missing EQUAL at '<EOF>'"),
-    ("-h sed=1", "sed: no such option; nearest: seed"),
+    ("-h sed=1", "sed: no such option; nearest: seed, scheduler"),
     ("--config-name", "--config-name/-cn: expected one argument; see --help"),
     ("--cfg nope", "--cfg/-c: invalid choice: 'nope' (choose from 'job', 'hydra', 'all'); see --help"),
     ("--cfg job --info", "--cfg and --info: do not go together; give one of them"),

@@ -190,9 +190,10 @@ def test_a_rung_without_masters_says_what_it_costs(
 def test_weights_at_the_end_of_their_range_are_warned_about(
     start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three steps of a learning rate that throws the weights beyond 65504."""
-    start_run(
-        tmp_path, "optimizer=sgd", "optimizer.lr=1e9", "scheduler=none", "trainer.epochs=1",
-        "trainer.max_steps=3", "trainer.max_consecutive_skips=100",
-    )  # fmt: skip
+    """A learning rate that throws the weights beyond 65504 in its first steps."""
+    with pytest.raises(DivergedError, match="steps were skipped"):
+        start_run(
+            tmp_path, "optimizer=sgd", "optimizer.lr=1e9", "scheduler=none", "trainer.epochs=1",
+            "trainer.max_steps=3", "trainer.max_consecutive_skips=100",
+        )  # fmt: skip
     assert any("lie beyond the half range" in line for line in caplog.messages)
