@@ -125,6 +125,32 @@ def test_blocks_that_overlap_end_on_their_own(first_out: bool) -> None:
     assert {tensor.dtype for tensor in model(x)} == {FP32}
 
 
+def test_a_block_begun_while_another_thread_is_in_a_pinned_module() -> None:
+    precision, model, x = pinned(), Net(), torch.rand(2, 3, 8)
+    precision.attach(model)
+    inside, leave = Event(), Event()
+
+    def hold(*_: Any) -> None:
+        inside.set()
+        leave.wait(60)
+
+    def forward() -> list[torch.dtype]:
+        with precision.cast():
+            return [tensor.dtype for tensor in model(x)]
+
+    expected = forward()  # and there is a mode to be used again
+    model.head.register_forward_pre_hook(hold)
+    found: list[list[torch.dtype]] = []
+    thread = Thread(target=lambda: found.append(forward()))
+    thread.start()
+    inside.wait(60)
+    with precision.cast():
+        assert (x @ x.mT).dtype == HALF
+        leave.set()
+        thread.join()
+    assert found == [expected] == [[HALF, HALF, FP32]]
+
+
 def test_many_threads_at_once() -> None:
     precision, model, x = pinned(), Net(), torch.rand(2, 3, 8)
     precision.attach(model)
