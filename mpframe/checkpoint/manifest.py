@@ -16,7 +16,7 @@ from typing import Any, Self
 from mpframe.checkpoint.damage import damaged_if_raising
 from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.layout import MANIFEST
-from mpframe.errors import CheckpointError
+from mpframe.errors import CheckpointError, printable
 from mpframe.plain_file import open_regular, read_regular
 
 FORMAT = 2
@@ -68,8 +68,9 @@ class Manifest:
         }
         facts = dict(content["facts"])
         if version != FORMAT:
+            stored = printable(str(version)[:40])
             raise CheckpointError(
-                f"{path.parent}: format {version}, this version reads {FORMAT}; "
+                f"{path.parent}: format {stored}, this version reads {FORMAT}; "
                 "use the version of mpframe that wrote it"
             )
         if digest != _seal(version, content):

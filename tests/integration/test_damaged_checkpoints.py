@@ -75,6 +75,11 @@ def newer(path: Path) -> None:
     (path / "manifest.json").write_text(text.replace('"format": 2', '"format": 3'))
 
 
+def lines_for_a_format(path: Path) -> None:
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"format": 2', '"format": "2\\n3"'))
+
+
 def other_facts(path: Path) -> None:
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"value": 0.', '"value": 1.'))
@@ -106,6 +111,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     ),
     "missing digest": (without_digest, r"manifest\.json: damaged, not a manifest"),
     "newer format": (newer, r"step_00000008: format 3, this version reads 2; use the version of"),
+    "format of two lines": (lines_for_a_format, r"step_00000008: format 2\\n3, this version reads"),
     "manifest empty": (lambda p: (p / "manifest.json").write_text(""), r"manifest\.json: damaged"),
     "manifest a list": (lambda p: (p / "manifest.json").write_text("[]"), r"manifest\.json: dam"),
     "manifest altered": (other_facts, r"manifest\.json: damaged, its digest differs"),
