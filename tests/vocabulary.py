@@ -4,8 +4,9 @@ A dispatch mode stands below autograd and below every Python spelling: what it s
 kernels of forward and backward really get.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import torch
@@ -101,3 +102,22 @@ def same_bits(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
         a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
         for a, b in zip(first, second, strict=True)
     )
+
+
+def in_another_thread(call: Callable[[], Any]) -> Any:
+    """What `call` returns there; what it raises is raised here."""
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return found[0]

@@ -168,7 +168,7 @@ class Crew:
             # for workers that ignore its SIGTERM. This runs before that wait, in any process.
             Finalize(None, _end, args=(self._processes,), exitpriority=100)
             if self._timeout is not None and self._processes:
-                threading.Thread(target=_cut_short, args=(weakref.ref(self),), daemon=True).start()
+                threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
         return answers
 
     def next_of(self, answers: Iterator[Any], place: Place) -> Any:
@@ -238,7 +238,7 @@ class Crew:
         )
 
 
-def _cut_short(crew_of: Callable[[], Crew | None]) -> None:
+def _watch(crew_of: Callable[[], Crew | None]) -> None:
     """Ends a wait that has no end of its own, as long as there is a crew.
 
     A batch is handed over by its worker. Where that is stopped before the batch is taken, the wait

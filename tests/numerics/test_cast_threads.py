@@ -1,36 +1,16 @@
 """Whether casts are on is a matter of the present thread: blocks of two threads do not meet."""
 
-from collections.abc import Callable
 from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from vocabulary import HALVES, same_bits
+from vocabulary import HALVES, in_another_thread, same_bits
 
 from mpframe import OpLists, Precision
 
 FP32, HALF = torch.float32, torch.float16
-
-
-def in_another_thread(call: Callable[[], Any]) -> Any:
-    """What `call` returns there; what it raises is raised here."""
-    found: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]
 
 
 def pinned(half: str = "float16") -> Precision:

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from vocabulary import same_bits
+from vocabulary import in_another_thread, same_bits
 
 from mpframe import OpLists, Precision
 
@@ -45,19 +44,7 @@ def backward_here(loss: Tensor) -> None:
 
 def backward_in_another_thread(loss: Tensor) -> None:
     """As CUDA's autograd engine does, whose threads have no casts of their own."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            loss.backward()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    in_another_thread(loss.backward)
 
 
 BACKWARDS = [backward_here, backward_in_another_thread]
