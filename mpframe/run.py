@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -29,7 +29,7 @@ from mpframe.callbacks import (
 from mpframe.checkpoint import retention
 from mpframe.config import Config
 from mpframe.conversion import rounding
-from mpframe.data import Loader
+from mpframe.data import Loader, Task
 from mpframe.environment import environment_text
 from mpframe.errors import (
     CheckpointError,
@@ -139,6 +139,11 @@ class Run:
         build.seed_everything(config.run.seed)
         task = build.build_task(config)
         train, val = build.build_loaders(config, task)
+        with closing(train), closing(val):
+            self._fit_with(task, train, val)
+
+    def _fit_with(self, task: Task, train: Loader, val: Loader) -> None:
+        config = self.config
         # Anew: what a dataset imports may draw, but only where it was not imported before.
         build.seed_everything(config.run.seed)
         trainer = self.trainer = build.build_trainer(config, task, len(train))

@@ -119,6 +119,10 @@ class Loader:
         first = batch * self.batch_size
         return self._order_of(epoch)[first : first + self.batch_size]
 
+    def close(self) -> None:
+        """End the workers. Nothing is read afterwards."""
+        self._crew.close()
+
     def _read(self, epoch: int, start: int) -> Iterator[Batch]:
         numbers = range(start, len(self))
         requests = _requests(epoch, self._order_of(epoch), self.batch_size, numbers)

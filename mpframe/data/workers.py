@@ -208,6 +208,10 @@ class Crew:
         for process in self._processes:
             process.kill()
 
+    def close(self) -> None:
+        """End the workers; an epoch begun later has none."""
+        _end(self._processes)
+
     def _lost(self, place: Place, timed_out: bool) -> str | None:
         """What to say where a worker has ended by itself, or is ending."""
         for number, process in enumerate(self._processes):

@@ -1,5 +1,7 @@
 """Faults in users' code end in one line: whose code, what it gave, what is allowed, which batch."""
 
+import gc
+import multiprocessing
 import os
 import re
 import subprocess
@@ -126,6 +128,20 @@ SOUND = [
 def test_what_is_no_fault_trains(options: str, start_run: StartRun, tmp_path: Path) -> None:
     summary = start_run(tmp_path, *words_of(options))
     assert (summary.status, summary.steps, summary.skipped_steps) == ("finished", 4, 0)
+
+
+@pytest.mark.parametrize("how", ["finishes", "fails"])
+def test_a_run_leaves_no_worker_behind(how: str, start_run: StartRun, tmp_path: Path) -> None:
+    gc.disable()  # The workers end with the run, not when the garbage collector finds the loader.
+    try:
+        if how == "finishes":
+            start_run(tmp_path, *words_of("dataset.workers=1"))
+        else:
+            with pytest.raises(MpframeError, match="KeyError"):
+                start_run(tmp_path, *words_of("dataset.workers=1 model.fault=raises"))
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
 
 
 def test_a_module_that_ends_the_program_is_named(
