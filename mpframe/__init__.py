@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpframe.loss_scaling import Backoff, LogMax, Static
-    from mpframe.precision import MasterWeights, OpLists, Precision
-    from mpframe.step import StepResult
-    from mpframe.trainer import Trainer
+    from mpframe.optim import MasterWeights
+    from mpframe.optim.step_result import StepResult
+    from mpframe.precision import OpLists, Precision
+    from mpframe.training.trainer import Trainer
 
 _HOMES = {
     "Backoff": "mpframe.loss_scaling",
     "LogMax": "mpframe.loss_scaling",
-    "MasterWeights": "mpframe.precision",
+    "MasterWeights": "mpframe.optim",
     "OpLists": "mpframe.precision",
     "Precision": "mpframe.precision",
     "Static": "mpframe.loss_scaling",
-    "StepResult": "mpframe.step",
-    "Trainer": "mpframe.trainer",
+    "StepResult": "mpframe.optim",
+    "Trainer": "mpframe.training.trainer",
 }
 
 __all__ = [

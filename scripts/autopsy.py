@@ -8,7 +8,7 @@ Looks into the last step whose evidence the run saved; of a run without any, or 
 into the step that comes next.
 """
 
-from mpframe.autopsy_command import main
+from mpframe.cli.autopsy import main
 
 if __name__ == "__main__":
     main()

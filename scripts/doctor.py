@@ -6,7 +6,7 @@
 Takes what scripts/train.py takes; leaves nothing behind. Exit code 1 where there is an error.
 """
 
-from mpframe.doctor_command import main
+from mpframe.cli.doctor import main
 
 if __name__ == "__main__":
     main()

@@ -8,7 +8,7 @@ The options are the run's own; a class that is not mpframe's must be named again
 model._target_=my_pkg.Net, for nothing is called because a stored file says so.
 """
 
-from mpframe.evaluate_command import main
+from mpframe.cli.evaluate import main
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ format: fp32 (default), float16 or bfloat16, rounded once from the fp32 masters.
 weights: trained (default) or ema, the averages of trainer.ema_decay.
 """
 
-from mpframe.export_command import main
+from mpframe.cli.export import main
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,7 @@ python scripts/gradient_picture.py run=runs/2026-11-21/05-45-42
 python scripts/gradient_picture.py run=runs/mine dtype.half=bfloat16 out=gradients.png
 """
 
-from mpframe.gradient_command import main
+from mpframe.cli.gradient_picture import main
 
 if __name__ == "__main__":
     main()

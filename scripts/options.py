@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mpframe.options_page import options_page
+from mpframe.config.options_page import options_page
 
 if __name__ == "__main__":
     Path(__file__).parent.parent.joinpath("docs", "options.md").write_text(options_page())

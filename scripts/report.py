@@ -7,7 +7,7 @@ Writes report.html and report.md into the first folder, beside it where it is a 
 out=FOLDER.
 """
 
-from mpframe.report_command import main
+from mpframe.cli.report import main
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,7 @@ python scripts/search_precision.py experiment=digits_mlp dtype=mixed
 python scripts/search_precision.py experiment=cifar10_small dtype=amp target=0.01 batches=2 prove=50
 """
 
-from mpframe.search_command import main
+from mpframe.cli.search import main
 
 if __name__ == "__main__":
     main()

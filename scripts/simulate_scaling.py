@@ -6,7 +6,7 @@
 Takes the options of the scalers as training does: loss_scaling=LogMax loss_scaling.mean_decay=0.9
 """
 
-from mpframe.simulate_command import simulate
+from mpframe.cli.simulate import simulate
 
 if __name__ == "__main__":
     simulate()

@@ -5,7 +5,7 @@ python scripts/train.py -m dtype=fp32,mixed,amp loss_scaling=Backoff,LogMax seed
 python scripts/train.py --help
 """
 
-from mpframe.launch import main
+from mpframe.cli.train import main
 
 if __name__ == "__main__":
     main()

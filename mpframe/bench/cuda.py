@@ -17,9 +17,9 @@ from mpframe.bench.measure import Competitor, race, timed
 from mpframe.bench.table import Table
 from mpframe.loss_scaling import Backoff
 from mpframe.models.resnet18 import resnet18
-from mpframe.plan import Plan
 from mpframe.precision import Precision
-from mpframe.trainer import Trainer
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
 
 HAND = "torch.amp by hand"
 MAX_NORM = 1.0

@@ -4,8 +4,8 @@ import os
 import sys
 from typing import Any
 
-from mpframe.launch import main
-from mpframe.trainer import Trainer
+from mpframe.cli.train import main
+from mpframe.training.trainer import Trainer
 
 train_step = Trainer.train_step
 

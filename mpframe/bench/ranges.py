@@ -24,8 +24,8 @@ from mpframe.models import mlp
 from mpframe.models.resnet18 import resnet18
 from mpframe.numerics.range_watch import RangeWatch
 from mpframe.precision import Precision
-from mpframe.tracking import Tracker
-from mpframe.trainer import Trainer
+from mpframe.tracking.tracker import Tracker
+from mpframe.training.trainer import Trainer
 
 THREADS = 2
 EVERY = 100

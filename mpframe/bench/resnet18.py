@@ -19,7 +19,7 @@ from mpframe.loss_scaling import Backoff
 from mpframe.models.resnet18 import resnet18
 from mpframe.precision import Precision
 from mpframe.precision.policy import has_native_half
-from mpframe.trainer import Trainer
+from mpframe.training.trainer import Trainer
 
 THREADS = 2
 EMULATED_FLOAT16 = 1.4  # times the fp32 step

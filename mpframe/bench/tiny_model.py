@@ -16,11 +16,14 @@ from mpframe.bench import rivals
 from mpframe.bench.hand_loop import LOG_EVERY, HandLog, Loop, hand_loop
 from mpframe.bench.measure import Competitor, Stopwatch, race, ratio, threads
 from mpframe.bench.table import Claim, Table
-from mpframe.callbacks import Curves, RecordAmax, SkipGuard
 from mpframe.precision import Precision
-from mpframe.throughput import Throughput
-from mpframe.tracking import Tracker
-from mpframe.trainer import Callback, Trainer
+from mpframe.tracking.tracker import Tracker
+from mpframe.training.callback import Callback
+from mpframe.training.callbacks.amax import RecordAmax
+from mpframe.training.callbacks.curves import Curves
+from mpframe.training.callbacks.skip_guard import SkipGuard
+from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.trainer import Trainer
 
 HAND = "by hand"
 CHECKED = "by hand, gradients checked"  # every step: their norm, and the step only if it is finite

@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import IO
 
-from mpframe.plain_file import open_regular
+from mpframe.files.plain_file import open_regular
 
 PIECE = 2**20  # bytes read at once
 

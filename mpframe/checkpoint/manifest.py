@@ -17,7 +17,7 @@ from mpframe.checkpoint.damage import damaged_if_raising
 from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.layout import MANIFEST
 from mpframe.errors import CheckpointError, printable
-from mpframe.plain_file import open_regular, read_regular
+from mpframe.files.plain_file import open_regular, read_regular
 
 FORMAT = 2
 _LARGEST = 2**20  # bytes; a manifest of ours has a few hundred

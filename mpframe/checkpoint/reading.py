@@ -16,7 +16,7 @@ from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, newest, step_of
 from mpframe.checkpoint.manifest import Manifest
 from mpframe.checkpoint.snapshot import Snapshot
 from mpframe.errors import CheckpointError
-from mpframe.plain_file import read_regular
+from mpframe.files.plain_file import read_regular
 
 _LARGEST_CONFIG = 2**20  # bytes
 

@@ -18,8 +18,8 @@ from mpframe.checkpoint.digest import HashingFile
 from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, hidden, path_of
 from mpframe.checkpoint.manifest import Manifest
 from mpframe.checkpoint.snapshot import Snapshot
-from mpframe.durable import sync_file, sync_folder
 from mpframe.errors import CheckpointError
+from mpframe.files.durable import sync_file, sync_folder
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpframe.durable import write_atomically
+from mpframe.files.durable import write_atomically
 from mpframe.numerics.exponents import FIELDS, HIGHEST, LOWEST, Limits
 from mpframe.numerics.ranges import KINDS, SCALED, Counts, Ranges
 

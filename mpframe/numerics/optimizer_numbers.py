@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mpframe.precision import MasterWeights
+from mpframe.optim import MasterWeights
 
 SMALL = ("eps", "lr", "weight_decay")
 DECAYS = ("betas", "momentum", "alpha", "rho")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpframe.durable import write_atomically
+from mpframe.files.durable import write_atomically
 from mpframe.numerics.exponents import HIGHEST, LOWEST, Limits
 from mpframe.numerics.ranges import SCALED, Counts, Ranges
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mpframe.durable import append_whole, write_atomically
 from mpframe.errors import DataError
+from mpframe.files.durable import append_whole, write_atomically
 from mpframe.numerics.exponents import WIDTH
 from mpframe.numerics.ranges import KINDS, Ranges
 

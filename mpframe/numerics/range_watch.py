@@ -17,9 +17,11 @@ from mpframe.numerics.exponents import HIGHEST, LOWEST, Limits
 from mpframe.numerics.range_pictures import draw_layers, draw_time
 from mpframe.numerics.range_record import FOLDER, RangeRecord, read_ranges
 from mpframe.numerics.ranges import KINDS, Counts, RangeProbe, Ranges
-from mpframe.step import StepResult
-from mpframe.tracking import Tracker
-from mpframe.trainer import Batch, Callback, Trainer
+from mpframe.optim.step_result import StepResult
+from mpframe.tracking.tracker import Tracker
+from mpframe.training.callback import Callback
+from mpframe.training.loader import Batch
+from mpframe.training.trainer import Trainer
 
 _EDGES = [float(exponent) for exponent in range(LOWEST, HIGHEST + 2)]
 _DRAWN_EVERY = 60.0  # seconds at least: a picture takes about one

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.numerics.exponents import FIELDS, WIDTH, Limits, added, measured
-from mpframe.precision.tree import tensors_in
-from mpframe.trainer import Trainer
+from mpframe.training.trainer import Trainer
+from mpframe.tree import tensors_in
 
 KINDS = ("weights", "activations", "activation_gradients", "gradients", "updates")
 SCALED = ("activation_gradients", "gradients")

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.precision.pins import cast_to
-from mpframe.precision.tree import map_tensors
-from mpframe.trainer import Batch, Trainer
+from mpframe.training.loader import Batch
+from mpframe.training.trainer import Trainer
+from mpframe.tree import map_tensors
 
 Pins = Mapping[str, str]
 Maker = Callable[[Pins, str | None], Trainer]

@@ -21,8 +21,8 @@ from typing import Any, Self, cast
 
 from omegaconf import OmegaConf
 
+from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError, nearest
-from mpframe.locations import CONF
 from mpframe.precision.spellings import canonical, is_registered, known_ops, ops_of
 
 LISTS = ("allow", "deny", "infer")

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mpframe.errors import ConfigError
-from mpframe.precision.blocks import present_mode
+from mpframe.precision.casting.blocks import present_mode
 from mpframe.precision.policy import CASTABLE, Policy
-from mpframe.precision.tree import map_tensors
+from mpframe.tree import map_tensors
 
 
 def pin_modules(model: nn.Module, policy: Policy) -> list[RemovableHandle]:

@@ -19,21 +19,21 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.precision.blocks import block
-from mpframe.precision.cast import Casts
+from mpframe.optim.master import remember
+from mpframe.optim.master_weights import MasterWeights
+from mpframe.precision.casting.blocks import block
+from mpframe.precision.casting.cast import Casts
+from mpframe.precision.casting.recomputation import follow_backward_passes
 from mpframe.precision.dtype_map import Row, as_table, dtype_map
 from mpframe.precision.fp32_share import fp32_share
 from mpframe.precision.lazy import materialize, refuse_lazy
-from mpframe.precision.master import remember
-from mpframe.precision.master_weights import MasterWeights
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.pins import cast_to, pin_modules, refuse_idle_pins
 from mpframe.precision.policy import Policy
 from mpframe.precision.reads import Reads, reads_of
-from mpframe.precision.recomputation import follow_backward_passes
 from mpframe.precision.recurrent import fit_recurrent_layers
 from mpframe.precision.storage import store
-from mpframe.precision.tree import map_tensors
+from mpframe.tree import map_tensors
 
 
 class Precision:

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from mpframe.precision.op_lists import WITH_STATISTICS
 from mpframe.precision.policy import Compute, Policy
 from mpframe.precision.spellings import op_name
-from mpframe.precision.tree import tensors_in
 from mpframe.precision.undisturbed import undisturbed
+from mpframe.tree import tensors_in
 
 # Ops that give the values of their first argument in a tensor of their own.
 _MOVES = frozenset(

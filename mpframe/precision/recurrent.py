@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.precision.blocks import present_mode
+from mpframe.precision.casting.blocks import present_mode
 from mpframe.precision.pins import cast_to
 from mpframe.precision.policy import Policy
-from mpframe.precision.tree import map_tensors
+from mpframe.tree import map_tensors
 
 
 def fit_recurrent_layers(model: nn.Module, policy: Policy) -> list[RemovableHandle]:

@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpframe.config import watching
+from mpframe.config.schema import watching
 from mpframe.report.records import Record
-from mpframe.summary import Summary
+from mpframe.tracking.summary import Summary
 
 PRECISION = ("dtype", "loss_scaling", "ops")
 SHOWN_APART = ("dtype.mode", "dtype.half", "loss_scaling.name")

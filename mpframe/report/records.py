@@ -12,10 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-from mpframe.check import flatten
+from mpframe.config.check import flatten
 from mpframe.errors import ConfigError, MpframeError, printable
-from mpframe.stored_yaml import read_stored
-from mpframe.summary import FILE_NAME, Summary
+from mpframe.files.stored_yaml import read_stored
+from mpframe.tracking.summary import FILE_NAME, Summary
 
 CONFIG = "config_resolved.yaml"
 MARKS = (FILE_NAME, CONFIG, ".hydra/overrides.yaml")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from mpframe.report.groups import Group, Span
 from mpframe.report.records import Record
-from mpframe.summary import Summary
+from mpframe.tracking.summary import Summary
 
 Table = list[list[str]]
 NOTES = (

@@ -11,10 +11,10 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mpframe.command_line import checked, prepare
-from mpframe.locations import CONF
-from mpframe.run import Run
-from mpframe.summary import Summary
+from mpframe.config.command_line import checked, prepare
+from mpframe.config.locations import CONF
+from mpframe.run.run import Run
+from mpframe.tracking.summary import Summary
 
 StartRun = Callable[..., Summary]
 

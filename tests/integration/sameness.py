@@ -8,7 +8,7 @@ import torch
 from conftest import scalars
 
 from mpframe import checkpoint
-from mpframe.amax_record import FILE_NAME
+from mpframe.tracking.amax_record import FILE_NAME
 
 MEASURED = ("speed/samples_per_second", "memory/peak_bytes")
 LOGGED = "Curves/last_step"  # measurements among others, which `curves` tells apart

@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import StartRun
 
-from mpframe import autopsy_command, checkpoint
+from mpframe import checkpoint
+from mpframe.cli import autopsy as autopsy_command
 from mpframe.errors import CheckpointError, DivergedError, MpframeError
 from mpframe.numerics.autopsy import evidence
 from mpframe.numerics.range_record import read_ranges

@@ -19,8 +19,8 @@ from mpframe.checkpoint import retention
 from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.manifest import Manifest
 from mpframe.errors import CheckpointError
-from mpframe.resuming import Resume
-from mpframe.trainer import Trainer
+from mpframe.run.resuming import Resume
+from mpframe.training.trainer import Trainer
 
 OPTIONS = [
     "model=mlp", "model.hidden=32", "dtype=mixed", "trainer.epochs=1", "trainer.ema_decay=0.9",

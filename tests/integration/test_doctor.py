@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from mpframe import doctor_command
-from mpframe.command_line import jobs
-from mpframe.doctor_command import patient_of
-from mpframe.locations import CONF
+from mpframe.cli import doctor as doctor_command
+from mpframe.cli.doctor import patient_of
+from mpframe.config.command_line import jobs
+from mpframe.config.locations import CONF
 from mpframe.numerics.doctor import (
     CHECKS,
     Finding,

@@ -12,9 +12,9 @@ import yaml
 from conftest import StartRun, scalars, train
 
 from mpframe import checkpoint
+from mpframe.cli.evaluate import evaluate, main
+from mpframe.config.stored import config_of
 from mpframe.errors import CheckpointError, MpframeError
-from mpframe.evaluate_command import evaluate, main
-from mpframe.stored_config import config_of
 
 SMALL = ["model.width=8", "trainer.epochs=2", "trainer.log_every=100"]
 RUNS = [

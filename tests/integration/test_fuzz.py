@@ -26,14 +26,15 @@ from tensorboard.compat.proto.summary_pb2 import Summary as Values
 from tensorboard.summary.writer.record_writer import RecordWriter
 from time_limit import time_limit
 
-from mpframe import checkpoint, resuming
+from mpframe import checkpoint
 from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.manifest import Manifest, _seal
+from mpframe.config.stored import config_of
 from mpframe.errors import MpframeError
 from mpframe.report import as_markdown, as_page, compared, find_runs
-from mpframe.stored_config import config_of
-from mpframe.summary import Summary
-from mpframe.trainer import Trainer
+from mpframe.run.run import resuming
+from mpframe.tracking.summary import Summary
+from mpframe.training.trainer import Trainer
 
 SHORT, LONG = 12, 1500  # Cases of each of the fuzzes.
 SECONDS = 30  # For one case, on a machine that is busy.

@@ -16,11 +16,12 @@ from conftest import StartRun, scalars, train
 from processes import exit_code, start, training, wait_until
 from sameness import assert_same_run
 
-from mpframe import build, checkpoint
-from mpframe.callbacks import StopOnSignal
+from mpframe import checkpoint
+from mpframe.build import objects as build
 from mpframe.errors import ConfigError, MpframeError, RunInterrupted
-from mpframe.run_lock import RunLock
-from mpframe.summary import Summary
+from mpframe.run.lock import RunLock
+from mpframe.tracking.summary import Summary
+from mpframe.training.callbacks.stop_on_signal import StopOnSignal
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = [

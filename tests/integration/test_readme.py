@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.command_line import prepare
+from mpframe.config.command_line import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

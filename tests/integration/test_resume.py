@@ -15,7 +15,7 @@ from sameness import MEASURED, assert_same_run, differing, results
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.errors import CheckpointError
-from mpframe.trainer import Trainer
+from mpframe.training.trainer import Trainer
 
 # 11 steps an epoch; the fourth and the fourteenth step lie within an epoch, and a validation within
 # no epoch's end. Everything that has a state is on.

@@ -12,9 +12,9 @@ from conftest import StartRun, train
 
 from mpframe import checkpoint
 from mpframe.checkpoint.manifest import Manifest
+from mpframe.cli.evaluate import evaluate
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
-from mpframe.evaluate_command import evaluate
-from mpframe.summary import Summary
+from mpframe.tracking.summary import Summary
 
 OPTIONS = [
     "model=mlp", "model.hidden=8", "scheduler=none", "trainer.checkpoint_every=4",

@@ -10,9 +10,9 @@ import pytest
 from conftest import StartRun, scalars
 
 from mpframe import checkpoint
+from mpframe.config.locations import CONF
 from mpframe.errors import CheckpointError, DivergedError
-from mpframe.locations import CONF
-from mpframe.summary import Summary
+from mpframe.tracking.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

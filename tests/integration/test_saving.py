@@ -12,13 +12,15 @@ import pytest
 from conftest import StartRun, scalars
 from sameness import differing
 
-from mpframe import checkpoint, event_file, saving
-from mpframe.amax_record import read_amax
+from mpframe import checkpoint
 from mpframe.checkpoint import retention
 from mpframe.errors import CheckpointError, MpframeError
-from mpframe.saving import Checkpoints
-from mpframe.summary import Summary
-from mpframe.trainer import Trainer
+from mpframe.tracking.amax_record import read_amax
+from mpframe.tracking.summary import Summary
+from mpframe.tracking.tracker import event_file
+from mpframe.training.callbacks import checkpoints as saving
+from mpframe.training.callbacks.checkpoints import Checkpoints
+from mpframe.training.trainer import Trainer
 
 OPTIONS = [
     "model=mlp", "model.hidden=32", "trainer.epochs=1", "trainer.max_steps=10",

@@ -9,7 +9,7 @@ from test_resume import cut
 
 from mpframe import checkpoint
 from mpframe.errors import ConfigError
-from mpframe.summary import Summary
+from mpframe.tracking.summary import Summary
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32", "optimizer=sgd", "trainer.log_every=1"]
 PLATEAU = [

@@ -27,10 +27,10 @@ from conftest import StartRun, train
 from mpframe import checkpoint
 from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.manifest import Manifest
-from mpframe.command_line import prepare
+from mpframe.cli.evaluate import evaluate
+from mpframe.cli.export import main as export
+from mpframe.config.command_line import prepare
 from mpframe.errors import CheckpointError, ConfigError, DataError
-from mpframe.evaluate_command import evaluate
-from mpframe.export_command import main as export
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["dtype=fp32", "model.width=4", "trainer.max_steps=2"]

@@ -9,7 +9,7 @@ from test_runs import command
 
 from mpframe import checkpoint
 from mpframe.errors import ConfigError, DivergedError
-from mpframe.summary import Summary
+from mpframe.tracking.summary import Summary
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32"]
 LINEAR = ["model._target_=faulty.linear", "dtype=fp32"]

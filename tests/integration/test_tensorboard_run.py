@@ -6,7 +6,7 @@ import pytest
 from conftest import StartRun
 from test_tensorboard_server import ALL_STATUSES, Server
 
-from mpframe.tracking import Tag, metric_tag
+from mpframe.tracking.tracker import Tag, metric_tag
 
 ACCURACY = metric_tag("accuracy")
 

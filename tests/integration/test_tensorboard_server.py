@@ -20,7 +20,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
 
-from mpframe.tracking import Tag, Tracker, metric_tag
+from mpframe.tracking.tracker import Tag, Tracker, metric_tag
 
 PATIENCE = 90.0  # seconds; a busy machine takes 20 to start the server
 ALL_STATUSES = ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"]

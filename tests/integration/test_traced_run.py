@@ -14,14 +14,14 @@ from sameness import assert_same_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_resume import cut
 
-from mpframe import build
-from mpframe.command_line import checked, prepare
+from mpframe.build import objects as build
+from mpframe.cli.evaluate import evaluate
+from mpframe.config.command_line import checked, prepare
+from mpframe.config.locations import CONF
 from mpframe.errors import RunInterrupted, UserCodeError
-from mpframe.evaluate_command import evaluate
-from mpframe.locations import CONF
 from mpframe.precision import Precision
-from mpframe.tracking import Tag
-from mpframe.trainer import Trainer
+from mpframe.tracking.tracker import Tag
+from mpframe.training.trainer import Trainer
 
 FOREIGN = ["model._target_=foreign.Foreign", "dtype=mixed", "trainer.checkpoint_every=4"]
 HALF = {f"{layer}.{name}" for layer in ("first", "head") for name in ("weight", "bias")}

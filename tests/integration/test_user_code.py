@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import StartRun
 
-from mpframe import doctor_command
+from mpframe.cli import doctor as doctor_command
 from mpframe.errors import MpframeError
-from mpframe.summary import Summary
+from mpframe.tracking.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = {

@@ -46,10 +46,8 @@ def load(wanted: str) -> list[Mutant]:
     """The mutants whose name holds `wanted`, of every list `<part>.toml` beside this file."""
     mutants = []
     for listing in sorted(Path(__file__).parent.glob("*.toml")):
-        part = Path("mpframe") / listing.stem  # a folder of the package, or the package itself
-        part = part if (ROOT / part).is_dir() else part.parent
         for name, node in tomllib.loads(listing.read_text()).items():
-            file = part / node["file"]
+            file = Path("mpframe") / node["file"]
             mutants.append(Mutant(name, file, node["find"], node["replace"], node["tests"]))
     return [mutant for mutant in mutants if wanted in mutant.name]
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from mpframe import Backoff, OpLists, Precision, Trainer, checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.ema import Ema
+from mpframe.checkpoint.saved_weights import fitted
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.saved_weights import fitted
+from mpframe.optim.ema import Ema
 
 MODES = {
     "fp32": ("fp32", "float16"),

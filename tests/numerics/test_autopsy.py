@@ -16,7 +16,7 @@ from mpframe.numerics.autopsy.replay import Setting, replay
 from mpframe.numerics.autopsy.verdict import Kind, judge
 from mpframe.numerics.autopsy.watch import OUTSIDE, Place
 from mpframe.precision import OpLists, Precision
-from mpframe.turns import Objective
+from mpframe.training.turns import Objective
 
 MODES = [(mode, compute) for mode in ("mixed", "amp") for compute in ("emulated", "native")]
 ROWS = 8

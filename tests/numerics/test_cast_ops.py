@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from vocabulary import HALVES, Kernels, formats, tensors
 
 from mpframe import OpLists, Precision
-from mpframe.locations import CONF
+from mpframe.config.locations import CONF
 
 FP32 = torch.float32
 LISTS = {path.stem: OpLists.named(path.stem) for path in sorted(Path(CONF).glob("ops/*.yaml"))}

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 
 from mpframe import Backoff, OpLists, Precision, Trainer
-from mpframe.data.adversarial import discriminator_loss, generator_loss
-from mpframe.locations import CONF
+from mpframe.config.locations import CONF
+from mpframe.data.datasets.adversarial import discriminator_loss, generator_loss
 from mpframe.models import cnn, gan, mlp, resnet18
-from mpframe.precision import JointOptimizer
-from mpframe.trainer import Plan
+from mpframe.optim import JointOptimizer
+from mpframe.training.trainer import Plan
 
 FP32 = torch.float32
 

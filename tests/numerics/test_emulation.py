@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from vocabulary import HALVES, same_bits, tensors
 
 from mpframe import Precision
-from mpframe.precision.emulation import half_values, rounded
+from mpframe.precision.casting.emulation import half_values, rounded
 
 ALLOWED = sorted(set().union(*(lists.allow for lists in LISTS.values())))
 # 1; small enough for subnormal results; large enough for results beyond the range of float16.

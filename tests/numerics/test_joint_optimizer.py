@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
-from mpframe.data.adversarial import discriminator_loss, generator_loss
+from mpframe.data.datasets.adversarial import discriminator_loss, generator_loss
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.models import gan
-from mpframe.plan import Plan
-from mpframe.precision import JointOptimizer
-from mpframe.trainer import Batch
+from mpframe.optim import JointOptimizer
+from mpframe.training.loader import Batch
+from mpframe.training.plan import Plan
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 INF = float("inf")

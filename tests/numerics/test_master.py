@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from vocabulary import HALVES, same_bits
 
 from mpframe import MasterWeights, Precision, Static
-from mpframe.ema import Ema
 from mpframe.errors import ConfigError
-from mpframe.precision import JointOptimizer
-from mpframe.precision.last_look import _LARGE, LastLook
+from mpframe.optim import JointOptimizer
+from mpframe.optim.ema import Ema
+from mpframe.optim.last_look import _LARGE, LastLook
 
 
 def sgd(params: Any, lr: float = 0.5) -> torch.optim.SGD:
@@ -297,7 +297,7 @@ class TestSharing:
         assert first.master_of(model.weight) is again.master_of(model.weight)
 
     def test_a_master_lives_as_long_as_its_weight(self) -> None:
-        from mpframe.precision.master import _MASTERS
+        from mpframe.optim.master import _MASTERS
 
         gc.collect()
         before = len(_MASTERS)

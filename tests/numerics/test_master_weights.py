@@ -13,8 +13,8 @@ from vocabulary import HALVES, formats, same_bits, tensors
 
 from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.plan import Plan
-from mpframe.precision import JointOptimizer
+from mpframe.optim import JointOptimizer
+from mpframe.training.plan import Plan
 
 FP32, HALF = torch.float32, torch.float16
 INF = float("inf")

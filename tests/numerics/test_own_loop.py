@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from vocabulary import HALVES, same_bits
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
-from mpframe.step import StepResult
-from mpframe.trainer import Plan
+from mpframe.optim.step_result import StepResult
+from mpframe.training.trainer import Plan
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
 SCALERS: list[Callable[[], Any]] = [LogMax, Backoff, lambda: Static(2.0**10)]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mpframe import Backoff, LogMax, OpLists, Precision, Trainer
-from mpframe.probe import probe_amax
+from mpframe.training.probe import probe_amax
 
 MODES = [(m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16")]
 

@@ -18,9 +18,9 @@ from mpframe.numerics.range_pictures import draw_layers, draw_time
 from mpframe.numerics.range_record import FOLDER, RangeRecord, read_ranges
 from mpframe.numerics.range_watch import RangeWatch
 from mpframe.numerics.ranges import KINDS, RangeProbe, Ranges
-from mpframe.plan import Plan
-from mpframe.tracking import Tracker
-from mpframe.trainer import Batch
+from mpframe.tracking.tracker import Tracker
+from mpframe.training.loader import Batch
+from mpframe.training.plan import Plan
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpframe import OpLists, Precision, Trainer
+from mpframe.cli.search import main
 from mpframe.errors import ConfigError
 from mpframe.numerics.search import Found, Pins, Search
-from mpframe.search_command import main
-from mpframe.trainer import Batch
+from mpframe.training.loader import Batch
 
 
 class Hot(nn.Linear):

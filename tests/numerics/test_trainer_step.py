@@ -10,11 +10,11 @@ from torch.utils.data import TensorDataset
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.data import Loader
-from mpframe.ema import Ema
 from mpframe.errors import ConfigError, DataError
-from mpframe.plan import Plan
-from mpframe.schedules import warmup_cosine
-from mpframe.trainer import Batch
+from mpframe.optim.ema import Ema
+from mpframe.optim.schedules import warmup_cosine
+from mpframe.training.loader import Batch
+from mpframe.training.plan import Plan
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 INF = float("inf")  # through BatchNorm it reaches the running statistics and every gradient

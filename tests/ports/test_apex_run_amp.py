@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpframe import Backoff, MasterWeights, Precision, Static
-from mpframe.precision import JointOptimizer
+from mpframe.optim import JointOptimizer
 
 INF = float("inf")
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 
 from mpframe import Backoff, MasterWeights, Precision, Static
 from mpframe.errors import ConfigError
-from mpframe.precision import JointOptimizer
+from mpframe.optim import JointOptimizer
 
 INF, NAN = float("inf"), float("nan")
 FORMATS = ("fp32", "float16", "bfloat16")

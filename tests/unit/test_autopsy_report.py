@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpframe.command_line import prepare
+from mpframe.config.command_line import prepare
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.evidence import Evidence
 from mpframe.numerics.autopsy.findings import Finding
@@ -18,7 +18,7 @@ from mpframe.numerics.autopsy.report import Report, option_lines, report_on
 from mpframe.numerics.autopsy.verdict import Kind, Verdict
 from mpframe.numerics.autopsy.watch import Place, Trace
 from mpframe.precision import Precision
-from mpframe.turns import Objective
+from mpframe.training.turns import Objective
 
 FOUND = Finding(Place("0", "linear"), "forward", 1e5, "result", 65504.0, "float16")
 STEP = Evidence(

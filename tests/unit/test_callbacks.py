@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from mpframe import Precision, Trainer, checkpoint
-from mpframe.run import _restore
-from mpframe.saving import Checkpoints, SavePlan
-from mpframe.trainer import Callback, by_key
+from mpframe.run.run import _restore
+from mpframe.training.callback import Callback, by_key
+from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
 
 
 class Counting(Callback):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mpframe.command_line import prepare
+from mpframe.config.command_line import prepare
+from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
-from mpframe.locations import CONF
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from mpframe.check import check, known_paths
-from mpframe.command_line import checked
-from mpframe.config import (
+from mpframe.config.check import check, known_paths
+from mpframe.config.command_line import checked
+from mpframe.config.locations import CONF
+from mpframe.config.options_page import options_page
+from mpframe.config.schema import (
     SCALERS,
     SECTIONS,
     Config,
@@ -20,8 +22,6 @@ from mpframe.config import (
     watching,
 )
 from mpframe.errors import ConfigError
-from mpframe.locations import CONF
-from mpframe.options_page import options_page
 
 GROUPS = (
     "dataset",
@@ -200,7 +200,7 @@ def test_values_arrive_typed() -> None:
 
 
 def test_the_scaling_that_fits_is_chosen() -> None:
-    from mpframe.build import scaling_name
+    from mpframe.build.objects import scaling_name
 
     chosen = {
         d: scaling_name(composed(f"dtype={d}")) for d in ("fp32", "mixed", "amp", "mixed_bf16")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.data.augment import (
+from mpframe.data.datasets.augment import (
     AUGMENTATIONS,
     DRAWS,
     augment,

@@ -13,7 +13,7 @@ import torch
 from time_limit import time_limit
 
 from mpframe.data import ArrayImages, cifar10, cifar_files
-from mpframe.data.cifar_files import read_binary, read_python
+from mpframe.data.datasets.cifar_files import read_binary, read_python
 from mpframe.errors import DataError
 
 COUNT = 20

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpframe.data import ArrayImages, Task, digits
-from mpframe.data.digits import stratified_fifth
+from mpframe.data.datasets.digits import stratified_fifth
 from mpframe.errors import ConfigError
 
 

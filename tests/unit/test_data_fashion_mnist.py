@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpframe.data import ArrayImages, fashion_mnist
-from mpframe.data.idx import read_idx
+from mpframe.data.datasets.idx import read_idx
 from mpframe.errors import DataError
 
 SPLITS = {"train": 30, "t10k": 10}

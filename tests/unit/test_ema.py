@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from mpframe import Precision, Trainer
-from mpframe.ema import Ema
 from mpframe.errors import CheckpointError, ConfigError
+from mpframe.optim.ema import Ema
 
 
 def averages(ema: Ema, weight: nn.Parameter) -> torch.Tensor:

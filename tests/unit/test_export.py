@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
+from mpframe.checkpoint.export import FORMATS, converted, write
+from mpframe.checkpoint.saved_weights import weights_of
+from mpframe.cli.export import main
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.export import FORMATS, converted, write
-from mpframe.export_command import main
-from mpframe.saved_weights import weights_of
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Ends of the formats, ties, subnormals, and the first values that round beyond the range.

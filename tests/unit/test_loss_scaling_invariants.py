@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe.errors import CheckpointError
 from mpframe.loss_scaling import Backoff, LogMax, Static
-from mpframe.step import LossScaler
+from mpframe.loss_scaling.interface import LossScaler
 
 STREAMS = 100
 KINDS = (Static, Backoff, LogMax)

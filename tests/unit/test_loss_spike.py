@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import Backoff, Precision, Trainer
-from mpframe.callbacks import SkipGuard, SpikeReport
-from mpframe.ema import Ema
 from mpframe.errors import CheckpointError, DivergedError
-from mpframe.loss_spike import LEAST, WINDOW, LossSpikes
+from mpframe.optim.ema import Ema
+from mpframe.training.callbacks.skip_guard import SkipGuard
+from mpframe.training.callbacks.spike_report import SpikeReport
+from mpframe.training.loss_spike import LEAST, WINDOW, LossSpikes
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 

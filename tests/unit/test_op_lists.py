@@ -7,8 +7,8 @@ import pytest
 import torchvision  # noqa: F401  its ops are registered where it is imported
 
 from mpframe import OpLists
+from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
-from mpframe.locations import CONF
 from mpframe.precision.spellings import _ALIASES, canonical, is_registered, known_ops
 
 SHIPPED = sorted(path.stem for path in Path(CONF).glob("ops/*.yaml"))

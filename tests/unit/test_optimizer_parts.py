@@ -5,12 +5,12 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import nn
 
-from mpframe import build
-from mpframe.command_line import checked
+from mpframe.build import objects as build
+from mpframe.config.command_line import checked
+from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
-from mpframe.locations import CONF
 from mpframe.models import mlp
-from mpframe.optimizer_parts import Selection, divided
+from mpframe.optim.optimizer_parts import Selection, divided
 
 
 def names(model: nn.Module, parts: dict[str, list[nn.Parameter]]) -> dict[str, list[str]]:

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from mpframe.config.redaction import Redacting, as_yaml, hide, redacted, secrets_of
 from mpframe.errors import printable
-from mpframe.redaction import Redacting, as_yaml, hide, redacted, secrets_of
 
 SECRETS = [
     "plain12345",

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from mpframe import report_command
+from mpframe.cli import report as report_command
 from mpframe.errors import ConfigError
 from mpframe.report import as_markdown, as_page, compared, find_runs
 from mpframe.report.tables import every_run, results, unfinished
-from mpframe.summary import Status, Summary
-from mpframe.tracking import Tag, Tracker
+from mpframe.tracking.summary import Status, Summary
+from mpframe.tracking.tracker import Tag, Tracker
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

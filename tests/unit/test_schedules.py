@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from mpframe.schedules import constant, onecycle, warmup_cosine
+from mpframe.optim.schedules import constant, onecycle, warmup_cosine
 
 
 def rates(make: object, steps: int, **arguments: float) -> list[float]:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from mpframe.amax_record import FILE_NAME, AmaxRecord, read_amax
+from mpframe.cli.simulate import _simulate, simulate
 from mpframe.errors import ConfigError, DataError
 from mpframe.loss_scaling import Backoff, Static
-from mpframe.simulate import as_table, draw, replay
-from mpframe.simulate_command import _simulate, simulate
+from mpframe.numerics.simulation import as_table, draw, replay
+from mpframe.tracking.amax_record import FILE_NAME, AmaxRecord, read_amax
 
 
 def test_a_record_is_read_back(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from mpframe.durable import write_atomically
 from mpframe.errors import MpframeError
-from mpframe.summary import Status, Summary
-from mpframe.sweep import COLUMNS, find_jobs, report
+from mpframe.files.durable import write_atomically
+from mpframe.report.sweep_table import COLUMNS, find_jobs, report
+from mpframe.tracking.summary import Status, Summary
 
 SUMMARY = Summary(
     status=Status.FINISHED,
@@ -278,7 +278,7 @@ run_name: plain
 seed: 0
 hydra:
   sweep: {dir: "runs/${run_name}", subdir: "${hydra.job.num}"}
-  callbacks: {sweep_table: {_target_: mpframe.sweep.SweepTable}}
+  callbacks: {sweep_table: {_target_: mpframe.report.sweep_table.SweepTable}}
 """
 PROGRAM = """
 import dataclasses, pathlib, hydra

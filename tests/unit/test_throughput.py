@@ -8,10 +8,11 @@ from torch import nn
 
 from mpframe import Precision, Trainer
 from mpframe.data import Loader
-from mpframe.plan import Plan
-from mpframe.step import StepResult
-from mpframe.throughput import Throughput
-from mpframe.trainer import Batch, Callback
+from mpframe.optim.step_result import StepResult
+from mpframe.training.callback import Callback
+from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.loader import Batch
+from mpframe.training.plan import Plan
 
 BATCH = 4
 

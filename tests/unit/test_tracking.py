@@ -19,11 +19,11 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mpframe import event_file, tracking
-from mpframe.durable import append_whole
-from mpframe.environment import environment_text, shown_command
 from mpframe.errors import MpframeError
-from mpframe.tracking import NullTracker, Tag, Tracker, metric_tag
+from mpframe.files.durable import append_whole
+from mpframe.tracking.environment import environment_text, shown_command
+from mpframe.tracking.tracker import NullTracker, Tag, Tracker, event_file, metric_tag
+from mpframe.tracking.tracker import tracker as tracking
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -254,7 +254,7 @@ def test_a_resume_within_the_same_second_sorts_last(tmp_path: Path) -> None:
 
 def test_killed_process_keeps_what_was_flushed(tmp_path: Path) -> None:
     program = (
-        "import os, sys, pathlib; from mpframe.tracking import Tracker\n"
+        "import os, sys, pathlib; from mpframe.tracking.tracker import Tracker\n"
         "tracker = Tracker(pathlib.Path(sys.argv[1]))\n"
         "for step in range(1, 51): tracker.scalars(step, {'a': float(step)})\n"
         "tracker.flush(); os.kill(os.getpid(), 9)"

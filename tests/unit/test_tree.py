@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.precision.tree import map_tensors, tensors_in, widened
+from mpframe.tree import map_tensors, tensors_in, widened
 
 
 @dataclass

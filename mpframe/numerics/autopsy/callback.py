@@ -18,15 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpframe.durable import write_atomically
 from mpframe.errors import MpframeError
+from mpframe.files.durable import write_atomically
 from mpframe.numerics.autopsy import evidence as evidence_of
 from mpframe.numerics.autopsy.case import RandomState, device_of
 from mpframe.numerics.autopsy.evidence import Evidence
 from mpframe.numerics.autopsy.report import Report, report_on
 from mpframe.numerics.autopsy.verdict import judge
-from mpframe.step import StepResult
-from mpframe.trainer import Batch, Callback, Trainer
+from mpframe.optim.step_result import StepResult
+from mpframe.training.callback import Callback
+from mpframe.training.loader import Batch
+from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.precision import Precision
-from mpframe.turns import AnyOptimizer, Objective
+from mpframe.training.turns import AnyOptimizer, Objective
 
 Batch = tuple[Any, Any]
 

@@ -22,10 +22,11 @@ from mpframe.checkpoint import Snapshot
 from mpframe.errors import CheckpointError
 from mpframe.numerics.autopsy.case import Case, RandomState, device_of
 from mpframe.numerics.optimizer_numbers import misheld_numbers
-from mpframe.precision import JointOptimizer
-from mpframe.precision.tree import map_tensors
-from mpframe.step import StepResult
-from mpframe.trainer import Batch, Trainer
+from mpframe.optim import JointOptimizer
+from mpframe.optim.step_result import StepResult
+from mpframe.training.loader import Batch
+from mpframe.training.trainer import Trainer
+from mpframe.tree import map_tensors
 
 FOLDER = "autopsy"
 

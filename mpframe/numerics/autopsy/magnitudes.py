@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpframe.precision.tree import tensors_in
+from mpframe.tree import tensors_in
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

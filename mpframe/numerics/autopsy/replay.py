@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from mpframe.buffers import Buffers
-from mpframe.evaluation import fp32_weights
-from mpframe.forward import checked_loss
 from mpframe.numerics.autopsy.case import Batch, Case, RandomState, device_of
 from mpframe.numerics.autopsy.magnitudes import magnitudes_of
 from mpframe.numerics.autopsy.watch import Trace, Watch
 from mpframe.precision import OpLists, Precision
 from mpframe.precision.storage import formats_of
-from mpframe.precision.tree import widened
-from mpframe.turns import Objective
+from mpframe.training.buffers import Buffers
+from mpframe.training.evaluation import fp32_weights
+from mpframe.training.forward import checked_loss
+from mpframe.training.turns import Objective
+from mpframe.tree import widened
 from mpframe.user_code import UserCode
 
 

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpframe.numerics.autopsy.magnitudes import Magnitudes, bad_rows, floats_in, magnitudes_of
 from mpframe.precision.spellings import op_name
-from mpframe.precision.tree import tensors_in
+from mpframe.tree import tensors_in
 
 OUTSIDE = "the loss"  # What runs after the model: widening its outputs, and the loss.
 _READS = frozenset({"__get__", "__getitem__", "detach", "register_hook"})

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpframe.errors import nearest
 from mpframe.numerics.doctor.finding import Finding, note, warning
 from mpframe.numerics.doctor.patient import Patient
-from mpframe.precision import MasterWeights
+from mpframe.optim import MasterWeights
 
 ADAPTIVE = ("Backoff", "LogMax")
 # Their updates are about as large as the learning rate, whatever the gradients are.

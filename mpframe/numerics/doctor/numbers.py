@@ -9,7 +9,7 @@ import torch
 from mpframe.numerics.doctor.finding import Finding, error, warning
 from mpframe.numerics.doctor.patient import Patient
 from mpframe.numerics.optimizer_numbers import misheld_numbers
-from mpframe.precision import MasterWeights
+from mpframe.optim import MasterWeights
 
 
 def check_numbers(patient: Patient) -> Iterator[Finding]:

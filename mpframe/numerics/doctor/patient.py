@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 from mpframe.data.loader import Loader
+from mpframe.loss_scaling.interface import LossScaler, wants_probe
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.evidence import floors_of, scaling_of
 from mpframe.numerics.autopsy.verdict import Verdict, judge
 from mpframe.numerics.doctor.gradients import GradientRange
 from mpframe.numerics.doctor.rehearsal import Rehearsal, rehearse
-from mpframe.precision import MasterWeights
+from mpframe.optim import MasterWeights
+from mpframe.optim.joint_optimizer import JointOptimizer
 from mpframe.precision.dtype_map import Row
-from mpframe.precision.joint_optimizer import JointOptimizer
 from mpframe.precision.policy import Policy
-from mpframe.precision.tree import map_tensors
-from mpframe.probe import probe
-from mpframe.step import LossScaler, wants_probe
-from mpframe.trainer import Batch, Trainer
-from mpframe.turns import Objective, turns_of
+from mpframe.training.loader import Batch
+from mpframe.training.probe import probe
+from mpframe.training.trainer import Trainer
+from mpframe.training.turns import Objective, turns_of
+from mpframe.tree import map_tensors
 
 
 @dataclass

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mpframe.forward import outputs_and_loss
 from mpframe.precision.undisturbed import undisturbed
-from mpframe.trainer import Batch, Trainer
-from mpframe.turns import Objective
+from mpframe.training.forward import outputs_and_loss
+from mpframe.training.loader import Batch
+from mpframe.training.trainer import Trainer
+from mpframe.training.turns import Objective
 
 
 @dataclass

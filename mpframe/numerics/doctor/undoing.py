@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpframe.precision.undisturbed import undisturbed
-from mpframe.trainer import Trainer
+from mpframe.training.trainer import Trainer
 
 
 @contextmanager

@@ -1,0 +1,108 @@
+"""Weights as a safetensors file: plain names, one format, no code.
+
+    8 bytes: length of the header | JSON header: name -> dtype, shape, offsets | the bytes
+
+The values are the fp32 masters (or their averages), rounded once to the format asked for:
+
+    w = round_to_half(m),  |m| beyond the format's range -> its end
+
+so that no weight becomes inf; how many were held there is counted and said. Buffers that are
+floating are written in the same format, except in fp32, where nothing is changed but what was half;
+integer and boolean buffers are written as they are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from mpframe.errors import CheckpointError, ConfigError
+from mpframe.files.durable import write_atomically
+
+FORMATS = {"fp32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What became of the weights.
+
+    Attributes:
+        tensors: by name, in the format asked for, contiguous, each with memory of its own.
+        saturated: values held at the end of the format's range, by the name of their tensor.
+    """
+
+    tensors: dict[str, Tensor]
+    saturated: dict[str, int]
+
+
+def converted(weights: Mapping[str, Tensor], form: str) -> Exported:
+    """Round weights once to a format.
+
+    Args:
+        weights: parameters and buffers by name.
+        form: `fp32`, `float16` or `bfloat16`.
+
+    Raises:
+        ConfigError: another format.
+        CheckpointError: a weight is nan or inf, or complex or double and would lose more than
+            the rounding.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"format={form}: choose {', '.join(FORMATS)}")
+    tensors, saturated = {}, {}
+    for name, tensor in weights.items():
+        _refuse_unfit(name, tensor)
+        tensors[name], beyond = _rounded(tensor, FORMATS[form])
+        if beyond:
+            saturated[name] = beyond
+    return Exported(tensors, saturated)
+
+
+def write(path: Path, exported: Exported, facts: Mapping[str, str]) -> None:
+    """Write a safetensors file that appears whole or not at all, and never over another.
+
+    Args:
+        path: the file; must not exist.
+        exported: what to write.
+        facts: words for the header's metadata.
+
+    Raises:
+        ConfigError: the file exists, or its folder cannot be written.
+    """
+    if path.exists():
+        raise exists(path)
+    content = save(exported.tensors, metadata=dict(facts))
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise ConfigError(
+            f"out={path}: cannot be written ({error.strerror}); choose another file"
+        ) from error
+
+
+def exists(path: Path) -> ConfigError:
+    """The error of an export onto a file that is there."""
+    return ConfigError(f"out={path}: exists, and nothing is overwritten; choose another file")
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """A copy in `dtype`, and how many values were held at the end of its range."""
+    if not tensor.is_floating_point():
+        return tensor.clone(memory_format=torch.contiguous_format), 0
+    limit = torch.finfo(dtype).max
+    rounded = tensor.to(dtype)
+    beyond = int((~torch.isfinite(rounded)).sum())
+    clamped = rounded.clamp(-limit, limit)
+    return clamped.clone(memory_format=torch.contiguous_format), beyond
+
+
+def _refuse_unfit(name: str, tensor: Tensor) -> None:
+    if tensor.is_complex() or tensor.dtype == torch.float64:
+        raise CheckpointError(
+            f"{name} is {tensor.dtype}, which no format of an export holds; export fp32 weights"
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(f"{name} holds nan or inf; export an older checkpoint")

@@ -1,0 +1,86 @@
+"""The program behind `scripts/gradient_picture.py`: what half loses of a run's gradients."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from mpframe import checkpoint
+from mpframe.build import objects as build
+from mpframe.checkpoint.saved_weights import steps_tried, weights_of
+from mpframe.cli.evaluate import run_folder
+from mpframe.config.schema import Config
+from mpframe.config.stored import config_of
+from mpframe.errors import ConfigError, one_line_exit, take_options
+from mpframe.loss_scaling import Static
+from mpframe.numerics.gradient_picture import Losses, best_scale, draw, losses_at
+from mpframe.numerics.ranges import RangeProbe, Ranges
+from mpframe.training.trainer import Trainer
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure the gradients of `run=...` in fp32; print what half loses, and draw it.
+
+    Args:
+        arguments: `run=RUN_OR_CHECKPOINT`, `out=FILE.png`, and options of the run to change; the
+            command line if None.
+    """
+    with one_line_exit():
+        _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(arguments: list[str]) -> None:
+    own, given = take_options(arguments, ("run", "out"))
+    if not own.get("run"):
+        raise ConfigError("run: must be given, e.g. run=runs/2026-11-21/05-45-42")
+    path = Path(own["run"])
+    out = Path(own.get("out") or run_folder(path) / "numerics" / "gradient_picture.png")
+    snapshot = checkpoint.read(path)
+    state = snapshot.state
+    config = config_of(snapshot.config, checkpoint.newest(path) / "config.yaml", given)
+    half, step = getattr(torch, config.dtype.half), steps_tried(state, path)
+    losses = _losses(config, weights_of(state, "trained", path), _scale_of(state), half)
+    draw(losses, half, step, out)
+    print("\n".join(own.line() for own in losses))
+    print(f"picture: {out}")
+
+
+def _losses(
+    config: Config, weights: dict[str, torch.Tensor], present: float | None, half: torch.dtype
+) -> list[Losses]:
+    """At no scale, at the run's present one where it has one, and at the best."""
+    plain = _measured(config, weights, 1.0, half)
+    best = best_scale(plain, half)
+    losses = [losses_at("no loss scaling", plain)]
+    if present is not None:
+        losses.append(losses_at("present scale", _measured(config, weights, present, half)))
+    return [*losses, losses_at("best scale", _measured(config, weights, best, half))]
+
+
+def _measured(
+    config: Config, weights: dict[str, torch.Tensor], scale: float, half: torch.dtype
+) -> Ranges:
+    """The ranges of one step in fp32, from the same weights, batch and random numbers each time."""
+    build.seed_everything(config.run.seed)
+    task = build.build_task(config)
+    train, _ = build.build_loaders(config, task)
+    trainer = build.build_trainer(build.in_fp32(config), task, 1)
+    trainer.load_weights(weights)
+    trainer = _scaled(trainer, scale)
+    probe = RangeProbe(trainer, half)
+    trainer.train_step(next(iter(train.epoch(0))))
+    return probe.ranges()
+
+
+def _scaled(trainer: Trainer, scale: float) -> Trainer:
+    """The same trainer with a fixed loss scale."""
+    scaler = Static(scale).to(next(trainer.model.parameters()).device)
+    return Trainer(trainer.model, trainer.optimizer, trainer.loss, trainer.precision, scaler=scaler)
+
+
+def _scale_of(state: dict[str, object]) -> float | None:
+    """The loss scale a checkpoint holds: the largest, where several losses have one each."""
+    trainer = state.get("trainer")
+    scalers = trainer.get("scaler") if isinstance(trainer, dict) else None
+    scales = [float(own["scale"]) for own in (scalers or {}).values()]
+    return max(scales, default=None)

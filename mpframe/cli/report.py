@@ -1,0 +1,41 @@
+"""The program behind `scripts/report.py`: runs in, `report.html` and `report.md` out."""
+
+import sys
+from pathlib import Path
+
+from mpframe.config.command_line import refuse_unwritable
+from mpframe.errors import ConfigError, one_line_exit, take_options
+from mpframe.files.durable import write_atomically
+from mpframe.report import as_markdown, as_page, compared, find_runs
+
+PAGE, TABLES = "report.html", "report.md"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Report on the runs of some folders.
+
+    Args:
+        arguments: folders of runs or of sweeps, and `out=FOLDER` (the first of them where
+            absent, or beside it where it is a run); the command line if None.
+    """
+    with one_line_exit():
+        _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(arguments: list[str]) -> None:
+    own, folders = take_options(arguments, ("out",))
+    for word in folders:
+        if word.startswith("-"):
+            raise ConfigError(f"{word}: no such option; give folders of runs, and out=FOLDER")
+    if not folders:
+        raise ConfigError("no folder given; name runs or a sweep, e.g. runs/2026-11-21/05-45-42")
+    home, records = find_runs([Path(folder) for folder in folders])
+    out = Path(own.get("out") or home)
+    refuse_unwritable("out", out)
+    out.mkdir(parents=True, exist_ok=True)
+    groups = compared(records)
+    title = f"Runs of {home.name}"
+    write_atomically(out / PAGE, as_page(title, groups, records))
+    write_atomically(out / TABLES, as_markdown(title, groups, records))
+    finished = sum(record.finished for record in records)
+    print(f"{finished} of {len(records)} runs finished; {out / PAGE} and {TABLES} beside it")

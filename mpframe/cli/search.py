@@ -1,0 +1,252 @@
+"""The program behind `scripts/search_precision.py`: finds the modules that must stay in fp32.
+
+OUT/ops.yaml     lists and pins, as `ops=` takes them
+OUT/search.md    the evidence: ranked modules and ops, the sets that were tried, the proof
+"""
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+
+import yaml
+from tqdm import tqdm
+
+from mpframe.build import objects as build
+from mpframe.config.command_line import checked, compose_named, refuse_unwritable
+from mpframe.config.schema import Config
+from mpframe.data.loader import Loader
+from mpframe.data.task import Task
+from mpframe.errors import ConfigError, DivergedError, one_line_exit, take_options
+from mpframe.files.durable import write_atomically
+from mpframe.numerics.search import Error, Found, Pins, Search, Suspect
+from mpframe.precision.module_ops import op_of
+from mpframe.training.callbacks.skip_guard import SkipGuard
+from mpframe.training.evaluation import Evaluation
+from mpframe.training.trainer import Trainer
+
+Proof = dict[str, list[Evaluation]]
+"""The validation of each seed, for each way of training."""
+TARGET = {"float16": 0.1, "bfloat16": 0.3}
+"""Relative error of the gradients that a healthy net stays below: rounding flips ReLUs and maxima
+that were nearly tied, and each flip is a whole gradient."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Search, write what was found, and prove it by training.
+
+    Args:
+        arguments: as for training, and `target=ERROR`, `batches=N` (4), `prove=STEPS` (100; 0: do
+            not), `seeds=N` (3) of the proof, `out=FOLDER`; the command line if None.
+    """
+    with one_line_exit():
+        _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(arguments: list[str]) -> None:
+    own, given = take_options(arguments, ("target", "batches", "prove", "seeds", "out"))
+    _, composed = compose_named(given)
+    config = checked(composed)
+    _refuse_fp32(config)
+    target = _number("target", own.get("target"), TARGET[config.dtype.half])
+    batches = int(_number("batches", own.get("batches"), 4))
+    steps = int(_number("prove", own.get("prove"), 100, least=0))
+    seeds = int(_number("seeds", own.get("seeds"), 3))
+    out = Path(own.get("out") or f"runs/search/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
+    refuse_unwritable("out", out)
+    found = search(config, target, batches)
+    proof = prove(config, found.pinned, steps, seeds) if steps else None
+    _write(out, config, found, proof)
+
+
+def search(config: Config, target: float, batches: int) -> Found:
+    """The smallest fp32 set of a configuration.
+
+    Args:
+        config: the options; its mode is `mixed` or `amp`.
+        target: relative error of the gradients to reach.
+        batches: of training data, >= 1.
+    """
+    task, train = _data(config)
+    reference = _trainer(build.in_fp32(config), task)
+    lists = reference.precision.policy.ops
+    used = [op for op in sorted(lists.allow) if op in _ops_of(reference)]
+
+    def make(pins: Pins, alone: str | None) -> Trainer:
+        ops = replace(config.ops, modules={**config.ops.modules, **pins})
+        if alone is not None:
+            others = {op: "deny" for op in lists.allow if op != alone}
+            ops = replace(ops, move={**config.ops.move, **others})
+        return _trainer(replace(config, ops=ops), task)
+
+    with tqdm(unit="trial", leave=False, disable=not config.trainer.progress) as bar:
+
+        def shown(name: str) -> None:
+            bar.set_postfix_str(name, refresh=False)
+            bar.update()
+
+        data = list(islice(train.epoch(0), batches))
+        return Search(reference, make, data, target, shown).run(used)
+
+
+def prove(config: Config, pinned: Sequence[str], steps: int, seeds: int) -> Proof:
+    """Validations after `steps` steps of each seed: in fp32, with what was found, all in half.
+
+    One that diverged is nan.
+    """
+    pins = {**config.ops.modules, **dict.fromkeys(pinned, "fp32")}
+    runs = {
+        "fp32": build.in_fp32(config),
+        "found": replace(config, ops=replace(config.ops, modules=pins)),
+        "all in half": config,
+    }
+    if not pinned:
+        del runs["all in half"]
+    return {
+        name: [_trained(own, steps, config.run.seed + seed) for seed in range(seeds)]
+        for name, own in runs.items()
+    }
+
+
+def _trained(config: Config, steps: int, seed: int) -> Evaluation:
+    limits = replace(config.trainer, max_steps=steps, epochs=10**6, eval_every=10**9)
+    config = replace(config, trainer=limits, run=replace(config.run, seed=seed))
+    task, train = _data(config)
+    trainer = _trainer(config, task)
+    _, val = build.build_loaders(config, task)
+    trainer.callbacks = [SkipGuard(limits.max_consecutive_skips)]
+    try:
+        trainer.fit(train)
+    except DivergedError:
+        return Evaluation(math.nan, "none", math.nan)
+    return trainer.evaluate(val)
+
+
+def _data(config: Config) -> tuple[Task, Loader]:
+    build.seed_everything(config.run.seed)
+    task = build.build_task(config)
+    return task, build.build_loaders(config, task)[0]
+
+
+def _trainer(config: Config, task: Task) -> Trainer:
+    build.seed_everything(config.run.seed)
+    return build.build_trainer(config, task, len(task.train) // config.data.batch_size)  # type: ignore[arg-type]
+
+
+def _ops_of(trainer: Trainer) -> set[str]:
+    """The ops that the model's modules run."""
+    return {op for op in map(op_of, trainer.model.modules()) if op is not None}
+
+
+def _write(out: Path, config: Config, found: Found, proof: Proof | None) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "ops.yaml", ops_yaml(config, found))
+    text = report(config, found, proof)
+    write_atomically(out / "search.md", text)
+    print(text)
+    print(f"written: {out / 'search.md'}; {out / 'ops.yaml'}: as conf/ops/NAME.yaml it is ops=NAME")
+
+
+def ops_yaml(config: Config, found: Found) -> str:
+    """Lists and pins as a file of `conf/ops/`."""
+    modules = {**config.ops.modules, **dict.fromkeys(found.pinned, "fp32")}
+    head = (
+        f"# The modules that stay in fp32 for a relative gradient error <= {found.target:g} in "
+        f"{config.dtype.half}.\n# It is {found.reached.worst:.3g}; "
+        f"with nothing in fp32 {found.all_half.worst:.3g}.\n"
+    )
+    lists = {name: list(getattr(config.ops, name)) for name in ("allow", "deny", "infer")}
+    body = {**lists, "move": dict(config.ops.move), "modules": modules}
+    return head + str(yaml.safe_dump(body, sort_keys=False))
+
+
+def report(config: Config, found: Found, proof: Proof | None) -> str:
+    """The evidence as Markdown."""
+    pins = ",".join(f"{name}:fp32" for name in found.pinned)
+    lines = [
+        f"# What must stay in fp32 ({config.dtype.mode}, {config.dtype.half})",
+        "",
+        f"Relative error of the gradients against fp32; target {found.target:g}, loss scale "
+        f"2^{math.log2(found.scale):g}.",
+        "",
+        f"- all in half: {_shown(found.all_half)}",
+        f"- found: {len(found.pinned)} of {len(found.modules)} modules in fp32, "
+        f"{_shown(found.reached)}"
+        + ("" if found.reached.worst <= found.target else "; the target is NOT reached"),
+        *(f"    - `{name}`" for name in found.pinned),
+        "",
+        f"    'ops.modules={{{pins}}}'" if pins else "Nothing needs to stay in fp32.",
+        "",
+        *_table("Modules, each alone in half, the worst first", found.modules),
+        *_table("Ops, each alone in half, the worst first", found.ops),
+        "## Sets that were tried",
+        "",
+        *(
+            f"- {_shown(error)}: {', '.join(names) or 'none in fp32'}"
+            for names, error in found.trail
+        ),
+        "",
+    ]
+    return "\n".join([*lines, *(_proved(proof) if proof else [])])
+
+
+def _proved(proof: Proof) -> list[str]:
+    """What training gave, and whether the found set is within the noise of fp32's seeds."""
+    name = proof["fp32"][0].metric
+    lines = [
+        "## Proof",
+        "",
+        f"Validation after training, {len(proof['fp32'])} seeds: mean (lowest to highest)",
+        "",
+        "| | loss | " + name + " |",
+        "|---|---|---|",
+    ]
+    for run, results in proof.items():
+        losses, values = [e.loss for e in results], [e.value for e in results]
+        lines.append(f"| {run} | {_spread(losses)} | {_spread(values)} |")
+    full, found = ([e.loss for e in proof[run]] for run in ("fp32", "found"))
+    gap, noise = fmean(found) - fmean(full), max(full) - min(full)
+    verdict = "within" if abs(gap) <= noise else "BEYOND"
+    last = f"The gap in loss is {gap:.3g}, {verdict} the range of fp32's seeds, {noise:.3g}."
+    return [*lines, "", last, ""]
+
+
+def _spread(values: Sequence[float]) -> str:
+    if any(map(math.isnan, values)):
+        return f"{sum(map(math.isnan, values))} of {len(values)} diverged"
+    return f"{fmean(values):.5g} ({min(values):.5g} to {max(values):.5g})"
+
+
+def _table(title: str, suspects: Sequence[Suspect]) -> list[str]:
+    if not suspects:
+        return []
+    head = [f"## {title}", "", "| name | kind | gradients | loss |", "|---|---|---|---|"]
+    rows = [
+        f"| `{own.name}` | {own.kind} | {own.error.gradients:.3g} | {own.error.loss:.3g} |"
+        for own in suspects
+    ]
+    return [*head, *rows, ""]
+
+
+def _shown(error: Error) -> str:
+    return f"gradients {error.gradients:.3g}, loss {error.loss:.3g}"
+
+
+def _refuse_fp32(config: Config) -> None:
+    if config.dtype.mode == "fp32":
+        raise ConfigError("dtype.mode=fp32: nothing is in half; choose dtype=mixed or dtype=amp")
+
+
+def _number(name: str, text: str | None, default: float, least: float | None = None) -> float:
+    try:
+        value = default if text is None else float(text)
+    except ValueError:
+        value = float("nan")
+    if not (value > 0 if least is None else value >= least):
+        allowed = "> 0" if least is None else f">= {least:g}"
+        raise ConfigError(f"{name}={text}: must be a number {allowed}")
+    return value

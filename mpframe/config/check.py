@@ -1,0 +1,234 @@
+"""Holds a composed configuration against the schema: a typed `Config`, or a line that says why not.
+
+Everything is resolved first: a missing value and an interpolation that points nowhere are found
+here, before the first step. Then unknown keys, wrong types and values out of range are refused,
+each with the option's path, the value and what is allowed.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any, TypeVar, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mpframe.config.schema import (
+    RUN_OPTIONS,
+    SCALERS,
+    SECTIONS,
+    Config,
+    DatasetOptions,
+    Dtype,
+    Joint,
+    JointOptions,
+    NumericsOptions,
+    Ops,
+    OptimizerOptions,
+    Part,
+    PartOptions,
+    Range,
+    Run,
+    TrainerOptions,
+    use_instead,
+)
+from mpframe.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+
+def check(composed: DictConfig) -> Config:
+    """The typed configuration behind a composed one.
+
+    Raises:
+        ConfigError: an option is unknown, missing, of the wrong type or out of its range.
+    """
+    tree = _resolved(composed)
+    _refuse_unknown("", tree, {*SECTIONS, *RUN_OPTIONS, "loss_scaling", "model", "scheduler"})
+    run = _load(Run, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
+    _refuse_leaving(run.run_name)
+    if run.init_from_except and run.init_from is None:
+        raise ConfigError(
+            f"init_from_except={run.init_from_except}: has no meaning without init_from; give both"
+        )
+    optimizer = _section(tree, "optimizer")
+    joint = _joint(optimizer) if "parts" in optimizer else None
+    _load(OptimizerOptions, "optimizer", {k: v for k, v in optimizer.items() if k == "lr"})
+    dataset = dict(_section(tree, "dataset"))
+    shared = {
+        f.name: dataset.pop(f.name) for f in dataclasses.fields(DatasetOptions) if f.name in dataset
+    }
+    return Config(
+        run=run,
+        dtype=_load(Dtype, "dtype", _section(tree, "dtype")),
+        loss_scaling=_load_scaler(_section(tree, "loss_scaling")),
+        ops=_load(Ops, "ops", _section(tree, "ops")),
+        trainer=_load(TrainerOptions, "trainer", _section(tree, "trainer")),
+        numerics=_load(NumericsOptions, "numerics", _section({"numerics": {}, **tree}, "numerics")),
+        data=_load(DatasetOptions, "dataset", shared),
+        model=_open(tree, "model"),
+        dataset={**_open({"dataset": dataset}, "dataset")},
+        optimizer=_open(tree, "optimizer") if joint is None else optimizer,
+        joint=joint,
+        scheduler=None if not tree.get("scheduler") else _open(tree, "scheduler"),
+        flat=flatten(tree),
+    )
+
+
+def _joint(node: Mapping[str, Any]) -> Joint:
+    """Several optimizers, each with its own target and arguments."""
+    options = _load(JointOptions, "optimizer", node)
+    if not options.parts:
+        raise ConfigError("optimizer.parts={}: must name at least one optimizer")
+    parts = {str(name): _part(str(name), options.parts) for name in options.parts}
+    return Joint(options.skip, options.scalers, parts)
+
+
+def _part(name: str, parts: Mapping[str, Any]) -> Part:
+    path = f"optimizer.parts.{name}"
+    if not isinstance(parts[name], dict):
+        raise ConfigError(f"{path}={_shown(parts[name])}: must be a mapping with a _target_")
+    node = dict(parts[name])
+    _require_target(path, node)
+    own = {f.name for f in dataclasses.fields(PartOptions)}
+    options = _load(PartOptions, path, {key: value for key, value in node.items() if key in own})
+    return Part(options, {k: v for k, v in node.items() if k == "lr" or k not in own})
+
+
+def _refuse_leaving(run_name: str) -> None:
+    """A name for a folder under runs/, which a `..` would lead out of."""
+    name = PurePosixPath(run_name.replace("\\", "/"))
+    if name.is_absolute() or ".." in name.parts:
+        raise ConfigError(
+            f"run_name={run_name}: must stay within runs/; for another place set hydra.run.dir"
+        )
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options as one level of dotted paths."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{path}.")
+        else:
+            flat[path] = value
+    return flat
+
+
+def known_paths() -> set[str]:
+    """The dotted path of every option of a closed section."""
+    paths = set(RUN_OPTIONS)
+    for name, section in SECTIONS.items():
+        paths |= {f"{name}.{f.name}" for f in dataclasses.fields(section)}
+    for scaler in SCALERS.values():
+        paths |= {f"loss_scaling.{f.name}" for f in dataclasses.fields(scaler)}
+    return paths
+
+
+def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
+    """An instance of a section's dataclass; refuses unknown keys, wrong types, bad values."""
+    options = {f.name: f for f in dataclasses.fields(cast(Any, section))}
+    _refuse_unknown(path, node, set(options))
+    for name, value in node.items():
+        _refuse_bad(f"{path}.{name}" if path else name, value, options[name])
+    return section(**{name: _converted(value, options[name]) for name, value in node.items()})
+
+
+def _load_scaler(node: Mapping[str, Any]) -> Any:
+    name = node.get("name", "auto")
+    if name not in SCALERS:
+        hint = nearest(str(name), SCALERS)
+        raise ConfigError(
+            f"loss_scaling={name}: choose {', '.join(SCALERS)}" + (f"; {hint}" if hint else "")
+        )
+    return _load(SCALERS[name], "loss_scaling", node)
+
+
+def _refuse_bad(path: str, value: Any, spec: Any) -> None:
+    """Refuse a value of the wrong type or outside its range, saying what is allowed."""
+    limits: Range = spec.metadata["range"]
+    try:
+        # OmegaConf would take any number for a truth.
+        fits = limits.holds(_converted(value, spec)) and not (
+            spec.type is bool and isinstance(value, int | float) and not isinstance(value, bool)
+        )
+    except OmegaConfBaseException:
+        fits = False
+    if fits:
+        return
+    kind = "" if limits.choices else " ".join([_type_name(spec.type), spec.metadata["unit"]])
+    hint = (use_instead(str(value)) if path == "dtype.mode" else "") or nearest(
+        str(value), limits.choices
+    )
+    allowed = " ".join(part.strip() for part in (kind, str(limits)) if part.strip())
+    raise ConfigError(f"{path}={_shown(value)}: must be {allowed}" + (f"; {hint}" if hint else ""))
+
+
+def _converted(value: Any, spec: Any) -> Any:
+    """`value` as the type of its option, by OmegaConf's rules (`"3"` is an int, `1` a float)."""
+    if spec.type is Any:
+        return value
+    blank = OmegaConf.structured(dataclasses.make_dataclass("Holder", [("value", spec.type)]))
+    merged = OmegaConf.merge(blank, {"value": value})
+    return OmegaConf.to_container(merged)["value"]  # type: ignore[index, call-overload]
+
+
+def _type_name(kind: Any) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    for candidate, word in words.items():
+        if kind is candidate:
+            return word
+        if kind == candidate | None:
+            return f"{word} or null"
+    return {"list": "a list", "dict": "a mapping"}.get(getattr(kind, "__name__", ""), "a value")
+
+
+def _shown(value: Any) -> str:
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def _section(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    node = tree.get(name)
+    if not isinstance(node, dict):
+        raise ConfigError(f"{name}={_shown(node)}: must be a mapping; choose a file of conf/{name}")
+    return node
+
+
+def _open(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    node = _section(tree, name)
+    _require_target(name, node)
+    return node
+
+
+def _require_target(path: str, node: Mapping[str, Any]) -> None:
+    if not isinstance(node.get("_target_"), str):
+        raise ConfigError(
+            f"{path}._target_={_shown(node.get('_target_'))}: "
+            "must be the dotted name of a class or function"
+        )
+
+
+def _refuse_unknown(path: str, node: Mapping[str, Any], known: set[str]) -> None:
+    for key in node:
+        if key not in known:
+            full = f"{path}.{key}" if path else str(key)
+            hint = nearest(str(key), known)
+            raise ConfigError(
+                f"{full}: no such option; {hint or 'known: ' + ', '.join(sorted(known))}"
+            )
+
+
+def _resolved(composed: DictConfig) -> dict[str, Any]:
+    """The configuration as plain values; refuses what is missing or points nowhere."""
+    try:
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            raise ConfigError(f"{missing[0]}: must be given, e.g. {missing[0]}=VALUE")
+        return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
+    except OmegaConfBaseException as error:
+        first = str(error).splitlines()[0]
+        path = error.full_key or "config"
+        raise ConfigError(f"{path}: {first}; set {path}=VALUE") from None

@@ -1,0 +1,48 @@
+"""The page docs/options.md, written from the schema: each option's type, default, range and use."""
+
+import dataclasses
+from typing import Any
+
+from mpframe.config.schema import SCALERS, SECTIONS, JointOptions, PartOptions, Range, Run
+
+_HEAD = """# Options
+
+Written from `mpframe/config.py` by `python scripts/options.py`; a test keeps it current.
+`GROUP=CHOICE` picks a file of `conf/GROUP/`, `option=value` sets one value. Open sections (`model`,
+`dataset`, `optimizer`, `scheduler`) also take every argument of their `_target_`.
+"""
+
+
+def options_page() -> str:
+    """The page as Markdown, one table for each section."""
+    sections: list[tuple[str, type]] = [("", Run), *SECTIONS.items()]
+    sections += [("optimizer", JointOptions), ("optimizer.parts.NAME", PartOptions)]
+    sections += [("loss_scaling", scaler) for name, scaler in SCALERS.items() if name != "auto"]
+    return "\n".join([_HEAD, *(_table(path, section) for path, section in sections)])
+
+
+def _table(path: str, section: Any) -> str:
+    title = " ".join(str(section.__doc__).split())
+    rows = [_row(path, field) for field in dataclasses.fields(section)]
+    head = ["| option | type | default | allowed | meaning |", "|---|---|---|---|---|"]
+    return "\n".join([f"## {title}", "", *head, *rows, ""])
+
+
+def _row(path: str, field: Any) -> str:
+    limits: Range = field.metadata["range"]
+    kind = getattr(field.type, "__name__", str(field.type)).replace("Any", "float or word")
+    unit = f" ({field.metadata['unit']})" if field.metadata["unit"] else ""
+    name = f"{path}.{field.name}" if path else field.name
+    cells = [
+        f"`{name}`",
+        f"{kind}{unit}",
+        f"`{_default(field)}`",
+        str(limits),
+        field.metadata["sentence"],
+    ]
+    return "| " + " | ".join(cell.replace("|", "or") for cell in cells) + " |"
+
+
+def _default(field: Any) -> Any:
+    value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value

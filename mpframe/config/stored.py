@@ -1,0 +1,193 @@
+"""A run's stored configuration, read back as data.
+
+A checkpoint may come from anybody, and a configuration is code: a `_target_` names what is called.
+So nothing that its `config.yaml` says is run, called or looked up, but for one thing: where it
+names a class or function that a file of this program's own `conf/` names as well, that one is
+meant. Any other must be named again on the command line, which is the user's word:
+
+    stored                          command line                    built
+    model: mpframe.models.cnn       -                               the shipped cnn, stored options
+    model: my_pkg.Net               -                               refused, naming my_pkg.Net
+    model: my_pkg.Net               model._target_=my_pkg.Net       my_pkg.Net, stored options
+    model: my_pkg.Net               model=cnn model.width=16        cnn as the command line says
+
+Nested targets, Hydra's other special keys, interpolations and YAML aliases are refused wherever
+they stand in the file. What is left is held against the schema, as any configuration is.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from mpframe.config.command_line import checked, compose_named, is_group
+from mpframe.config.locations import CONF
+from mpframe.config.schema import OPEN, Config
+from mpframe.errors import CheckpointError, ConfigError
+from mpframe.files.stored_yaml import parsed
+
+_TARGETS = {f"{group}._target_" for group in OPEN}
+_UNUSED = {"optimizer", "scheduler", "loss_scaling", "resume", "init_from", "init_from_except"}
+# What an evaluation needs none of, but a complete configuration holds.
+_OPTIMIZER = {"_target_": "torch.optim.SGD", "lr": 1.0}
+_INSTEAD = {
+    "scheduler": None,
+    "loss_scaling": {"name": "none"},
+    "resume": "none",
+    "init_from": None,
+}
+
+
+def config_of(text: str, path: Path, given: list[str]) -> Config:
+    """The configuration to evaluate a run with: the stored one, changed as the command line says.
+
+    Args:
+        text: the stored configuration, YAML.
+        path: where it came from, for messages.
+        given: `GROUP=CHOICE` and `option=value` words.
+
+    Raises:
+        CheckpointError: the stored configuration is none, or names what is not ours.
+        ConfigError: the command line, or the two together, are not allowed.
+    """
+    read = parsed(text, path)
+    stored = {k: v for k, v in read.items() if k not in _UNUSED}
+    joint = _parts(read.get("optimizer"))
+    overrides, composed = compose_named([*_choices_of(stored, given), *given])
+    _refuse_unfit(overrides)
+    fresh = _without_hydra(composed)
+    named = {o.key_or_group for o in overrides if is_group(o.key_or_group)} & _words(given)
+    for group in named:
+        if not _same_target(stored, fresh, group):
+            stored[group] = {}
+    taken = [o.key_or_group for o in overrides if not is_group(o.key_or_group)]
+    for key in taken:
+        _drop(stored, key)
+    _refuse_unsafe(path, {**stored, "optimizer": joint}, named)
+    for key in (*named, *taken):
+        _put(stored, key, fresh)
+    parts = {"parts": {name: {**part, **_OPTIMIZER} for name, part in joint.items()}}
+    optimizer = parts if joint else _OPTIMIZER
+    return checked(OmegaConf.create({**stored, **_INSTEAD, "optimizer": optimizer}))
+
+
+def _parts(optimizer: Any) -> dict[Any, Any]:
+    """Of several optimizers the names and what each may take, which is what weights go by."""
+    parts = optimizer.get("parts") if isinstance(optimizer, dict) else None
+    kept = ("parameters", "without", "ndim")
+    return {
+        name: {key: part[key] for key in kept if key in part}
+        for name, part in (parts.items() if isinstance(parts, dict) else ())
+        if isinstance(part, dict)
+    }
+
+
+def _without_hydra(composed: DictConfig) -> dict[str, Any]:
+    """The composed options as plain values, interpolations left as they are."""
+    own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    return cast(dict[str, Any], OmegaConf.to_container(own, resolve=False))
+
+
+def _choices_of(stored: Mapping[str, Any], given: list[str]) -> list[str]:
+    """`GROUP=CHOICE` for what is stored, so that the command line may name its options."""
+    choices = []
+    for group in (set(OPEN) - _UNUSED) & stored.keys() - _words(given):
+        target = _target(stored, group)
+        names = [choice for choice, own in _shipped(group).items() if own == target]
+        choices.append(f"{group}={names[0] if names else 'own'}")
+    return choices
+
+
+def _words(given: list[str]) -> set[str]:
+    """The groups the command line chooses from, `group._target_=...` included."""
+    keys = {word.partition("=")[0].lstrip("+~") for word in given}
+    return {key.removesuffix("._target_") for key in keys}
+
+
+def _shipped(group: str) -> dict[str, Any]:
+    """The targets of a group by choice, from the files of conf/."""
+    files = sorted((CONF / group).glob("*.yaml"))
+    targets = {file.stem: yaml.safe_load(file.read_text()).get("_target_") for file in files}
+    return {choice: target for choice, target in targets.items() if target != "???"}
+
+
+def _target(tree: Mapping[str, Any], group: str) -> Any:
+    section = tree.get(group)
+    return section.get("_target_") if isinstance(section, dict) else None
+
+
+def _same_target(stored: Mapping[str, Any], fresh: Mapping[str, Any], group: str) -> bool:
+    return group in OPEN and _target(stored, group) == _target(fresh, group)
+
+
+def _refuse_unfit(overrides: list[Override]) -> None:
+    for override in overrides:
+        key = override.key_or_group
+        if key == "experiment" or key.startswith("hydra") or key.partition(".")[0] in _UNUSED:
+            raise ConfigError(
+                f"{override.input_line}: has no part in an evaluation, which takes the run's own "
+                "options; give those of model, dataset, dtype, ops, trainer, device or seed"
+            )
+
+
+def _refuse_unsafe(path: Path, stored: Mapping[str, Any], named: set[str]) -> None:
+    for group in (set(OPEN) - _UNUSED) & stored.keys():
+        target = _target(stored, group)
+        if group not in named and target not in _shipped(group).values():
+            raise CheckpointError(
+                f"{path}: {group}._target_={target} is not mpframe's own, and a stored "
+                f"configuration runs nothing; if you trust it, add {group}._target_={target}"
+            )
+    for place, key in _keys(stored):
+        if not isinstance(key, str) or (key.startswith("_") and place not in _TARGETS):
+            raise CheckpointError(f"{path}: {place} is refused, a stored configuration is data")
+    for place, value in _leaves(stored):
+        if not isinstance(value, str | int | float | None):
+            raise CheckpointError(f"{path}: {place} is a {type(value).__name__}; refused")
+        if isinstance(value, str) and "${" in value:
+            raise CheckpointError(
+                f"{path}: {place} refers to what is not in the file; give it as {place}=VALUE"
+            )
+
+
+def _keys(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, key) of every key below `node`."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield f"{place}{key}", key
+        yield from _keys(value, f"{place}{key}.")
+    for item in node if isinstance(node, list) else ():
+        yield from _keys(item, place)
+
+
+def _leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of every value below `node`."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _leaves(value, f"{place}.{key}" if place else key)
+    elif isinstance(node, list):
+        for item in node:
+            yield from _leaves(item, place)
+    else:
+        yield place, node
+
+
+def _drop(tree: Any, key: str) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        tree = tree.get(parent) if isinstance(tree, dict) else None
+    if isinstance(tree, dict):
+        tree.pop(last, None)
+
+
+def _put(tree: dict[str, Any], key: str, source: dict[str, Any]) -> None:
+    """Set what `source` holds at a dotted path; a mapping is laid over the one there."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        tree, source = tree.setdefault(parent, {}), source.get(parent, {})
+    if last not in source:
+        return  # Deleted by the command line.
+    both = isinstance(tree.get(last), dict) and isinstance(source[last], dict)
+    tree[last] = {**source[last], **tree[last]} if both else source[last]

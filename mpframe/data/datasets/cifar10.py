@@ -1,0 +1,75 @@
+"""CIFAR-10: 60,000 colour photographs of 32 x 32 in ten classes (Krizhevsky 2009)."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mpframe.data.datasets import cifar_files
+from mpframe.data.datasets.images import ArrayImages, Normalize
+from mpframe.data.facts import require_facts, require_labels
+from mpframe.data.task import Task, classification
+from mpframe.errors import DataError
+
+Reader = Callable[[Path], tuple[Tensor, Tensor]]
+
+_CLASSES = 10
+_BINARY = "cifar-10-batches-bin"
+_PYTHON = "cifar-10-batches-py"
+
+
+def cifar10(
+    root: str = "data",
+    channels: int = 3,
+    image_size: int = 32,
+    classes: int = _CLASSES,
+    augment: str = "crop_flip",
+) -> Task:
+    """CIFAR-10, its 50,000 training images and its 10,000 test images to validate.
+
+    Args:
+        root: holds cifar-10-batches-bin or cifar-10-batches-py (torchvision's), or is one of them.
+        channels: 3.
+        image_size: 32, pixels a side.
+        classes: 10.
+        augment: none, crop or crop_flip; for training only.
+
+    Raises:
+        ConfigError: an option is not as above.
+        DataError: files are missing, damaged, or hold what CIFAR-10's do not.
+    """
+    require_facts(
+        "CIFAR-10", channels=(channels, 3), image_size=(image_size, 32), classes=(classes, _CLASSES)
+    )
+    train, val = _find(root)
+    images, targets = _read(train)
+    normalize = Normalize.measured(images)
+    return classification(
+        ArrayImages(images, targets, normalize, augment), ArrayImages(*_read(val), normalize)
+    )
+
+
+def _read(files: list[tuple[Path, Reader]]) -> tuple[Tensor, Tensor]:
+    parts = []
+    for path, reader in files:
+        images, labels = reader(path)
+        require_labels(path, labels, len(images), _CLASSES)
+        parts.append((images, labels))
+    return torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts])
+
+
+def _find(root: str) -> tuple[list[tuple[Path, Reader]], list[tuple[Path, Reader]]]:
+    """The training and the validation files, each with its reader."""
+    for folder in (Path(root) / _BINARY, Path(root) / _PYTHON, Path(root)):
+        for ending, reader in ((".bin", cifar_files.read_binary), ("", cifar_files.read_python)):
+            train = [folder / f"data_batch_{part}{ending}" for part in range(1, 6)]
+            val = folder / f"test_batch{ending}"
+            if all(path.is_file() for path in [*train, val]):
+                return [(path, reader) for path in train], [(val, reader)]
+    fetch = f"from torchvision.datasets import CIFAR10 as C; C({str(root)!r}, download=True)"
+    raise DataError(
+        f"dataset.root={root}: no complete CIFAR-10 (data_batch_1 to 5 and test_batch, with .bin "
+        f"in {_BINARY}/ or without in {_PYTHON}/); get it with "
+        f'python -c "{fetch}"'
+    )

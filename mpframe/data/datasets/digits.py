@@ -1,0 +1,75 @@
+"""Handwritten digits: 1797 grey images of 8 x 8, inside scikit-learn's wheel; needs no download."""
+
+import torch
+from torch import Tensor
+
+from mpframe.data.datasets.images import ArrayImages, Normalize
+from mpframe.data.facts import require_facts
+from mpframe.data.keyed_random import keyed_uniform
+from mpframe.data.task import Task, classification
+from mpframe.errors import ConfigError
+
+_BRIGHTEST = 16.0
+
+
+def digits(
+    root: str | None = None,
+    channels: int = 1,
+    image_size: int = 8,
+    classes: int = 10,
+    augment: str = "none",
+) -> Task:
+    """The digits, 1437 to train on and 360 to validate; the split never changes.
+
+    Args:
+        root: must be None, nothing is read from a data folder.
+        channels: 1.
+        image_size: 8, pixels a side.
+        classes: 10.
+        augment: none, crop or crop_flip.
+
+    Raises:
+        ConfigError: an option is not as above.
+    """
+    if root is not None:
+        raise ConfigError(
+            f"dataset.root={root}: the digits come with scikit-learn and are read from no folder; "
+            "use dataset.root=null"
+        )
+    require_facts(
+        "digits", channels=(channels, 1), image_size=(image_size, 8), classes=(classes, 10)
+    )
+    images, targets = _load()
+    train, val = stratified_fifth(targets)
+    normalize = Normalize.measured(images[train])
+    return classification(
+        ArrayImages(images[train], targets[train], normalize, augment),
+        ArrayImages(images[val], targets[val], normalize),
+    )
+
+
+def stratified_fifth(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Split so that every class gives one sample in five to validation.
+
+    Samples are lined up by class, in a fixed random order within it, and each fifth is taken.
+
+    Args:
+        targets: [N] class numbers.
+
+    Returns:
+        Indices of the training and of the validation samples, each ascending.
+    """
+    shuffled = torch.from_numpy(keyed_uniform(1, range(len(targets)))).flatten().argsort()
+    lined_up = shuffled[targets[shuffled].argsort(stable=True)]
+    is_val = torch.zeros(len(targets), dtype=torch.bool)
+    is_val[lined_up[::5]] = True
+    return (~is_val).nonzero().flatten(), is_val.nonzero().flatten()
+
+
+def _load() -> tuple[Tensor, Tensor]:
+    # Imported late: it takes about a second, which runs on other datasets should not pay.
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = torch.from_numpy(bunch.images).float() / _BRIGHTEST
+    return images.unsqueeze(1), torch.from_numpy(bunch.target)

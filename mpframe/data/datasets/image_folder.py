@@ -1,0 +1,119 @@
+"""Any tree of train/<class>/*.jpg and val/<class>/*.jpg as a classification task."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mpframe.data.datasets.image_files import Listing, decode, list_images
+from mpframe.data.datasets.images import ArrayImages, Images, Normalize, spread
+from mpframe.data.facts import require_facts, require_whole
+from mpframe.data.task import Task, classification
+from mpframe.errors import ConfigError, DataError
+
+_VAL = ("val", "test")
+
+
+def image_folder(
+    root: str = "data/images",
+    channels: int = 3,
+    image_size: int = 32,
+    classes: int = 10,
+    augment: str = "crop_flip",
+    cache_bytes: int = 2**30,
+    limit_per_class: int | None = None,
+) -> Task:
+    """The images under `root`: train/ to learn from, val/ (or else test/) to validate.
+
+    Args:
+        root: the tree; class folders are numbered in the order of their names.
+        channels: 3 for RGB or 1 for grey; files are converted.
+        image_size: pixels a side; the shorter side is scaled to it and the middle kept.
+        classes: how many class folders there are.
+        augment: none, crop or crop_flip; for training only.
+        cache_bytes: decode once and keep all images in memory if they need no more than this;
+            else decode each time (set dataset.workers then).
+        limit_per_class: use the first so many images of each class; None uses all.
+
+    Raises:
+        ConfigError: an option is out of range or does not fit the tree.
+        DataError: folders are missing, differ between the splits, or hold unreadable files.
+    """
+    _require_options(channels, image_size, cache_bytes, limit_per_class)
+    train, val = _list_splits(Path(root), limit_per_class)
+    require_facts(f"{root}/train", classes=(classes, len(train.classes)))
+    files = len(train.paths) + len(val.paths)
+    in_memory = files * channels * image_size**2 <= cache_bytes
+    shape = channels, image_size
+    sample = train.paths[spread(len(train.paths))]
+    normalize = Normalize.measured(_decode_all(sample, shape))
+    return classification(
+        _images(train, shape, normalize, augment, in_memory),
+        _images(val, shape, normalize, "none", in_memory),
+    )
+
+
+class FileImages(Images):
+    """Images decoded from their files each time.
+
+    Args:
+        listing: the files and their classes.
+        shape: (channels, side) of the decoded images.
+        normalize: brings pixels to mean 0 and variance 1.
+        augment: one of `augment.AUGMENTATIONS`.
+    """
+
+    def __init__(
+        self, listing: Listing, shape: tuple[int, int], normalize: Normalize, augment: str
+    ) -> None:
+        super().__init__(listing.targets, normalize, augment)
+        self._paths = listing.paths
+        self._shape = shape
+
+    def pixels(self, indices: Tensor) -> Tensor:
+        return _decode_all([self._paths[index] for index in indices.tolist()], self._shape)
+
+
+def _images(
+    listing: Listing, shape: tuple[int, int], normalize: Normalize, augment: str, in_memory: bool
+) -> Images:
+    if in_memory:
+        return ArrayImages(_decode_all(listing.paths, shape), listing.targets, normalize, augment)
+    return FileImages(listing, shape, normalize, augment)
+
+
+def _decode_all(paths: tuple[str, ...] | list[str], shape: tuple[int, int]) -> Tensor:
+    channels, side = shape
+    images = torch.empty(len(paths), channels, side, side, dtype=torch.uint8)
+    for image, path in zip(images, paths, strict=True):
+        image.copy_(decode(path, channels, side))
+    return images
+
+
+def _list_splits(root: Path, limit_per_class: int | None) -> tuple[Listing, Listing]:
+    val_split = next((name for name in _VAL if (root / name).is_dir()), None)
+    if val_split is None or not (root / "train").is_dir():
+        raise DataError(
+            f"dataset.root={root}: needs the folders train/<class>/ and val/<class>/ (or test/) "
+            "with images; set dataset.root to such a tree"
+        )
+    train = list_images(root, "train", limit_per_class)
+    val = list_images(root, val_split, limit_per_class)
+    if train.classes != val.classes:
+        odd = sorted(set(train.classes) ^ set(val.classes))
+        raise DataError(
+            f"dataset.root={root}: train/ and {val_split}/ must hold the same class folders, "
+            f"but {odd[0]} is in one of them only"
+        )
+    return train, val
+
+
+def _require_options(
+    channels: int, image_size: int, cache_bytes: int, limit_per_class: int | None
+) -> None:
+    if channels not in (1, 3):
+        raise ConfigError(f"dataset.channels={channels}: allowed are 1 (grey) and 3 (RGB)")
+    require_whole("dataset.image_size", image_size, least=1)
+    require_whole("dataset.cache_bytes", cache_bytes, least=0)
+    if limit_per_class is not None:
+        require_whole("dataset.limit_per_class", limit_per_class, least=1)

@@ -1,0 +1,127 @@
+"""Images and their class numbers, fetched, augmented and normalised a batch at a time.
+
+A loop over samples in Python costs tens of microseconds each; on small images that is more than
+the network. `fetch_batch` therefore does each stage once for the whole batch.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mpframe.data.datasets.augment import DRAWS, augment, require_augmentation
+from mpframe.data.keyed_random import keyed_uniform
+from mpframe.data.task import Batch
+from mpframe.errors import DataError
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """(pixel - mean) / std per channel, of pixel values in 0..1.
+
+    Attributes:
+        mean: one number per channel.
+        std: one number per channel, > 0.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def measured(cls, images: Tensor) -> "Normalize":
+        """The statistics of `images` [N, C, H, W], of at most 2,000 evenly spaced ones.
+
+        A channel that is constant keeps std 1.
+        """
+        pixels = images[spread(len(images))].double() / (
+            255.0 if images.dtype == torch.uint8 else 1.0
+        )
+        std, mean = torch.std_mean(pixels, dim=(0, 2, 3), correction=0)
+        return cls(tuple(mean.tolist()), tuple(std.where(std > 0, 1.0).tolist()))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Normalise [N, C, H, W], uint8 0..255 or floating 0..1, into float32."""
+        top = 255.0 if images.dtype == torch.uint8 else 1.0
+        mean = torch.tensor(self.mean).mul_(top).view(-1, 1, 1)
+        factor = torch.tensor(self.std).mul_(top).reciprocal_().view(-1, 1, 1)
+        return images.float().sub(mean).mul_(factor)
+
+
+def spread(count: int) -> slice:
+    """Evenly spaced places among `count`, at most 2,000: enough to stand for all of them."""
+    return slice(None, None, max(1, -(-count // 2000)))
+
+
+class Images(Dataset[Batch], ABC):
+    """Normalised images [C, H, W], float32, and their class numbers, int64.
+
+    Args:
+        targets: [N] class numbers.
+        normalize: brings pixels to mean 0 and variance 1.
+        augment: one of `augment.AUGMENTATIONS`.
+
+    Raises:
+        ConfigError: unknown augmentation.
+    """
+
+    def __init__(self, targets: Tensor, normalize: Normalize, augment: str) -> None:
+        require_augmentation(augment)
+        self.targets = targets.long()
+        self.normalize = normalize
+        self.augment = augment
+        self._key = (0, 0)
+
+    @abstractmethod
+    def pixels(self, indices: Tensor) -> Tensor:
+        """The raw images [len(indices), C, H, W], uint8 0..255 or floating 0..1."""
+
+    def set_epoch(self, seed: int, epoch: int) -> None:
+        """Choose the augmentation: it depends on (seed, epoch, index) alone."""
+        self._key = (seed, epoch)
+
+    def fetch_batch(self, indices: Sequence[int]) -> Batch:
+        """Samples `indices` as one batch, ([N, C, H, W] float32, [N] int64)."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        images = self.pixels(chosen)
+        if self.augment != "none":
+            uniforms = torch.from_numpy(keyed_uniform(DRAWS, *self._key, chosen.numpy()))
+            images = augment(images, self.augment, uniforms)
+        return self.normalize(images), self.targets.index_select(0, chosen)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Batch:
+        images, targets = self.fetch_batch([range(len(self))[index]])
+        return images[0], targets[0]
+
+
+class ArrayImages(Images):
+    """Images that fit in memory.
+
+    Args:
+        images: [N, C, H, W], uint8 0..255 or floating 0..1.
+        targets: [N] class numbers.
+        normalize: brings pixels to mean 0 and variance 1.
+        augment: one of `augment.AUGMENTATIONS`.
+
+    Raises:
+        ConfigError: unknown augmentation.
+        DataError: the numbers of images and of targets differ.
+    """
+
+    def __init__(
+        self, images: Tensor, targets: Tensor, normalize: Normalize, augment: str = "none"
+    ) -> None:
+        super().__init__(targets, normalize, augment)
+        if len(images) != len(targets):
+            raise DataError(
+                f"dataset: {len(images)} images but {len(targets)} targets; give one for each"
+            )
+        self.images = images
+
+    def pixels(self, indices: Tensor) -> Tensor:
+        return self.images.index_select(0, indices)

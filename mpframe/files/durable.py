@@ -1,0 +1,79 @@
+"""Writing so that a crash meets the old content or the new one, and never a mixture.
+
+A file is on the disk only after fsync, and its name only after fsync of its folder.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from mpframe.files.plain_file import open_regular
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Put `content` at `path` so that a reader or a crash meets the old content or the new one.
+
+    A link at `path` is replaced, and what it leads to stays as it is.
+
+    Raises:
+        OSError: the folder cannot be written; `path` is as before and nothing is left behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with _named(path):
+        _write_atomically(path, temporary, content)
+
+
+def _write_atomically(path: Path, temporary: Path, content: str | bytes) -> None:
+    try:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # New: a link planted there is not followed.
+            file.write(content.encode() if isinstance(content, str) else content)
+            sync_file(file)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def append_whole(path: Path, piece: bytes) -> None:
+    """Append a piece to a regular file, or nothing of it; a missing file is made.
+
+    Raises:
+        OSError: there is no room, or it is a link; the file is as before.
+    """
+    with _named(path), open_regular(path, "ab", buffering=0) as file:
+        before = os.fstat(file.fileno()).st_size
+        rest = memoryview(piece)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(before)
+            raise
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Wait until what was written to an open file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Let an OSError of the block name the file: a full disk's does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise

@@ -1,0 +1,118 @@
+"""Replays a recorded run through any loss scaler: what would it have skipped, what left unused?
+
+The gradients of step t are taken as they were; a step overflows where scale * amax_t exceeds the
+half format's largest number. A step that overflowed in the run itself has no known amax.
+
+    headroom_t = log2(limit) - log2(scale_t amax_t)      octaves left unused, on steps not skipped
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mpframe.loss_scaling.interface import LossScaler
+
+Series = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a scaler did on a record.
+
+    Attributes:
+        scales: [steps] float64, the scale each step was taken with.
+        skipped: [steps] bool, where the step overflowed.
+        headroom: [steps] float64, octaves left unused; nan where skipped or amax was 0.
+    """
+
+    scales: Series
+    skipped: npt.NDArray[np.bool_]
+    headroom: Series
+
+    @property
+    def changes(self) -> int:
+        """How often the scale changed."""
+        return int(np.count_nonzero(np.diff(self.scales)))
+
+    @property
+    def mean_headroom(self) -> float:
+        """Mean octaves left unused; nan where every step was skipped."""
+        seen = self.headroom[np.isfinite(self.headroom)]
+        return float(seen.mean()) if seen.size else float("nan")
+
+
+def replay(amax: Series, scaler: LossScaler, half: torch.dtype = torch.float16) -> Replay:
+    """Run `scaler` over a record.
+
+    Args:
+        amax: [steps], the largest |unscaled gradient| of each step; inf or nan: it overflowed.
+        scaler: fresh; it is used up.
+        half: the format whose largest number is the limit.
+    """
+    limit = torch.finfo(half).max
+    scales = np.empty(len(amax))
+    skipped = np.empty(len(amax), dtype=bool)
+    for step, value in enumerate(amax):
+        scales[step] = float(scaler.scale)
+        skipped[step] = not value * scales[step] <= limit  # nan compares false
+        scaler.update(torch.tensor(np.inf if skipped[step] else value, dtype=torch.float32))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        headroom = np.log2(limit) - np.log2(scales * amax)
+    headroom[skipped | (amax == 0)] = np.nan
+    return Replay(scales, skipped, headroom)
+
+
+def as_table(replays: Mapping[str, Replay]) -> str:
+    """The replays side by side, as aligned plain text."""
+    head = ("scaler", "steps", "skipped", "mean headroom (octaves)", "scale changes", "final scale")
+    rows = [
+        (
+            name,
+            str(len(done.scales)),
+            str(int(done.skipped.sum())),
+            f"{done.mean_headroom:.2f}",
+            str(done.changes),
+            f"{done.scales[-1]:g}",
+        )
+        for name, done in replays.items()
+    ]
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
+        for row in (head, *rows)
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def draw(amax: Series, replays: Mapping[str, Replay], path: Path, half: torch.dtype) -> None:
+    """A picture of the scales over the highest scale each step could have borne, as PNG.
+
+    Args:
+        amax: [steps], as given to `replay`.
+        replays: by the name to show.
+        path: where the picture goes.
+        half: the format whose limit is drawn.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    steps = np.arange(1, len(amax) + 1)
+    with np.errstate(divide="ignore"):
+        borne = np.log2(torch.finfo(half).max) - np.log2(amax)
+    borne[~np.isfinite(borne)] = np.nan
+    axes.plot(steps, borne, ".", color="0.75", markersize=3, label="highest scale without overflow")
+    for name, done in replays.items():
+        (line,) = axes.step(steps, np.log2(done.scales), where="mid", label=name, linewidth=1.2)
+        hit = done.skipped
+        axes.plot(steps[hit], np.log2(done.scales[hit]), "x", color=line.get_color(), markersize=6)
+    axes.set_xlabel("step (tried)")
+    axes.set_ylabel("log2(loss scale), octaves")
+    axes.set_title("Loss scale by scaler; crosses are skipped steps")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,73 @@
+"""Optimizers that evaluate the loss themselves, such as LBFGS: they are given a closure.
+
+They try points and go back, so a step of theirs cannot be taken or skipped as a whole, and what
+they compare between evaluations must not be rounded: fp32 weights, no loss scaling, no clipping.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from mpframe.errors import ConfigError
+from mpframe.optim.gradients import norm_of, unscaled
+from mpframe.optim.step_result import StepResult
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """True where `optimizer.step` cannot be called without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def step_with_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> StepResult:
+    """One step; the amax and norm are those of the last evaluation's gradients."""
+    with torch.enable_grad():
+        loss = torch.as_tensor(optimizer.step(closure)).detach()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    device = parameters[0].device
+    last = unscaled([(p, p.grad) for p in parameters if p.grad is not None], 1.0, device)
+    never, one = torch.zeros((), dtype=torch.bool, device=device), torch.ones((), device=device)
+    return StepResult(never, last.amax, norm_of(last.values, device), one, loss=loss)
+
+
+def missing_closure(optimizer: Optimizer) -> ConfigError:
+    """The error of a step without the closure it needs."""
+    return ConfigError(
+        f"optimizer={type(optimizer).__name__}: evaluates the loss itself; give "
+        "step(closure=...) a function that does, or use an optimizer without a closure"
+    )
+
+
+def refuse_beside_closure(
+    optimizer: Optimizer,
+    *,
+    half: bool,
+    scaled: bool,
+    clipped: bool,
+    vetoed: bool,
+    cast: bool = False,
+    accumulated: bool = False,
+) -> None:
+    """Refuse what does not go with a closure.
+
+    Raises:
+        ConfigError: half weights, ops cast to half, a scaler, clipping, accumulation or a veto are
+            beside it.
+    """
+    name = type(optimizer).__name__
+    for present, what, way in (
+        (half, "half weights", "dtype=fp32"),
+        (cast, "ops cast to half", "dtype=fp32"),
+        (scaled, "loss scaling", "loss_scaling=none"),
+        (clipped, "clipping", "trainer.clip_norm=null"),
+        (accumulated, "accumulation", "trainer.accumulate=1"),
+        (vetoed, "skipping", "trainer.on_loss_spike=warn"),
+    ):
+        if present:
+            raise ConfigError(
+                f"optimizer={name}: a closure goes without {what}; use {way} or "
+                "an optimizer that takes no closure"
+            )

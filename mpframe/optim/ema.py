@@ -1,0 +1,97 @@
+"""An exponential moving average of the fp32 weights, used for validation.
+
+    e <- d_t e + (1 - d_t) m,    d_t = min(d, (1 + t) / (10 + t))
+
+over the masters m after every step that was not skipped; t counts the updates before this one. The
+decay is warmed up, as a constant one would still hold d^t of the random weights it began with: of
+d = 0.99 30 % after 120 steps. The average is kept in fp32: in half it would stop moving as soon as
+(1 - d)(m - e) is below half a unit in the last place of e.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.errors import CheckpointError, ConfigError
+from mpframe.optim.master import round_into
+
+
+class Ema:
+    """The moving average of some weights.
+
+    Args:
+        masters: parameter -> the fp32 tensor that is averaged (itself where it is fp32).
+        decay: d, 0 < d < 1; the first updates decay faster, see above.
+
+    Raises:
+        ConfigError: the decay is out of its range.
+
+    Attributes:
+        updates: t, those made since the average began.
+    """
+
+    def __init__(self, masters: Mapping[Tensor, Tensor], decay: float) -> None:
+        if not 0.0 < decay < 1.0:
+            raise ConfigError(
+                f"trainer.ema_decay={decay}: must be a number > 0 and < 1, e.g. 0.999"
+            )
+        self.decay = decay
+        self.updates = 0
+        self._masters = list(masters.items())
+        self._averages = [master.detach().clone() for _, master in self._masters]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages towards the present masters."""
+        targets = [master for _, master in self._masters]
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        torch._foreach_lerp_(self._averages, targets, 1.0 - decay)
+        self.updates += 1
+
+    def restart(self) -> None:
+        """Begin again at the present masters, as where they have been loaded."""
+        torch._foreach_copy_(self._averages, [master.detach() for _, master in self._masters])
+        self.updates = 0
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within the block the model's weights are the averages, rounded as masters are."""
+        weights = [parameter.detach() for parameter, _ in self._masters]
+        kept = [weight.clone() for weight in weights]
+        round_into(zip(weights, self._averages, strict=True))
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(weights, kept)
+
+    def by_name(self, model: nn.Module) -> dict[str, Tensor]:
+        """Copies of the averages, by the names of the parameters of `model` they stand for."""
+        averages = dict(zip((p for p, _ in self._masters), self._averages, strict=True))
+        named = model.named_parameters()
+        return {name: averages[p].clone() for name, p in named if p in averages}
+
+    def load_by_name(
+        self, model: nn.Module, averages: Mapping[str, Tensor], updates: int = 0
+    ) -> None:
+        """Continue from saved averages.
+
+        Args:
+            model: what the names are of.
+            averages: what `by_name` gave.
+            updates: those they had seen.
+
+        Raises:
+            CheckpointError: they belong to other weights; nothing is taken.
+        """
+        own = self.by_name(model)
+        if {n: a.shape for n, a in own.items()} != {n: a.shape for n, a in averages.items()}:
+            raise CheckpointError(
+                "trainer.ema_decay: the saved averages are of other weights; resume with the model "
+                "they were made with"
+            )
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        ordered = [averages[names[parameter]] for parameter, _ in self._masters]
+        torch._foreach_copy_(self._averages, ordered)
+        self.updates = updates

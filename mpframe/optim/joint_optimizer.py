@@ -1,0 +1,255 @@
+"""Several optimizers that make one step: Muon beside AdamW, a generator's beside a discriminator's.
+
+Each part is a `MasterWeights` over parameters of its own. What they share is the verdict:
+
+    skip="all"     nobody moves unless the gradients of all are finite
+    skip="each"    a part with finite gradients moves, whatever the others have
+
+and what was scaled together. Parts that lower one loss went through one backward pass, so they
+have one scale, and are clipped together by the norm of all their gradients. Parts with losses of
+their own are scaled and clipped apart; one scaler they share is told the largest gradient of any.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.errors import CheckpointError, ConfigError, nearest
+from mpframe.loss_scaling.interface import Scaling, scale_of
+from mpframe.optim.accumulation import Gathered
+from mpframe.optim.gradients import check_max_norm, clip, norm_of, not_finite
+from mpframe.optim.master_weights import MasterWeights, load_masters_of, refuse_second_step
+from mpframe.optim.step_result import StepResult, any_of, largest
+
+SKIPS = ("all", "each")
+
+
+class JointOptimizer:
+    """Optimizers that step together; it is used where one `MasterWeights` would be.
+
+    Args:
+        parts: by name; no parameter in two of them, all on one device.
+        skip: `all` or `each`, see above.
+        own_losses: each part lowers a loss of its own, named as it is.
+
+    Raises:
+        ConfigError: `skip` is another word, a parameter or a closure is in the way.
+    """
+
+    needs_closure = False
+
+    def __init__(
+        self, parts: Mapping[str, MasterWeights], *, skip: str = "all", own_losses: bool = False
+    ) -> None:
+        if skip not in SKIPS:
+            hint = nearest(skip, SKIPS)
+            raise ConfigError(
+                f"optimizer.skip={skip}: must be all or each" + f"; {hint}" * bool(hint)
+            )
+        _refuse_misfits(parts)
+        self.parts = dict(parts)
+        self.skip = skip
+        self.own_losses = own_losses
+
+    @property
+    def param_groups(self) -> list[Any]:
+        """The groups of all parts, in their order."""
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """The fp32 tensor the update acts on: `parameter` itself where it is fp32."""
+        for part in self.parts.values():
+            if part.holds(parameter):
+                return part.master_of(parameter)
+        raise KeyError(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of parameters and masters, and what was accumulated."""
+        for part in self.parts.values():
+            part.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def accumulate(self, scale: Tensor | float | Mapping[str, Tensor | float] = 1.0) -> Tensor:
+        """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
+
+        Args:
+            scale: the loss scale of the backward pass, or of each part's.
+
+        Returns:
+            0-d fp32, the largest amax; where it is inf or nan, parts dropped the micro-batch: all
+            of them with skip="all", those that overflowed with skip="each".
+        """
+        taken = {name: part.take(_of(scale, name)) for name, part in self.parts.items()}
+        amax = largest([gradients.amax for gradients in taken.values()])
+        for name, part in self.parts.items():
+            own = taken[name]
+            part.keep(own if self.skip == "each" else replace(own, amax=amax))
+        return amax
+
+    @torch.no_grad()
+    def step(
+        self,
+        scaler: Scaling = None,
+        *,
+        max_norm: float | None = None,
+        whole: bool = False,
+        veto: Tensor | None = None,
+    ) -> StepResult:
+        """Unscale, check, clip, update or skip every part, and tell the scaler or scalers.
+
+        Args:
+            scaler: scaled this step's loss or losses; by part where they have one each.
+            max_norm: clip gradients that were scaled together to this global 2-norm, > 0 and
+                finite.
+            whole: skip a part where any of its micro-batches was dropped, not only all.
+            veto: 0-d bool; True skips every part whatever its gradients are.
+
+        Returns:
+            What was done, by part too. No parameter has a gradient any more.
+
+        Raises:
+            ConfigError: a second step without new gradients in any part; `max_norm` out of its
+                range.
+        """
+        check_max_norm(max_norm)
+        refuse_second_step(list(self.parts.values()))
+        scales = {name: scale_of(_of(scaler, name)) for name in self.parts}
+        gathered = {name: part.gather(scales[name]) for name, part in self.parts.items()}
+        norms = {n: norm_of(g.gradients.values, self.parts[n].device) for n, g in gathered.items()}
+        skips = self._verdicts(gathered, norms if max_norm is not None else {}, whole)
+        if veto is not None:
+            skips = {name: skipped | veto for name, skipped in skips.items()}
+        if max_norm is not None:
+            self._clip(gathered, norms, skips, max_norm)
+        for name, part in self.parts.items():
+            part.apply(gathered[name].gradients, skips[name])
+        results = {
+            name: StepResult(
+                skips[name],
+                own.gradients.amax,
+                norms[name],
+                torch.ones_like(norms[name]) * scales[name],
+                dropped=own.dropped,
+            )
+            for name, own in gathered.items()
+        }
+        _tell(scaler, {name: own.seen for name, own in gathered.items()})
+        return joined(results)
+
+    def saturation_warning(self, model: nn.Module) -> str | None:
+        """A line on half weights held at the end of their range; None where there are none."""
+        lines = [part.saturation_warning(model) for part in self.parts.values()]
+        return "; ".join(line for line in lines if line) or None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every part, by name."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def bare_state_dict(self) -> dict[str, Any]:
+        """The same without masters, which are kept by name beside it."""
+        return {name: part.bare_state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned.
+
+        Raises:
+            CheckpointError: it is of other parts, or a part's is of other parameters.
+        """
+        if set(state) != set(self.parts):
+            raise CheckpointError(
+                f"optimizer.parts: the checkpoint has {', '.join(sorted(map(str, state)))}, this "
+                f"run {', '.join(sorted(self.parts))}; resume with the optimizers it was made with"
+            )
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+
+    def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
+        """The fp32 tensor behind each parameter of `model`, by its name, where there is one."""
+        named: dict[str, Tensor] = {}
+        for part in self.parts.values():
+            named |= part.masters_by_name(model)
+        return named
+
+    def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Take parameters and buffers by name: masters exactly, half weights as their rounding.
+
+        Raises:
+            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
+        """
+        load_masters_of(list(self.parts.values()), model, weights)
+
+    def _verdicts(
+        self, gathered: Mapping[str, Gathered], norms: Mapping[str, Tensor], whole: bool
+    ) -> dict[str, Tensor]:
+        """Which parts skip. A norm beyond fp32's range would clip every gradient to zero."""
+        bad = {name: own.bad(whole) for name, own in gathered.items()}
+        bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
+        return bad if self.skip == "each" else dict.fromkeys(bad, any_of(list(bad.values())))
+
+    def _clip(
+        self,
+        gathered: Mapping[str, Gathered],
+        norms: Mapping[str, Tensor],
+        skips: Mapping[str, Tensor],
+        max_norm: float,
+    ) -> None:
+        # A part that skips must not spoil the others' norm with its inf.
+        clean = {name: torch.where(skips[name], 0.0, norm) for name, norm in norms.items()}
+        together = torch.linalg.vector_norm(torch.stack(list(clean.values())))
+        for name, own in gathered.items():
+            clip(own.gradients.values, clean[name] if self.own_losses else together, max_norm)
+
+
+def joined(results: Mapping[str, StepResult]) -> StepResult:
+    """One result over the parts of a step."""
+    parts = list(results.values())
+    dropped = [part.dropped for part in parts if part.dropped is not None]
+    losses = [part.loss for part in parts if part.loss is not None]
+    return StepResult(
+        skipped=torch.stack([part.skipped for part in parts]).all(),
+        amax=largest([part.amax for part in parts]),
+        grad_norm=torch.linalg.vector_norm(torch.stack([part.grad_norm for part in parts])),
+        scale=parts[0].scale,
+        dropped=largest(dropped) if dropped else None,
+        loss=torch.stack(losses).sum() if losses else None,
+        parts=dict(results),
+    )
+
+
+def _of(given: Any, name: str) -> Any:
+    """What is given for a part: its entry of a mapping, or the one thing given for all."""
+    return given[name] if isinstance(given, Mapping) else given
+
+
+def _tell(scaler: Scaling, seen: Mapping[str, Tensor]) -> None:
+    """Each scaler its part's amax; one that is shared, once, the largest."""
+    if isinstance(scaler, Mapping):
+        for name, own in scaler.items():
+            own.update(seen[name])
+    elif scaler is not None:
+        scaler.update(largest(list(seen.values())))
+
+
+def _refuse_misfits(parts: Mapping[str, MasterWeights]) -> None:
+    for name, part in parts.items():
+        if part.needs_closure:
+            raise ConfigError(
+                f"optimizer.parts.{name}={type(part.optimizer).__name__}: needs a closure, and "
+                "steps alone; choose an optimizer without one"
+            )
+    for (name, part), (other, second) in combinations(parts.items(), 2):
+        shared = sum(second.holds(parameter) for parameter in part.parameters)
+        if shared:
+            raise ConfigError(
+                f"optimizer.parts: {shared} parameters are in {name} and in {other}; each belongs "
+                "to one part"
+            )
+        if part.device != second.device:
+            raise ConfigError(
+                f"optimizer.parts: {name} is on {part.device} and {other} on {second.device}; one "
+                "step covers one device"
+            )

@@ -1,0 +1,402 @@
+"""fp32 master weights around any torch optimizer, and a step that is all or nothing.
+
+A half weight w cannot take small updates: 1 + 2^-12 rounds back to 1. So each half parameter has a
+master m in fp32 that the wrapped optimizer updates in the parameter's place,
+
+    m <- optimizer(m, fp32(g) / scale),    w <- round_to_half(m)
+
+and weight decay, momentum and second moments act on, and live beside, fp32 values. An fp32
+parameter is its own master: the wrapper adds nothing to it but the check of its gradient.
+
+A step consumes the gradients, whatever came of it: afterwards no parameter and no master has one.
+
+The wrapped optimizer stays the same object, so schedules built on it go on working; those built on
+the wrapper move it as well.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mpframe.errors import CheckpointError, ConfigError
+from mpframe.loss_scaling.interface import LossScaler, scale_of
+from mpframe.optim.accumulation import Gathered, Window
+from mpframe.optim.closure import (
+    missing_closure,
+    needs_closure,
+    refuse_beside_closure,
+    step_with_closure,
+)
+from mpframe.optim.gradients import (
+    Gradients,
+    check_max_norm,
+    clip,
+    norm_of,
+    not_finite,
+    unscaled,
+)
+from mpframe.optim.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
+from mpframe.optim.param_group import ParamGroup
+from mpframe.optim.sparse_gradients import refuse_untaken
+from mpframe.optim.step_result import StepResult
+from mpframe.tree import HALF
+
+
+class MasterWeights(Optimizer):
+    """Wraps a torch optimizer so that it updates fp32 masters of half parameters.
+
+    It is an `Optimizer` for those who ask (schedulers, hooks), and keeps nothing of its own that
+    the wrapped one has: groups, state, defaults and hooks are that one's.
+
+    Args:
+        optimizer: any torch optimizer, over parameters of any mix of float32, float16, bfloat16,
+            on one device.
+        masters: fp32 values to start from, by parameter, also of parameters that a group added
+            later will have; copied. Where a half parameter has none here it keeps the master that
+            it has, and where it has none either, its master starts from the half value.
+        keep_masters: False updates the half weights themselves, to study what masters are for.
+
+    Raises:
+        ConfigError: a parameter is complex or sparse in half, the parameters are on several
+            devices, or the optimizer is wrapped already.
+
+    Attributes:
+        optimizer: the wrapped one, the same object.
+        needs_closure: the optimizer evaluates the loss itself, as LBFGS does.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        masters: Mapping[Tensor, Tensor] | None = None,
+        *,
+        keep_masters: bool = True,
+    ) -> None:
+        refuse_wrapped(optimizer)
+        self.optimizer = optimizer
+        self.needs_closure = needs_closure(optimizer)
+        self._masters = Masters({} if masters is None else masters, keep_masters)
+        self._window = Window()
+        self._has_stepped = False
+        self._consumed = False
+        self._taken_sparse: set[Tensor] = set()
+        self._share_hooks()
+        for group in optimizer.param_groups:
+            self._masters.claim(optimizer, group)
+
+    @property
+    def param_groups(self) -> list[Any]:  # type: ignore[override]
+        """The wrapped optimizer's groups; their `params` are the model's own parameters."""
+        owners = self._masters.owners
+        return [
+            ParamGroup(group, [owners[master] for master in group["params"]])
+            for group in self.optimizer.param_groups
+        ]
+
+    @property
+    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+        """The wrapped optimizer's state, by the model's own parameters."""
+        owners = self._masters.owners
+        return {owners.get(master, master): own for master, own in self.optimizer.state.items()}
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """What the wrapped optimizer's groups begin with."""
+        return self.optimizer.defaults
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._masters.device
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that this optimizer moves, in the order of its groups."""
+        return [parameter for parameter in self._masters if parameter.requires_grad]
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether `parameter` is in one of the groups."""
+        return parameter in self._masters
+
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """The fp32 tensor the update acts on: `parameter` itself where it is fp32."""
+        return self._masters[parameter]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer; its half parameters get masters."""
+        self.optimizer.add_param_group(param_group)
+        self._masters.claim(self.optimizer, self.optimizer.param_groups[-1])
+        self._has_stepped = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of parameters and masters, and what was accumulated."""
+        self.optimizer.zero_grad(set_to_none)
+        for parameter in self._masters.half:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+        self._window.clear()
+        self._consumed = False
+
+    @torch.no_grad()
+    def accumulate(self, scale: Tensor | float = 1.0) -> Tensor:
+        """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
+
+        A micro-batch whose gradients are not finite adds nothing and does not count in the mean
+        that `step` takes. No wait for the device.
+
+        Args:
+            scale: the loss scale of the backward pass, > 0.
+
+        Returns:
+            0-d fp32, the micro-batch's amax; inf or nan where it was dropped.
+        """
+        gradients = self.take(scale)
+        self.keep(gradients)
+        return gradients.amax
+
+    def keep(self, gradients: Gradients) -> None:
+        """Add a micro-batch's gradients to the accumulators, unless their amax is not finite."""
+        self._window.add(gradients)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        scaler: LossScaler | None = None,
+        *,
+        max_norm: float | None = None,
+        veto: Tensor | None = None,
+        whole: bool = False,
+        closure: Callable[[], Any] | None = None,
+    ) -> StepResult:
+        """Unscale, check, clip, update or skip, and tell the scaler: one step, all or nothing.
+
+        It consumes the gradients: afterwards every parameter's is None. Without any gradient
+        nothing is updated and amax is 0, as in torch.
+
+        Args:
+            scaler: scaled this step's loss; None: the loss was not scaled.
+            max_norm: clip the global 2-norm of the gradients to this, > 0 and finite; None: do
+                not clip.
+            veto: 0-d bool on the device; True skips the step whatever its gradients are.
+            whole: skip the step where any of its micro-batches was dropped, not only all.
+            closure: recomputes the loss, for optimizers that need it (LBFGS). It takes fp32
+                weights, no scaler and no clipping, and no step of it is ever skipped.
+
+        Returns:
+            What was done. After a skip no parameter, master or optimizer state has changed.
+
+        Raises:
+            ConfigError: a second step without new gradients; `max_norm` out of its range; a closure
+                that is missing, or beside half weights, a scaler, clipping or a veto; a sparse
+                gradient that the optimizer does not take. Nothing has moved.
+        """
+        check_max_norm(max_norm)
+        if closure is not None or self.needs_closure:
+            return self._step_with_closure(closure, scaler, max_norm, veto)
+        refuse_second_step([self])
+        gathered = self.gather(scale_of(scaler))
+        gradients, skipped = gathered.gradients, gathered.bad(whole)
+        norm = norm_of(gradients.values, self.device)
+        if max_norm is not None:
+            # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
+            skipped = skipped | not_finite(norm)
+            clip(gradients.values, norm, max_norm)
+        if veto is not None:
+            skipped = skipped | veto
+        self.apply(gradients, skipped)
+        scale = torch.ones_like(norm) if scaler is None else scaler.scale
+        if scaler is not None:
+            scaler.update(gathered.seen)
+        return StepResult(skipped, gradients.amax, norm, scale, dropped=gathered.dropped)
+
+    def gather(self, scale: Tensor | float) -> Gathered:
+        """The gradients of the step, fp32 and unscaled: of the window, or of one backward pass.
+
+        Args:
+            scale: the loss scale of a backward pass that was not accumulated yet, > 0.
+
+        Raises:
+            ConfigError: the optimizer does not take a gradient, as it is sparse.
+        """
+        if not self._window:
+            gradients = self.take(scale)
+            gathered = Gathered(gradients, gradients.amax)
+        else:
+            if self._masters.any_gradient():
+                self.accumulate(scale)
+            seen, dropped = self._window.amax(), self._window.bad().sum()
+            gathered = Gathered(self._window.take_mean(), seen, dropped)
+        self._try_sparse(gathered.gradients)
+        return gathered
+
+    def take(self, scale: Tensor | float) -> Gradients:
+        """The gradients, fp32 and unscaled; parameters and masters are left without."""
+        scaled = list(self._masters.gradients())
+        self._masters.clear_gradients()
+        return unscaled(scaled, scale, self.device)
+
+    @torch.no_grad()
+    def apply(self, gradients: Gradients, skipped: Tensor) -> None:
+        """Update the masters and round them into the weights, unless the step is `skipped`."""
+        self._consumed = bool(gradients.by_master)
+        on_device = self._skips_on_device()
+        if not on_device and bool(skipped):  # Waits for the device: its kernels skip nothing.
+            return
+        self._masters.adopt_writes()
+        for master, gradient in gradients.by_master.items():
+            master.grad = gradient.to(master.dtype)
+        if on_device:
+            self._step_on_device(skipped)
+        else:
+            self.optimizer.step()
+            self._has_stepped = True
+        for master in gradients.by_master:
+            master.grad = None
+        # Fused kernels do not raise the counters by which a kept cast knows that it is old.
+        torch.autograd.graph.increment_version(list(gradients.by_master))
+        self._masters.publish()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the last step consumed the gradients and nothing has come since."""
+        return self._consumed and not self._window and not self._masters.any_gradient()
+
+    def saturated(self) -> Tensor:
+        """How many half weights are held at the end of their range (0-d int64, on the device)."""
+        return self._masters.saturated()
+
+    def saturation_warning(self, model: nn.Module) -> str | None:
+        """A line on half weights held at the end of their range; None where there are none.
+
+        Waits for the device: ask at reports, not in steps.
+        """
+        return self._masters.saturation_warning(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, in the layout a plain optimizer loads, and the masters.
+
+        `masters` lists the fp32 master of each half parameter in the groups' order, None where a
+        parameter is its own.
+        """
+        return {**self.bare_state_dict(), "masters": self._masters.listed()}
+
+    def bare_state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state alone, beside masters that are kept by name."""
+        return self.optimizer.state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` of this class, or of a plain optimizer, returned.
+
+        A plain optimizer's state has no masters: they stay as they are.
+
+        Raises:
+            CheckpointError: the state was made over other parameters; nothing is loaded.
+        """
+        state = dict(state_dict)
+        masters = state.pop("masters", [None for _ in self._masters])
+        self._masters.check_listed(masters)
+        try:
+            self.optimizer.load_state_dict(state)
+        except ValueError as error:
+            raise CheckpointError(
+                f"optimizer state: {error}; load it into the model it was made with"
+            ) from None
+        self._masters.load_listed(masters)
+        self._has_stepped = False
+
+    def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
+        """The fp32 tensor behind each parameter of `model`, by its name, where there is one."""
+        return self._masters.by_name(model)
+
+    @torch.no_grad()
+    def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Take parameters and buffers by name: masters exactly, half weights as their rounding.
+
+        Raises:
+            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
+        """
+        load_masters_of([self], model, weights)
+
+    def _step_with_closure(
+        self,
+        closure: Callable[[], Any] | None,
+        scaler: LossScaler | None,
+        max_norm: float | None,
+        veto: Tensor | None,
+    ) -> StepResult:
+        if closure is None:
+            raise missing_closure(self.optimizer)
+        half = any(parameter.dtype in HALF for parameter in self._masters)
+        refuse_beside_closure(
+            self.optimizer,
+            half=half,
+            scaled=scaler is not None,
+            clipped=max_norm is not None,
+            vetoed=veto is not None,
+        )
+        result = step_with_closure(self.optimizer, closure)
+        self._masters.clear_gradients()
+        return result
+
+    def _try_sparse(self, gradients: Gradients) -> None:
+        sparse = [m for m, gradient in gradients.by_master.items() if gradient.is_sparse]
+        refuse_untaken(self.optimizer, [m for m in sparse if m not in self._taken_sparse])
+        self._taken_sparse.update(sparse)
+
+    def _skips_on_device(self) -> bool:
+        """True where the optimizer's fused kernel takes the verdict itself.
+
+        Not in the first step, in which the state is made: were it skipped, it would leave state
+        behind, and SGD's momentum would be whatever the memory held.
+        """
+        takes_verdict = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        fused = takes_verdict and all(group.get("fused") for group in self.optimizer.param_groups)
+        return fused and self._has_stepped
+
+    def _share_hooks(self) -> None:
+        """Hooks registered here are the wrapped optimizer's: they see the steps it takes."""
+        vars(self).update({k: v for k, v in vars(self.optimizer).items() if k.endswith("_hooks")})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Schedulers put a function of their own in the place of `step`.
+        return {k: v for k, v in vars(self).items() if k != "step" and not k.endswith("_hooks")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        note_wrapped(self.optimizer)
+        self._share_hooks()
+
+    def _step_on_device(self, skipped: Tensor) -> None:
+        fused: Any = self.optimizer
+        fused.grad_scale, fused.found_inf = None, skipped.float()
+        try:
+            self.optimizer.step()
+        finally:
+            del fused.grad_scale, fused.found_inf
+
+
+def refuse_second_step(parts: Sequence[MasterWeights]) -> None:
+    """Refuse a step whose gradients, those of all its optimizers, the last step has consumed.
+
+    Raises:
+        ConfigError: no gradient has come since.
+    """
+    if all(part.is_spent for part in parts):
+        raise ConfigError(
+            "optimizer.step: the step before has consumed the gradients and no backward pass has "
+            "left new ones; call backward, or zero_grad where a step without gradients is meant"
+        )
+
+
+@torch.no_grad()
+def load_masters_of(
+    parts: Sequence[MasterWeights], model: nn.Module, weights: Mapping[str, Tensor]
+) -> None:
+    """`MasterWeights.load_masters` for a model whose parameters are in several of them."""
+    load_by_name(model, [part._masters for part in parts], weights)

@@ -1,0 +1,51 @@
+"""What one optimizer step did."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did. Every value stays on the device until somebody reads it.
+
+    Attributes:
+        skipped: 0-d bool; True where the gradients were not finite and nothing was changed.
+        amax: 0-d float32, the largest |gradient|, unscaled, before clipping; inf on overflow.
+        grad_norm: 0-d float32, the global 2-norm of the gradients, unscaled, before clipping.
+        scale: 0-d float32, the loss scale this step was computed with.
+        dropped: 0-d int64, micro-batches of the step left out because they overflowed; None
+            where the step was not accumulated.
+        loss: 0-d float32, the unscaled mean loss of the step; None outside the trainer.
+        parts: the same of each optimizer, by name, where several share the step; None with one.
+            `skipped` is then true where all of them skipped, `amax` the largest, `grad_norm` that
+            of all gradients together, `loss` the sum.
+    """
+
+    skipped: Tensor
+    amax: Tensor
+    grad_norm: Tensor
+    scale: Tensor
+    dropped: Tensor | None = None
+    loss: Tensor | None = None
+    parts: "Mapping[str, StepResult] | None" = None
+
+    def each(self) -> "Mapping[str, StepResult]":
+        """The parts by name; of a step with one optimizer itself, under the empty name."""
+        return {"": self} if self.parts is None else self.parts
+
+    def any_skipped(self) -> Tensor:
+        """0-d bool: whether any of the parts was skipped."""
+        return any_of([part.skipped for part in self.each().values()])
+
+
+def any_of(verdicts: list[Tensor]) -> Tensor:
+    """0-d bool: whether any of some 0-d verdicts is true; of a single one, itself."""
+    return verdicts[0] if len(verdicts) == 1 else torch.stack(verdicts).any()
+
+
+def largest(magnitudes: list[Tensor]) -> Tensor:
+    """The largest of some 0-d magnitudes, nan where one is nan; of a single one, itself."""
+    return magnitudes[0] if len(magnitudes) == 1 else torch.stack(magnitudes).max()

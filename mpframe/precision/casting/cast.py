@@ -1,0 +1,267 @@
+"""Applies a policy to every op of a block: the one place where tensors change format at run time.
+
+`CastMode` is a `TorchFunctionMode`: PyTorch hands it each call a model makes, whatever its
+spelling, before autograd records it. So the casts are part of the graph, and the backward pass
+runs in the formats of the forward pass.
+
+    half op    inputs rounded to half; on a CPU without half arithmetic the op then computes in
+               fp32 and its result is rounded once (emulation.py)
+    fp32 op    half inputs widened
+    infer op   all inputs widened to the widest of them
+    others     left alone, and opened where they are Python functions of torch (opening.py), so
+               that the ops they call are seen too: attention, gumbel_softmax, `1 / x`, ...
+
+What is never cast: integers, booleans, complex, float64 and float8 tensors, and the floating
+tensors beside a float64 or complex one; ops given an explicit `dtype=`; in-place and `out=` forms,
+whose result keeps the format of its tensor; running statistics, which the op writes into.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
+
+from mpframe.precision.casting.emulation import half_values, rounded
+from mpframe.precision.casting.opening import OPENED, open_function
+from mpframe.precision.casting.plans import (
+    HANDS_OFF,
+    PLANS,
+    Args,
+    Kwargs,
+    Plan,
+    formats_of,
+    holding_numbers,
+    on_data_only,
+    plan_name,
+)
+from mpframe.precision.op_lists import PINS
+from mpframe.precision.policy import CASTABLE, Policy
+from mpframe.precision.spellings import op_name
+from mpframe.tree import map_tensors
+
+Pins = Sequence[tuple[str, str]]  # (module, pin)
+
+_data: Any = torch._C.TensorBase.data
+_DATA = (_data.__get__, _data.__set__)  # reading `.data`, and `.data = ...`
+_optimizer_steps = 0
+
+
+def _count_step(*_: Any) -> None:
+    """Fused optimizers write weights without raising their version counters."""
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+class Casts:
+    """What the blocks of one precision share: the policy, and modes that wait for a block.
+
+    Args:
+        policy: what decides.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.compute_on(torch.device("cpu"))
+
+    def compute_on(self, device: torch.device) -> None:
+        """Where the tensors will be. Half tensors need no look where half is not emulated."""
+        self.emulates = self.policy.emulates(device)
+        self.to_half = CASTABLE if self.emulates else CASTABLE - {self.policy.half_dtype}
+        self._idle: list[CastMode] = []
+
+    def take(self) -> "CastMode":
+        """A mode that no other block has; one that was used knows its ops already."""
+        if torch.compiler.is_compiling():
+            return CastMode(self)
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return CastMode(self)
+
+    def give_back(self, mode: "CastMode") -> None:
+        """The block of `mode` has ended."""
+        if not torch.compiler.is_compiling():
+            mode.forget()
+            self._idle.append(mode)
+
+
+class CastMode(TorchFunctionMode):
+    """Casts the inputs of every op of one block, on one thread.
+
+    Args:
+        casts: of the precision whose block it is.
+
+    Attributes:
+        policy: what decides.
+        awake: False while a block inside this one decides.
+        pins: the pinned modules that are running, (module, pin), the innermost last.
+    """
+
+    def __init__(self, casts: Casts) -> None:
+        super().__init__()
+        self.casts, self.policy = casts, casts.policy
+        self.awake = True
+        self._half = self.policy.half_dtype
+        self._emulates, self._to_half = casts.emulates, casts.to_half
+        self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor]] = {}
+        self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
+        self._steps = -1  # Not the present number: a compiler would guard on it.
+        self.begin_in(())
+        self._plans: dict[str | None, dict[Any, Plan]] = {None: {}, **{pin: {} for pin in PINS}}
+        self._named_plans = PLANS | {
+            "half": self._run_half,
+            "half data": on_data_only(self._run_half),
+            "half held": holding_numbers(self._run_half),
+            "higher order": self._run_higher_order,
+            "data": self._run_data,
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.awake:
+            return func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._plan(_plan_name(self.policy, func, self._pin))(func, args, kwargs)
+        plans = self._plans[self._pin]
+        plan = plans.get(func)
+        if plan is None:
+            plan = plans[func] = self._plan(_plan_name(self.policy, func, self._pin))
+        return plan(func, args, kwargs)
+
+    def begin_in(self, pins: Pins) -> None:
+        """Begin a block inside modules that are pinned already."""
+        self.pins = list(pins)
+        self._pin = _innermost(self.pins)
+
+    def forget(self) -> None:
+        """Drop the casts of weights: the block has ended."""
+        self._kept_weights.clear()
+        self._open_weights.clear()
+
+    def enter(self, module: str, pin: str) -> None:
+        """Run every op as in a module pinned to `pin`, until `leave(module)`."""
+        self.pins.append((module, pin))
+        self._pin = pin
+
+    def leave(self, module: str) -> bool:
+        """End what `enter(module, ...)` began, and whatever inside it an exception left open.
+
+        Returns:
+            False where the module was not entered: nothing is done.
+        """
+        if all(name != module for name, _ in self.pins):
+            return False
+        while self.pins.pop()[0] != module:
+            pass
+        self._pin = _innermost(self.pins)
+        return True
+
+    def _plan(self, name: str) -> Plan:
+        return self._named_plans.get(name) or self._open_plan(name)
+
+    def _open_plan(self, name: str) -> Plan:
+        def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
+            with self:
+                return getattr(OPENED, name)(*args, **kwargs)
+
+        return run
+
+    def _run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The functions that a higher-order op is given are run by it: their ops are cast there.
+
+        A nested compile region may not close over the mode. It becomes a part of the graph around.
+        """
+        with self:  # A compiler wants to see the first change of its stack outside the op.
+            if func.__name__ == "invoke_subgraph" and not _is_graph(args[0]):
+                return args[0](*args[1:], **kwargs)
+        return func(*(self._inside(value) for value in args), **kwargs)
+
+    def _inside(self, value: Any) -> Any:
+        if isinstance(value, (Tensor, type)) or _is_graph(value) or not callable(value):
+            return value
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return value(*args, **kwargs)
+
+        return run
+
+    def _run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        formats = formats_of(args, kwargs)
+        if formats.isdisjoint(self._to_half) or not formats.isdisjoint(HANDS_OFF):
+            return func(*args, **kwargs)
+        result = func(*map_tensors(self._as_half, args), **map_tensors(self._as_half, kwargs))
+        return map_tensors(self._round, result) if self._emulates else result
+
+    def _run_data(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Who has a weight's `.data` writes to it unseen: its cast is not kept in this block."""
+        if not torch.compiler.is_compiling() and _is_weight(args[0]):
+            self._open_weights[id(args[0])] = args[0]
+        return func(*args, **kwargs)
+
+    def _as_half(self, tensor: Tensor) -> Tensor:
+        """`tensor` as a half op wants it; a weight's cast is made once and kept for the block."""
+        if tensor.dtype not in self._to_half:
+            return tensor
+        if torch.compiler.is_compiling() or not _is_weight(tensor):
+            return self._halved(tensor)
+        if id(tensor) in self._open_weights:
+            return self._halved(tensor)
+        if self._steps != _optimizer_steps:
+            self._steps = _optimizer_steps
+            self._kept_weights.clear()
+        # Not one cast for both: what is made without a graph has no gradient.
+        key = (id(tensor), torch.is_grad_enabled())
+        kept = self._kept_weights.get(key)
+        if kept is None or kept[1] != tensor._version:
+            # The weight is kept beside its cast: an id is only unique while its object lives.
+            kept = (tensor, tensor._version, self._halved(tensor))
+            self._kept_weights[key] = kept
+        return kept[2]
+
+    def _halved(self, tensor: Tensor) -> Tensor:
+        emulated = self._emulates and tensor.device.type == "cpu"
+        return half_values(tensor, self._half) if emulated else tensor.to(self._half)
+
+    def _round(self, tensor: Tensor) -> Tensor:
+        return rounded(tensor, self._half) if tensor.device.type == "cpu" else tensor
+
+
+def _plan_name(policy: Policy, func: Any, pin: str | None) -> str:
+    """How calls of `func` are run under `pin`: a named plan, or the function to open."""
+    op = op_name(func)
+    name = plan_name(op, policy.compute_of(op, pin))
+    return _plan_outside_the_lists(func) if name == "as is" else name
+
+
+def _plan_outside_the_lists(func: Any) -> str:
+    if isinstance(func, HigherOrderOperator):
+        return "higher order"
+    return "data" if func in _DATA else open_function(func) or "as is"
+
+
+# A compiler takes the name as given and traces the plan. The mark is all that
+# `torch.compiler.assume_constant_result` sets; calling that imports the compiler, for seconds.
+_plan_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_graph(value: Any) -> bool:
+    """Whether `value` was compiled: it has its casts already."""
+    return isinstance(value, torch.fx.GraphModule)
+
+
+def _innermost(pins: Pins) -> str | None:
+    return pins[-1][1] if pins else None
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    return tensor.is_leaf and tensor.requires_grad and not tensor.is_inference()

@@ -1,0 +1,202 @@
+"""How one call is run: what becomes of its tensors, and of its numbers, before the op sees them.
+
+    as is       nothing is cast
+    fp32        half inputs widened
+    widest      half inputs widened where another input is fp32; with `rounded`, an op that has no
+                half kernel on a CPU runs in fp32 there and its result is rounded once
+    into        an in-place form: its sources take the format of the tensor that is written
+    ... data    for the first input alone, as the op writes its statistics into the others
+    ... held    a number that is written, beyond the end of a half format, is held at that end
+
+`half` is the cast mode's own, as it keeps the casts of weights (cast.py).
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpframe.precision.casting.emulation import WITHOUT_HALF_KERNEL, rounded
+from mpframe.precision.op_lists import WITH_STATISTICS
+from mpframe.precision.policy import CASTABLE, Compute
+from mpframe.tree import map_tensors, tensors_in
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Plan = Callable[[Any, Args, Kwargs], Any]
+
+# In-place forms that torch refuses where a source has another format than the tensor it goes into.
+_WRITES_ONE_FORMAT = """
+    addbmm_ addmm_ addmv_ baddbmm_ heaviside_ index_add_ index_copy_ index_put_ index_reduce_ lerp_
+    masked_scatter_ put_ scatter_ scatter_add_ scatter_reduce_
+"""
+# Ops that write a number into a tensor, or bound one by it, and refuse a number it cannot hold.
+_WRITES_A_NUMBER = """
+    clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clip clip_ constant_pad_nd fill fill_
+    fill_diagonal_ full full_like hardtanh hardtanh_ index_fill index_fill_ masked_fill masked_fill_
+    new_full pad pad_sequence scatter scatter_ threshold threshold_
+"""
+WRITES_ONE_FORMAT = frozenset(_WRITES_ONE_FORMAT.split())
+WRITES_A_NUMBER = frozenset(_WRITES_A_NUMBER.split())
+NARROW = CASTABLE - {torch.float32}
+# None stands for a format that the caller asks for, with `dtype=` or `out=`.
+HANDS_OFF = frozenset({None, torch.float64, torch.complex32, torch.complex64, torch.complex128})
+
+_PLAN_OF_COMPUTE = {
+    Compute.HALF: "half",
+    Compute.FP32: "fp32",
+    Compute.WIDEST: "widest",
+    Compute.PYTORCH: "as is",
+}
+
+
+def plan_name(op: str, compute: Compute) -> str:
+    """The plan by which calls of `op` are run where it computes in `compute`."""
+    if op == "__setitem__":
+        return "item"
+    plan = "into" if op in WRITES_ONE_FORMAT else _PLAN_OF_COMPUTE[compute]
+    if plan == "widest" and op in WITHOUT_HALF_KERNEL:
+        return "widest rounded"
+    if plan in ("half", "fp32") and op in WITH_STATISTICS:
+        return f"{plan} data"
+    return f"{plan} held" if op in WRITES_A_NUMBER else plan
+
+
+def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
+    """The formats of the tensors of a call; None among them where the caller fixes the result's."""
+    found: set[torch.dtype | None] = set()
+    for value in args:
+        if isinstance(value, Tensor):
+            found.add(value.dtype)
+        elif isinstance(value, (tuple, list)):
+            found |= formats_of(value, {})
+        elif isinstance(value, torch.dtype):
+            found.add(None)
+    if kwargs:
+        found |= formats_of(kwargs.values(), {})
+        if kwargs.get("out") is not None:
+            found.add(None)
+    return found
+
+
+def on_data_only(plan: Plan) -> Plan:
+    """`plan` for the first argument alone: the op writes its statistics into the others."""
+
+    def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if not args:
+            kwargs = dict(kwargs)
+            args = (kwargs.pop("input"),)
+        return plan(lambda data: func(data, *args[1:], **kwargs), args[:1], {})
+
+    return run
+
+
+def holding_numbers(plan: Plan) -> Plan:
+    """`plan`, with the call's numbers held inside the format that its tensors then have."""
+
+    def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+        return plan(partial(_call_with_held_numbers, func), args, kwargs)
+
+    return run
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Half to fp32; other formats as they are."""
+    return tensor.float() if tensor.dtype in NARROW else tensor
+
+
+def _run_as_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return func(*args, **kwargs)
+
+
+def _run_fp32(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    formats = formats_of(args, kwargs)
+    if formats.isdisjoint(NARROW) or not formats.isdisjoint(HANDS_OFF):
+        return func(*args, **kwargs)
+    return func(*map_tensors(widened, args), **map_tensors(widened, kwargs))
+
+
+def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Widen half inputs where another input is fp32 (or the other half format).
+
+    A 0-d tensor beside larger ones does not count, as in PyTorch's promotion: it is a number, not
+    an operand.
+    """
+    if len(formats_of(args, kwargs)) < 2:
+        return func(*args, **kwargs)
+    tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.dtype in CASTABLE]
+    operands = [tensor for tensor in tensors if tensor.dim()] or tensors
+    if len({tensor.dtype for tensor in operands}) < 2:
+        return func(*args, **kwargs)
+    return _run_fp32(func, args, kwargs)
+
+
+def _run_widest_rounded(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """As `_run_widest`, for an op that has no half kernel on a CPU: in fp32, with one rounding."""
+    operands = list(tensors_in((args, kwargs)))
+    halves = {tensor.dtype for tensor in operands if tensor.dtype in NARROW}
+    if len(halves) != 1 or any(tensor.dtype == torch.float32 for tensor in operands):
+        return _run_widest(func, args, kwargs)
+    if operands[0].device.type != "cpu":
+        return func(*args, **kwargs)
+    half = halves.pop()
+    return map_tensors(lambda tensor: rounded(tensor, half), _run_fp32(func, args, kwargs))
+
+
+def _run_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Give every source the format of the tensor that is written, the first argument."""
+    target, sources = args[0], (args[1:], kwargs)
+    if target.dtype not in CASTABLE or formats_of(*sources) <= {target.dtype}:
+        return func(*args, **kwargs)
+    rest, named = map_tensors(lambda source: _in_format_of(target, source), sources)
+    return func(target, *rest, **named)
+
+
+def _run_item(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`x[key] = value`: the value, tensor or number, as the tensor that is written can hold it."""
+    target, key, value = args
+    value = _held(value, target.dtype)
+    return _run_into(lambda target, value: func(target, key, value), (target, value), kwargs)
+
+
+def _in_format_of(target: Tensor, source: Tensor) -> Tensor:
+    return source.to(target.dtype) if source.dtype in CASTABLE else source
+
+
+def _call_with_held_numbers(func: Any, *args: Any, **kwargs: Any) -> Any:
+    formats = (tensor.dtype for tensor in tensors_in((args, kwargs)))
+    dtype = kwargs.get("dtype") or next(formats, None)
+    if dtype not in NARROW:
+        return func(*args, **kwargs)
+    named = {name: _held(value, dtype) for name, value in kwargs.items()}
+    return func(*(_held(value, dtype) for value in args), **named)
+
+
+def _held(value: Any, dtype: torch.dtype) -> Any:
+    """A finite number, or 0-d tensor, beyond the range of a half `dtype`: the end of the range."""
+    if dtype not in NARROW or isinstance(value, bool):
+        return value
+    end = torch.finfo(dtype).max
+    if isinstance(value, (int, float)):
+        return math.copysign(end, value) if end < abs(value) < math.inf else value
+    if isinstance(value, Tensor) and value.dtype in CASTABLE - {dtype} and not value.dim():
+        return torch.where(value.isinf(), value, value.clamp(-end, end))
+    return value
+
+
+_CASTS: dict[str, Plan] = {
+    "as is": _run_as_is,
+    "fp32": _run_fp32,
+    "widest": _run_widest,
+    "into": _run_into,
+}
+PLANS: dict[str, Plan] = {
+    **_CASTS,
+    **{f"{name} held": holding_numbers(plan) for name, plan in _CASTS.items()},
+    "fp32 data": on_data_only(_run_fp32),
+    "widest rounded": _run_widest_rounded,
+    "item": _run_item,
+}

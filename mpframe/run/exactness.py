@@ -1,0 +1,103 @@
+"""Whether a resumed run can equal the undisturbed one bit for bit, and what speaks against it.
+
+It does where the same sums are taken in the same order: the same options, torch, number of threads
+and device. Options that only watch a run (how often it is logged, saved, validated) do not count;
+the schema marks them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpframe.config.check import flatten
+from mpframe.config.schema import watching
+from mpframe.errors import CheckpointError
+
+Options = Mapping[str, Any]
+
+# Neither are these: `auto` may be the same device, and the checkpoint's facts name the one it was;
+# a resumed run takes no first weights; data may lie elsewhere, and come by other hands in the same
+# order.
+_ELSEWHERE = {
+    *("device", "init_from", "init_from_except"),
+    *("dataset.root", "dataset.workers", "dataset.worker_timeout"),
+}
+_LENGTH = {"trainer.epochs", "trainer.max_steps"}
+_CARRIED = ("optimizer", "scheduler")
+
+
+def refuse_other_parts(then: Options, now: Options) -> None:
+    """Refuse a checkpoint made by another kind of optimizer or schedule.
+
+    Their states are tensors by number: another kind would take them and go on with nonsense.
+
+    Args:
+        then, now: the resolved options of the checkpoint and of this run.
+
+    Raises:
+        CheckpointError: a `_target_` differs.
+    """
+    for path, (old, new) in _changes(then, now).items():
+        if path.startswith(_CARRIED) and path.endswith("_target_"):
+            raise CheckpointError(
+                f"made with {path}={old}, and this run has {new}; "
+                "resume with the same, or take the weights alone with init_from"
+            )
+
+
+def differences(then: Options, now: Options) -> list[str]:
+    """The options that keep the resumed run from equalling the undisturbed one.
+
+    Args:
+        then, now: the resolved options of the checkpoint and of this run.
+
+    Returns:
+        `option=value (was value)` each.
+    """
+    changes = _changes(then, now)
+    passed_over = _passed_over(str(flatten(now).get("scheduler._target_", "")))
+    return [
+        f"{path}={new} (was {old})"
+        for path, (old, new) in changes.items()
+        if path not in passed_over and not path.startswith(_CARRIED)
+    ]
+
+
+def _passed_over(schedule: str) -> set[str]:
+    """The options that change none of a run's numbers under its schedule, a `_target_` or ""."""
+    if schedule.endswith("ReduceLROnPlateau"):  # Fed by validations, and sized by nothing.
+        return (watching() | _ELSEWHERE | _LENGTH) - {"trainer.eval_every"}
+    return watching() | _ELSEWHERE | (set() if schedule else _LENGTH)
+
+
+def carried_over(then: Options, now: Options) -> list[str]:
+    """The options of optimizer and schedule that do not count: the saved state has its own.
+
+    Returns:
+        `option=value (goes on with value)` each.
+    """
+    changes = _changes(then, now)
+    return [
+        f"{path}={new} (goes on with {old})"
+        for path, (old, new) in changes.items()
+        if path.startswith(_CARRIED)
+    ]
+
+
+def other_arithmetic(then: Any, now: Mapping[str, Any]) -> list[str]:
+    """What differs between two `environment.arithmetic`: `fact=value (was value)` each."""
+    if not isinstance(then, Mapping):
+        return []  # A checkpoint may hold anything there.
+    return [f"{k}={now[k]} (was {then[k]})" for k in now if k in then and then[k] != now[k]]
+
+
+def _changes(then: Options, now: Options) -> dict[str, tuple[str, str]]:
+    old, new = flatten(then), flatten(now)
+    if not old or not new:
+        return {}  # Saved without a configuration, in a loop of the user's own.
+    paths = sorted(old.keys() | new.keys())
+    pairs = {path: (_shown(old.get(path)), _shown(new.get(path))) for path in paths}
+    return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,201 @@
+"""A run's folder: looked at first, and written only once the run may have it.
+
+A start that is refused leaves the record of the run that was there: summary, stored options, log.
+So what Hydra writes before a job starts is written here instead, after the lock is held, the folder
+is found to be fit and a resume has succeeded:
+
+    .hydra/config.yaml, hydra.yaml, overrides.yaml    as Hydra writes them, without secrets
+    config_resolved.yaml                              every option's value
+    train.log                                         from its first line on; until then in memory
+"""
+
+import errno
+import logging
+import logging.handlers
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from mpframe import checkpoint
+from mpframe.config.redaction import Redacting, as_yaml
+from mpframe.errors import ConfigError, MpframeError
+from mpframe.files.durable import write_atomically
+from mpframe.files.plain_file import open_regular
+from mpframe.tracking.summary import Summary
+
+HYDRA = ".hydra"
+_FOLDERS = (checkpoint.FOLDER, HYDRA, "numerics")
+_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+_RECORDS = 10_000  # lines of the log kept until the folder is the run's
+
+
+@contextmanager
+def unwritable_in_one_line(folder: Path) -> Iterator[None]:
+    """Say of a disk that is full, and of a file in a run's folder, that it cannot be written.
+
+    Raises:
+        MpframeError: the block raised an OSError of that kind.
+    """
+    try:
+        yield
+    except OSError as error:
+        name = str(error.filename or "")
+        if error.errno not in _DISK and not name.startswith(f"{folder}{os.sep}"):
+            raise
+        what = name.removeprefix(f"{folder}{os.sep}") or "its files"
+        raise MpframeError(
+            f"hydra.run.dir={folder}: {what} cannot be written ({error.strerror}); "
+            "free space or choose another folder"
+        ) from error
+
+
+class RunFolder:
+    """The folder of one run; use it as a context manager.
+
+    Args:
+        path: the folder; exists.
+        composed: the options as composed.
+        hydra: Hydra's own section; None where a run is started without Hydra.
+        secrets: values that are written nowhere.
+
+    Attributes:
+        config: the resolved options as YAML.
+        taken: whether the folder is the run's, to write into.
+    """
+
+    def __init__(
+        self, path: Path, composed: DictConfig, hydra: DictConfig | None, secrets: Sequence[str]
+    ) -> None:
+        self.path = path
+        self.config = as_yaml(composed, secrets, resolve=True)
+        self.taken = False
+        self._texts = {} if hydra is None else _as_hydra_writes(composed, hydra, secrets)
+        self._name = None if hydra is None else f"{hydra.job.name}.log"
+        self._log = logging.handlers.MemoryHandler(_RECORDS, logging.CRITICAL + 1)
+        self._formatter = Redacting(logging.Formatter(_FORMAT), secrets)
+
+    def refuse_unfit(self, resume: str) -> None:
+        """Refuse a folder that is another run's, or leads elsewhere.
+
+        Args:
+            resume: `none`, `auto`, or a checkpoint's or run's folder.
+
+        Raises:
+            ConfigError: it holds checkpoints, and the run does not go on from them; or one of its
+                own folders is a link.
+            CheckpointError: it holds checkpoints of two runs.
+        """
+        for name in _FOLDERS:
+            if (self.path / name).is_symlink():
+                raise ConfigError(
+                    f"hydra.run.dir={self.path}: its {name} is a link, and a run writes through "
+                    "none; link the whole folder, or choose another"
+                )
+        if not checkpoint.all_in(self.path) or resume == "auto":
+            checkpoint.refuse_mixed(self.path)
+            return
+        if resume == "none":
+            raise ConfigError(
+                f"hydra.run.dir={self.path}: holds the checkpoints of a run; "
+                "continue it with resume=auto or choose another folder"
+            )
+        if self.path.resolve() not in (Path(resume).resolve(), *Path(resume).resolve().parents):
+            raise ConfigError(
+                f"resume={resume}: hydra.run.dir={self.path} holds the checkpoints of a run of its "
+                "own; choose another hydra.run.dir, or continue that run with resume=auto"
+            )
+        checkpoint.refuse_mixed(self.path)
+
+    def holds_a_run(self) -> bool:
+        """Whether there is a record to lose; that of a start that never took a step is none."""
+        if checkpoint.all_in(self.path):
+            return True
+        try:
+            summary = Summary.read(self.path)
+        except FileNotFoundError:
+            return any(self.path.glob("events.out.tfevents.*"))
+        except (OSError, MpframeError):
+            return True
+        return summary.steps + summary.skipped_steps > 0
+
+    def take(self) -> None:
+        """Write what stands in a run's folder from its start; a second call does nothing.
+
+        Raises:
+            MpframeError: the folder cannot be written.
+        """
+        if self.taken:
+            return
+        with unwritable_in_one_line(self.path):
+            for name, text in self._texts.items():
+                (self.path / HYDRA).mkdir(exist_ok=True)
+                write_atomically(self.path / HYDRA / name, text)
+            write_atomically(self.path / "config_resolved.yaml", self.config)
+            if self._name is not None:
+                self._open_log(self.path / self._name)
+        self.taken = True
+
+    def log_traceback(self, error: BaseException) -> None:
+        """Write how an error came about, into the log alone: the terminal shows its one line."""
+        why = (type(error), error, error.__traceback__)
+        text = "the run failed"
+        self._log.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, why))
+
+    def __enter__(self) -> "RunFolder":
+        logging.getLogger().addHandler(self._log)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        logging.getLogger().removeHandler(self._log)
+        file = self._log.target
+        self._log.setTarget(None)
+        self._log.buffer.clear()
+        self._log.close()
+        if file is not None:
+            file.close()
+
+    def _open_log(self, path: Path) -> None:
+        handler = _LogFile(open_regular(path, "a", encoding="utf-8"))
+        handler.setFormatter(self._formatter)
+        self._log.setTarget(handler)
+        self._log.flush()
+        self._log.capacity = 1  # From now on each line at once.
+
+
+class _LogFile(logging.StreamHandler):  # type: ignore[type-arg]
+    """A log on a disk that may be full: that is said once, and without a traceback."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
+        """Say on stderr that the log is not whole."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            print(f"mpframe: the log cannot be written ({error.strerror})", file=sys.stderr)
+
+    def close(self) -> None:
+        """Close the file, whatever is left of it."""
+        super().close()
+        try:
+            self.stream.close()
+        except OSError:
+            self._said = True
+
+
+def _as_hydra_writes(
+    composed: DictConfig, hydra: DictConfig, secrets: Sequence[str]
+) -> dict[str, str]:
+    nodes = {
+        "config.yaml": composed,
+        "hydra.yaml": DictConfig({"hydra": hydra}),
+        "overrides.yaml": hydra.overrides.task,
+    }
+    return {name: as_yaml(node, secrets) for name, node in nodes.items()}

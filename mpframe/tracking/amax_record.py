@@ -1,0 +1,102 @@
+"""The largest gradient of every step, kept in the run's folder for replays.
+
+`log2_amax.txt` holds one line per step tried: log2 of the largest |unscaled gradient|, `inf` where
+the step overflowed, `nan` where a gradient was nan, `-inf` where all were zero. It costs about ten
+bytes a step, and lets any loss scaler be tried on the run afterwards (simulate.py).
+"""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mpframe.errors import DataError
+from mpframe.files.durable import append_whole, write_atomically
+from mpframe.files.plain_file import open_regular
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "log2_amax.txt"
+_HELD = 256  # steps between two transfers from the device
+
+
+class AmaxRecord:
+    """Appends to a run's record; values wait on the device until many are moved at once.
+
+    Args:
+        folder: the run's folder.
+        kept: steps of an older record that stay, for a resumed run.
+        on_error: `stop` where the disk is full, or `warn` and write what waits once it is not.
+    """
+
+    def __init__(self, folder: Path, kept: int = 0, on_error: str = "stop") -> None:
+        self._path = folder / FILE_NAME
+        self._warns = on_error == "warn"
+        self._unwritten = b""
+        self._waiting: list[Tensor] = []
+        older = _lines(self._path) if kept else []
+        write_atomically(self._path, b"".join(older[:kept]))
+
+    def add(self, amax: Tensor) -> None:
+        """Keep one step's amax (0-d, any device); no wait except once in many steps."""
+        self._waiting.append(amax.detach())
+        if len(self._waiting) >= _HELD:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting.
+
+        Raises:
+            OSError: there is no room, and that is to stop the run.
+        """
+        if self._waiting:
+            values = torch.stack(self._waiting).double().log2().tolist()
+            self._waiting.clear()
+            self._unwritten += "".join(f"{value:.9g}\n" for value in values).encode()
+        try:
+            append_whole(self._path, self._unwritten)
+        except OSError as error:
+            if not self._warns:
+                raise
+            log.warning("warning: %s cannot be written (%s)", self._path, error.strerror)
+        else:
+            self._unwritten = b""
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The lines of an older record, whatever they hold; none where there is no such file."""
+    try:
+        with open_regular(path, "rb") as file:
+            return file.readlines()
+    except FileNotFoundError:
+        return []
+
+
+def read_amax(path: Path) -> npt.NDArray[np.float64]:
+    """The amax of every step, from a run's folder or from any file with one log2 value per line.
+
+    Returns:
+        [steps] float64, >= 0; inf or nan where the step overflowed.
+
+    Raises:
+        DataError: there is no such file, it is empty, or a line is not a number.
+    """
+    file = path / FILE_NAME if path.is_dir() else path
+    try:
+        with open_regular(file, "rb", follow=True) as opened:
+            lines = opened.read().split()
+    except OSError as error:
+        raise DataError(
+            f"{file}: {error.strerror}; name a run's folder, or a file with log2(amax) per line"
+        ) from None
+    try:
+        values = np.asarray([float(line) for line in lines])
+    except ValueError as error:
+        raise DataError(f"{file}: {error}; allowed is one number log2(amax) per line") from None
+    if values.size == 0:
+        raise DataError(f"{file}: no steps recorded; train the run first")
+    amax: npt.NDArray[np.float64] = np.exp2(values)
+    return amax

@@ -1,0 +1,106 @@
+"""Where a run happened: versions, hardware, commit and command line, as a Markdown table.
+
+Environment variables are never shown, and the command line is shown without its secrets: the
+value of any option that speaks of one, passwords inside addresses, and whatever the shell filled
+in from an environment variable that is named like one.
+"""
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from mpframe.config.redaction import HIDDEN, SECRET_NAME, hide, secrets_of
+
+PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def environment_text() -> str:
+    """A two-column Markdown table of what a run depends on and its config does not say."""
+    rows = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": _package("torchvision"),
+        "mpframe": _package("mpframe"),
+        "device": _accelerators(),
+        "cpu": _cpu(),
+        "threads": f"{torch.get_num_threads()} of {os.cpu_count()}",
+        "platform": platform.platform(),
+        "git commit": _commit(),
+        "command": f"`{shown_command(sys.argv, os.environ)}`",
+    }
+    # A bar would end the cell, and a line break the table.
+    cells = {name: text.replace("|", "\\|").replace("\n", " ") for name, text in rows.items()}
+    return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in cells.items())])
+
+
+def arithmetic(device: torch.device) -> dict[str, str]:
+    """What the last bit of a sum may depend on, besides the configuration.
+
+    Args:
+        device: that the run computes on.
+    """
+    cuda = device.type == "cuda"
+    return {
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "device": torch.cuda.get_device_name(device) if cuda else device.type,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def shown_command(arguments: Iterable[str], environment: Mapping[str, str]) -> str:
+    """The command line, each secret in it replaced by `***`.
+
+    Args:
+        arguments: the command line, split as the shell did.
+        environment: searched for secrets the shell may have filled in; never shown.
+    """
+    arguments = list(arguments)
+    secrets = secrets_of(arguments, environment)
+    return shlex.join(_without_secrets(argument, secrets) for argument in arguments)
+
+
+def _without_secrets(argument: str, secrets: Sequence[str]) -> str:
+    name, equals, _ = argument.partition("=")
+    if SECRET_NAME.search(argument):
+        return f"{name}={HIDDEN}" if equals else HIDDEN
+    return PASSWORD_IN_ADDRESS.sub(HIDDEN, hide(argument, secrets))
+
+
+def _package(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _accelerators() -> str:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return f"{', '.join(names)} (CUDA {torch.version.cuda})"
+    return "mps" if torch.backends.mps.is_available() else "cpu only"
+
+
+def _cpu() -> str:
+    facts = Path("/proc/cpuinfo")
+    text = facts.read_text() if facts.exists() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return model[1] if model else platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """The commit of the working folder, `-dirty` where tracked files differ from it."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    return done.stdout.strip()

@@ -1,0 +1,64 @@
+"""An event file of TensorBoard: an append-only list of records, each written whole or not at all.
+
+Records wait in memory for a few seconds, or until `flush`. Where the disk is full they wait on, and
+are written with the next ones as soon as there is room.
+"""
+
+import io
+import itertools
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+from mpframe.files.durable import append_whole
+
+_SECONDS = 5.0
+_NUMBERS = itertools.count()
+
+
+class EventFile:
+    """A new event file in a folder, named after the second it was made in.
+
+    Args:
+        folder: exists.
+        first_step: what older files hold from this step on is hidden.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        unique = f"{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{unique}"
+        self._waiting = io.BytesIO()
+        self._records = RecordWriter(self._waiting)
+        self._add(Event(file_version="brain.Event:2"))
+        self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+        self.flush()
+
+    def add(self, summary: Any, step: int) -> None:
+        """Append a summary.
+
+        Raises:
+            OSError: what waits could not be written, and waits on.
+        """
+        self._add(Event(summary=summary, step=step))
+        if time.monotonic() - self._flushed >= _SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits; errors as of `add`."""
+        self._flushed = time.monotonic()
+        if waiting := self._waiting.getvalue():
+            append_whole(self._path, waiting)
+            self._waiting.seek(0)
+            self._waiting.truncate()
+
+    def _add(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())

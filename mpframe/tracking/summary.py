@@ -1,0 +1,148 @@
+"""How a run ended: `summary.json`, written once at the end and on any stop.
+
+The file is strict JSON. JSON has no nan and no inf, and a loss of nan must not look like no loss:
+a number that is not finite is written as the string "nan", "inf" or "-inf"; null means "not known".
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self, get_args, get_origin, get_type_hints
+
+from mpframe.errors import MpframeError
+from mpframe.files.durable import write_atomically
+from mpframe.files.plain_file import read_regular
+
+FILE_NAME = "summary.json"
+_LARGEST = 2**20  # bytes
+
+
+class Status(StrEnum):
+    """Why a run stopped."""
+
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    DIVERGED = "diverged"
+    FAILED = "failed"
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """A run's last word. None stands for what the run never measured.
+
+    Attributes:
+        status: why the run stopped; `reason` says more where that is not `finished`, or where most
+            steps were skipped, in one line.
+        steps: optimizer steps that moved the weights.
+        skipped_steps: steps whose gradients were not finite; they are not among `steps`.
+        epochs: whole passes over the training data.
+        train_loss: unscaled mean loss of the last logged step.
+        val_loss: mean loss of the last validation.
+        metric: name of the validation metric, e.g. `accuracy`; the file calls the value
+            `val_<metric>`.
+        val_metric: its value at the last validation.
+        seconds: wall time of the run, validation included, over all its starts.
+        samples: training samples in the steps tried, over all starts.
+        train_seconds: what those steps took, without validating and saving; `samples_per_second`
+            is `samples` over it, `median_step_seconds` the median over the steps tried.
+        peak_memory_bytes: the most memory in use at once.
+        dtype: `fp32`, `mixed` or `amp`; `half` is its 16-bit format, None for `fp32`.
+        loss_scaling: name of the scaling; `final_scale` is its last scale, None for `none`;
+            by name where each of several losses has a scaler.
+        seed, device, torch: what it takes to repeat the run.
+    """
+
+    status: Status
+    steps: int
+    skipped_steps: int
+    epochs: int
+    train_loss: float | None = None
+    val_loss: float | None = None
+    metric: str | None = None
+    val_metric: float | None = None
+    seconds: float
+    samples: int | None = None
+    train_seconds: float | None = None
+    samples_per_second: float | None = None
+    median_step_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    dtype: str
+    half: str | None = None
+    loss_scaling: str
+    final_scale: float | dict[str, float] | None = None
+    seed: int
+    device: str
+    torch: str
+    reason: str | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write `summary.json` into `folder`: after a crash there is the old file or the new one.
+
+        Raises:
+            OSError: the folder cannot be written; nothing is left behind.
+        """
+        entries = asdict(self)
+        name, value = entries.pop("metric"), entries.pop("val_metric")
+        if name is not None:
+            entries[f"val_{name}"] = value
+        write_atomically(folder / FILE_NAME, strict_json(entries))
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the `summary.json` of `folder`.
+
+        Raises:
+            FileNotFoundError: there is none.
+            OSError: it cannot be read, or is a link or no regular file.
+            MpframeError: it is damaged.
+        """
+        path = folder / FILE_NAME
+        content = read_regular(path, _LARGEST)
+        try:
+            entries = {k: _from_json(v) for k, v in json.loads(content).items()}
+            metrics = [key for key in entries if key.startswith("val_") and key != "val_loss"]
+            for key in metrics:
+                entries |= {"metric": key.removeprefix("val_"), "val_metric": entries.pop(key)}
+            return cls(**_typed(cls, entries | {"status": Status(entries["status"])}))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise MpframeError(
+                f"{path}: not a run's summary ({said:.120}): delete the file or run the job again"
+            ) from error
+
+
+def strict_json(entries: Mapping[str, Any]) -> str:
+    """`entries` as a JSON object, one entry a line; numbers that are not finite become words."""
+    return json.dumps({key: _to_json(value) for key, value in entries.items()}, indent=2) + "\n"
+
+
+def _typed(summary: type[Summary], entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a file that may hold anything, each of its field's type."""
+    hints = get_type_hints(summary)
+    for name, value in entries.items():
+        if name in hints and not _is_of(value, hints[name]):
+            raise ValueError(f"{name} is {value!r:.40}")
+    return entries
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    if hint is float:
+        return type(value) is float or (type(value) is int and abs(value) < 2**63)
+    if hint is int:
+        return type(value) is int and 0 <= value < 2**63
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(_is_of(held, float) for held in value.values())
+    if get_args(hint):
+        return any(_is_of(value, one) for one in get_args(hint))
+    return isinstance(value, hint)
+
+
+def _to_json(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _from_json(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value

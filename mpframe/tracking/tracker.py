@@ -1,0 +1,344 @@
+"""What TensorBoard sees of a run: curves, texts, hyperparameters, and a page of charts.
+
+Everything of a run goes into one event file, an append-only list of records
+
+    event = (wall time, step, {tag: value, ...})
+
+All scalars of a step travel in one event: an event costs a queue, a checksum and a write however
+few values it holds. Event files store float32, so a step count is exact up to 2^24.
+
+A run that was killed and resumed has several event files, read in the order of their names. Each
+begins with a START record at its first step s, which hides every earlier record with step >= s:
+the curve of what was repeated is replaced and every tag's steps strictly increase.
+"""
+
+import base64
+import logging
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from tensorboard.compat.proto.histogram_pb2 import (  # type: ignore[import-untyped]
+    HistogramProto,
+)
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
+from tensorboard.plugins.text import metadata as text_metadata  # type: ignore[import-untyped]
+from torch import Tensor
+from torch.utils.tensorboard import summary as summaries
+
+from mpframe.errors import MpframeError
+from mpframe.tracking.event_file import EventFile
+
+log = logging.getLogger(__name__)
+
+_COLOURS = 4  # red, green, blue and opacity
+LONGEST_WAIT = 5.0  # seconds a resumed run waits for the clock to pass its older event files
+
+
+class Tag(StrEnum):
+    """Every tag of a run, with its `meaning` and its `unit`; `metric_tag` names the metrics'.
+
+    Losses and gradients are unscaled: the loss scale is nowhere in them.
+    """
+
+    meaning: str
+    unit: str
+
+    def __new__(cls, tag: str, meaning: str, unit: str) -> Self:
+        member = str.__new__(cls, tag)
+        member._value_ = tag
+        member.meaning, member.unit = meaning, unit
+        return member
+
+    def of(self, name: str) -> str:
+        """The tag of one of several optimizers or losses; of the only one (no name) itself."""
+        return f"{self}/{name}" if name else str(self)
+
+    LOSS_TRAIN = "loss/train", "mean loss of the step's samples", "loss"
+    LOSS_VAL = "loss/val", "mean loss of the validation samples", "loss"
+    LR = "optim/lr", "learning rate the step used, first parameter group", "1"
+    GRAD_NORM = "grad/norm", "global 2-norm of the gradients before clipping", "loss / parameter"
+    GRAD_AMAX = (
+        "grad/amax",
+        "largest |gradient| before clipping, inf on overflow",
+        "loss / parameter",
+    )
+    SCALE = "loss_scale/scale", "loss scale the step used", "1"
+    SKIPPED_TOTAL = "loss_scale/skipped_total", "skipped steps since the run began", "steps"
+    LOG2_MEAN = "loss_scale/log2_mean", "LogMax's mean of log2(amax)", "octaves"
+    LOG2_STD = "loss_scale/log2_std", "LogMax's standard deviation of log2(amax)", "octaves"
+    SAMPLES_PER_SECOND = (
+        "speed/samples_per_second",
+        "training samples over training time, of the steps since the last point",
+        "samples / s",
+    )
+    PEAK_BYTES = "memory/peak_bytes", "most memory in use at once, this rank", "bytes"
+    TEXT_CONFIG = "text/config", "the resolved config", "Markdown"
+    TEXT_DTYPE_MAP = "text/dtype_map", "what every module stores and computes in", "Markdown"
+    TEXT_ENVIRONMENT = "text/environment", "versions, hardware, commit, command line", "Markdown"
+
+
+def metric_tag(name: str) -> str:
+    """The tag of a validation metric, e.g. `metric/accuracy/val`."""
+    return f"metric/{name}/val"
+
+
+class Tracker:
+    """Writes one run's event file. Use it as a context manager, or call `close`.
+
+    Args:
+        folder: the run's folder, made if it is missing.
+        purge_step: the first step this tracker will write, one after the last one kept. Whatever
+            the folder's older event files hold from there on is hidden; None hides all of it.
+        on_error: `stop` where the disk is full, or `warn` and write what waits once it is not.
+
+    Raises:
+        MpframeError: the folder cannot be written, or its newest event file lies in the future.
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None = None, on_error: str = "stop") -> None:
+        self.folder = folder
+        self._first_step = purge_step or 0
+        self._warns = self._warned = False
+        with self._unwritable():
+            folder.mkdir(parents=True, exist_ok=True)
+        _wait_for_a_later_name(folder)
+        with self._unwritable():
+            self._events = EventFile(folder, self._first_step)
+        self._warns = on_error == "warn"
+        self._step, self._of_step = 0, list[str]()
+
+    def scalars(self, step: int, values: Mapping[str, float | Tensor]) -> None:
+        """Log `values` at `step` as one event.
+
+        Args:
+            step: place on the x axis, larger than at any call before.
+            values: per tag a number or a 0-d tensor of any dtype, inf and nan included. This is
+                where the tensors are waited for: one transfer for all of a device's.
+        """
+        numbers = _to_numbers(values)
+        entries = [Summary.Value(tag=tag, simple_value=n) for tag, n in numbers.items()]
+        self._add(Summary(value=entries), step)
+
+    def image(self, tag: str, png: bytes, step: int) -> None:
+        """Log a picture, an encoded PNG."""
+        width, height = _size_of_png(png)
+        image = Summary.Image(
+            encoded_image_string=png, width=width, height=height, colorspace=_COLOURS
+        )
+        self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+
+    def histogram(
+        self, tag: str, counts: Sequence[float], edges: Sequence[float], step: int
+    ) -> None:
+        """Log a histogram.
+
+        Args:
+            tag: its name, no scalar's.
+            counts: [n] values in each bin, not all 0.
+            edges: [n + 1], ascending.
+            step: place on the x axis.
+        """
+        filled = [index for index, count in enumerate(counts) if count]
+        first, last = filled[0], filled[-1] + 1
+        total = float(sum(counts))
+        middles = [(edges[i] + edges[i + 1]) / 2 for i in range(len(counts))]
+        proto = HistogramProto(
+            min=edges[first],
+            max=edges[last],
+            num=total,
+            sum=sum(c * m for c, m in zip(counts, middles, strict=True)),
+            sum_squares=sum(c * m * m for c, m in zip(counts, middles, strict=True)),
+            bucket_limit=edges[first + 1 : last + 1],
+            bucket=counts[first:last],
+        )
+        self._add(Summary(value=[Summary.Value(tag=tag, histo=proto)]), step)
+
+    def text(self, tag: str, markdown: str) -> None:
+        """Log a page of Markdown at the tracker's first step."""
+        # 0-d: TensorBoard wraps the entries of any other shape into a table.
+        content = TensorProto(dtype="DT_STRING", string_val=[markdown.encode()])
+        metadata = text_metadata.create_summary_metadata(None, None)
+        self._add(Summary(value=[Summary.Value(tag=tag, tensor=content, metadata=metadata)]))
+
+    def hparams(self, config: Mapping[str, Any], metrics: Iterable[str]) -> None:
+        """Enter the run into the HParams table; `finished` marks it as a success.
+
+        Pass the same keys in every run, else TensorBoard drops the columns, and keep an option
+        either always a number or never: its server cannot sort a column that mixes the two.
+        After a resume the first values stay.
+
+        Args:
+            config: option path -> bool, int, float, str, None, or a list of those. Numbers stay
+                numbers, all else is written as text.
+            metrics: the tags that are the table's results.
+
+        Raises:
+            MpframeError: a value is of another type.
+        """
+        values = {key: _hparam(key, value) for key, value in config.items()}
+        experiment, start, _ = summaries.hparams(values, dict.fromkeys(metrics))  # type: ignore[no-untyped-call]
+        self._add(experiment)
+        self._add(start)
+
+    def finished(self) -> None:
+        """Mark the run's line in the HParams table as a success; any other stop stays unmarked.
+
+        The mark is for good, so a run that may yet be resumed must not get one.
+        """
+        *_, success = summaries.hparams({}, {})  # type: ignore[no-untyped-call]
+        self._add(success)
+
+    def layout(self, metrics: Iterable[str] = ()) -> None:
+        """Lay out the custom-scalars page: what belongs together in one chart.
+
+        Args:
+            metrics: names of the validation metrics, e.g. `accuracy`.
+        """
+        self._add(summaries.custom_scalars(_charts(metrics)))  # type: ignore[no-untyped-call]
+
+    def last_step(self) -> dict[str, Any]:
+        """The last step and all that was logged at it: plain numbers and strings."""
+        return {"step": self._step, "events": list(self._of_step)}
+
+    def write_again(self, last_step: Mapping[str, Any]) -> None:
+        """Log anew what `last_step` returned.
+
+        Raises:
+            ValueError: it is not what `last_step` returned.
+        """
+        for event in last_step["events"]:
+            try:
+                summary = Summary.FromString(base64.b64decode(event))
+            except DecodeError as error:
+                raise ValueError(str(error)) from None
+            self._add(summary, last_step["step"])
+
+    def flush(self) -> None:
+        """Wait until all that was logged is in the file. Call it before a checkpoint."""
+        with self._unwritable():
+            self._events.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except MpframeError:
+            if error is None:  # Else what went wrong first is told.
+                raise
+
+    def _add(self, summary: Summary, step: int | None = None) -> None:
+        if step is not None:
+            self._keep(summary, step)
+        with self._unwritable():
+            self._events.add(summary, self._first_step if step is None else step)
+
+    def _keep(self, summary: Summary, step: int) -> None:
+        if step > self._step:
+            self._step, self._of_step = step, []
+        if step == self._step:
+            self._of_step.append(base64.b64encode(summary.SerializeToString()).decode())
+
+    @contextmanager
+    def _unwritable(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            said = f"run folder {self.folder}: the event file cannot be written ({error.strerror})"
+            if not self._warns:
+                raise MpframeError(
+                    f"{said}; free space or set hydra.run.dir to a writable folder"
+                ) from error
+            if not self._warned:
+                log.warning("warning: %s; the curves wait in memory for room", said)
+            self._warned = True
+
+
+class NullTracker(Tracker):
+    """Logs nothing: for the ranks other than 0, and for runs without TensorBoard."""
+
+    def __init__(self) -> None:
+        pass
+
+    def _nothing(self, *_arguments: object, **_named: object) -> None:
+        pass
+
+    def last_step(self) -> dict[str, Any]:
+        """Nothing was logged."""
+        return {"step": 0, "events": []}
+
+    scalars = text = image = histogram = hparams = finished = layout = _nothing
+    write_again = flush = close = _nothing
+
+
+def _to_numbers(values: Mapping[str, float | Tensor]) -> dict[str, float]:
+    tensors = {tag: value for tag, value in values.items() if isinstance(value, Tensor)}
+    numbers = {tag: float(value) for tag, value in values.items() if tag not in tensors}
+    for device in {tensor.device for tensor in tensors.values()}:
+        here = {tag: t.float() for tag, t in tensors.items() if t.device == device}
+        numbers.update(zip(here, torch.stack(list(here.values())).tolist(), strict=True))
+    return numbers
+
+
+def _hparam(key: str, value: object) -> str | int | float:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(str(_hparam(key, entry)) for entry in value) + "]"
+    raise MpframeError(
+        f"{key}={value!r}: a {type(value).__name__} cannot be a hyperparameter; allowed are bool, "
+        "int, float, str, None and lists of those: pass a mapping's entries one by one"
+    )
+
+
+def _charts(metrics: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+    def lines(*tags: str) -> list[Any]:
+        # Tags are matched as regular expressions from their start; no tag is the start of another.
+        return ["Multiline", list(tags)]
+
+    return {
+        "training": {
+            "loss": lines(Tag.LOSS_TRAIN, Tag.LOSS_VAL),
+            **{name: lines(metric_tag(name)) for name in metrics},
+            "learning rate": lines(Tag.LR),
+            "samples per second, lately": lines(Tag.SAMPLES_PER_SECOND),
+        },
+        "loss scaling": {"scale": lines(Tag.SCALE), "skipped steps": lines(Tag.SKIPPED_TOTAL)},
+        "gradients": {"norm and amax": lines(Tag.GRAD_NORM, Tag.GRAD_AMAX)},
+    }
+
+
+def _size_of_png(png: bytes) -> tuple[int, int]:
+    """Width and height in pixels, from the header's fixed place."""
+    return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Wait until a new event file sorts after the old ones; their names begin with the second.
+
+    Two files of one second would be read in the order of host and process number, and a START
+    record that is read too early hides nothing.
+    """
+    older = folder.glob("events.out.tfevents.*")
+    newest = max((int(path.name.split(".")[3]) for path in older), default=0)
+    ahead = newest + 1 - time.time()
+    if ahead > LONGEST_WAIT:
+        raise MpframeError(
+            f"run folder {folder}: its newest event file is dated {ahead:.0f} s after this "
+            "machine's clock, so the curves would mix; set the clock or move that file away"
+        )
+    time.sleep(max(ahead, 0.0))

@@ -1,0 +1,214 @@
+"""When a run is saved, and what goes into the checkpoint.
+
+Everything that can change the run's future does: the trainer's state, every random generator, and
+what the callbacks must know. It is taken between two steps, where no accumulation window is open;
+where the reading of the data stands is two numbers (see data.loader).
+
+A save in the background copies the state first, so the run may go on while the copy is written; at
+most one is under way, and what goes wrong with it surfaces at the next save or at the end.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mpframe import checkpoint
+from mpframe.checkpoint import Snapshot, retention
+from mpframe.checkpoint.background import Background
+from mpframe.errors import CheckpointError, MpframeError, RunInterrupted
+from mpframe.tracking.environment import arithmetic
+from mpframe.training.callback import Callback, by_key
+from mpframe.training.evaluation import Evaluation
+from mpframe.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """When to save and what to keep.
+
+    Attributes:
+        every: steps between two checkpoints; None: by the clock, or else after each epoch.
+        minutes: time between two checkpoints; None: the clock does not count.
+        keep_last: how many of the newest stay, >= 1.
+        keep_best: how many of the best by validation stay besides; where there are to be any, a
+            validation that is among the best is saved as well.
+        background: write while the training goes on.
+        on_error: `stop` or `warn` where a checkpoint cannot be written.
+    """
+
+    every: int | None = None
+    minutes: float | None = None
+    keep_last: int = 2
+    keep_best: int = 0
+    background: bool = False
+    on_error: str = "stop"
+
+
+class Checkpoints(Callback):
+    """Saves the run when it is due.
+
+    Args:
+        folder: the run's folder.
+        plan: when to save and what to keep.
+        config: the resolved options as YAML.
+        run: the run's identity; a new one where it is empty.
+    """
+
+    def __init__(self, folder: Path, plan: SavePlan, config: str, run: str = "") -> None:
+        self._folder = folder
+        self._plan = plan
+        self._config = config
+        self._run = run or checkpoint.new_identity()
+        self._background = Background()
+        self._validation: tuple[int, dict[str, Any]] | None = None
+        self._saved: tuple[int, int] | None = None
+        self._saved_at = time.monotonic()
+
+    def after_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Note the validation's value; a checkpoint of this step is ranked by it.
+
+        Raises:
+            MpframeError: the best are to be kept, and the metric does not say which is better.
+        """
+        self._validation = trainer.progress.attempts, self._facts_of(evaluation)
+
+    def between_steps(self, trainer: Trainer) -> None:
+        """Save where it is due, but never from a step that was skipped: the last good one stays."""
+        if self._due(trainer) and not trainer.progress.skipped_in_a_row:
+            self.save(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last validation: a resumed run may save its step again."""
+        return {"validation": self._validation}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved one."""
+        if state["validation"] is not None:
+            attempts, validation = state["validation"]
+            retention.rank(validation)  # Raises where it is none.
+            self._validation = int(attempts), dict(validation)
+
+    def save(self, trainer: Trainer) -> None:
+        """Save the run as it stands, unless just that has been done.
+
+        Raises:
+            CheckpointError: it, or the one before it, could not be written, and that is to stop
+                the run.
+        """
+        stands = trainer.progress.attempts, trainer.progress.validated
+        if self._saved == stands:
+            return
+        for callback in trainer.callbacks:
+            callback.before_save(trainer)
+        snapshot = self._snapshot(trainer)
+        self._saved, self._saved_at = stands, time.monotonic()
+        with self._reported():
+            self._background.wait()
+        with self._reported():
+            if self._plan.background:
+                self._background.start(partial(self._write, snapshot.detached()))
+            else:
+                self._write(snapshot)
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            CheckpointError: it could not be written, and that is to stop the run.
+        """
+        with self._reported():
+            self._background.close()
+
+    @contextmanager
+    def around(self, trainer: Trainer) -> Iterator[None]:
+        """Save at the end of the block, also where a signal ended it; and wait for all writing."""
+        try:
+            yield
+            self.save(trainer)
+        except RunInterrupted:
+            self.save(trainer)
+            raise
+        finally:
+            self.close()
+
+    def _due(self, trainer: Trainer) -> bool:
+        plan, progress = self._plan, trainer.progress
+        if plan.minutes is not None and time.monotonic() - self._saved_at >= 60 * plan.minutes:
+            return True
+        if plan.every is not None and progress.attempts % plan.every == 0:
+            return True
+        if plan.every is None and plan.minutes is None and progress.batch == 0:
+            return True
+        return self._among_the_best(progress.attempts)
+
+    def _among_the_best(self, attempts: int) -> bool:
+        validation = self._validation_at(attempts)
+        rank = retention.rank(validation) if self._plan.keep_best and validation else None
+        if rank is None:
+            return False
+        self._background.wait()  # What is being written counts among those already there.
+        return rank < retention.rank_to_beat(self._folder, self._plan.keep_best)
+
+    def _snapshot(self, trainer: Trainer) -> Snapshot:
+        attempts = trainer.progress.attempts
+        callbacks = {key: c.state_dict() for key, c in by_key(trainer.callbacks).items()}
+        return Snapshot(
+            attempts,
+            {
+                "trainer": trainer.state_dict(),
+                "rng": checkpoint.rng_state(),
+                "callbacks": {name: state for name, state in callbacks.items() if state},
+            },
+            self._config,
+            {
+                "validation": self._validation_at(attempts),
+                "made_on": arithmetic(next(trainer.model.parameters()).device),
+                "run": self._run,
+            },
+        )
+
+    def _write(self, snapshot: Snapshot) -> None:
+        checkpoint.save(self._folder, snapshot)
+        try:
+            retention.prune(self._folder, self._plan.keep_last, self._plan.keep_best)
+        except OSError as error:
+            log.warning("warning: an old checkpoint could not be deleted: %s", error)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Within the block a checkpoint that cannot be written stops the run, or is warned of."""
+        try:
+            yield
+        except CheckpointError as error:
+            self._saved = None
+            if self._plan.on_error == "stop":
+                raise
+            log.warning("warning: %s", error)
+
+    def _validation_at(self, attempts: int) -> dict[str, Any] | None:
+        known = self._validation
+        return known[1] if known is not None and known[0] == attempts else None
+
+    def _facts_of(self, evaluation: Evaluation) -> dict[str, Any]:
+        if evaluation.metric == "none":
+            return _facts("loss", evaluation.loss, False)
+        if evaluation.higher_is_better is None and self._plan.keep_best:
+            raise MpframeError(
+                f"trainer.keep_best={self._plan.keep_best}: metric {evaluation.metric} does not "
+                "say which value is better; give it higher_is_better = True or False"
+            )
+        return _facts(evaluation.metric, evaluation.value, bool(evaluation.higher_is_better))
+
+
+def _facts(metric: str, value: float, higher_is_better: bool) -> dict[str, Any]:
+    # JSON has no nan, and nothing is better or worse than it.
+    number = value if math.isfinite(value) else None
+    return {"metric": metric, "value": number, "higher_is_better": higher_is_better}

@@ -1,0 +1,98 @@
+"""Writes a run's curves."""
+
+from typing import Any
+
+from torch import Tensor
+
+from mpframe.optim import JointOptimizer
+from mpframe.optim.step_result import StepResult
+from mpframe.tracking.memory import peak_memory
+from mpframe.tracking.tracker import Tag, Tracker, metric_tag
+from mpframe.training.callback import Callback
+from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.evaluation import Evaluation
+from mpframe.training.trainer import Trainer
+
+
+class Curves(Callback):
+    """Writes the run's scalars to TensorBoard; the x axis is the number of steps tried.
+
+    What was written at the last step is part of a checkpoint, and a resumed run writes it again: a
+    run may have been stopped between a step's training scalars and its validation's.
+
+    Args:
+        tracker: where they go.
+        log_every: steps between two writes of the training scalars; a skipped step is always
+            written.
+        throughput: gives the speed since the last write; comes before this one.
+    """
+
+    def __init__(self, tracker: Tracker, log_every: int, throughput: Throughput) -> None:
+        self.train_loss: float | Tensor | None = None
+        self._tracker = tracker
+        self._log_every = log_every
+        self._throughput = throughput
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Log the step where it is due."""
+        if result.loss is not None:
+            self.train_loss = result.loss
+        attempts = trainer.progress.attempts
+        if attempts % self._log_every == 0 or trainer.progress.skipped_in_a_row:
+            self._tracker.scalars(attempts, self._of_step(trainer, result))
+
+    def after_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Log the validation."""
+        values = {Tag.LOSS_VAL: evaluation.loss, metric_tag(evaluation.metric): evaluation.value}
+        self._tracker.scalars(trainer.progress.attempts, values)
+
+    def before_save(self, trainer: Trainer) -> None:
+        """Wait until the curves are in their file: none is to be older than a checkpoint."""
+        self._tracker.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last loss, and what was written at the last step, by whomever."""
+        loss = None if self.train_loss is None else float(self.train_loss)
+        return {"train_loss": loss, "last_step": self._tracker.last_step()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the last loss, and write again what was written at the last step."""
+        loss = state["train_loss"]
+        self.train_loss = None if loss is None else float(loss)
+        self._tracker.write_again(state["last_step"])
+
+    def _of_step(self, trainer: Trainer, result: StepResult) -> dict[str, float | Tensor]:
+        values: dict[str, float | Tensor] = {
+            Tag.LR: trainer.optimizer.param_groups[0]["lr"],
+            Tag.GRAD_NORM: result.grad_norm,
+            Tag.GRAD_AMAX: result.amax,
+            Tag.SCALE: result.scale,
+            Tag.SKIPPED_TOTAL: trainer.progress.skipped,
+            Tag.PEAK_BYTES: peak_memory(),
+        }
+        if result.loss is not None:
+            values[Tag.LOSS_TRAIN] = result.loss
+        for name, part in (result.parts or {}).items():
+            values |= _of_part(trainer, name, part)
+        for owner, scaler in trainer.scalers.items():
+            for tag, name in ((Tag.LOG2_MEAN, "log2_mean"), (Tag.LOG2_STD, "log2_std")):
+                statistic = getattr(scaler, name, None)
+                if statistic is not None:
+                    values[tag.of(owner)] = statistic
+        values[Tag.SAMPLES_PER_SECOND] = self._throughput.since_last_asked()
+        return values
+
+
+def _of_part(trainer: Trainer, name: str, part: StepResult) -> dict[str, float | Tensor]:
+    """The scalars of one of several optimizers."""
+    values: dict[str, float | Tensor] = {
+        Tag.GRAD_NORM.of(name): part.grad_norm,
+        Tag.GRAD_AMAX.of(name): part.amax,
+        Tag.SCALE.of(name): part.scale,
+        Tag.SKIPPED_TOTAL.of(name): trainer.progress.part_skips.get(name, 0),
+    }
+    if isinstance(trainer.optimizer, JointOptimizer):
+        values[Tag.LR.of(name)] = trainer.optimizer.parts[name].param_groups[0]["lr"]
+    if part.loss is not None:
+        values[Tag.LOSS_TRAIN.of(name)] = part.loss
+    return values

@@ -1,0 +1,18 @@
+"""Warns of half weights at the end of their range."""
+
+import logging
+
+from mpframe.training.callback import Callback
+from mpframe.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class SaturationWarning(Callback):
+    """Says after each epoch which half weights stand at the end of their format's range."""
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        """Warn where there are any; one transfer from the device."""
+        message = trainer.optimizer.saturation_warning(trainer.model)
+        if message:
+            log.warning("warning: %s", message)

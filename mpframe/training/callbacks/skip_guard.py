@@ -1,0 +1,83 @@
+"""Ends a run that only skips."""
+
+from collections.abc import Callable
+
+import torch
+
+from mpframe.errors import DivergedError
+from mpframe.loss_scaling import Static
+from mpframe.optim.step_result import StepResult
+from mpframe.training.callback import Callback
+from mpframe.training.trainer import Trainer
+
+
+class SkipGuard(Callback):
+    """Ends a run that only skips, and calls one that came to its end so what it is.
+
+    Args:
+        limit: skipped steps in a row that end it.
+        hint: gives a last clause for its reason, or "".
+        tried: skips in a row that a scaler may make to try a higher scale: its hysteresis.
+    """
+
+    def __init__(self, limit: int, hint: Callable[[], str] = str, tried: int = 1) -> None:
+        self._limit = limit
+        self._hint = hint
+        self._tried = tried
+        self._last: StepResult | None = None
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Raise where the limit is reached.
+
+        Raises:
+            DivergedError: says whether the forward pass or only the gradients were not finite.
+        """
+        self._last = result
+        if trainer.progress.skipped_in_a_row >= self._limit:
+            raise self._diverged(trainer, f"trainer.max_consecutive_skips={self._limit} reached")
+
+    def after_fit(self, trainer: Trainer) -> None:
+        """Raise where nothing was learnt, or not to the end.
+
+        Raises:
+            DivergedError: no step was applied, the last ones were all skipped, or the last one was
+                applied at a loss that is not finite, as an optimizer with a closure does.
+        """
+        in_a_row, attempts = trainer.progress.skipped_in_a_row, trainer.progress.attempts
+        if 0 < in_a_row == attempts:
+            raise self._diverged(trainer, f"no step was applied, {in_a_row} were skipped")
+        if in_a_row > self._tried:
+            raise self._diverged(trainer, f"the last {in_a_row} steps were skipped")
+        loss = None if self._last is None else self._last.loss
+        if not in_a_row and loss is not None and not bool(torch.isfinite(loss)):
+            raise self._diverged(trainer, "the last step was applied at a loss that is not finite")
+
+    def _diverged(self, trainer: Trainer, what: str) -> DivergedError:
+        where, part = "", self._last
+        if part is not None and part.parts is not None:
+            in_a_row = trainer.progress.part_skips_in_a_row
+            worst = max(in_a_row, key=lambda name: in_a_row[name])
+            where, part = f" by optimizer.parts.{worst}", part.parts[worst]
+        why = "" if part is None else f": {_cause(trainer, part)}"
+        return DivergedError(f"{what}{where}{why}{self._hint()}")
+
+
+def _cause(trainer: Trainer, result: StepResult) -> str:
+    """Why the last step was skipped, and what may help."""
+    if trainer.spikes is not None and bool(trainer.spikes.spiked):
+        return (
+            f"the loss stays above {trainer.spikes.factor:g} times the median of the applied "
+            "steps: lower optimizer.lr, raise trainer.loss_spike_factor, or resume from an older "
+            "checkpoint"
+        )
+    if result.loss is not None and not bool(torch.isfinite(result.loss)):
+        return (
+            "the loss itself is not finite, so scaling cannot help: lower optimizer.lr, look at "
+            "the data, or pin the overflowing module to fp32 in ops.modules"
+        )
+    static = any(isinstance(scaler, Static) for scaler in trainer.scalers.values())
+    option = "loss_scaling.scale" if static else "loss_scaling.min_scale"
+    return (
+        f"the loss is finite and its gradients overflow at scale {float(result.scale):g}: "
+        f"lower {option} or pin the overflowing module to fp32 in ops.modules"
+    )

@@ -1,0 +1,35 @@
+"""Tells of loss spikes."""
+
+import logging
+
+from mpframe.errors import DivergedError
+from mpframe.optim.step_result import StepResult
+from mpframe.training.callback import Callback
+from mpframe.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class SpikeReport(Callback):
+    """Says which loss was a spike, and ends the run where the policy is to stop."""
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Warn of a spike, or raise.
+
+        Raises:
+            DivergedError: the loss is a spike and `trainer.on_loss_spike` is stop; the step was
+                left out.
+        """
+        spikes = trainer.spikes
+        if spikes is None or result.loss is None or not bool(spikes.spiked):
+            return
+        text = (
+            f"step {trainer.progress.attempts}: loss {float(result.loss):.4g} is a spike, more "
+            f"than {spikes.factor:g} times the median {float(spikes.median):.4g} of the last steps"
+        )
+        if spikes.policy == "stop":
+            raise DivergedError(
+                f"trainer.on_loss_spike=stop: {text}; look at the batch, lower optimizer.lr, or "
+                "use trainer.on_loss_spike=skip"
+            )
+        log.warning("warning: %s%s", text, "; skipped" if spikes.policy == "skip" else "")

@@ -1,0 +1,24 @@
+"""Ends a run that a signal asked to stop."""
+
+from mpframe.training.callback import Callback
+from mpframe.training.interruption import Interruption
+from mpframe.training.trainer import Trainer
+
+
+class StopOnSignal(Callback):
+    """Ends a run that was asked to stop: between two steps, or between two validated batches.
+
+    Args:
+        interruption: knows whether a signal came. Comes last: all else is done with the step.
+    """
+
+    def __init__(self, interruption: Interruption) -> None:
+        self._interruption = interruption
+
+    def during_evaluation(self, trainer: Trainer) -> None:
+        """Abandon the validation where a signal came; a resumed run makes it anew."""
+        self._interruption.raise_if_received()
+
+    def between_steps(self, trainer: Trainer) -> None:
+        """Raise RunInterrupted where a signal came."""
+        self._interruption.raise_if_received()

@@ -1,0 +1,139 @@
+"""How fast a run trains: all of it, over all its starts, and not what it did last.
+
+    training time    from step to step: loading, the step, its logging; compiling in the first
+    left out         validating and saving
+    step time        the median, which neither the first step nor a pause moves
+
+A checkpoint holds the sums, so a resumed run goes on adding to them; what a killed start did after
+its last checkpoint is done again, and counts once. Step times are counted in bins of one percent,
+so that a run of any length keeps few numbers.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpframe.optim.step_result import StepResult
+from mpframe.training.callback import Callback
+from mpframe.training.loader import Batch
+from mpframe.training.trainer import Trainer
+
+_BIN = math.log(1.01)
+_SHORTEST = 1e-9  # seconds, what a clock that stood still is taken for
+
+
+class Throughput(Callback):
+    """Counts samples, and the seconds it took to train on them.
+
+    Comes behind what saves the run: its clock goes on where that has ended.
+
+    Args:
+        batch_size: samples per micro-batch; a partial accumulation window counts what it has.
+        began: what `clock` said when this start of the run began; None: now.
+        clock: seconds, from any zero.
+
+    Attributes:
+        samples: training samples in the steps tried.
+        train_seconds: what the steps took.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        began: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.samples = 0
+        self.train_seconds = 0.0
+        self._batch_size, self._clock = batch_size, clock
+        self._lap_began = clock()
+        self._began = self._lap_began if began is None else began
+        self._paused: float | None = None
+        self._window = 0
+        self._step_times: Counter[int] = Counter()
+        self._earlier, self._idle = 0.0, False
+        self._asked = 0, 0.0
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Training samples over training time; None before the first step."""
+        return self.samples / self.train_seconds if self.train_seconds else None
+
+    @property
+    def median_step_seconds(self) -> float | None:
+        """The median time of a step, to half a percent; None before the first one."""
+        half = self._step_times.total() / 2
+        passed = 0
+        for number in sorted(self._step_times):
+            passed += self._step_times[number]
+            if passed >= half:
+                return math.exp(number * _BIN)
+        return None
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all starts, validation included; a resumed one that did nothing: 0."""
+        return self._earlier + (0.0 if self._idle else self._clock() - self._began)
+
+    def since_last_asked(self) -> float:
+        """Samples per second of the steps since the last call, or since this start."""
+        samples, seconds = self._asked
+        self._asked = self.samples, self.train_seconds
+        return (self.samples - samples) / (self.train_seconds - seconds)
+
+    def before_step(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+        """Note how much the step is computed from."""
+        self._window = len(batches) * self._batch_size
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Count the step and its time."""
+        now = self._clock()
+        lap, self._lap_began = max(now - self._lap_began, _SHORTEST), now
+        self.samples += self._window
+        self.train_seconds += lap
+        self._step_times[round(math.log(lap) / _BIN)] += 1
+        self._idle = False
+
+    def during_evaluation(self, trainer: Trainer) -> None:
+        """Stop the clock: a validation began."""
+        self._pause()
+        self._idle = False
+
+    def after_evaluation(self, trainer: Trainer, evaluation: object) -> None:
+        """Let it go on."""
+        self._go_on()
+
+    def before_save(self, trainer: Trainer) -> None:
+        """Stop the clock: the run is being saved."""
+        self._pause()
+
+    def between_steps(self, trainer: Trainer) -> None:
+        """Let it go on, where it was stopped."""
+        self._go_on()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums so far."""
+        return {
+            "samples": self.samples,
+            "train_seconds": self.train_seconds,
+            "seconds": self.seconds,
+            "step_times": dict(self._step_times),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on adding to saved sums."""
+        self.samples, self.train_seconds = int(state["samples"]), float(state["train_seconds"])
+        self._earlier, self._idle = float(state["seconds"]), True
+        self._step_times = Counter({int(k): int(v) for k, v in state["step_times"].items()})
+        self._asked = self.samples, self.train_seconds
+
+    def _pause(self) -> None:
+        if self._paused is None:
+            self._paused = self._clock()
+
+    def _go_on(self) -> None:
+        if self._paused is not None:
+            self._lap_began += self._clock() - self._paused
+            self._paused = None

@@ -1,0 +1,129 @@
+"""One backward pass before step 1 that tells how large the gradients are.
+
+A first scale by trial costs a skipped step for every octave it is too high. The probe runs the
+first batch once in fp32, where nothing overflows, and measures
+
+    a = max |dL/dy|, |dL/dw|      over the outputs y of all modules and all weights w
+
+The gradients of the activations count too: at a scale s they must fit into half as s dL/dy, and
+they are often the larger ones.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.precision import OpLists, Precision
+from mpframe.precision.undisturbed import undisturbed
+from mpframe.training.forward import outputs_and_loss
+from mpframe.tree import HALF, tensors_in
+from mpframe.user_code import UserCode
+
+
+def probe_amax(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    precision: Precision,
+    arguments: tuple[Any, ...],
+    targets: Any,
+) -> Tensor:
+    """The largest gradient of the unscaled loss on a batch; the model is left as it was.
+
+    Args:
+        model: as trained; its buffers and the random generators are put back.
+        loss: loss(outputs, targets) -> 0-d tensor.
+        precision: the mode the model was prepared with.
+        arguments: what the model is called with: the inputs, on its device, first.
+        targets: what the loss is called with beside the outputs.
+
+    Returns:
+        0-d float32; inf or nan where fp32 overflows too.
+    """
+    seen = _Largest()
+    probe(model, loss, precision, (arguments, targets), seen.add)
+    return seen.value()
+
+
+def probe(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    precision: Precision,
+    batch: tuple[tuple[Any, ...], Any],
+    see: Callable[[Tensor], None],
+) -> None:
+    """Show `see` every gradient of the unscaled loss on a batch; the model is left as it was.
+
+    Args:
+        model, loss, precision: as for `probe_amax`.
+        batch: its arguments and its targets.
+        see: called with the gradient of each module's output, then of each parameter.
+    """
+    arguments, targets = batch
+    with undisturbed(model), _wide_weights(model):
+        with _outputs_seen(model, see), _all_fp32(precision).cast():
+            _, value = outputs_and_loss(model, model, loss, arguments, targets)
+            with UserCode("model: the backward pass of", model):
+                value.backward()  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                see(parameter.grad)
+                parameter.grad = None
+
+
+@contextmanager
+def _wide_weights(model: nn.Module) -> Iterator[None]:
+    """Within the block half weights and buffers are fp32, and so are the weights' gradients.
+
+    An op that no list holds, as a batch norm beside half weights, would else mix formats.
+    """
+    half = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in HALF]
+    stored = [tensor.data for tensor in half]
+    for tensor in half:
+        tensor.data = tensor.data.float()
+    try:
+        yield
+    finally:
+        for tensor, narrow in zip(half, stored, strict=True):
+            tensor.data = narrow
+
+
+class _Largest:
+    """The largest magnitude of some gradients."""
+
+    def __init__(self) -> None:
+        self._values: list[Tensor] = []
+
+    def add(self, gradient: Tensor) -> None:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if values.numel():
+            self._values.append(values.detach().abs().max().float())
+
+    def value(self) -> Tensor:
+        return torch.stack(self._values).max() if self._values else torch.zeros(())
+
+
+@contextmanager
+def _outputs_seen(model: nn.Module, see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Within the block every module's output reports its gradient."""
+
+    def watch(_: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(see)  # type: ignore[no-untyped-call]
+
+    handles = [module.register_forward_hook(watch) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _all_fp32(precision: Precision) -> Precision:
+    """The same lists with nothing allowed in half: every listed op widens its inputs."""
+    ops = precision.policy.ops
+    wide = OpLists(deny=ops.allow | ops.deny | OpLists.named().allow, infer=ops.infer - ops.allow)
+    return Precision("amp", precision.policy.half, ops=wide)
