@@ -27,7 +27,7 @@ class HandLog:
         self._step = 0
         self._since = time.perf_counter()
 
-    def after_step(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
+    def on_optimizer_step(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
         """Log the step where it is due; its gradients are still there."""
         self._step += 1
         if self._step % LOG_EVERY:
@@ -77,6 +77,6 @@ def hand_loop(
             if not checked or bool(torch.isfinite(grad_norm(model))):
                 optimizer.step()
             if log is not None:
-                log.after_step(loss, model, optimizer)
+                log.on_optimizer_step(loss, model, optimizer)
 
     return loop

@@ -95,8 +95,8 @@ def _with_reports(trainer: Trainer, folder: Path) -> Callable[[Batch], Any]:
     watch = RangeWatch(trainer, folder, Tracker(folder), half=torch.float16, every=1)
 
     def step(data: Batch) -> None:
-        watch.before_step(trainer, [data])
-        watch.after_step(trainer, trainer.train_step(data))
+        watch.on_step_begin(trainer, [data])
+        watch.on_optimizer_step(trainer, trainer.train_step(data))
 
     return step
 

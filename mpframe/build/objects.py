@@ -26,7 +26,7 @@ from mpframe.data.workers import require_workers
 from mpframe.errors import ConfigError, MpframeError, RunInterrupted, UserCodeError, nearest
 from mpframe.loss_scaling import Backoff, LogMax, Static
 from mpframe.loss_scaling.interface import LossScaler, Scaling
-from mpframe.optim import JointOptimizer, MasterWeights
+from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.optim.ema import Ema
 from mpframe.optim.optimizer_parts import Selection, divided
 from mpframe.precision import OpLists, Precision
@@ -276,7 +276,7 @@ def _joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> An
     """One optimizer over all; the only one is itself."""
     if config.joint is not None:
         several = isinstance(task.loss, Mapping)
-        return JointOptimizer(masters, skip=config.joint.skip, own_losses=several)
+        return MultiOptimizer(masters, skip=config.joint.skip, own_losses=several)
     return masters[""]
 
 

@@ -15,9 +15,9 @@ STATE, CONFIG, MANIFEST = "state.pt", "config.yaml", "manifest.json"
 _NAME = re.compile(r"step_(\d+)")
 
 
-def path_of(folder: Path, attempts: int) -> Path:
-    """The checkpoint of step `attempts` in a run's folder."""
-    return folder / FOLDER / f"step_{attempts:08d}"
+def path_of(folder: Path, global_step: int) -> Path:
+    """The checkpoint of step `global_step` in a run's folder."""
+    return folder / FOLDER / f"step_{global_step:08d}"
 
 
 def step_of(path: Path) -> int:

@@ -12,13 +12,13 @@ class Snapshot:
     """A run between two steps.
 
     Attributes:
-        attempts: steps tried so far; names the checkpoint.
+        global_step: steps tried so far; names the checkpoint.
         state: tensors, numbers, strings, and lists, tuples and dicts of them.
         config: the resolved options as YAML.
         facts: what can be told without reading the state, as JSON: `validation`, `made_on`, `run`.
     """
 
-    attempts: int
+    global_step: int
     state: dict[str, Any]
     config: str = ""
     facts: dict[str, Any] = field(default_factory=dict)

@@ -38,7 +38,7 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
         CheckpointError: it could not be written, or could not be loaded again; the older ones are
             whole.
     """
-    return save_as(path_of(folder, snapshot.attempts), snapshot)
+    return save_as(path_of(folder, snapshot.global_step), snapshot)
 
 
 def save_as(final: Path, snapshot: Snapshot) -> Path:

@@ -7,7 +7,7 @@ from mpframe.config.schema import SCALERS, SECTIONS, JointOptions, PartOptions, 
 
 _HEAD = """# Options
 
-Written from `mpframe/config.py` by `python scripts/options.py`; a test keeps it current.
+Written from `mpframe/config/schema.py` by `python scripts/options.py`; a test keeps it current.
 `GROUP=CHOICE` picks a file of `conf/GROUP/`, `option=value` sets one value. Open sections (`model`,
 `dataset`, `optimizer`, `scheduler`) also take every argument of their `_target_`.
 """

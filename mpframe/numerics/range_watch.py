@@ -58,16 +58,16 @@ class RangeWatch(Callback):
         self._every = every
         self._worst = worst
         self._chosen = layers
-        self._record = RangeRecord(folder, trainer.progress.attempts)
+        self._record = RangeRecord(folder, trainer.progress.global_step)
         self._last: Ranges | None = None
         self._drawn = time.monotonic()
         self._probe: RangeProbe | None = None
 
-    def before_step(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+    def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Attach to the model where a report is due. No earlier: others may run it in between."""
         self._probe = self._armed(trainer)
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Report the step where it was due."""
         if self._probe is not None:
             self._last = self._probe.ranges()
@@ -75,7 +75,7 @@ class RangeWatch(Callback):
             self._tracker.scalars(self._last.step, self._scalars(self._last))
             self._probe = None
 
-    def after_epoch(self, trainer: Trainer) -> None:
+    def on_epoch_end(self, trainer: Trainer) -> None:
         """Draw, where the last pictures are old."""
         if time.monotonic() - self._drawn > _DRAWN_EVERY:
             self.draw()
@@ -108,7 +108,7 @@ class RangeWatch(Callback):
         self._last, self._drawn = None, time.monotonic()
 
     def _armed(self, trainer: Trainer) -> RangeProbe | None:
-        due = (trainer.progress.attempts + 1) % self._every == 0
+        due = (trainer.progress.global_step + 1) % self._every == 0
         return RangeProbe(trainer, self._half) if due else None
 
     def _scalars(self, ranges: Ranges) -> dict[str, float]:

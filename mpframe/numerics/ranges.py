@@ -109,7 +109,7 @@ class RangeProbe:
         flat = torch.cat([scale.reshape(1), torch.stack(counts), *rows]).cpu().numpy()
         layers = len(self.layers)
         return Ranges(
-            step=self._trainer.progress.attempts,
+            step=self._trainer.progress.global_step,
             scale=float(flat[0]),
             layers=self.layers,
             rows=flat[1 + layers :].reshape(len(KINDS), layers, WIDTH),

@@ -15,7 +15,7 @@ from mpframe.optim.gradients import Gradients, not_finite, unscaled
 
 
 @dataclass(frozen=True)
-class Gathered:
+class StepGradients:
     """All that the backward passes of one step left behind.
 
     Attributes:

@@ -54,8 +54,8 @@ def refuse_beside_closure(
     """Refuse what does not go with a closure.
 
     Raises:
-        ConfigError: half weights, ops cast to half, a scaler, clipping, accumulation or a veto are
-            beside it.
+        ConfigError: half weights, ops cast to half, a scaler, clipping, accumulation or a
+            skip_mask are beside it.
     """
     name = type(optimizer).__name__
     for present, what, way in (

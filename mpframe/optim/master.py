@@ -88,7 +88,7 @@ def forget(weight: Tensor) -> None:
     _MASTERS.pop(weight, None)
 
 
-def publish(pairs: Iterable[tuple[Tensor, Master]]) -> None:
+def copy_to_params(pairs: Iterable[tuple[Tensor, Master]]) -> None:
     """Round masters into their weights; beyond the format's range, to its end."""
     pairs = list(pairs)
     round_into((weight, master.value) for weight, master in pairs)

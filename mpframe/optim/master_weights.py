@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.loss_scaling.interface import LossScaler, scale_of
-from mpframe.optim.accumulation import Gathered, Window
+from mpframe.optim.accumulation import StepGradients, Window
 from mpframe.optim.closure import (
     missing_closure,
     needs_closure,
@@ -169,7 +169,7 @@ class MasterWeights(Optimizer):
         scaler: LossScaler | None = None,
         *,
         max_norm: float | None = None,
-        veto: Tensor | None = None,
+        skip_mask: Tensor | None = None,
         whole: bool = False,
         closure: Callable[[], Any] | None = None,
     ) -> StepResult:
@@ -182,7 +182,7 @@ class MasterWeights(Optimizer):
             scaler: scaled this step's loss; None: the loss was not scaled.
             max_norm: clip the global 2-norm of the gradients to this, > 0 and finite; None: do
                 not clip.
-            veto: 0-d bool on the device; True skips the step whatever its gradients are.
+            skip_mask: 0-d bool on the device; True skips the step whatever its gradients are.
             whole: skip the step where any of its micro-batches was dropped, not only all.
             closure: recomputes the loss, for optimizers that need it (LBFGS). It takes fp32
                 weights, no scaler and no clipping, and no step of it is ever skipped.
@@ -192,12 +192,12 @@ class MasterWeights(Optimizer):
 
         Raises:
             ConfigError: a second step without new gradients; `max_norm` out of its range; a closure
-                that is missing, or beside half weights, a scaler, clipping or a veto; a sparse
+                that is missing, or beside half weights, a scaler, clipping or a skip_mask; a sparse
                 gradient that the optimizer does not take. Nothing has moved.
         """
         check_max_norm(max_norm)
         if closure is not None or self.needs_closure:
-            return self._step_with_closure(closure, scaler, max_norm, veto)
+            return self._step_with_closure(closure, scaler, max_norm, skip_mask)
         refuse_second_step([self])
         gathered = self.gather(scale_of(scaler))
         gradients, skipped = gathered.gradients, gathered.bad(whole)
@@ -206,15 +206,15 @@ class MasterWeights(Optimizer):
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
             skipped = skipped | not_finite(norm)
             clip(gradients.values, norm, max_norm)
-        if veto is not None:
-            skipped = skipped | veto
+        if skip_mask is not None:
+            skipped = skipped | skip_mask
         self.apply(gradients, skipped)
         scale = torch.ones_like(norm) if scaler is None else scaler.scale
         if scaler is not None:
             scaler.update(gathered.seen)
         return StepResult(skipped, gradients.amax, norm, scale, dropped=gathered.dropped)
 
-    def gather(self, scale: Tensor | float) -> Gathered:
+    def gather(self, scale: Tensor | float) -> StepGradients:
         """The gradients of the step, fp32 and unscaled: of the window, or of one backward pass.
 
         Args:
@@ -225,12 +225,12 @@ class MasterWeights(Optimizer):
         """
         if not self._window:
             gradients = self.take(scale)
-            gathered = Gathered(gradients, gradients.amax)
+            gathered = StepGradients(gradients, gradients.amax)
         else:
             if self._masters.any_gradient():
                 self.accumulate(scale)
             seen, dropped = self._window.amax(), self._window.bad().sum()
-            gathered = Gathered(self._window.take_mean(), seen, dropped)
+            gathered = StepGradients(self._window.take_mean(), seen, dropped)
         self._try_sparse(gathered.gradients)
         return gathered
 
@@ -259,7 +259,7 @@ class MasterWeights(Optimizer):
             master.grad = None
         # Fused kernels do not raise the counters by which a kept cast knows that it is old.
         torch.autograd.graph.increment_version(list(gradients.by_master))
-        self._masters.publish()
+        self._masters.copy_to_params()
 
     @property
     def is_spent(self) -> bool:
@@ -283,9 +283,9 @@ class MasterWeights(Optimizer):
         `masters` lists the fp32 master of each half parameter in the groups' order, None where a
         parameter is its own.
         """
-        return {**self.bare_state_dict(), "masters": self._masters.listed()}
+        return {**self.inner_state_dict(), "masters": self._masters.listed()}
 
-    def bare_state_dict(self) -> dict[str, Any]:
+    def inner_state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state alone, beside masters that are kept by name."""
         return self.optimizer.state_dict()
 
@@ -328,7 +328,7 @@ class MasterWeights(Optimizer):
         closure: Callable[[], Any] | None,
         scaler: LossScaler | None,
         max_norm: float | None,
-        veto: Tensor | None,
+        skip_mask: Tensor | None,
     ) -> StepResult:
         if closure is None:
             raise missing_closure(self.optimizer)
@@ -338,7 +338,7 @@ class MasterWeights(Optimizer):
             half=half,
             scaled=scaler is not None,
             clipped=max_norm is not None,
-            vetoed=veto is not None,
+            vetoed=skip_mask is not None,
         )
         result = step_with_closure(self.optimizer, closure)
         self._masters.clear_gradients()

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.optim.master import (
     Master,
+    copy_to_params,
     forget,
     master_behind,
     master_for,
-    publish,
     remember,
     restore,
 )
@@ -119,9 +119,9 @@ class Masters:
         for parameter, held in self._half.items():
             held.current(parameter)
 
-    def publish(self) -> None:
+    def copy_to_params(self) -> None:
         """Round the masters into the half weights; beyond the format's range, to its end."""
-        publish(self._half.items())
+        copy_to_params(self._half.items())
 
     def saturated(self) -> Tensor:
         """How many half weights are held at the end of their range (0-d int64, on the device)."""
@@ -171,7 +171,7 @@ class Masters:
             if loaded is not None:
                 own.copy_(loaded)
         if any(loaded is not None for loaded in listed):
-            self.publish()
+            self.copy_to_params()
 
     def _behind(self, parameter: Tensor) -> Tensor | None:
         """The master of a parameter in a group, or of one that no group has yet."""
@@ -220,7 +220,9 @@ def load_by_name(model: nn.Module, parts: Sequence[Masters], weights: Mapping[st
     for name, tensor in own.items():
         _copy_held(tensor, weights[name])
     masters_of = {parameter: master_behind(parameter) for parameter in model.parameters()}
-    publish((parameter, master) for parameter, master in masters_of.items() if master is not None)
+    copy_to_params(
+        (parameter, master) for parameter, master in masters_of.items() if master is not None
+    )
 
 
 def refuse_wrapped(optimizer: Optimizer) -> None:

@@ -86,7 +86,7 @@ class Resume:
         then, now = _options(snapshot.config, path), _options(self.config, self.folder)
         _apply(snapshot, (then, now), path, trainer)
         _say_what_differs(snapshot, then, now, trainer)
-        log.info("resumed from %s at step %d", path, trainer.progress.attempts)
+        log.info("resumed from %s at step %d", path, trainer.progress.global_step)
         run = checkpoint.identity_of(snapshot.facts) or checkpoint.new_identity()
         return Resumed(run, snapshot.state.get("callbacks", {}))
 

@@ -155,18 +155,18 @@ class Run:
         resumed = Resume(config.run.resume, self.folder, self.config_text).into(trainer)
         trainer.refuse_overrun(len(train))
         self.place.take()
-        attempts = trainer.progress.attempts
-        for moved in retention.set_aside_after(self.folder, attempts):
+        global_step = trainer.progress.global_step
+        for moved in retention.set_aside_after(self.folder, global_step):
             log.warning("warning: newer than where the run goes on, now %s", moved)
         on_error = config.trainer.on_save_error
-        record = RecordAmax(self.folder, attempts, on_error)
-        bar = Bar(trainer.plan.total_steps(len(train)), attempts, config.trainer.progress)
+        record = RecordAmax(self.folder, global_step, on_error)
+        bar = Bar(trainer.plan.total_steps(len(train)), global_step, config.trainer.progress)
         saves = Checkpoints(self.folder, self._save_plan(), self.config_text, resumed.run)
         try:
             # The curves of a checkpoint's own step are in it, and are written again.
             with (
                 self.interruption.deferred(),
-                Tracker(self.folder, max(1, attempts), on_error) as tracker,
+                Tracker(self.folder, max(1, global_step), on_error) as tracker,
             ):
                 guards = self._guards(train)
                 trainer.callbacks = [record, *self._watchers(tracker, saves, guards), bar]
@@ -383,7 +383,7 @@ def _errors_dated(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except (DataError, UserCodeError) as error:
-        error.args = (f"after step {trainer.progress.attempts}: {error}",)
+        error.args = (f"after step {trainer.progress.global_step}: {error}",)
         raise
 
 

@@ -266,23 +266,6 @@ class Tracker:
             self._warned = True
 
 
-class NullTracker(Tracker):
-    """Logs nothing: for the ranks other than 0, and for runs without TensorBoard."""
-
-    def __init__(self) -> None:
-        pass
-
-    def _nothing(self, *_arguments: object, **_named: object) -> None:
-        pass
-
-    def last_step(self) -> dict[str, Any]:
-        """Nothing was logged."""
-        return {"step": 0, "events": []}
-
-    scalars = text = image = histogram = hparams = finished = layout = _nothing
-    write_again = flush = close = _nothing
-
-
 def _to_numbers(values: Mapping[str, float | Tensor]) -> dict[str, float]:
     tensors = {tag: value for tag, value in values.items() if isinstance(value, Tensor)}
     numbers = {tag: float(value) for tag, value in values.items() if tag not in tensors}

@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 class Callback:
     """Watches a run; each method is called after what it names and does nothing here."""
 
-    def before_step(self, trainer: "Trainer", batches: Sequence[Batch]) -> None:
+    def on_step_begin(self, trainer: "Trainer", batches: Sequence[Batch]) -> None:
         """A step is about to be tried on these micro-batches."""
 
-    def after_step(self, trainer: "Trainer", result: StepResult) -> None:
+    def on_optimizer_step(self, trainer: "Trainer", result: StepResult) -> None:
         """A step was tried; `trainer.progress` already counts it."""
 
-    def during_evaluation(self, trainer: "Trainer") -> None:
+    def on_prediction_step(self, trainer: "Trainer") -> None:
         """A batch is about to be validated; raising abandons the validation, to be redone."""
 
-    def after_evaluation(self, trainer: "Trainer", evaluation: Evaluation) -> None:
+    def on_evaluate(self, trainer: "Trainer", evaluation: Evaluation) -> None:
         """The model was validated."""
 
-    def after_epoch(self, trainer: "Trainer") -> None:
+    def on_epoch_end(self, trainer: "Trainer") -> None:
         """A pass over the training data is complete (and validated, where that is due)."""
 
-    def between_steps(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: "Trainer") -> None:
         """All that was due after a step is done: where a run is saved, and may be stopped."""
 
-    def after_fit(self, trainer: "Trainer") -> None:
+    def on_train_end(self, trainer: "Trainer") -> None:
         """The planned end is reached, and nothing stopped the run before."""
 
-    def before_save(self, trainer: "Trainer") -> None:
+    def on_save(self, trainer: "Trainer") -> None:
         """A checkpoint is about to be taken: bring what is written elsewhere up to it."""
 
     def state_dict(self) -> dict[str, Any]:

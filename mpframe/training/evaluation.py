@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.errors import UserCodeError
-from mpframe.optim import JointOptimizer, MasterWeights
+from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.user_code import UserCode, described, name_of
 
 
@@ -83,7 +83,7 @@ class Metric:
 
 @contextmanager
 def fp32_weights(
-    optimizer: MasterWeights | JointOptimizer, model: nn.Module, but: Container[nn.Parameter] = ()
+    optimizer: MasterWeights | MultiOptimizer, model: nn.Module, but: Container[nn.Parameter] = ()
 ) -> Iterator[None]:
     """Within the block half weights are replaced by copies of their fp32 masters, save `but`."""
     narrow = (p for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16))

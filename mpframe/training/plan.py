@@ -53,13 +53,13 @@ class Progress:
 
     Attributes:
         steps: optimizer steps that were applied.
-        skipped: steps that were not; `attempts` is the sum and the x axis of every curve.
+        skipped: steps that were not; `global_step` is the sum and the x axis of every curve.
         skipped_in_a_row: skipped steps since the last applied one; of several optimizers, of the
             one that skipped most.
         dropped: micro-batches left out of an accumulated step.
         epoch: passes completed.
         batch: micro-batches of the present pass that were used.
-        validated: attempts at the last validation; 0 before the first.
+        validated: global_step at the last validation; 0 before the first.
         part_skips: skipped steps of each optimizer, where there are several.
         part_skips_in_a_row: of each, since its last applied step.
     """
@@ -75,7 +75,7 @@ class Progress:
     part_skips_in_a_row: dict[str, int] = field(default_factory=dict)
 
     @property
-    def attempts(self) -> int:
+    def global_step(self) -> int:
         """Steps tried, applied or skipped."""
         return self.steps + self.skipped
 

@@ -26,7 +26,7 @@ from mpframe.loss_scaling.interface import LossScaler, Scaling, wants_probe
 from mpframe.optim import MasterWeights
 from mpframe.optim.closure import refuse_beside_closure
 from mpframe.optim.ema import Ema
-from mpframe.optim.joint_optimizer import joined
+from mpframe.optim.multi_optimizer import joined
 from mpframe.optim.schedules import refuse_overrun
 from mpframe.optim.step_result import StepResult, largest
 from mpframe.precision import Precision
@@ -51,7 +51,7 @@ class Trainer:
 
     Attributes:
         model: prepared by `precision`, on the device it is trained on.
-        optimizer: what `precision.prepare` returned; or several of those, as a `JointOptimizer`.
+        optimizer: what `precision.prepare` returned; or several of those, as a `MultiOptimizer`.
         loss: loss(outputs, targets) -> 0-d tensor, the mean over the samples of a micro-batch.
             Several losses go by name, each lowered by the optimizer of that name; the model is then
             called with the name as its second argument. See turns.py.
@@ -132,10 +132,10 @@ class Trainer:
         self.progress.count_batches(0, len(train))  # There may be less data than there was.
         if self._validation_due():  # The run was stopped in its validation.
             self._validate(val)
-            self._call("between_steps")
+            self._call("on_step_end")
         while not self._complete():
             self._run_epoch(train, val)
-        self._call("after_fit")
+        self._call("on_train_end")
 
     def refuse_overrun(self, batches: int) -> None:
         """Refuse a schedule that ends before the plan does, at `batches` micro-batches an epoch.
@@ -181,7 +181,7 @@ class Trainer:
         with self._weights_for_evaluation(), _mode_restored(self.model):
             self.model.eval()
             for number, batch in enumerate(loader.epoch(0)):
-                self._call("during_evaluation")
+                self._call("on_prediction_step")
                 with InBatch("validation", 0, number):
                     total += self._evaluate_batch(self._on_device(batch), metric)
                 samples += len(batch[1])
@@ -192,7 +192,7 @@ class Trainer:
         """Everything that can change the run's future; weights as their fp32 masters."""
         return {
             "weights": self.weights(),
-            "optimizer": self.optimizer.bare_state_dict(),  # Masters stand among the weights.
+            "optimizer": self.optimizer.inner_state_dict(),  # Masters stand among the weights.
             "scaler": _state_by_name(self.scaler),
             "schedule": _state_by_name(self.schedule),
             "ema": self.ema.by_name(self.model) if self.ema else None,
@@ -260,9 +260,9 @@ class Trainer:
         turn.optimizer.zero_grad()
         self._buffers.save()
         losses = means([self._forward_backward(turn, batch, len(batches) > 1) for batch in batches])
-        veto = None if self.spikes is None else self.spikes.judge(losses[0])
+        skip_mask = None if self.spikes is None else self.spikes.judge(losses[0])
         with UserCode("optimizer:", getattr(turn.optimizer, "optimizer", turn.optimizer)):
-            result = turn.step(self.plan.clip_norm, self.plan.whole_windows, veto)
+            result = turn.step(self.plan.clip_norm, self.plan.whole_windows, skip_mask)
         self._buffers.restore_where(result.any_skipped())
         return with_losses(result, losses)
 
@@ -365,16 +365,16 @@ class Trainer:
         self.model.train()
         batches = train.epoch(self.progress.epoch, start=self.progress.batch)
         for window in _windows(batches, self.plan.accumulate):
-            self._call("before_step", window)
+            self._call("on_step_begin", window)
             with InBatch("training", self.progress.epoch, self.progress.batch, len(window)):
                 result = self.train_step(*window)
             self.progress.count_batches(len(window), len(train))
-            self._call("after_step", result)
+            self._call("on_optimizer_step", result)
             if self._validation_due():
                 self._validate(val)
             if self._at_pause():
-                self._call("after_epoch")
-            self._call("between_steps")
+                self._call("on_epoch_end")
+            self._call("on_step_end")
             if self._complete():
                 break
 
@@ -389,20 +389,20 @@ class Trainer:
         return self.progress.batch == 0 or self._at_last_step()
 
     def _validation_due(self) -> bool:
-        attempts = self.progress.attempts
-        if attempts == self.progress.validated:
+        global_step = self.progress.global_step
+        if global_step == self.progress.validated:
             return False
         every = self.plan.eval_every
-        at_step = attempts % every == 0 if every else self.progress.batch == 0
+        at_step = global_step % every == 0 if every else self.progress.batch == 0
         return at_step or self._complete()
 
     def _validate(self, val: Loader | None) -> None:
         if val is not None:
             evaluation = self.evaluate(val)
-            self.progress.validated = self.progress.attempts
+            self.progress.validated = self.progress.global_step
             for schedule in self._plateaus:
                 schedule.step(evaluation.watched)
-            self._call("after_evaluation", evaluation)
+            self._call("on_evaluate", evaluation)
 
     def _call(self, event: str, *values: Any) -> None:
         for callback in self.callbacks:

@@ -1,7 +1,7 @@
 """How one step is divided among several losses.
 
 A turn is a forward and backward pass for each of its losses, then a step of its optimizer. With a
-single loss a step is one turn. With several, each lowered by the part of a `JointOptimizer` that
+single loss a step is one turn. With several, each lowered by the part of a `MultiOptimizer` that
 bears its name,
 
     skip="each"    the losses take turns in their order: the second is computed with the weights
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from mpframe.errors import ConfigError
 from mpframe.loss_scaling.interface import LossScaler, Scaling, scale_of
-from mpframe.optim import JointOptimizer, MasterWeights
-from mpframe.optim.joint_optimizer import joined
+from mpframe.optim import MasterWeights, MultiOptimizer
+from mpframe.optim.multi_optimizer import joined
 from mpframe.optim.step_result import StepResult, largest
 
 Loss = Callable[[Any, Any], Tensor]
-AnyOptimizer = MasterWeights | JointOptimizer
+AnyOptimizer = MasterWeights | MultiOptimizer
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class Turn:
         self,
         max_norm: float | None,
         whole: bool,
-        veto: Tensor | None,
+        skip_mask: Tensor | None,
         closure: Callable[[], Any] | None = None,
     ) -> StepResult:
         """The optimizer's step, with the arguments of `MasterWeights.step`."""
         optimizer: Any = self.optimizer  # Either kind takes the scaling that `turns_of` gave it.
         own = {} if closure is None else {"closure": closure}
         result: StepResult = optimizer.step(
-            self.scaler, max_norm=max_norm, whole=whole, veto=veto, **own
+            self.scaler, max_norm=max_norm, whole=whole, skip_mask=skip_mask, **own
         )
         return result
 
@@ -155,7 +155,7 @@ def turns_of(loss: Loss | Mapping[str, Loss], optimizer: AnyOptimizer, scaler: S
 
     Args:
         loss: the only one, or several by name.
-        optimizer: of several losses a `JointOptimizer` with a part for each, by the same name.
+        optimizer: of several losses a `MultiOptimizer` with a part for each, by the same name.
         scaler: one, one for each loss by name, or None.
 
     Raises:
@@ -168,7 +168,7 @@ def turns_of(loss: Loss | Mapping[str, Loss], optimizer: AnyOptimizer, scaler: S
                 "use optimizer.scalers=shared"
             )
         return Turns([Turn([Objective("", loss, scaler)], optimizer, scaler)])
-    parts = optimizer.parts if isinstance(optimizer, JointOptimizer) else {}
+    parts = optimizer.parts if isinstance(optimizer, MultiOptimizer) else {}
     if list(parts) != list(loss) or not optimizer.own_losses:  # type: ignore[union-attr]
         raise ConfigError(
             f"optimizer.parts={', '.join(parts) or 'none'}: the losses are {', '.join(loss)}; give "
@@ -181,7 +181,7 @@ def turns_of(loss: Loss | Mapping[str, Loss], optimizer: AnyOptimizer, scaler: S
     return _turns_of_several(loss, optimizer, scaler)  # type: ignore[arg-type]
 
 
-def _turns_of_several(losses: Mapping[str, Loss], optimizer: JointOptimizer, scaler: Any) -> Turns:
+def _turns_of_several(losses: Mapping[str, Loss], optimizer: MultiOptimizer, scaler: Any) -> Turns:
     alternating = optimizer.skip == "each"
     shared = None
     if alternating and scaler is not None and not isinstance(scaler, Mapping):

@@ -45,7 +45,7 @@ def results(folder: Path) -> dict[str, Any]:
     newest = checkpoint.read(folder)
     return {
         "state": newest.state,
-        "step": newest.attempts,
+        "step": newest.global_step,
         "validation": newest.facts["validation"],
         "curves": scalars(folder),
         "amax": (folder / FILE_NAME).read_text(),

@@ -250,7 +250,7 @@ def test_auto_passes_over_a_crafted_checkpoint_to_the_one_before(
     damage(folder / "checkpoints/step_00000008")
     with time_limit(30):
         Resume("auto", folder, config).into(trainer)
-    assert trainer.progress.attempts == 4
+    assert trainer.progress.global_step == 4
     (line,) = (line for line in caplog.messages if "passes over" in line)
     assert re.search(rf"^warning: resume=auto passes over step_00000008: .*{said}", line), line
     assert "\n" not in line
@@ -265,7 +265,7 @@ def test_facts_that_are_none_change_nothing(
     folder = shutil.copytree(whole, tmp_path / "run")
     sealed(**facts)(folder / "checkpoints/step_00000008")
     Resume("auto", folder, (folder / "config_resolved.yaml").read_text()).into(trainer)
-    assert trainer.progress.attempts == 8
+    assert trainer.progress.global_step == 8
     retention.prune(folder, 1, 1)
     assert folder / "checkpoints/step_00000008" in checkpoint.all_in(folder)
 

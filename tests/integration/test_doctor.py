@@ -302,7 +302,7 @@ def test_an_examination_changes_nothing(experiment: str, dtype: str) -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.weights().items())
     assert scales == {name: float(own.scale) for name, own in trainer.scalers.items()}
-    assert trainer.progress.attempts == 0
+    assert trainer.progress.global_step == 0
     assert trainer.state_dict()["optimizer"] == state  # no moments, so no tensors, in either
 
 

@@ -271,7 +271,7 @@ def reported(run: Path, drawn: bool) -> None:
 
 def test_the_control_is_read(run: Path, trained: tuple[Path, Trainer]) -> None:
     """What is changed above is whole before."""
-    assert checkpoint.read(run).attempts == 2
+    assert checkpoint.read(run).global_step == 2
     assert Summary.read(run).status == "finished"
     newest = checkpoint.newest(run)
     assert config_of((newest / "config.yaml").read_text(), newest, []).run.seed == 0

@@ -66,7 +66,7 @@ def test_a_signal_stops_the_run_between_two_steps(whole: Path, tmp_path: Path, n
     assert time.monotonic() - sent < 20
     summary = Summary.read(folder)
     assert (summary.status, summary.reason) == ("interrupted", f"stopped by {name}")
-    assert checkpoint.read(folder).attempts == summary.steps < 14
+    assert checkpoint.read(folder).global_step == summary.steps < 14
     train(folder, *OPTIONS, "resume=auto")
     assert_same_run(whole, folder)
 
@@ -76,9 +76,9 @@ def test_a_validation_is_abandoned_and_made_anew(
 ) -> None:
     folder = tmp_path / "run"
     # Six batches a validation: the ninth is in the middle of the second one, at step 8.
-    stop = at_call(9, send, StopOnSignal.during_evaluation)
+    stop = at_call(9, send, StopOnSignal.on_prediction_step)
     with monkeypatch.context() as patched:
-        patched.setattr(StopOnSignal, "during_evaluation", stop)
+        patched.setattr(StopOnSignal, "on_prediction_step", stop)
         with pytest.raises(RunInterrupted):
             start_run(folder, *OPTIONS)
     progress = checkpoint.load(folder)["trainer"]["progress"]
@@ -88,9 +88,9 @@ def test_a_validation_is_abandoned_and_made_anew(
     start_run(folder, *OPTIONS, "resume=auto")
     assert_same_run(whole, folder)
     # Stopped again in the same validation: it is made, and written, once.
-    stop = at_call(3, send, StopOnSignal.during_evaluation)
+    stop = at_call(3, send, StopOnSignal.on_prediction_step)
     with monkeypatch.context() as patched:
-        patched.setattr(StopOnSignal, "during_evaluation", stop)
+        patched.setattr(StopOnSignal, "on_prediction_step", stop)
         with pytest.raises(RunInterrupted):
             start_run(again, *OPTIONS, "resume=auto")
     start_run(again, *OPTIONS, "resume=auto")
@@ -101,10 +101,10 @@ def test_further_signals_do_not_tear_the_checkpoint(
     start_run: StartRun, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    stop = at_call(5, send, StopOnSignal.between_steps)
+    stop = at_call(5, send, StopOnSignal.on_step_end)
     again = at_call(1, lambda: list(map(send, CODES)), checkpoint.save)
     with monkeypatch.context() as patched:
-        patched.setattr(StopOnSignal, "between_steps", stop)
+        patched.setattr(StopOnSignal, "on_step_end", stop)
         patched.setattr(checkpoint, "save", again)
         with pytest.raises(RunInterrupted, match="by SIGTERM"):
             start_run(folder, *OPTIONS)
@@ -130,9 +130,9 @@ def test_stopped_while_steps_are_skipped_it_goes_on_exactly(
     options += ["loss_scaling=Backoff", "loss_scaling.backoff_factor=1e-4"]
     start_run(tmp_path / "whole", *options)
     folder = tmp_path / "run"
-    stop = at_call(3, send, StopOnSignal.between_steps)
+    stop = at_call(3, send, StopOnSignal.on_step_end)
     with monkeypatch.context() as patched:
-        patched.setattr(StopOnSignal, "between_steps", stop)
+        patched.setattr(StopOnSignal, "on_step_end", stop)
         with pytest.raises(RunInterrupted):
             start_run(folder, *options)
     assert checkpoint.load(folder)["trainer"]["progress"]["skipped_in_a_row"] == 3
@@ -175,7 +175,7 @@ def test_the_program_with_workers(tmp_path: Path, together: bool) -> None:
         "SIGTERM: stopping after this step",
         f"mpframe: stopped by SIGTERM; continue with resume=auto hydra.run.dir={tmp_path / 'run'}",
     ]
-    assert checkpoint.read(tmp_path / "run").attempts == Summary.read(tmp_path / "run").steps
+    assert checkpoint.read(tmp_path / "run").global_step == Summary.read(tmp_path / "run").steps
 
 
 def test_a_stopped_sweep_starts_no_further_job(tmp_path: Path) -> None:
@@ -210,13 +210,13 @@ def test_only_the_warning_of_a_time_limit_requeues(
     start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, requeue: bool
 ) -> None:
     log = with_scontrol(tmp_path, monkeypatch)
-    stop = at_call(2, lambda: send(name), StopOnSignal.between_steps)
-    monkeypatch.setattr(StopOnSignal, "between_steps", stop)
+    stop = at_call(2, lambda: send(name), StopOnSignal.on_step_end)
+    monkeypatch.setattr(StopOnSignal, "on_step_end", stop)
     with pytest.raises(RunInterrupted):
         start_run(tmp_path / "run", *OPTIONS, f"trainer.requeue={requeue}", "resume=auto")
     asked = log.read_text() if log.exists() else ""
     assert asked == ("requeue 77\n" if requeue and name == "SIGUSR1" else "")
-    assert checkpoint.read(tmp_path / "run").attempts == 2
+    assert checkpoint.read(tmp_path / "run").global_step == 2
 
 
 def test_a_refused_requeue_is_said(
@@ -226,8 +226,8 @@ def test_a_refused_requeue_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with_scontrol(tmp_path, monkeypatch, fails="Job is not requeueable")
-    stop = at_call(2, lambda: send("SIGUSR1"), StopOnSignal.between_steps)
-    monkeypatch.setattr(StopOnSignal, "between_steps", stop)
+    stop = at_call(2, lambda: send("SIGUSR1"), StopOnSignal.on_step_end)
+    monkeypatch.setattr(StopOnSignal, "on_step_end", stop)
     with pytest.raises(RunInterrupted):
         start_run(tmp_path / "run", *OPTIONS, "trainer.requeue=true", "resume=auto")
     assert "warning: job 77 was not requeued: Job is not requeueable" in caplog.messages

@@ -137,11 +137,11 @@ def test_nothing_that_is_saved_could_be_left_out(
         state = without(snapshot.state, fresh, item)
         if not differing(state, snapshot.state):
             return False
-        folder = tmp_path / f"{snapshot.attempts}-{'-'.join(item)}"
+        folder = tmp_path / f"{snapshot.global_step}-{'-'.join(item)}"
         (folder / "source").mkdir(parents=True)
         source = checkpoint.save(folder / "source", replace(snapshot, state=state))
         start_run(folder, *options, f"resume={source}")
-        first, second = (ends(run, snapshot.attempts) for run in (folder, whole))
+        first, second = (ends(run, snapshot.global_step) for run in (folder, whole))
         return bool(differing(first, second))
 
     found = [*items(saved[0].state), ("masters",)]

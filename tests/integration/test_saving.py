@@ -121,7 +121,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_older_checkpoints_whole(
         start_run(small_disk, *OPTIONS, *FAILING, f"trainer.async_save={background}")
     assert Summary.read(small_disk).status == "failed"
     (whole,) = checkpoint.all_in(small_disk)
-    assert checkpoint.read(whole).attempts == 2
+    assert checkpoint.read(whole).global_step == 2
     assert [path.name for path in whole.parent.iterdir()] == [whole.name]
 
 
@@ -151,18 +151,18 @@ def small_folder(tmp_path: Path) -> Iterator[Path]:
 
 def filled(folder: Path, patched: pytest.MonkeyPatch, from_step: int, to_step: int) -> None:
     """Let the disk of a folder be full to its last byte from one step to another."""
-    whole = Checkpoints.between_steps
+    whole = Checkpoints.on_step_end
 
-    def between_steps(saves: Checkpoints, trainer: Trainer) -> None:
-        if trainer.progress.attempts == to_step:
+    def on_step_end(saves: Checkpoints, trainer: Trainer) -> None:
+        if trainer.progress.global_step == to_step:
             (folder / "filler").unlink()
-        if trainer.progress.attempts == from_step:
+        if trainer.progress.global_step == from_step:
             with suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
                 while file.write(bytes(512)):
                     pass
         whole(saves, trainer)
 
-    patched.setattr(Checkpoints, "between_steps", between_steps)
+    patched.setattr(Checkpoints, "on_step_end", on_step_end)
 
 
 def test_a_disk_full_to_the_last_byte_is_one_line(
@@ -193,7 +193,7 @@ def test_a_disk_full_to_the_last_byte_may_be_warned_of_only(
         assert [step for step, _ in scalars(small_folder)["loss/train"]] == list(range(1, 11))
         assert len(read_amax(small_folder)) == 10
         assert Summary.read(small_folder).status == "finished"
-        assert checkpoint.read(small_folder).attempts == 10
+        assert checkpoint.read(small_folder).global_step == 10
 
 
 def test_a_folder_gone_read_only_is_named(start_run: StartRun, small_disk: Path) -> None:

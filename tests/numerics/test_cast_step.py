@@ -12,7 +12,7 @@ from mpframe import Backoff, OpLists, Precision, Trainer
 from mpframe.config.locations import CONF
 from mpframe.data.datasets.adversarial import discriminator_loss, generator_loss
 from mpframe.models import cnn, gan, mlp, resnet18
-from mpframe.optim import JointOptimizer
+from mpframe.optim import MultiOptimizer
 from mpframe.training.trainer import Plan
 
 FP32 = torch.float32
@@ -101,7 +101,7 @@ def test_no_silent_promotion_with_two_losses(mode: str, half: str, skip: str) ->
         for name in ("discriminator", "generator")
     }
     losses = {"discriminator": discriminator_loss, "generator": generator_loss}
-    optimizer = JointOptimizer(parts, skip=skip, own_losses=True)
+    optimizer = MultiOptimizer(parts, skip=skip, own_losses=True)
     trainer = Trainer(
         model, optimizer, losses, precision, scaler=Backoff(2.0**8), plan=Plan(clip_norm=1.0)
     )

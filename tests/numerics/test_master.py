@@ -11,7 +11,7 @@ from vocabulary import HALVES, same_bits
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.errors import ConfigError
-from mpframe.optim import JointOptimizer
+from mpframe.optim import MultiOptimizer
 from mpframe.optim.ema import Ema
 from mpframe.optim.last_look import _LARGE, LastLook
 
@@ -226,7 +226,7 @@ class TestWrites:
     def test_of_several_optimizers(self) -> None:
         model, precision = nn.Linear(4, 4), Precision("mixed")
         parts = {n: precision.prepare(model, sgd([p]))[1] for n, p in model.named_parameters()}
-        optimizer = JointOptimizer(parts)
+        optimizer = MultiOptimizer(parts)
         for parameter in model.parameters():
             parameter.data.fill_(1.0)
         step(optimizer, model.weight, model.bias)

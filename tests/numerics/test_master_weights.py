@@ -13,7 +13,7 @@ from vocabulary import HALVES, formats, same_bits, tensors
 
 from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.optim import JointOptimizer
+from mpframe.optim import MultiOptimizer
 from mpframe.training.plan import Plan
 
 FP32, HALF = torch.float32, torch.float16
@@ -587,7 +587,7 @@ class TestConsumed:
     """A step consumes the gradients, whatever came of it."""
 
     @pytest.mark.parametrize("kind", ["dense", "sparse"])
-    @pytest.mark.parametrize("way", ["step", "skip", "accumulate", "whole", "veto", "device"])
+    @pytest.mark.parametrize("way", ["step", "skip", "accumulate", "whole", "skip_mask", "device"])
     @pytest.mark.parametrize(("dtype", "keep"), [(FP32, True), (HALF, True), (HALF, False)])
     def test_no_gradient_is_left(self, dtype: torch.dtype, keep: bool, way: str, kind: str) -> None:
         fused = way == "device" and kind == "dense"
@@ -601,8 +601,8 @@ class TestConsumed:
             if way in ("accumulate", "whole"):
                 wrapped.accumulate()
                 set_gradients(params, gradients(step, cls))
-            veto = torch.tensor(True) if way == "veto" else None
-            wrapped.step(whole=way == "whole", veto=veto)
+            skip_mask = torch.tensor(True) if way == "skip_mask" else None
+            wrapped.step(whole=way == "whole", skip_mask=skip_mask)
             assert [p.grad for p in params] == [None] * 3
             assert [wrapped.master_of(p).grad for p in params] == [None] * 3
 
@@ -929,7 +929,7 @@ class TestRefusals:
         wrapped = MasterWeights(torch.optim.SGD(params, lr=1.0))
         set_gradients(params, gradients(0, torch.optim.SGD))
         before = snapshot(wrapped, params)
-        for optimizer in (wrapped, JointOptimizer({"all": wrapped})):
+        for optimizer in (wrapped, MultiOptimizer({"all": wrapped})):
             with pytest.raises(ConfigError) as error:
                 optimizer.step(max_norm=value)
             assert str(error.value) == (

@@ -109,12 +109,12 @@ def test_watching_changes_no_bit_and_leaves_no_hook(tmp_path: Path, mode: str, h
         watch = RangeWatch(watched, tmp_path, tracker, half=dtype, every=2)
         for batch in batches(5):
             plain.train_step(batch)
-            watch.before_step(watched, [batch])
-            watch.after_step(watched, watched.train_step(batch))
+            watch.on_step_begin(watched, [batch])
+            watch.on_optimizer_step(watched, watched.train_step(batch))
         for mine, theirs in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
             assert torch.equal(mine, theirs)
-        watch.before_step(watched, batches(1))
-        watch.after_step(watched, watched.train_step(batches(1)[0]))
+        watch.on_step_begin(watched, batches(1))
+        watch.on_optimizer_step(watched, watched.train_step(batches(1)[0]))
     assert not any(module._forward_hooks for module in watched.model.modules())
     assert not any(p._post_accumulate_grad_hooks for p in watched.model.parameters())
     assert [report.step for report in read_ranges(tmp_path)] == [2, 4, 6]

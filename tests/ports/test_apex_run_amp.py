@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpframe import Backoff, MasterWeights, Precision, Static
-from mpframe.optim import JointOptimizer
+from mpframe.optim import MultiOptimizer
 
 INF = float("inf")
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -307,7 +307,7 @@ class TwoLosses:
         self.twins = {"0": Pair(1.0).float(), "1": Pair(2.0).float()}
         self.plain = {name: self.sgd(name, twin) for name, twin in self.twins.items()}
         parts = {n: MasterWeights(self.sgd(n, model)) for n, model in self.models.items()}
-        self.joint = JointOptimizer(parts, skip=skip, own_losses=True)
+        self.joint = MultiOptimizer(parts, skip=skip, own_losses=True)
         one = Backoff(init_scale=4.0)
         self.scalers = {"0": one, "1": Backoff(init_scale=16.0) if own_scalers else one}
         self.told: Any = self.scalers if own_scalers else one

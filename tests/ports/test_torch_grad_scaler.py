@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 
 from mpframe import Backoff, MasterWeights, Precision, Static
 from mpframe.errors import ConfigError
-from mpframe.optim import JointOptimizer
+from mpframe.optim import MultiOptimizer
 
 INF, NAN = float("inf"), float("nan")
 FORMATS = ("fp32", "float16", "bfloat16")
@@ -389,7 +389,7 @@ def test_two_optimizers_with_one_scaler(spoilt: str | None, kept: str) -> None:
     """torch: only the optimizer with an inf in its gradients skips; the scale falls for both."""
     first, second = Twins(kept), Twins(kept, OPTIMIZERS["adam"])
     second.scaler, second.grad_scaler = first.scaler, first.grad_scaler
-    joint = JointOptimizer(
+    joint = MultiOptimizer(
         {"first": first.optimizer, "second": second.optimizer}, skip="each", own_losses=True
     )
     for step in range(4):

@@ -17,13 +17,13 @@ from mpframe.errors import CheckpointError
 STATE = {"weights": {"a": torch.arange(5.0)}, "steps": 3, "name": "x", "list": [1, None, 2.5]}
 
 
-def save(folder: Path, attempts: int, accuracy: float | None = None, **state: Any) -> Path:
+def save(folder: Path, global_step: int, accuracy: float | None = None, **state: Any) -> Path:
     facts = {
         "validation": {"metric": "accuracy", "value": accuracy, "higher_is_better": True}
         if accuracy is not None
         else None
     }
-    return checkpoint.save(folder, Snapshot(attempts, state or STATE, "seed: 1\n", facts))
+    return checkpoint.save(folder, Snapshot(global_step, state or STATE, "seed: 1\n", facts))
 
 
 def names(folder: Path) -> list[str]:
@@ -37,7 +37,7 @@ def test_a_snapshot_comes_back(tmp_path: Path) -> None:
     assert {k: v for k, v in snapshot.state.items() if k != "weights"} == {
         k: v for k, v in STATE.items() if k != "weights"
     }
-    assert (snapshot.attempts, snapshot.config) == (3, "seed: 1\n")
+    assert (snapshot.global_step, snapshot.config) == (3, "seed: 1\n")
     assert snapshot.facts["validation"]["value"] == 0.5
     assert checkpoint.load(tmp_path)["steps"] == 3
 
@@ -50,17 +50,17 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_the_newest_stay_by_number_not_by_name(tmp_path: Path) -> None:
-    for attempts in (9, 10, 99_999_999, 100_000_000):
-        save(tmp_path, attempts)
+    for global_step in (9, 10, 99_999_999, 100_000_000):
+        save(tmp_path, global_step)
     retention.prune(tmp_path, keep_last=2, keep_best=0)
     assert names(tmp_path) == ["step_100000000", "step_99999999"]
 
 
 @pytest.mark.parametrize(("higher", "kept"), [(True, [2, 3, 5]), (False, [1, 4, 5])])
 def test_the_best_stay_besides_the_newest(tmp_path: Path, higher: bool, kept: list[int]) -> None:
-    for attempts, value in enumerate((0.1, 0.9, 0.8, 0.2, 0.5), start=1):
+    for global_step, value in enumerate((0.1, 0.9, 0.8, 0.2, 0.5), start=1):
         facts = {"validation": {"metric": "m", "value": value, "higher_is_better": higher}}
-        checkpoint.save(tmp_path, Snapshot(attempts, STATE, facts=facts))
+        checkpoint.save(tmp_path, Snapshot(global_step, STATE, facts=facts))
     retention.prune(tmp_path, keep_last=1, keep_best=2)
     assert names(tmp_path) == [f"step_{n:08d}" for n in kept]
 
@@ -76,8 +76,8 @@ def test_what_was_never_validated_or_is_nan_is_no_best(tmp_path: Path) -> None:
 
 
 def test_newer_ones_are_set_aside_and_not_lost(tmp_path: Path) -> None:
-    for attempts in (1, 2, 3):
-        save(tmp_path, attempts)
+    for global_step in (1, 2, 3):
+        save(tmp_path, global_step)
     moved = retention.set_aside_after(tmp_path, 1)
     assert [path.name for path in moved] == ["step_00000002.set_aside", "step_00000003.set_aside"]
     assert [path.name for path in checkpoint.all_in(tmp_path)] == ["step_00000001"]
@@ -88,8 +88,8 @@ def test_newer_ones_are_set_aside_and_not_lost(tmp_path: Path) -> None:
 
 def test_what_a_kill_leaves_behind_is_tidied(tmp_path: Path) -> None:
     """Half-written, half-deleted, and killed between the two renames of a replacement."""
-    for attempts in (1, 2, 3):
-        save(tmp_path, attempts)
+    for global_step in (1, 2, 3):
+        save(tmp_path, global_step)
     parent = tmp_path / "checkpoints"
     (parent / "step_00000001").rename(parent / ".step_00000001.dropped")
     shutil.copytree(parent / "step_00000002", parent / ".step_00000002.new")

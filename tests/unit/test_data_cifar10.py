@@ -12,7 +12,8 @@ import pytest
 import torch
 from time_limit import time_limit
 
-from mpframe.data import ArrayImages, cifar10, cifar_files
+from mpframe.data import ArrayImages, cifar10
+from mpframe.data.datasets import cifar_files
 from mpframe.data.datasets.cifar_files import read_binary, read_python
 from mpframe.errors import DataError
 

@@ -166,13 +166,13 @@ def test_the_state_of_the_judge_is_in_the_trainers() -> None:
 def test_a_spike_is_told(policy: str, ending: str, caplog: pytest.LogCaptureFixture) -> None:
     trainer = warmed_up(make_trainer(policy=policy))
     with caplog.at_level(logging.WARNING):
-        SpikeReport().after_step(trainer, trainer.train_step(batch(99, 40.0)))
+        SpikeReport().on_optimizer_step(trainer, trainer.train_step(batch(99, 40.0)))
     (message,) = caplog.messages
     assert message.startswith("warning: step 13: loss ")
     assert "is a spike, more than 10 times the median" in message
     assert message.endswith(ending)
     caplog.clear()
-    SpikeReport().after_step(trainer, trainer.train_step(batch(3)))
+    SpikeReport().on_optimizer_step(trainer, trainer.train_step(batch(3)))
     assert caplog.messages == []
 
 
@@ -180,14 +180,14 @@ def test_a_spike_ends_the_run_where_that_is_the_policy() -> None:
     trainer = warmed_up(make_trainer(policy="stop"))
     result = trainer.train_step(batch(99, 40.0))
     with pytest.raises(DivergedError, match=r"^trainer\.on_loss_spike=stop: step 13: loss .* is a"):
-        SpikeReport().after_step(trainer, result)
+        SpikeReport().on_optimizer_step(trainer, result)
 
 
 def test_a_loss_that_stays_high_ends_at_the_guard() -> None:
     trainer, guard = warmed_up(make_trainer()), SkipGuard(60)
     for _ in range(59):
-        guard.after_step(trainer, trainer.train_step(batch(99, 40.0)))
+        guard.on_optimizer_step(trainer, trainer.train_step(batch(99, 40.0)))
     last = trainer.train_step(batch(99, 40.0))
     with pytest.raises(DivergedError, match="the loss stays above 10 times the median"):
-        guard.after_step(trainer, last)
+        guard.on_optimizer_step(trainer, last)
     assert trainer.progress.skipped == 60

@@ -33,13 +33,13 @@ class Slow(Callback):
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def before_step(self, trainer: Trainer, batches: list[Batch]) -> None:
-        self._clock.now += 1.0 if trainer.progress.attempts != 2 else 16.0
+    def on_step_begin(self, trainer: Trainer, batches: list[Batch]) -> None:
+        self._clock.now += 1.0 if trainer.progress.global_step != 2 else 16.0
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         self._clock.now += 0.25  # logging: part of training, and of the next step's time
 
-    def during_evaluation(self, trainer: Trainer) -> None:
+    def on_prediction_step(self, trainer: Trainer) -> None:
         self._clock.now += 1000.0
 
 
@@ -47,9 +47,9 @@ class Saving(Callback):
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def between_steps(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer) -> None:
         for callback in trainer.callbacks:
-            callback.before_save(trainer)
+            callback.on_save(trainer)
         self._clock.now += 1000.0
 
 

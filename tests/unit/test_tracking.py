@@ -1,6 +1,5 @@
 """What the tracker writes is read back with TensorBoard's own reader."""
 
-import inspect
 import math
 import resource
 import signal
@@ -21,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from mpframe.errors import MpframeError
 from mpframe.files.durable import append_whole
+from mpframe.tracking import event_file
+from mpframe.tracking import tracker as tracking
 from mpframe.tracking.environment import environment_text, shown_command
-from mpframe.tracking.tracker import NullTracker, Tag, Tracker, event_file, metric_tag
-from mpframe.tracking.tracker import tracker as tracking
+from mpframe.tracking.tracker import Tag, Tracker, metric_tag
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -359,35 +359,6 @@ def test_what_was_never_a_last_step_is_refused(tmp_path: Path) -> None:
 
 
 # --- the null tracker, cost, imports
-
-
-def test_null_tracker_answers_every_call_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with NullTracker() as tracker:
-        tracker.scalars(1, {Tag.LOSS_TRAIN: torch.ones(())})
-        tracker.text(Tag.TEXT_CONFIG, "")
-        tracker.hparams({"a": {}}, [])
-        tracker.image("picture", b"", 1)
-        tracker.histogram("counts", [1.0], [0.0, 1.0], 1)
-        tracker.layout(["accuracy"])
-        tracker.write_again(tracker.last_step())
-        tracker.finished()
-        tracker.flush()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_null_tracker_overrides_every_public_method() -> None:
-    public = [n for n, _ in inspect.getmembers(Tracker, inspect.isfunction) if n[0] != "_"]
-    assert len(public) == 11
-    assert all(getattr(NullTracker, name) is not getattr(Tracker, name) for name in public)
-
-
-def test_null_tracker_waits_for_no_device() -> None:
-    with CountedTransfers() as transfers:
-        NullTracker().scalars(1, {"a": torch.ones(())})
-    assert transfers.shapes == []
 
 
 def test_logging_nine_tags_stays_cheap(tmp_path: Path) -> None:

@@ -59,14 +59,14 @@ class Autopsy(Callback):
         self._first_loss: float | Tensor | None = None
         self._reports, self._looked = 0, False
 
-    def before_step(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+    def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Remember what the step starts from."""
         if self._device is None:
             self._device = device_of(trainer.model)
         progress = trainer.progress
         self._step = (batches, RandomState.now(self._device), progress.epoch, progress.batch)
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Look into the step where that is due."""
         if self._first_loss is None:
             self._first_loss = result.loss
@@ -126,7 +126,7 @@ class Autopsy(Callback):
         numbers = range(batch, batch + len(batches))
         first = None if self._first_loss is None else float(self._first_loss)
         return Evidence(
-            step=trainer.progress.attempts,
+            step=trainer.progress.global_step,
             reason=reason,
             batches=batches,
             samples=[self._samples(epoch, number).tolist() for number in numbers],

@@ -22,7 +22,7 @@ from mpframe.checkpoint import Snapshot
 from mpframe.errors import CheckpointError
 from mpframe.numerics.autopsy.case import Case, RandomState, device_of
 from mpframe.numerics.optimizer_numbers import misheld_numbers
-from mpframe.optim import JointOptimizer
+from mpframe.optim import MultiOptimizer
 from mpframe.optim.step_result import StepResult
 from mpframe.training.loader import Batch
 from mpframe.training.trainer import Trainer
@@ -121,7 +121,7 @@ def skipped_of(trainer: Trainer, result: StepResult) -> frozenset[str]:
 def lost_eps_of(trainer: Trainer) -> str:
     """The eps of an optimizer that is 0 in the format it works in, in words; else empty."""
     optimizer = trainer.optimizer
-    parts = optimizer.parts.values() if isinstance(optimizer, JointOptimizer) else [optimizer]
+    parts = optimizer.parts.values() if isinstance(optimizer, MultiOptimizer) else [optimizer]
     numbers = (number for part in parts for number in misheld_numbers(part))
     return next((str(number) for number in numbers if number.lost and number.name == "eps"), "")
 

@@ -21,7 +21,7 @@ from mpframe.numerics.autopsy.verdict import Verdict, judge
 from mpframe.numerics.doctor.gradients import GradientRange
 from mpframe.numerics.doctor.rehearsal import Rehearsal, rehearse
 from mpframe.optim import MasterWeights
-from mpframe.optim.joint_optimizer import JointOptimizer
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.precision.dtype_map import Row
 from mpframe.precision.policy import Policy
 from mpframe.training.loader import Batch
@@ -75,7 +75,7 @@ class Patient:
     def optimizers(self) -> dict[str, MasterWeights]:
         """The optimizers by the path of their options."""
         optimizer = self.trainer.optimizer
-        if isinstance(optimizer, JointOptimizer):
+        if isinstance(optimizer, MultiOptimizer):
             return {f"optimizer.parts.{name}": part for name, part in optimizer.parts.items()}
         return {"optimizer": optimizer}
 

@@ -20,11 +20,11 @@ class RecordAmax(Callback):
     def __init__(self, folder: Path, kept: int, on_error: str = "stop") -> None:
         self._record = AmaxRecord(folder, kept, on_error)
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Keep the step's amax."""
         self._record.add(result.amax)
 
-    def before_save(self, trainer: Trainer) -> None:
+    def on_save(self, trainer: Trainer) -> None:
         """Write what was kept: a checkpoint counts on it."""
         self.flush()
 

@@ -72,15 +72,15 @@ class Checkpoints(Callback):
         self._saved: tuple[int, int] | None = None
         self._saved_at = time.monotonic()
 
-    def after_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Note the validation's value; a checkpoint of this step is ranked by it.
 
         Raises:
             MpframeError: the best are to be kept, and the metric does not say which is better.
         """
-        self._validation = trainer.progress.attempts, self._facts_of(evaluation)
+        self._validation = trainer.progress.global_step, self._facts_of(evaluation)
 
-    def between_steps(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer) -> None:
         """Save where it is due, but never from a step that was skipped: the last good one stays."""
         if self._due(trainer) and not trainer.progress.skipped_in_a_row:
             self.save(trainer)
@@ -92,9 +92,9 @@ class Checkpoints(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved one."""
         if state["validation"] is not None:
-            attempts, validation = state["validation"]
+            global_step, validation = state["validation"]
             retention.rank(validation)  # Raises where it is none.
-            self._validation = int(attempts), dict(validation)
+            self._validation = int(global_step), dict(validation)
 
     def save(self, trainer: Trainer) -> None:
         """Save the run as it stands, unless just that has been done.
@@ -103,11 +103,11 @@ class Checkpoints(Callback):
             CheckpointError: it, or the one before it, could not be written, and that is to stop
                 the run.
         """
-        stands = trainer.progress.attempts, trainer.progress.validated
+        stands = trainer.progress.global_step, trainer.progress.validated
         if self._saved == stands:
             return
         for callback in trainer.callbacks:
-            callback.before_save(trainer)
+            callback.on_save(trainer)
         snapshot = self._snapshot(trainer)
         self._saved, self._saved_at = stands, time.monotonic()
         with self._reported():
@@ -143,14 +143,14 @@ class Checkpoints(Callback):
         plan, progress = self._plan, trainer.progress
         if plan.minutes is not None and time.monotonic() - self._saved_at >= 60 * plan.minutes:
             return True
-        if plan.every is not None and progress.attempts % plan.every == 0:
+        if plan.every is not None and progress.global_step % plan.every == 0:
             return True
         if plan.every is None and plan.minutes is None and progress.batch == 0:
             return True
-        return self._among_the_best(progress.attempts)
+        return self._among_the_best(progress.global_step)
 
-    def _among_the_best(self, attempts: int) -> bool:
-        validation = self._validation_at(attempts)
+    def _among_the_best(self, global_step: int) -> bool:
+        validation = self._validation_at(global_step)
         rank = retention.rank(validation) if self._plan.keep_best and validation else None
         if rank is None:
             return False
@@ -158,10 +158,10 @@ class Checkpoints(Callback):
         return rank < retention.rank_to_beat(self._folder, self._plan.keep_best)
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
-        attempts = trainer.progress.attempts
+        global_step = trainer.progress.global_step
         callbacks = {key: c.state_dict() for key, c in by_key(trainer.callbacks).items()}
         return Snapshot(
-            attempts,
+            global_step,
             {
                 "trainer": trainer.state_dict(),
                 "rng": checkpoint.rng_state(),
@@ -169,7 +169,7 @@ class Checkpoints(Callback):
             },
             self._config,
             {
-                "validation": self._validation_at(attempts),
+                "validation": self._validation_at(global_step),
                 "made_on": arithmetic(next(trainer.model.parameters()).device),
                 "run": self._run,
             },
@@ -193,9 +193,9 @@ class Checkpoints(Callback):
                 raise
             log.warning("warning: %s", error)
 
-    def _validation_at(self, attempts: int) -> dict[str, Any] | None:
+    def _validation_at(self, global_step: int) -> dict[str, Any] | None:
         known = self._validation
-        return known[1] if known is not None and known[0] == attempts else None
+        return known[1] if known is not None and known[0] == global_step else None
 
     def _facts_of(self, evaluation: Evaluation) -> dict[str, Any]:
         if evaluation.metric == "none":

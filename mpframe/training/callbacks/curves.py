@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpframe.optim import JointOptimizer
+from mpframe.optim import MultiOptimizer
 from mpframe.optim.step_result import StepResult
 from mpframe.tracking.memory import peak_memory
 from mpframe.tracking.tracker import Tag, Tracker, metric_tag
@@ -33,20 +33,20 @@ class Curves(Callback):
         self._log_every = log_every
         self._throughput = throughput
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Log the step where it is due."""
         if result.loss is not None:
             self.train_loss = result.loss
-        attempts = trainer.progress.attempts
-        if attempts % self._log_every == 0 or trainer.progress.skipped_in_a_row:
-            self._tracker.scalars(attempts, self._of_step(trainer, result))
+        global_step = trainer.progress.global_step
+        if global_step % self._log_every == 0 or trainer.progress.skipped_in_a_row:
+            self._tracker.scalars(global_step, self._of_step(trainer, result))
 
-    def after_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Log the validation."""
         values = {Tag.LOSS_VAL: evaluation.loss, metric_tag(evaluation.metric): evaluation.value}
-        self._tracker.scalars(trainer.progress.attempts, values)
+        self._tracker.scalars(trainer.progress.global_step, values)
 
-    def before_save(self, trainer: Trainer) -> None:
+    def on_save(self, trainer: Trainer) -> None:
         """Wait until the curves are in their file: none is to be older than a checkpoint."""
         self._tracker.flush()
 
@@ -91,7 +91,7 @@ def _of_part(trainer: Trainer, name: str, part: StepResult) -> dict[str, float |
         Tag.SCALE.of(name): part.scale,
         Tag.SKIPPED_TOTAL.of(name): trainer.progress.part_skips.get(name, 0),
     }
-    if isinstance(trainer.optimizer, JointOptimizer):
+    if isinstance(trainer.optimizer, MultiOptimizer):
         values[Tag.LR.of(name)] = trainer.optimizer.parts[name].param_groups[0]["lr"]
     if part.loss is not None:
         values[Tag.LOSS_TRAIN.of(name)] = part.loss

@@ -14,7 +14,7 @@ class LastEvaluation(Callback):
     def __init__(self) -> None:
         self.value: Evaluation | None = None
 
-    def after_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Keep it."""
         self.value = evaluation
 

@@ -30,7 +30,7 @@ class Bar(Callback):
         )
         self._validated: dict[str, str] = {}
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Move on; the texts are refreshed only as often as the bar is drawn."""
         drawn = self._bar.update(1)
         if drawn and result.loss is not None:
@@ -38,7 +38,7 @@ class Bar(Callback):
             words["skipped"] = str(trainer.progress.skipped)
             self._bar.set_postfix({**words, **self._validated}, refresh=False)
 
-    def after_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None:
+    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Show the validation's result from now on."""
         self._validated = {f"val_{evaluation.metric}": f"{evaluation.value:.4f}"}
 

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 class SaturationWarning(Callback):
     """Says after each epoch which half weights stand at the end of their format's range."""
 
-    def after_epoch(self, trainer: Trainer) -> None:
+    def on_epoch_end(self, trainer: Trainer) -> None:
         """Warn where there are any; one transfer from the device."""
         message = trainer.optimizer.saturation_warning(trainer.model)
         if message:

@@ -26,7 +26,7 @@ class SkipGuard(Callback):
         self._tried = tried
         self._last: StepResult | None = None
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Raise where the limit is reached.
 
         Raises:
@@ -36,15 +36,15 @@ class SkipGuard(Callback):
         if trainer.progress.skipped_in_a_row >= self._limit:
             raise self._diverged(trainer, f"trainer.max_consecutive_skips={self._limit} reached")
 
-    def after_fit(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         """Raise where nothing was learnt, or not to the end.
 
         Raises:
             DivergedError: no step was applied, the last ones were all skipped, or the last one was
                 applied at a loss that is not finite, as an optimizer with a closure does.
         """
-        in_a_row, attempts = trainer.progress.skipped_in_a_row, trainer.progress.attempts
-        if 0 < in_a_row == attempts:
+        in_a_row, global_step = trainer.progress.skipped_in_a_row, trainer.progress.global_step
+        if 0 < in_a_row == global_step:
             raise self._diverged(trainer, f"no step was applied, {in_a_row} were skipped")
         if in_a_row > self._tried:
             raise self._diverged(trainer, f"the last {in_a_row} steps were skipped")

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 class SpikeReport(Callback):
     """Says which loss was a spike, and ends the run where the policy is to stop."""
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Warn of a spike, or raise.
 
         Raises:
@@ -24,7 +24,7 @@ class SpikeReport(Callback):
         if spikes is None or result.loss is None or not bool(spikes.spiked):
             return
         text = (
-            f"step {trainer.progress.attempts}: loss {float(result.loss):.4g} is a spike, more "
+            f"step {trainer.progress.global_step}: loss {float(result.loss):.4g} is a spike, more "
             f"than {spikes.factor:g} times the median {float(spikes.median):.4g} of the last steps"
         )
         if spikes.policy == "stop":

@@ -15,10 +15,10 @@ class StopOnSignal(Callback):
     def __init__(self, interruption: Interruption) -> None:
         self._interruption = interruption
 
-    def during_evaluation(self, trainer: Trainer) -> None:
+    def on_prediction_step(self, trainer: Trainer) -> None:
         """Abandon the validation where a signal came; a resumed run makes it anew."""
         self._interruption.raise_if_received()
 
-    def between_steps(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer) -> None:
         """Raise RunInterrupted where a signal came."""
         self._interruption.raise_if_received()

@@ -83,11 +83,11 @@ class Throughput(Callback):
         self._asked = self.samples, self.train_seconds
         return (self.samples - samples) / (self.train_seconds - seconds)
 
-    def before_step(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+    def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Note how much the step is computed from."""
         self._window = len(batches) * self._batch_size
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Count the step and its time."""
         now = self._clock()
         lap, self._lap_began = max(now - self._lap_began, _SHORTEST), now
@@ -96,20 +96,20 @@ class Throughput(Callback):
         self._step_times[round(math.log(lap) / _BIN)] += 1
         self._idle = False
 
-    def during_evaluation(self, trainer: Trainer) -> None:
+    def on_prediction_step(self, trainer: Trainer) -> None:
         """Stop the clock: a validation began."""
         self._pause()
         self._idle = False
 
-    def after_evaluation(self, trainer: Trainer, evaluation: object) -> None:
+    def on_evaluate(self, trainer: Trainer, evaluation: object) -> None:
         """Let it go on."""
         self._go_on()
 
-    def before_save(self, trainer: Trainer) -> None:
+    def on_save(self, trainer: Trainer) -> None:
         """Stop the clock: the run is being saved."""
         self._pause()
 
-    def between_steps(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer) -> None:
         """Let it go on, where it was stopped."""
         self._go_on()
 

@@ -12,7 +12,7 @@ from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.data.datasets.adversarial import discriminator_loss, generator_loss
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.models import gan
-from mpframe.optim import JointOptimizer
+from mpframe.optim import MultiOptimizer
 from mpframe.training.loader import Batch
 from mpframe.training.plan import Plan
 
@@ -43,13 +43,13 @@ def plain_parts(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
 
 def joint(
     mode: str = "fp32", half: str = "float16", skip: str = "all"
-) -> tuple[nn.Module, JointOptimizer, Precision]:
+) -> tuple[nn.Module, MultiOptimizer, Precision]:
     model, precision = body_and_head(), Precision(mode, half)
     parts = {n: precision.prepare(model, own)[1] for n, own in plain_parts(model).items()}
-    return model, JointOptimizer(parts, skip=skip), precision
+    return model, MultiOptimizer(parts, skip=skip), precision
 
 
-def snapshot(model: nn.Module, optimizer: JointOptimizer) -> dict[str, Any]:
+def snapshot(model: nn.Module, optimizer: MultiOptimizer) -> dict[str, Any]:
     """Weights, masters and optimizer state of each part."""
     return {
         name: copy.deepcopy([part.parameters, part.state_dict()])
@@ -134,7 +134,7 @@ def test_each_on_its_own(mode: str, half: str, bad: str, good: str) -> None:
     assert not same(before[good], after[good])
 
 
-def one_good_step(model: nn.Module, optimizer: JointOptimizer, precision: Precision) -> None:
+def one_good_step(model: nn.Module, optimizer: MultiOptimizer, precision: Precision) -> None:
     backward(model, precision)
     assert not optimizer.step(Static(1.0)).skipped
     optimizer.zero_grad()
@@ -147,7 +147,7 @@ def backward(model: nn.Module, precision: Precision) -> None:
     nn.functional.cross_entropy(outputs.float(), targets).backward()
 
 
-def spoil(optimizer: JointOptimizer, part: str) -> None:
+def spoil(optimizer: MultiOptimizer, part: str) -> None:
     gradient = optimizer.parts[part].parameters[0].grad
     assert gradient is not None
     gradient.view(-1)[0] = INF
@@ -193,7 +193,7 @@ def test_its_state_continues_bit_for_bit() -> None:
     one_good_step(model, optimizer, precision)
     twin, loaded, other = joint("mixed")
     loaded.load_masters(twin, {**model.state_dict(), **optimizer.masters_by_name(model)})
-    loaded.load_state_dict(copy.deepcopy(optimizer.bare_state_dict()))
+    loaded.load_state_dict(copy.deepcopy(optimizer.inner_state_dict()))
     for net, own, cast in ((model, optimizer, precision), (twin, loaded, other)):
         one_good_step(net, own, cast)
     assert same(snapshot(model, optimizer), snapshot(twin, loaded))
@@ -231,7 +231,7 @@ def gan_trainer(
     }
     return Trainer(
         model,
-        JointOptimizer(parts, skip=skip, own_losses=True),
+        MultiOptimizer(parts, skip=skip, own_losses=True),
         losses or LOSSES,
         precision,
         scaler=scaler,
@@ -401,16 +401,16 @@ def one_loss(scaler: Any) -> Trainer:
     return Trainer(model, optimizer, nn.CrossEntropyLoss(), precision, scaler=scaler)
 
 
-def twice() -> JointOptimizer:
+def twice() -> MultiOptimizer:
     model, precision = nn.Linear(2, 2), Precision()
     plain = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
     one, two = (precision.prepare(model, own)[1] for own in plain)
-    return JointOptimizer({"one": one, "two": two})
+    return MultiOptimizer({"one": one, "two": two})
 
 
-def with_closure() -> JointOptimizer:
+def with_closure() -> MultiOptimizer:
     model = nn.Linear(2, 2)
-    return JointOptimizer(
+    return MultiOptimizer(
         {"one": Precision().prepare(model, torch.optim.LBFGS(model.parameters()))[1]}
     )
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mpframe.errors import CheckpointError, ConfigError, nearest
 from mpframe.loss_scaling.interface import Scaling, scale_of
-from mpframe.optim.accumulation import Gathered
+from mpframe.optim.accumulation import StepGradients
 from mpframe.optim.gradients import check_max_norm, clip, norm_of, not_finite
 from mpframe.optim.master_weights import MasterWeights, load_masters_of, refuse_second_step
 from mpframe.optim.step_result import StepResult, any_of, largest
@@ -28,7 +28,7 @@ from mpframe.optim.step_result import StepResult, any_of, largest
 SKIPS = ("all", "each")
 
 
-class JointOptimizer:
+class MultiOptimizer:
     """Optimizers that step together; it is used where one `MasterWeights` would be.
 
     Args:
@@ -97,7 +97,7 @@ class JointOptimizer:
         *,
         max_norm: float | None = None,
         whole: bool = False,
-        veto: Tensor | None = None,
+        skip_mask: Tensor | None = None,
     ) -> StepResult:
         """Unscale, check, clip, update or skip every part, and tell the scaler or scalers.
 
@@ -106,7 +106,7 @@ class JointOptimizer:
             max_norm: clip gradients that were scaled together to this global 2-norm, > 0 and
                 finite.
             whole: skip a part where any of its micro-batches was dropped, not only all.
-            veto: 0-d bool; True skips every part whatever its gradients are.
+            skip_mask: 0-d bool; True skips every part whatever its gradients are.
 
         Returns:
             What was done, by part too. No parameter has a gradient any more.
@@ -121,8 +121,8 @@ class JointOptimizer:
         gathered = {name: part.gather(scales[name]) for name, part in self.parts.items()}
         norms = {n: norm_of(g.gradients.values, self.parts[n].device) for n, g in gathered.items()}
         skips = self._verdicts(gathered, norms if max_norm is not None else {}, whole)
-        if veto is not None:
-            skips = {name: skipped | veto for name, skipped in skips.items()}
+        if skip_mask is not None:
+            skips = {name: skipped | skip_mask for name, skipped in skips.items()}
         if max_norm is not None:
             self._clip(gathered, norms, skips, max_norm)
         for name, part in self.parts.items():
@@ -149,9 +149,9 @@ class JointOptimizer:
         """The state of every part, by name."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
-    def bare_state_dict(self) -> dict[str, Any]:
+    def inner_state_dict(self) -> dict[str, Any]:
         """The same without masters, which are kept by name beside it."""
-        return {name: part.bare_state_dict() for name, part in self.parts.items()}
+        return {name: part.inner_state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned.
@@ -183,7 +183,7 @@ class JointOptimizer:
         load_masters_of(list(self.parts.values()), model, weights)
 
     def _verdicts(
-        self, gathered: Mapping[str, Gathered], norms: Mapping[str, Tensor], whole: bool
+        self, gathered: Mapping[str, StepGradients], norms: Mapping[str, Tensor], whole: bool
     ) -> dict[str, Tensor]:
         """Which parts skip. A norm beyond fp32's range would clip every gradient to zero."""
         bad = {name: own.bad(whole) for name, own in gathered.items()}
@@ -192,7 +192,7 @@ class JointOptimizer:
 
     def _clip(
         self,
-        gathered: Mapping[str, Gathered],
+        gathered: Mapping[str, StepGradients],
         norms: Mapping[str, Tensor],
         skips: Mapping[str, Tensor],
         max_norm: float,
