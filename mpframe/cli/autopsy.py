@@ -10,8 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mpframe import checkpoint
-from mpframe.build import objects as build
+from mpframe import build, checkpoint
 from mpframe.checkpoint.saved_weights import steps_tried, weights_of
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.schema import Config

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mpframe import checkpoint
-from mpframe.build import objects as build
+from mpframe import build, checkpoint
 from mpframe.checkpoint.saved_weights import fitted, weights_of
 from mpframe.config.command_line import jobs
 from mpframe.config.schema import Config

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from mpframe import checkpoint
-from mpframe.build import objects as build
+from mpframe import build, checkpoint
 from mpframe.checkpoint.saved_weights import steps_tried, weights_of
 from mpframe.cli.evaluate import run_folder
 from mpframe.config.schema import Config

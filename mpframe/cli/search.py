@@ -16,7 +16,7 @@ from statistics import fmean
 import yaml
 from tqdm import tqdm
 
-from mpframe.build import objects as build
+from mpframe import build
 from mpframe.config.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.data.loader import Loader

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 
-from mpframe.build.objects import build_scaler
+from mpframe.build import build_scaler
 from mpframe.config.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.config.schema import SCALERS

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from mpframe import checkpoint
-from mpframe.build import objects as build
+from mpframe import build, checkpoint
 from mpframe.checkpoint import retention
 from mpframe.checkpoint.conversion import rounding
 from mpframe.checkpoint.saved_weights import fitted, weights_of

@@ -16,8 +16,7 @@ from conftest import StartRun, scalars, train
 from processes import exit_code, start, training, wait_until
 from sameness import assert_same_run
 
-from mpframe import checkpoint
-from mpframe.build import objects as build
+from mpframe import build, checkpoint
 from mpframe.errors import ConfigError, MpframeError, RunInterrupted
 from mpframe.run.lock import RunLock
 from mpframe.tracking.summary import Summary

@@ -14,7 +14,7 @@ from sameness import assert_same_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_resume import cut
 
-from mpframe.build import objects as build
+from mpframe import build
 from mpframe.cli.evaluate import evaluate
 from mpframe.config.command_line import checked, prepare
 from mpframe.config.locations import CONF

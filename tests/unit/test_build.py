@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.build.objects import device_of, make
+from mpframe.build import device_of, make
 from mpframe.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import nn
 
-from mpframe.build import objects as build
+from mpframe import build
 from mpframe.config.command_line import checked
 from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError

@@ -1,0 +1,41 @@
+"""The dataset: its samples, loss and metric, and the loaders of them."""
+
+from typing import Any
+
+from mpframe.build.target import make
+from mpframe.config.schema import Config
+from mpframe.data.loader import Loader
+from mpframe.data.task import Task
+from mpframe.data.workers import require_workers
+from mpframe.errors import ConfigError
+from mpframe.training.evaluation import Metric
+
+
+def build_task(config: Config) -> Task:
+    """The dataset's samples, loss and metric."""
+    task = make("dataset", config.dataset)
+    if not isinstance(task, Task):
+        raise ConfigError(
+            f"dataset._target_={config.dataset['_target_']}: must return a mpframe.data.Task, "
+            f"got {type(task).__name__}"
+        )
+    if Metric(task.metric).name == "loss":
+        raise ConfigError(
+            f"dataset._target_={config.dataset['_target_']}: its metric is named loss, and "
+            "val_loss is the validation loss; give the metric another name"
+        )
+    return task
+
+
+def build_loaders(config: Config, task: Task) -> tuple[Loader, Loader]:
+    """The training loader (shuffled, whole batches only) and the validation loader."""
+    data = config.data
+    require_workers(data.workers)
+    common: dict[str, Any] = {
+        "seed": config.run.seed,
+        "workers": data.workers,
+        "worker_timeout": data.worker_timeout,
+    }
+    train = Loader(task.train, data.batch_size, shuffle=True, drop_last=True, **common)
+    val = Loader(task.val, data.batch_size, shuffle=False, split="validation", **common)
+    return train, val

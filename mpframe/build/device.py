@@ -1,0 +1,40 @@
+"""Where a run computes, and the seed it starts from."""
+
+import random
+
+import numpy as np
+import torch
+
+from mpframe.errors import ConfigError, nearest
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator that weights, dropout or a user's own code may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def device_of(name: str) -> torch.device:
+    """The device an option names; `auto` takes CUDA, then MPS, then the CPU.
+
+    Raises:
+        ConfigError: there is no such device; nothing falls back.
+    """
+    if name == "auto":
+        mps = torch.backends.mps.is_available()
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdigit())):
+        hint = nearest(name, ["auto", "cpu", "cuda", "mps"])
+        raise ConfigError(
+            f"device={name}: choose auto, cpu, cuda, cuda:N or mps" + f"; {hint}" * bool(hint)
+        )
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device={name}: this machine has {torch.cuda.device_count()} CUDA devices; "
+            "use device=cpu"
+        )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device=mps: this machine has no MPS device; use device=cpu")
+    return torch.device(name)

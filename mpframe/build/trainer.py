@@ -1,0 +1,111 @@
+"""The trainer: everything put together."""
+
+import logging
+from collections.abc import Mapping
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from mpframe.build.device import device_of
+from mpframe.build.model import build_model
+from mpframe.build.optimizer import build_ema, build_optimizers, build_schedule, joined
+from mpframe.build.precision import build_eval_precision, build_precision
+from mpframe.build.scaling import build_scalers
+from mpframe.config.schema import Config
+from mpframe.data.loader import Loader
+from mpframe.data.task import Task
+from mpframe.errors import ConfigError, RunInterrupted
+from mpframe.precision import Precision
+from mpframe.training.loss_spike import LossSpikes
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
+from mpframe.tree import map_tensors
+from mpframe.user_code import first_line
+
+log = logging.getLogger(__name__)
+
+
+def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
+    """Model, optimizer, schedule and scaler, in the dtype mode and on the device.
+
+    Args:
+        config: the options.
+        task: gives the loss and the metric.
+        batches: micro-batches per epoch, for the schedule.
+    """
+    _refuse_unwatchable(config)
+    device = device_of(config.run.device)
+    model = build_model(config).to(device)
+    optimizers = build_optimizers(config, model)
+    plan = build_plan(config)
+    steps = max(1, plan.total_steps(batches))
+    schedules = {name: build_schedule(config, own, steps, task) for name, own in optimizers.items()}
+    precision = build_precision(config)
+    _trace(config, task, model, precision)
+    masters = {name: precision.prepare(model, own)[1] for name, own in optimizers.items()}
+    optimizer = joined(config, masters, task)
+    return Trainer(
+        model=model,
+        optimizer=optimizer,
+        loss=task.loss,
+        precision=precision,
+        scaler=build_scalers(config, task, device),
+        schedule={name: own for name, own in schedules.items() if own is not None},
+        ema=build_ema(config, model, optimizer),
+        plan=plan,
+        metric=task.metric,
+        eval_precision=build_eval_precision(config),
+        spikes=_build_spikes(config),
+    )
+
+
+def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -> None:
+    """Show `precision` the first batch of training, for each loss: the same in every command.
+
+    Lazy layers get their shapes by it, in every mode.
+    """
+    if not precision.policy.stores_by_op and not any(map(is_lazy, model.parameters())):
+        return
+    train = Loader(task.train, config.data.batch_size, seed=config.run.seed, shuffle=True)
+    device = device_of(config.run.device)
+    model.train()
+    try:
+        inputs = map_tensors(lambda tensor: tensor.to(device), next(train.epoch(0))[0])
+        for name in task.loss if isinstance(task.loss, Mapping) else [None]:
+            precision.trace(model, (inputs,) if name is None else (inputs, name))
+    except RunInterrupted:
+        raise
+    except (Exception, SystemExit) as error:  # The first step meets it too, and says more.
+        log.warning(
+            "warning: the first batch could not be traced (%s): weights of classes that are not "
+            "torch.nn's stay fp32",
+            first_line(error),
+        )
+
+
+def _refuse_unwatchable(config: Config) -> None:
+    """Ranges are taken from modules, and a compiled model has none."""
+    if config.numerics.every is not None and config.trainer.compile:
+        raise ConfigError(
+            f"numerics.every={config.numerics.every}: a compiled model has no modules to watch; "
+            "use trainer.compile=false or numerics=off"
+        )
+
+
+def build_plan(config: Config) -> Plan:
+    """How long to train and how often to look."""
+    options = config.trainer
+    return Plan(
+        epochs=options.epochs,
+        max_steps=options.max_steps,
+        accumulate=options.accumulate,
+        clip_norm=options.clip_norm,
+        eval_every=options.eval_every,
+        whole_windows=options.bad_micro_batch == "skip",
+        compile=options.compile,
+    )
+
+
+def _build_spikes(config: Config) -> LossSpikes | None:
+    policy, factor = config.trainer.on_loss_spike, config.trainer.loss_spike_factor
+    return None if policy == "off" else LossSpikes(policy, factor)
