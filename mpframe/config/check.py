@@ -14,17 +14,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mpframe.config.schema import (
+    OPEN,
     RUN_OPTIONS,
     SCALERS,
     SECTIONS,
     Config,
-    DatasetOptions,
     Dtype,
     Joint,
     JointOptions,
     NumericsOptions,
     Ops,
-    OptimizerOptions,
     Part,
     PartOptions,
     Range,
@@ -44,7 +43,7 @@ def check(composed: DictConfig) -> Config:
         ConfigError: an option is unknown, missing, of the wrong type or out of its range.
     """
     tree = _resolved(composed)
-    _refuse_unknown("", tree, {*SECTIONS, *RUN_OPTIONS, "loss_scaling", "model", "scheduler"})
+    _refuse_unknown("", tree, {*SECTIONS, *OPEN, *RUN_OPTIONS})
     run = _load(Run, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
     _refuse_leaving(run.run_name)
     if run.init_from_except and run.init_from is None:
@@ -53,24 +52,23 @@ def check(composed: DictConfig) -> Config:
         )
     optimizer = _section(tree, "optimizer")
     joint = _joint(optimizer) if "parts" in optimizer else None
-    _load(OptimizerOptions, "optimizer", {k: v for k, v in optimizer.items() if k == "lr"})
-    dataset = dict(_section(tree, "dataset"))
-    shared = {
-        f.name: dataset.pop(f.name) for f in dataclasses.fields(DatasetOptions) if f.name in dataset
-    }
+    _own_options("optimizer", optimizer)
     return Config(
         run=run,
         dtype=_load(Dtype, "dtype", _section(tree, "dtype")),
-        loss_scaling=_load_scaler(_section(tree, "loss_scaling")),
+        loss_scaling=_scaling(tree),
         ops=_load(Ops, "ops", _section(tree, "ops")),
         trainer=_load(TrainerOptions, "trainer", _section(tree, "trainer")),
         numerics=_load(NumericsOptions, "numerics", _section({"numerics": {}, **tree}, "numerics")),
-        data=_load(DatasetOptions, "dataset", shared),
+        data=_own_options("dataset", _section(tree, "dataset")),
         model=_open(tree, "model"),
-        dataset={**_open({"dataset": dataset}, "dataset")},
+        dataset=_arguments("dataset", _open(tree, "dataset")),
+        objective=_optional(tree, "objective"),
         optimizer=_open(tree, "optimizer") if joint is None else optimizer,
         joint=joint,
-        scheduler=None if not tree.get("scheduler") else _open(tree, "scheduler"),
+        scheduler=_optional(tree, "scheduler"),
+        callbacks=_named(tree, "callbacks"),
+        metrics=_named(tree, "metrics"),
         flat=flatten(tree),
     )
 
@@ -133,6 +131,11 @@ def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
     for name, value in node.items():
         _refuse_bad(f"{path}.{name}" if path else name, value, options[name])
     return section(**{name: _converted(value, options[name]) for name, value in node.items()})
+
+
+def _scaling(tree: Mapping[str, Any]) -> Any:
+    node = _section(tree, "loss_scaling")
+    return _open(tree, "loss_scaling") if "_target_" in node else _load_scaler(node)
 
 
 def _load_scaler(node: Mapping[str, Any]) -> Any:
@@ -201,6 +204,37 @@ def _open(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     node = _section(tree, name)
     _require_target(name, node)
     return node
+
+
+def _optional(tree: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    return _open(tree, name) if tree.get(name) else None
+
+
+def _named(tree: Mapping[str, Any], section: str) -> dict[str, dict[str, Any]]:
+    """The nodes of a section that holds several, by name; one that is null is left out."""
+    nodes = _section(tree, section) if tree.get(section) else {}
+    for name, node in nodes.items():
+        if node is not None and not isinstance(node, dict):
+            raise ConfigError(
+                f"{section}.{name}={_shown(node)}: must be a mapping with a _target_, or null to "
+                "leave it out"
+            )
+        if node is not None:
+            _require_target(f"{section}.{name}", node)
+    return {str(name): node for name, node in nodes.items() if node is not None}
+
+
+def _own_options(section: str, node: Mapping[str, Any]) -> Any:
+    """The options that belong to an open section whatever its target, checked."""
+    options: Any = OPEN[section].options
+    own = {f.name for f in dataclasses.fields(options)}
+    return _load(options, section, {key: value for key, value in node.items() if key in own})
+
+
+def _arguments(section: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """What an open section hands to its target."""
+    own = {f.name for f in dataclasses.fields(cast(Any, OPEN[section].options))}
+    return {key: value for key, value in node.items() if key not in own}
 
 
 def _require_target(path: str, node: Mapping[str, Any]) -> None:

@@ -242,7 +242,8 @@ def _with_mappings(overrides: list[str]) -> list[str]:
 
 def _with_own_targets(overrides: list[str]) -> list[str]:
     """Let a user's own class stand alone: none of the shipped choice's arguments go with it."""
-    own = {g for g in OPEN for o in overrides if o.lstrip("+").startswith(f"{g}._target_=")}
+    groups = [group for group, section in OPEN.items() if not section.named]
+    own = {g for g in groups for o in overrides if o.lstrip("+").startswith(f"{g}._target_=")}
     chosen = {g for g in OPEN for o in overrides if o.startswith(f"{g}=")}
     written = [f"{group}=own" for group in sorted(own - chosen)]
     for override in overrides:

@@ -3,17 +3,15 @@
 The values a run starts from stand in `conf/`; this file says what each may be, and check.py holds
 a composed configuration against it. Neither imports torch, so a wrong option is refused at once.
 
-Closed sections (`dtype`, `loss_scaling`, `ops`, `trainer`, the run itself) take the options listed
-here and no others. Open sections (`model`, `dataset`, `optimizer`, `scheduler`) name a `_target_`
-and take whatever that takes, plus the options listed here.
+Closed sections (`dtype`, `ops`, `trainer`, `numerics`, the run itself) take the options listed here
+and no others. Open sections (`OPEN`) name a `_target_` and take whatever that takes, plus the
+options listed here.
 """
 
 import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
-
-OPEN = ("model", "dataset", "optimizer", "scheduler")
 
 
 @dataclass(frozen=True)
@@ -398,6 +396,32 @@ class Run:
     )
 
 
+@dataclass(frozen=True)
+class OpenSection:
+    """A section that names a class or function by `_target_`, and its arguments.
+
+    Attributes:
+        options: those that belong to it whatever its target; None: there are none.
+        required: if False, the section may be null or absent.
+        named: the section holds several of them, each below a name of its own.
+    """
+
+    options: type | None = None
+    required: bool = True
+    named: bool = False
+
+
+OPEN = {
+    "model": OpenSection(),
+    "dataset": OpenSection(DatasetOptions),
+    "objective": OpenSection(required=False),
+    "optimizer": OpenSection(OptimizerOptions),
+    "scheduler": OpenSection(required=False),
+    "loss_scaling": OpenSection(),
+    "callbacks": OpenSection(required=False, named=True),
+    "metrics": OpenSection(required=False, named=True),
+}
+
 SCALERS = {
     cls().name: cls
     for cls in (AutoScaling, NoScaling, StaticScaling, BackoffScaling, LogMaxScaling)
@@ -429,6 +453,8 @@ class Config:
     """A checked configuration. Open sections are plain mappings with their `_target_`.
 
     `joint` holds the optimizers where there are several; `optimizer` is then without `_target_`.
+    `loss_scaling` is a mapping where it has a `_target_`. `callbacks` and `metrics` hold such
+    mappings by name, in the order of the configuration; one that is null is left out.
     """
 
     run: Run
@@ -440,9 +466,12 @@ class Config:
     data: DatasetOptions
     model: dict[str, Any]
     dataset: dict[str, Any]
+    objective: dict[str, Any] | None
     optimizer: dict[str, Any]
     joint: Joint | None
     scheduler: dict[str, Any] | None
+    callbacks: dict[str, dict[str, Any]]
+    metrics: dict[str, dict[str, Any]]
     flat: dict[str, Any]
 
     @property

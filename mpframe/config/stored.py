@@ -30,7 +30,10 @@ from mpframe.errors import CheckpointError, ConfigError
 from mpframe.files.stored_yaml import parsed
 
 _TARGETS = {f"{group}._target_" for group in OPEN}
-_UNUSED = {"optimizer", "scheduler", "loss_scaling", "resume", "init_from", "init_from_except"}
+_UNUSED = {
+    *("optimizer", "scheduler", "loss_scaling", "callbacks"),
+    *("resume", "init_from", "init_from_except"),
+}
 # What an evaluation needs none of, but a complete configuration holds.
 _OPTIMIZER = {"_target_": "torch.optim.SGD", "lr": 1.0}
 _INSTEAD = {
@@ -94,11 +97,16 @@ def _without_hydra(composed: DictConfig) -> dict[str, Any]:
 def _choices_of(stored: Mapping[str, Any], given: list[str]) -> list[str]:
     """`GROUP=CHOICE` for what is stored, so that the command line may name its options."""
     choices = []
-    for group in (set(OPEN) - _UNUSED) & stored.keys() - _words(given):
+    for group in _used(stored) - _words(given):
         target = _target(stored, group)
         names = [choice for choice, own in _shipped(group).items() if own == target]
         choices.append(f"{group}={names[0] if names else 'own'}")
     return choices
+
+
+def _used(stored: Mapping[str, Any]) -> set[str]:
+    """The open sections that an evaluation takes from the stored options."""
+    return {group for group in set(OPEN) - _UNUSED if stored.get(group)}
 
 
 def _words(given: list[str]) -> set[str]:
@@ -134,7 +142,7 @@ def _refuse_unfit(overrides: list[Override]) -> None:
 
 
 def _refuse_unsafe(path: Path, stored: Mapping[str, Any], named: set[str]) -> None:
-    for group in (set(OPEN) - _UNUSED) & stored.keys():
+    for group in _used(stored):
         target = _target(stored, group)
         if group not in named and target not in _shipped(group).values():
             raise CheckpointError(

@@ -154,7 +154,10 @@ def tree(**changes: Any) -> Any:
     )
     for path, value in changes.items():
         section, _, name = path.partition("__")
-        base[section][name] = value  # type: ignore[index, call-overload]
+        if name:
+            base[section][name] = value  # type: ignore[index, call-overload]
+        else:
+            base[section] = value  # type: ignore[index, call-overload]
     return OmegaConf.create(base)  # type: ignore[arg-type]
 
 
@@ -188,6 +191,43 @@ def test_a_wrong_value_is_refused_in_one_line(change: dict[str, Any], line: str)
         check(tree(**change))
     assert str(refused.value).startswith(line)
     assert "\n" not in str(refused.value)
+
+
+TARGET = {"_target_": "my_pkg.Thing", "size": 3}
+
+
+def test_open_sections_take_whatever_their_target_takes() -> None:
+    config = check(tree(objective=TARGET, loss_scaling=TARGET, callbacks={"own": TARGET, "x": None},
+                        metrics={"b": TARGET, "a": TARGET}))  # fmt: skip
+    assert config.objective == config.loss_scaling == TARGET
+    assert config.callbacks == {"own": TARGET}
+    assert list(config.metrics) == ["b", "a"]
+
+
+def test_a_section_that_may_be_absent_is_null_or_empty() -> None:
+    config = check(tree())
+    assert (config.objective, config.scheduler) == (None, None)
+    assert (config.callbacks, config.metrics) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"objective": {"size": 3}}, "objective._target_=null: must be the dotted name of a class"),
+        ({"loss_scaling": {"_target_": 1}}, "loss_scaling._target_=1: must be the dotted name of"),
+        ({"callbacks": {"own": {"size": 3}}}, "callbacks.own._target_=null: must be the dotted"),
+        (
+            {"metrics": {"own": "my_pkg.Thing"}},
+            "metrics.own=my_pkg.Thing: must be a mapping with a _target_, or null to leave it out",
+        ),
+        ({"callbacks": [1]}, "callbacks=[1]: must be a mapping; choose a file of conf/callbacks"),
+        ({"metric": {}}, "metric: no such option; nearest: metrics"),
+    ],
+)
+def test_an_open_section_without_a_target_is_refused(change: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(tree(**change))
+    assert str(refused.value).startswith(line)
 
 
 def test_values_arrive_typed() -> None:
