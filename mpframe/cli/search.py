@@ -5,6 +5,7 @@ OUT/search.md    the evidence: ranked modules and ops, the sets that were tried,
 """
 
 import math
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from mpframe.data.loader import Loader
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError, DivergedError, one_line_exit, take_options
 from mpframe.files.durable import write_atomically
+from mpframe.numerics.overrides import pin_words
 from mpframe.numerics.search import Error, Found, Pins, Search, Suspect
 from mpframe.precision.module_ops import op_of
 from mpframe.training.callbacks.skip_guard import SkipGuard
@@ -166,7 +168,7 @@ def ops_yaml(config: Config, found: Found) -> str:
 
 def report(config: Config, found: Found, proof: Proof | None) -> str:
     """The evidence as Markdown."""
-    pins = ",".join(f"{name}:fp32" for name in found.pinned)
+    pins = shlex.join(pin_words(found.pinned))
     lines = [
         f"# What must stay in fp32 ({config.dtype.mode}, {config.dtype.half})",
         "",
@@ -179,7 +181,7 @@ def report(config: Config, found: Found, proof: Proof | None) -> str:
         + ("" if found.reached.worst <= found.target else "; the target is NOT reached"),
         *(f"    - `{name}`" for name in found.pinned),
         "",
-        f"    'ops.modules={{{pins}}}'" if pins else "Nothing needs to stay in fp32.",
+        f"    {pins}" if pins else "Nothing needs to stay in fp32.",
         "",
         *_table("Modules, each alone in half, the worst first", found.modules),
         *_table("Ops, each alone in half, the worst first", found.ops),

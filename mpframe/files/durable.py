@@ -3,6 +3,7 @@
 A file is on the disk only after fsync, and its name only after fsync of its folder.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from mpframe.files.plain_file import open_regular
+
+log = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -52,6 +55,41 @@ def append_whole(path: Path, piece: bytes) -> None:
         except OSError:
             file.truncate(before)
             raise
+
+
+class AppendLog:
+    """A file that grows by whole pieces; pieces for which the disk has no room wait in memory.
+
+    Args:
+        path: the file; made by the first piece.
+        on_error: `stop` raises if a piece cannot be written; `warn` writes it with the next one.
+    """
+
+    def __init__(self, path: Path, on_error: str = "stop") -> None:
+        self._path = path
+        self._warns = on_error == "warn"
+        self._pending = b""
+
+    @property
+    def pending(self) -> bool:
+        """True if the last piece is not in the file."""
+        return bool(self._pending)
+
+    def append(self, piece: bytes) -> None:
+        """Append a piece, after those that wait.
+
+        Raises:
+            OSError: it cannot be written, and `on_error` is `stop`.
+        """
+        self._pending += piece
+        try:
+            append_whole(self._path, self._pending)
+        except OSError as error:
+            if not self._warns:
+                raise
+            log.warning("warning: %s cannot be written (%s)", self._path, error.strerror)
+        else:
+            self._pending = b""
 
 
 def sync_file(file: IO[Any]) -> None:

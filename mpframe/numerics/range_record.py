@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mpframe.errors import DataError
-from mpframe.files.durable import append_whole, write_atomically
+from mpframe.files.durable import AppendLog, write_atomically
 from mpframe.numerics.exponents import WIDTH
 from mpframe.numerics.ranges import KINDS, Ranges
 
@@ -29,20 +29,31 @@ class RangeRecord:
 
     Args:
         folder: the run's folder.
-        kept: steps tried whose reports stay, for a resumed run.
+        kept: steps whose reports stay, for a resumed run.
+        on_error: `stop` if the disk is full, or `warn` and write what waits once there is room.
     """
 
-    def __init__(self, folder: Path, kept: int = 0) -> None:
-        self._path = folder / FOLDER / FILE_NAME
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        content = self._path.read_bytes() if self._path.exists() else b""
+    def __init__(self, folder: Path, kept: int = 0, on_error: str = "stop") -> None:
+        path = folder / FOLDER / FILE_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = AppendLog(path, on_error)
+        content = path.read_bytes() if path.exists() else b""
         whole = [block for block in _blocks(content) if _decoded(block).step <= kept]
-        write_atomically(self._path, b"".join(_LENGTH.pack(len(block)) + block for block in whole))
+        write_atomically(path, b"".join(_LENGTH.pack(len(block)) + block for block in whole))
 
     def add(self, ranges: Ranges) -> None:
-        """Append a report."""
+        """Append a report.
+
+        Raises:
+            OSError: there is no room, and that stops the run.
+        """
         block = _encoded(ranges)
-        append_whole(self._path, _LENGTH.pack(len(block)) + block)
+        self._log.append(_LENGTH.pack(len(block)) + block)
+
+    @property
+    def pending(self) -> bool:
+        """True if the last report waits for room on the disk."""
+        return self._log.pending
 
 
 def read_ranges(folder: Path) -> list[Ranges]:

@@ -1,9 +1,10 @@
 """Takes the ranges of a step now and then, and shows them: scalars, histograms, pictures.
 
 Between two reports nothing is attached to the model. Scalars are written for the few layers that
-stand worst at a report; the pictures have all layers.
+are worst at a report; the pictures have all layers.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from mpframe.training.callback import Callback
 from mpframe.training.loader import Batch
 from mpframe.training.trainer import Trainer
 
+log = logging.getLogger(__name__)
+
 _EDGES = [float(exponent) for exponent in range(LOWEST, HIGHEST + 2)]
 _DRAWN_EVERY = 60.0  # seconds at least: a picture takes about one
 
@@ -38,6 +41,7 @@ class RangeWatch(Callback):
         every: steps between two reports, >= 1.
         worst: layers of each kind that scalars are written for.
         layers: patterns of the layers drawn over time; empty: the one nearest to overflow.
+        on_error: `stop` if the disk is full, or `warn` and write and draw once there is room.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class RangeWatch(Callback):
         every: int,
         worst: int = 3,
         layers: tuple[str, ...] = (),
+        on_error: str = "stop",
     ) -> None:
         self._folder = folder
         self._tracker = tracker
@@ -58,7 +63,8 @@ class RangeWatch(Callback):
         self._every = every
         self._worst = worst
         self._chosen = layers
-        self._record = RangeRecord(folder, trainer.progress.global_step)
+        self._record = RangeRecord(folder, trainer.progress.global_step, on_error)
+        self._warns = on_error == "warn"
         self._last: Ranges | None = None
         self._drawn = time.monotonic()
         self._probe: RangeProbe | None = None
@@ -89,14 +95,28 @@ class RangeWatch(Callback):
             self.draw()
 
     def draw(self) -> None:
-        """Draw what has been reported into the run's folder, and into TensorBoard."""
-        if self._last is None:
+        """Draw what has been reported into the run's folder, and into TensorBoard.
+
+        Raises:
+            OSError: a picture cannot be written, and that stops the run.
+        """
+        if self._last is None or self._record.pending:
             return
-        step, folder = self._last.step, self._folder / FOLDER
+        try:
+            self._draw(self._last)
+        except OSError as error:
+            if not self._warns:
+                raise
+            log.warning("warning: %s cannot be written (%s)", error.filename, error.strerror)
+        else:
+            self._last, self._drawn = None, time.monotonic()
+
+    def _draw(self, last: Ranges) -> None:
+        step, folder = last.step, self._folder / FOLDER
         reports = read_ranges(self._folder)
         for kind in KINDS:
             path = folder / f"{kind}.png"
-            if not draw_layers(self._last, kind, self._half, path):
+            if not draw_layers(last, kind, self._half, path):
                 continue
             self._tracker.image(f"numerics/{kind}/layers_by_exponent", path.read_bytes(), step)
             self._histograms(kind, step)
@@ -105,7 +125,6 @@ class RangeWatch(Callback):
                 draw_time(reports, kind, layer, self._half, path)
                 tag = f"numerics/{kind}/exponents_by_step/{layer}"
                 self._tracker.image(tag, path.read_bytes(), step)
-        self._last, self._drawn = None, time.monotonic()
 
     def _armed(self, trainer: Trainer) -> RangeProbe | None:
         due = (trainer.progress.global_step + 1) % self._every == 0

@@ -219,6 +219,7 @@ class Run:
             every=options.every,
             worst=options.worst,
             layers=tuple(options.layers),
+            on_error=self.config.trainer.on_save_error,
         )
         trainer.callbacks = [watch, *trainer.callbacks]
         return watch.around()

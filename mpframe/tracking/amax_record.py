@@ -5,7 +5,6 @@ the step overflowed, `nan` where a gradient was nan, `-inf` where all were zero.
 bytes a step, and lets any loss scaler be tried on the run afterwards (simulate.py).
 """
 
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,8 @@ import torch
 from torch import Tensor
 
 from mpframe.errors import DataError
-from mpframe.files.durable import append_whole, write_atomically
+from mpframe.files.durable import AppendLog, write_atomically
 from mpframe.files.plain_file import open_regular
-
-log = logging.getLogger(__name__)
 
 FILE_NAME = "log2_amax.txt"
 _HELD = 256  # steps between two transfers from the device
@@ -33,12 +30,11 @@ class AmaxRecord:
     """
 
     def __init__(self, folder: Path, kept: int = 0, on_error: str = "stop") -> None:
-        self._path = folder / FILE_NAME
-        self._warns = on_error == "warn"
-        self._unwritten = b""
+        path = folder / FILE_NAME
+        self._log = AppendLog(path, on_error)
         self._waiting: list[Tensor] = []
-        older = _lines(self._path) if kept else []
-        write_atomically(self._path, b"".join(older[:kept]))
+        older = _lines(path) if kept else []
+        write_atomically(path, b"".join(older[:kept]))
 
     def add(self, amax: Tensor) -> None:
         """Keep one step's amax (0-d, any device); no wait except once in many steps."""
@@ -52,18 +48,9 @@ class AmaxRecord:
         Raises:
             OSError: there is no room, and that is to stop the run.
         """
-        if self._waiting:
-            values = torch.stack(self._waiting).double().log2().tolist()
-            self._waiting.clear()
-            self._unwritten += "".join(f"{value:.9g}\n" for value in values).encode()
-        try:
-            append_whole(self._path, self._unwritten)
-        except OSError as error:
-            if not self._warns:
-                raise
-            log.warning("warning: %s cannot be written (%s)", self._path, error.strerror)
-        else:
-            self._unwritten = b""
+        values = torch.stack(self._waiting).double().log2().tolist() if self._waiting else []
+        self._waiting.clear()
+        self._log.append("".join(f"{value:.9g}\n" for value in values).encode())
 
 
 def _lines(path: Path) -> list[bytes]:

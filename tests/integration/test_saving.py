@@ -15,9 +15,10 @@ from sameness import differing
 from mpframe import checkpoint
 from mpframe.checkpoint import retention
 from mpframe.errors import CheckpointError, MpframeError
+from mpframe.numerics.range_record import read_ranges
+from mpframe.tracking import event_file
 from mpframe.tracking.amax_record import read_amax
 from mpframe.tracking.summary import Summary
-from mpframe.tracking.tracker import event_file
 from mpframe.training.callbacks import checkpoints as saving
 from mpframe.training.callbacks.checkpoints import Checkpoints
 from mpframe.training.trainer import Trainer
@@ -188,8 +189,10 @@ def test_a_disk_full_to_the_last_byte_may_be_warned_of_only(
     filled(small_folder, monkeypatch, 3, to_step)
     monkeypatch.setattr(event_file, "_SECONDS", 0.0)
     options = [*OPTIONS, *FAILING, "trainer.on_save_error=warn", "trainer.log_every=1"]
+    options += ["numerics=on", "numerics.every=2"]
     assert start_run(small_folder, *options).steps == 10
     if to_step == 8:  # What waited for room is there.
+        assert [report.step for report in read_ranges(small_folder)] == [2, 4, 6, 8, 10]
         assert [step for step, _ in scalars(small_folder)["loss/train"]] == list(range(1, 11))
         assert len(read_amax(small_folder)) == 10
         assert Summary.read(small_folder).status == "finished"

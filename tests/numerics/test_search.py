@@ -144,7 +144,7 @@ def test_the_command_writes_lists_that_train(
     main([*words, f"out={tmp_path}", "batches=1", "prove=20", "seeds=2", "trainer.progress=false"])
     printed = capsys.readouterr().out
     assert "found: 1 of 6 modules in fp32" in printed
-    assert "'ops.modules={3:fp32}'" in printed
+    assert "    ops.modules.3=fp32\n" in printed
     lists = OpLists.from_mapping(yaml.safe_load((tmp_path / "ops.yaml").read_text()))
     assert dict(lists.modules) == {"3": "fp32"}
     proof = printed.split("## Proof")[1]

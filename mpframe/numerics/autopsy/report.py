@@ -1,6 +1,7 @@
 """What an autopsy says, to be understood in ten seconds: what, where, how much, what to do."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from mpframe.numerics.autopsy.findings import Finding
 from mpframe.numerics.autopsy.replay import Replay, Setting
 from mpframe.numerics.autopsy.verdict import Kind, Verdict
 from mpframe.numerics.autopsy.watch import OUTSIDE, Place
+from mpframe.numerics.overrides import deny_words, pin_words
 
 _FEW = 8
 
@@ -161,27 +163,16 @@ def _advice(verdict: Verdict, case: Case, step: Evidence) -> list[str]:
 
 
 def _pins(verdict: Verdict) -> list[str]:
-    lines = option_lines(verdict.remedy)
+    typed = _typed(verdict.remedy)
     if verdict.proven:
-        return [f"add to the command line: {' '.join(lines)}   (replayed with it: finite)"]
-    tried = f"; {' '.join(lines)} alone does not mend it" if lines else ""
+        return [f"add to the command line: {typed}   (replayed with it: finite)"]
+    tried = f"; {typed} alone does not help" if typed else ""
     return [f"train with dtype=fp32 or dtype.half=bfloat16{tried}"]
 
 
-def option_lines(remedy: Setting) -> list[str]:
+def _typed(remedy: Setting) -> str:
     """A remedy as it is typed on the command line of train.py."""
-    lines = []
-    if remedy.pins:
-        pins = ",".join(f"{_pattern(name)}:fp32" for name in remedy.pins)
-        lines.append(f"'ops.modules={{{pins}}}'")
-    if remedy.denied:
-        lines.append(f"'ops.deny+=[{','.join(remedy.denied)}]'")
-    return lines
-
-
-def _pattern(name: str) -> str:
-    """A pattern for a module; one whose name would be read as a number ends in a star."""
-    return f"{name}*" if name.replace(".", "", 1).isdigit() else name
+    return shlex.join((*pin_words(remedy.pins), *deny_words(remedy.denied)))
 
 
 def _lower(verdict: Verdict, case: Case) -> str:
@@ -239,7 +230,7 @@ def _table(replays: Sequence[Replay]) -> list[list[str]]:
 def _setting(setting: Setting) -> str:
     if setting.fp32:
         return "fp32"
-    more = " ".join(option_lines(setting)).replace("|", "")
+    more = _typed(setting).replace("|", "")
     return f"`{more}`" if more else "as it ran" if setting.octaves == 0 else "another scale"
 
 

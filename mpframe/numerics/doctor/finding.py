@@ -1,12 +1,9 @@
 """What the doctor says: one line each, with the words for the command line that mend it."""
 
-import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-
-_NUMBER = re.compile(r"^(\d+)\.(\d+)$")
 
 
 class Severity(IntEnum):
@@ -52,16 +49,6 @@ def warning(what: str, *mend: str) -> Finding:
 def note(what: str, *mend: str) -> Finding:
     """A finding that is good to know."""
     return Finding(Severity.NOTE, what, mend)
-
-
-def pinned(modules: Iterable[str]) -> tuple[str, ...]:
-    """The words that pin some modules to fp32."""
-    names = list(modules)
-    # In Hydra's braces 0 and 0.1, as layers of a Sequential are called, would be numbers.
-    alone = [f"ops.modules.{name}=fp32" for name in names if name.isdigit()]
-    dotted = [_NUMBER.sub(r"\1?\2", name) or "*" for name in names if not name.isdigit()]
-    together = ",".join(f"{name}:fp32" for name in dotted)
-    return (*([f"ops.modules={{{together}}}"] if dotted else []), *alone)
 
 
 def few(names: Iterable[str], shown: int = 3) -> str:

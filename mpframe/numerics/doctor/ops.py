@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
-from mpframe.numerics.doctor.finding import Finding, error, few, note, pinned, warning
+from mpframe.numerics.doctor.finding import Finding, error, few, note, warning
 from mpframe.numerics.doctor.patient import Patient
+from mpframe.numerics.overrides import deny_words, pin_words
 from mpframe.precision.dtype_map import Row
 from mpframe.precision.module_ops import op_of
 
@@ -103,4 +104,4 @@ def _unlisted(patient: Patient, norms: list[tuple[Row, str]]) -> tuple[str, ...]
     ]
     pins = [row.module for row, _ in concerned if patient.policy.pin_of(row.module)]
     listed = sorted({op for row, op in concerned if row.module not in pins})
-    return (*([f"ops.deny+=[{','.join(listed)}]"] if listed else []), *pinned(pins))
+    return (*deny_words(listed), *pin_words(pins))

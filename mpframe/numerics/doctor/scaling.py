@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 from mpframe.numerics.autopsy.report import value_of, where_of
 from mpframe.numerics.autopsy.verdict import Kind, Verdict
-from mpframe.numerics.doctor.finding import Finding, error, note, pinned, warning
+from mpframe.numerics.doctor.finding import Finding, error, note, warning
 from mpframe.numerics.doctor.patient import Patient
+from mpframe.numerics.overrides import deny_words, pin_words
 
 _MANY_LOST = 0.05
 
@@ -55,9 +56,7 @@ def _remedy(verdict: Verdict) -> tuple[str, ...]:
     """What was tried and made the step finite; fp32 did, where nothing less does."""
     if not verdict.proven:
         return ("dtype=fp32",)
-    denied = verdict.remedy.denied
-    moved = (f"ops.deny+=[{','.join(denied)}]",) if denied else ()
-    return (*pinned(verdict.remedy.pins), *moved)
+    return (*pin_words(verdict.remedy.pins), *deny_words(verdict.remedy.denied))
 
 
 def _too_high(patient: Patient, verdict: Verdict) -> Finding:

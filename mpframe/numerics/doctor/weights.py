@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mpframe.numerics.doctor.finding import Finding, error, few, pinned, warning
+from mpframe.numerics.doctor.finding import Finding, error, few, warning
 from mpframe.numerics.doctor.patient import Patient
+from mpframe.numerics.overrides import pin_words
 
 _MANY_SUBNORMAL = 0.05
 _MANY_LOST = 0.01
@@ -33,7 +34,7 @@ def check_weight_range(patient: Patient) -> Iterator[Finding]:
         yield error(
             f"{few(n for n, _ in beyond.values())}: weights beyond {limit:g}, the largest "
             f"{patient.policy.half} number ({name} reaches {largest:.4g})",
-            *pinned(beyond),
+            *pin_words(beyond),
         )
 
 
@@ -50,7 +51,7 @@ def check_small_weights(patient: Patient) -> Iterator[Finding]:
         yield warning(
             f"{few(n for n, *_ in small.values())}: small weights; in {patient.policy.half} "
             f"{lost:.1%} of {name} become 0 and {subnormal:.1%} subnormal",
-            *pinned(small),
+            *pin_words(small),
         )
 
 

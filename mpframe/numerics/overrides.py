@@ -1,0 +1,25 @@
+"""The remedies of autopsy, doctor and search as words for the command line: Hydra's overrides."""
+
+import re
+from collections.abc import Iterable
+
+_DECIMAL = re.compile(r"^(\d+)\.(\d+)$")
+
+
+def pin_words(modules: Iterable[str]) -> tuple[str, ...]:
+    """The words that pin modules, given by qualified name, to fp32; the empty name is the model.
+
+    Between braces Hydra reads `0` and `0.1`, as layers of a Sequential are called, as numbers:
+    the first gets a word of its own, the second becomes the pattern `0?1`.
+    """
+    names = list(modules)
+    alone = [f"ops.modules.{name}=fp32" for name in names if name.isdigit()]
+    patterns = [_DECIMAL.sub(r"\1?\2", name) or "*" for name in names if not name.isdigit()]
+    together = ",".join(f"{pattern}:fp32" for pattern in patterns)
+    return (*([f"ops.modules={{{together}}}"] if patterns else []), *alone)
+
+
+def deny_words(ops: Iterable[str]) -> tuple[str, ...]:
+    """The word that moves ops to `deny`, where they run in fp32; none if there are no ops."""
+    listed = ",".join(ops)
+    return (f"ops.deny+=[{listed}]",) if listed else ()

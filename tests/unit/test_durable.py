@@ -1,0 +1,43 @@
+"""What is appended to a file of a run, where its disk is full for a while."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from mpframe.files import durable
+from mpframe.files.durable import AppendLog
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the disk is full: `full_disk[0]`."""
+    state, append = [True], durable.append_whole
+
+    def append_whole(path: Path, piece: bytes) -> None:
+        if state[0] and piece:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        append(path, piece)
+
+    monkeypatch.setattr(durable, "append_whole", append_whole)
+    return state
+
+
+def test_a_full_disk_stops(tmp_path: Path, full_disk: list[bool]) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        AppendLog(tmp_path / "log").append(b"one")
+
+
+def test_a_full_disk_is_warned_of_and_the_pieces_are_written_when_there_is_room(
+    tmp_path: Path, full_disk: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    log = AppendLog(tmp_path / "log", on_error="warn")
+    log.append(b"one")
+    assert log.pending
+    assert caplog.messages == [
+        f"warning: {tmp_path / 'log'} cannot be written (No space left on device)"
+    ]
+    full_disk[0] = False
+    log.append(b"two")
+    assert not log.pending
+    assert (tmp_path / "log").read_bytes() == b"onetwo"
