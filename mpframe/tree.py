@@ -39,7 +39,7 @@ def named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         for number, item in enumerate(node):
             yield from named_tensors(item, f"{name}[{number}]")
     else:
-        for key, item in _fields_of(node):
+        for key, item in fields_of(node).items():
             yield from named_tensors(item, f"{name}.{key}" if name else str(key))
 
 
@@ -55,28 +55,36 @@ def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:
     if isinstance(node, (tuple, list)):
         items = [map_tensors(change, item) for item in node]
         return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
-    if _is_dict(node):
-        changed = {} if type(node) is dict else copy.copy(node)
-        for key, item in node.items():
-            changed[key] = map_tensors(change, item)
-        return changed
-    if _is_dataclass(node):
-        changed = copy.copy(node)
-        for field in dataclasses.fields(node):
-            item = map_tensors(change, getattr(node, field.name))
-            object.__setattr__(changed, field.name, item)  # Frozen ones, too: the copy is new.
-        return changed
+    if _is_dict(node) or _is_dataclass(node):
+        fields = {name: map_tensors(change, item) for name, item in fields_of(node).items()}
+        return with_fields(node, fields)
     return node
 
 
-def _fields_of(node: Any) -> list[tuple[Any, Any]]:
+def fields_of(node: Any) -> dict[Any, Any]:
+    """What a named tuple, a dict or a dataclass holds, by name; of anything else nothing."""
     if hasattr(node, "_fields"):
-        return list(zip(node._fields, node, strict=True))
+        return dict(zip(node._fields, node, strict=True))
     if _is_dict(node):
-        return list(node.items())
+        return dict(node)
     if _is_dataclass(node):
-        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
-    return []
+        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    return {}
+
+
+def with_fields(node: Any, fields: dict[Any, Any]) -> Any:
+    """A copy of a named tuple, a dict or a dataclass with `fields`, which are all it has."""
+    if type(node) is dict:
+        return fields
+    if hasattr(node, "_fields"):
+        return type(node)(**fields)
+    changed = copy.copy(node)
+    for name, item in fields.items():
+        if _is_dict(node):
+            changed[name] = item
+        else:
+            object.__setattr__(changed, name, item)  # Frozen ones, too: the copy is new.
+    return changed
 
 
 def _is_dict(node: Any) -> bool:
