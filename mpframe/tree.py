@@ -1,11 +1,12 @@
-"""Tensors inside the arguments and results of a call: found, and replaced, at any depth.
+"""Tensors in a batch, or in the arguments and results of a call: found and replaced at any depth.
 
 Covers what PyTorch's own functions take and give: tuples (named ones too), lists and dicts; and
-dataclasses, which models give.
+dataclasses and `UserDict`s, which models and tokenizers give.
 """
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,12 +23,24 @@ def tensors_in(node: Any) -> Iterator[Tensor]:
     elif isinstance(node, (tuple, list)):
         for item in node:
             yield from tensors_in(item)
-    elif isinstance(node, dict):
+    elif _is_dict(node):
         for item in node.values():
             yield from tensors_in(item)
     elif _is_dataclass(node):
         for field in dataclasses.fields(node):
             yield from tensors_in(getattr(node, field.name))
+
+
+def named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in `node` with its path, as in `[1].boxes` or `pixel_values`, depth first."""
+    if isinstance(node, Tensor):
+        yield name, node
+    elif isinstance(node, (tuple, list)) and not hasattr(node, "_fields"):
+        for number, item in enumerate(node):
+            yield from named_tensors(item, f"{name}[{number}]")
+    else:
+        for key, item in fields_of(node).items():
+            yield from named_tensors(item, f"{name}.{key}" if name else str(key))
 
 
 def widened(node: Any) -> Any:
@@ -42,18 +55,41 @@ def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:
     if isinstance(node, (tuple, list)):
         items = [map_tensors(change, item) for item in node]
         return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
-    if isinstance(node, dict):
-        changed = {} if type(node) is dict else copy.copy(node)
-        for key, item in node.items():
-            changed[key] = map_tensors(change, item)
-        return changed
-    if _is_dataclass(node):
-        changed = copy.copy(node)
-        for field in dataclasses.fields(node):
-            item = map_tensors(change, getattr(node, field.name))
-            object.__setattr__(changed, field.name, item)  # Frozen ones, too: the copy is new.
-        return changed
+    if _is_dict(node) or _is_dataclass(node):
+        fields = {name: map_tensors(change, item) for name, item in fields_of(node).items()}
+        return with_fields(node, fields)
     return node
+
+
+def fields_of(node: Any) -> dict[Any, Any]:
+    """What a named tuple, a dict or a dataclass holds, by name; of anything else nothing."""
+    if hasattr(node, "_fields"):
+        return dict(zip(node._fields, node, strict=True))
+    if _is_dict(node):
+        return dict(node)
+    if _is_dataclass(node):
+        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    return {}
+
+
+def with_fields(node: Any, fields: dict[Any, Any]) -> Any:
+    """A copy of a named tuple, a dict or a dataclass with `fields`, which are all it has."""
+    if type(node) is dict:
+        return fields
+    if hasattr(node, "_fields"):
+        return type(node)(**fields)
+    changed = copy.copy(node)
+    for name, item in fields.items():
+        if _is_dict(node):
+            changed[name] = item
+        else:
+            object.__setattr__(changed, name, item)  # Frozen ones, too: the copy is new.
+    return changed
+
+
+def _is_dict(node: Any) -> bool:
+    # By the order of its classes: isinstance of an abstract class takes four times as long.
+    return isinstance(node, dict) or UserDict in type(node).__mro__
 
 
 def _is_dataclass(node: Any) -> bool:

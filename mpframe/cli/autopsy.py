@@ -53,8 +53,10 @@ def of_evidence(folder: Path, given: list[str]) -> Report:
         MpframeError: anything that is missing, damaged or does not fit, in one line.
     """
     step, weights, config = evidence.load(folder)
-    trainer, _ = _rebuilt(config_of(config, folder / "config.yaml", given))
+    trainer, train = _rebuilt(config_of(config, folder / "config.yaml", given))
     trainer.load_weights(weights)
+    if not step.plain:
+        step = step.like(next(train.epoch(0)))
     return _examined(step, trainer, folder)
 
 

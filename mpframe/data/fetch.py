@@ -1,21 +1,24 @@
 """From indices to a batch, wherever it runs: in the main process or in a worker.
 
-A request is a list of integers, the epoch first and the samples' indices after it. The epoch
-travels with the indices, so workers live on from epoch to epoch and none can hold a stale one.
+A batch is any tree of tensors: a tensor, tuples, lists, dicts, with numbers and strings beside
+them. A request for one is a list of integers: the epoch, the batch's number in it, and the samples'
+indices. The epoch travels with the indices, so workers live on from epoch to epoch and none can
+hold a stale one.
 
 Randomness has two homes, and both depend on (seed, epoch, index) alone:
 
-- a dataset with `fetch_batch(indices) -> (inputs, targets)` makes whole batches and draws its own
-  numbers from what `set_epoch(seed, epoch)` told it;
+- a dataset with `fetch_batch(indices)` makes whole batches and draws its own numbers from what
+  `set_epoch(seed, epoch)` told it;
 - any other is asked sample by sample, and the global generators of torch, numpy and random are
-  set to the sample's key before each and put back after the batch. Random transforms written
-  against them are reproducible as they stand, and loading leaves the model's generator alone.
+  set to the sample's key before each, to the batch's key for the collate, and put back after it.
+  Random transforms written against them are reproducible as they stand, and loading leaves the
+  model's generator alone.
 """
 
 import copy
 import random
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,11 +27,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
+from mpframe.data.finite import require_finite
 from mpframe.data.keyed_random import keyed_state
-from mpframe.data.task import Batch
-from mpframe.data.workers import Slots
+from mpframe.data.workers import CurrentSamples
 from mpframe.errors import DataError, MpframeError
+from mpframe.tree import map_tensors, tensors_in
 from mpframe.user_code import described, first_line, raised
+
+Collate = Callable[[list[Any]], Any]
 
 
 class Fetcher(Dataset[Any]):
@@ -37,53 +43,80 @@ class Fetcher(Dataset[Any]):
     Args:
         dataset: map-style; `set_epoch` and `fetch_batch` are used where it has them.
         seed: the run's seed.
-        slots: where a worker says which sample it is reading.
+        current: where a worker says which sample it is reading.
+        split: what the samples are for, in messages.
+        collate: makes a batch of a list of samples; None: torch's default_collate.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int, slots: Slots) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        seed: int,
+        current: CurrentSamples,
+        split: str,
+        collate: Collate | None,
+    ) -> None:
         self._dataset = dataset
         self._seed = seed
-        self._slots = slots
+        self._current = current
+        self._split = split
+        self._collate = collate
         self._epoch: int | None = None
         self._view: Any = dataset
 
-    def __getitems__(self, request: list[int]) -> Batch | MpframeError:
-        """The batch, or the error that prevented it.
+    def __getitems__(self, request: list[int]) -> Any:
+        """The batch, or the MpframeError that prevented it.
 
         An error raised in a worker would come out wrapped in that worker's traceback; returned,
         it can be raised where the batch was asked for, still one line.
         """
-        epoch, *indices = request
+        epoch, number, *indices = request
         try:
-            answer: Batch | MpframeError = self._fetch(epoch, indices)
+            answer = self._fetch(epoch, number, indices)
         except MpframeError as error:
             answer = error
-        self._slots.note()  # Not where the worker is ending: what it was reading is to be told.
+        self._current.note()  # Not if the worker is ending: then its sample is to be reported.
         return answer
 
-    def _fetch(self, epoch: int, indices: list[int]) -> Batch:
+    def _fetch(self, epoch: int, number: int, indices: list[int]) -> Any:
         if epoch != self._epoch:
-            with _blamed_on(f"epoch {epoch}"):
+            with _blamed_on(f"epoch {epoch} cannot be read"):
                 self._view, self._epoch = at_epoch(self._dataset, self._seed, epoch), epoch
-        if not hasattr(self._view, "fetch_batch"):
-            return _stack(self._samples(indices, epoch), indices)
-        self._slots.note(indices[0])
-        with _blamed_on(f"samples {indices[0]} to {indices[-1]}"):
-            batch = self._view.fetch_batch(indices)
-        return _as_pair(batch, len(indices))
+        if hasattr(self._view, "fetch_batch"):
+            samples: list[Any] = []
+            batch = self._whole(indices)
+        else:
+            with _generators_restored():
+                samples = self._samples(indices, epoch)
+                batch = self._collated(samples, indices, (epoch, number))
+        if next(tensors_in(batch), None) is None:
+            raise DataError(_without_tensor(batch, indices))
+        require_finite(batch, indices, self._split, (epoch, number), samples)
+        return _without_graph(batch)
+
+    def _whole(self, indices: list[int]) -> Any:
+        self._current.note(indices[0])
+        with _blamed_on(f"samples {indices[0]} to {indices[-1]} cannot be read"):
+            return self._view.fetch_batch(indices)
 
     def _samples(self, indices: Sequence[int], epoch: int) -> list[Any]:
         states = keyed_state(self._seed, epoch, indices).tolist()
         samples = []
-        with _generators_put_back():
-            for index, state in zip(indices, states, strict=True):
-                self._slots.note(index)
-                torch.default_generator.manual_seed(state)
-                random.seed(state)
-                np.random.seed(state % 2**32)
-                with _blamed_on(f"sample {index}"):
-                    samples.append(self._view[index])
+        for index, state in zip(indices, states, strict=True):
+            self._current.note(index)
+            _seed_generators(state)
+            with _blamed_on(f"sample {index} cannot be read"):
+                samples.append(self._view[index])
         return samples
+
+    def _collated(self, samples: list[Any], indices: Sequence[int], place: tuple[int, int]) -> Any:
+        if self._collate is None:
+            return _stacked(samples, indices)
+        # A fourth word, so that no batch has the key of a sample.
+        _seed_generators(int(keyed_state(self._seed, *place, len(indices))[0]))
+        what = f"samples {indices[0]} to {indices[-1]} cannot be collated"
+        with _blamed_on(what, "fix the collate of its Task"):
+            return self._collate(samples)
 
 
 def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
@@ -105,25 +138,29 @@ def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
 
 
 @contextmanager
-def _blamed_on(what: str) -> Iterator[None]:
+def _blamed_on(what: str, way_out: str = "fix the dataset or its data") -> Iterator[None]:
     """Whatever the dataset's own code raises becomes one line; the traceback goes along as a note.
 
-    A note, for the error may have to travel from a worker, and its cause cannot.
+    A note, because the error may have to travel from a worker, and its cause cannot.
     """
     try:
         yield
     except MpframeError:
         raise
     except (Exception, SystemExit) as error:
-        blamed = DataError(
-            f"dataset: {what} cannot be read: {raised(error)}; mend the dataset or its data"
-        )
+        blamed = DataError(f"dataset: {what}: {raised(error)}; {way_out}")
         blamed.add_note(traceback.format_exc())
         raise blamed from None
 
 
+def _seed_generators(state: int) -> None:
+    torch.default_generator.manual_seed(state)
+    random.seed(state)
+    np.random.seed(state % 2**32)
+
+
 @contextmanager
-def _generators_put_back() -> Iterator[None]:
+def _generators_restored() -> Iterator[None]:
     # Only torch's CPU generator: torch.manual_seed would reset the accelerators' as well.
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
     try:
@@ -134,30 +171,32 @@ def _generators_put_back() -> Iterator[None]:
         np.random.set_state(states[2])
 
 
-def _stack(samples: list[Any], indices: Sequence[int]) -> Batch:
+def _stacked(samples: list[Any], indices: Sequence[int]) -> Any:
     try:
         batch = default_collate(samples)
     except Exception as error:  # The samples are whatever the dataset gave.
         reason = first_line(error)
         raise DataError(
             f"dataset: samples {indices[0]} to {indices[-1]} do not stack into one batch "
-            f"({reason}); make every sample a tensor, an array or a number of one shape"
+            f"({reason}); give every sample the same shapes, or give its Task a collate that "
+            "makes a batch of a list of samples"
         ) from error
-    return _as_pair(batch, len(samples))
+    return tuple(batch) if type(batch) is list else batch  # torch's list of a tuple's parts
 
 
-def _as_pair(batch: Any, count: int) -> Batch:
-    if isinstance(batch, list | tuple) and len(batch) == 2:
-        inputs, targets = batch
-        if all(isinstance(part, Tensor) and part.shape[:1] == (count,) for part in batch):
-            return _without_graph(inputs), _without_graph(targets)
-    raise DataError(
-        "dataset: a sample must be an (input, target) pair of tensors, arrays or numbers, but "
-        f"{count} of them make {described(batch)}; return such a pair from __getitem__, or from "
-        f"fetch_batch two tensors of {count} rows"
+def _without_tensor(batch: Any, indices: Sequence[int]) -> str:
+    return (
+        f"dataset: samples {indices[0]} to {indices[-1]} make {described(batch)}, which holds no "
+        "tensor; return tensors, arrays or numbers, alone or in tuples, lists and dicts"
     )
 
 
-def _without_graph(tensor: Tensor) -> Tensor:
-    """The tensor alone: what it was computed from cannot leave a worker, and is not trained."""
+def _without_graph(batch: Any) -> Any:
+    """The tensors alone: what they were computed from cannot leave a worker, and is not trained."""
+    if not any(tensor.grad_fn for tensor in tensors_in(batch)):
+        return batch
+    return map_tensors(_detached, batch)
+
+
+def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad) if tensor.grad_fn else tensor

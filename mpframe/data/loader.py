@@ -14,32 +14,40 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mpframe.data.facts import require_whole
-from mpframe.data.fetch import Fetcher
-from mpframe.data.finite import require_finite
+from mpframe.data.fetch import Collate, Fetcher
 from mpframe.data.keyed_random import keyed_state
-from mpframe.data.task import Batch
-from mpframe.data.workers import POLL_SECONDS, Crew, Place, Slots, ignore_signals
+from mpframe.data.workers import (
+    POLL_SECONDS,
+    CurrentSamples,
+    EpochOrder,
+    WorkerPool,
+    ignore_signals,
+)
 from mpframe.errors import ConfigError, DataError, MpframeError
-from mpframe.user_code import UserCode
+from mpframe.user_code import UserCode, name_of
 
 
 class Loader:
     """Batches of a map-style dataset, one epoch at a time.
 
     Args:
-        dataset: anything with `__len__` and `__getitem__`, giving (input, target) pairs.
+        dataset: anything with `__len__` and `__getitem__`, or `fetch_batch` (see fetch).
         batch_size: samples per batch, >= 1.
         seed: decides order and augmentation, together with the epoch.
         shuffle: a new order in every epoch; otherwise the dataset's own.
         workers: processes that load; 0 loads in this one. The batches are the same.
         worker_timeout: seconds to wait for a batch of the workers, > 0; None waits for ever.
         drop_last: leave out an incomplete last batch. Training wants True, validation False.
+        collate: makes a batch, any tree of tensors, of a list of samples; None: torch's
+            default_collate, whose list of the parts of a tuple becomes a tuple.
+        pin: batches come in pinned memory, from which a CUDA device copies in the background.
         split: what the samples are for, in messages.
         option: the path of the batch size in the configuration, for messages.
 
     Raises:
         ConfigError: batch_size or workers out of range, or `drop_last` would leave no batch.
-        DataError: the dataset is empty or is not map-style.
+        DataError: the dataset is empty or is not map-style, or has a `fetch_batch` beside a
+            `collate`.
     """
 
     def __init__(
@@ -52,10 +60,13 @@ class Loader:
         workers: int = 0,
         worker_timeout: float | None = None,
         drop_last: bool = False,
+        collate: Collate | None = None,
+        pin: bool = False,
         split: str = "training",
         option: str = "dataset.batch_size",
     ) -> None:
         self.size = _size_of(dataset)
+        _refuse_two_collates(dataset, collate)
         require_whole(option, batch_size, least=1)
         require_whole("dataset.workers", workers, least=0)
         if drop_last and self.size < batch_size:
@@ -71,15 +82,16 @@ class Loader:
         self._order: tuple[int, Tensor] | None = None
         self._plan = _Plan()
         self._split = split
-        slots = Slots(workers)
-        self._crew = Crew(slots, worker_timeout)
+        current = CurrentSamples(workers)
+        self._pool = WorkerPool(current, worker_timeout)
         with warnings.catch_warnings():
             # That there are more workers than cores is said once, and in one line.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             self._batches = DataLoader(
-                Fetcher(dataset, seed, slots),
+                Fetcher(dataset, seed, current, split, collate),
                 batch_sampler=self._plan,
                 num_workers=workers,
+                pin_memory=pin,
                 collate_fn=_unchanged,
                 persistent_workers=workers > 0,
                 timeout=POLL_SECONDS if workers else 0,
@@ -94,7 +106,7 @@ class Loader:
             return self.size // self.batch_size
         return -(-self.size // self.batch_size)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """The batches of `epoch`, from number `start` on.
 
         A loader reads one epoch at a time: asking for another ends the one before.
@@ -105,7 +117,7 @@ class Loader:
 
         Raises:
             DataError: `start` lies outside the epoch; or, while reading, a sample cannot be read
-                or holds NaN or inf.
+                or holds NaN or inf, or samples make no batch.
         """
         if not 0 <= start <= len(self):
             raise DataError(
@@ -121,20 +133,18 @@ class Loader:
 
     def close(self) -> None:
         """End the workers. Nothing is read afterwards."""
-        self._crew.close()
+        self._pool.close()
 
-    def _read(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _read(self, epoch: int, start: int) -> Iterator[Any]:
         numbers = range(start, len(self))
-        requests = _requests(epoch, self._order_of(epoch), self.batch_size, numbers)
+        order = EpochOrder(self._split, epoch, self._order_of(epoch), self.batch_size)
+        requests = _requests(order, numbers)
         self._plan.requests = requests
-        place = Place(self._split, epoch, self._order_of(epoch), self.batch_size)
-        answers = self._crew.start(self._batches)
-        for number in numbers:
+        answers = self._pool.start(self._batches)
+        for _ in numbers:
             if self._plan.requests is not requests:
                 raise RuntimeError(f"epoch {epoch} was ended: the loader has begun another epoch")
-            batch = _batch_or_raise(self._crew.next_of(answers, place))
-            require_finite(batch, self.batch_ids(epoch, number), self._split, (epoch, number))
-            yield batch
+            yield _batch_or_raise(self._pool.next_batch(answers, order))
 
     def _order_of(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:
@@ -149,7 +159,7 @@ class Loader:
 
 
 class _Plan:
-    """The requests of the epoch being read: a DataLoader keeps one sampler for life."""
+    """The requests of the epoch being read: a DataLoader keeps one sampler for ever."""
 
     def __init__(self) -> None:
         self.requests: Iterator[list[int]] = iter(())
@@ -158,19 +168,21 @@ class _Plan:
         return self.requests
 
 
-def _requests(epoch: int, order: Tensor, size: int, numbers: range) -> Iterator[list[int]]:
-    # Apart from the loader: a generator that held it would tie a knot, and the loader's workers
-    # would live until the garbage collector came by, which may be within a newly forked one.
+def _requests(order: EpochOrder, numbers: range) -> Iterator[list[int]]:
+    # Outside the loader: a generator that held it would make a reference cycle, and the loader's
+    # workers would live until the garbage collector runs, perhaps within a newly forked one.
+    size = order.batch_size
     for number in numbers:
-        yield [epoch, *order[number * size : (number + 1) * size].tolist()]
+        indices = order.indices[number * size : (number + 1) * size].tolist()
+        yield [order.epoch, number, *indices]
 
 
-def _batch_or_raise(answer: Batch | MpframeError) -> Batch:
+def _batch_or_raise(answer: Any) -> Any:
     if isinstance(answer, MpframeError):
         try:
             raise answer
         finally:
-            del answer  # The same knot: error, traceback, this frame, error.
+            del answer  # The same cycle: error, traceback, this frame, error.
     return answer
 
 
@@ -189,3 +201,11 @@ def _size_of(dataset: Any) -> int:
     if size == 0:
         raise DataError(f"dataset: {type(dataset).__name__} has no samples; give at least one")
     return size
+
+
+def _refuse_two_collates(dataset: Any, collate: Collate | None) -> None:
+    if collate is not None and hasattr(dataset, "fetch_batch"):
+        raise DataError(
+            f"dataset: {type(dataset).__name__} makes whole batches by its fetch_batch, and its "
+            f"Task has the collate {name_of(collate)}; give one of the two"
+        )

@@ -1,12 +1,12 @@
-"""Worker processes that load data, watched: one that crashes, is killed or hangs is named.
+"""Worker processes that load data: if one crashes, is killed or hangs, the error says which.
 
-Each worker writes the sample it is reading into a slot of shared memory. When it ends by itself, or
-gives no batch for too long, its slot says what it was reading, whatever became of it.
+Each worker writes the sample it is reading into shared memory. If it ends by itself, or gives no
+batch for too long, the error names that sample, whatever happened to the worker.
 
-Left alone, torch raises from a signal handler wherever the main process stands, in the middle of a
-step or of a file. Here a lost worker is seen where its batch is waited for, between two steps. A
-signal that is sent to all processes of a job (Ctrl-C, a scheduler's SIGTERM) is the main process's
-to answer: workers ignore it, and are killed when their loader or the program ends.
+By default torch raises from a signal handler wherever the main process stands, in the middle of a
+step or of a file. Here a dead worker is noticed where its batch is waited for, between two steps. A
+signal that is sent to all processes of a job (Ctrl-C, a scheduler's SIGTERM) is answered by the
+main process alone: workers ignore it, and are killed when their loader or the program ends.
 """
 
 import ctypes
@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 _NONE = -1
 _SIGKILLED = -9
 POLL_SECONDS = 1.0
-"""How often a wait for a batch looks whether the workers are alive."""
+"""How often a wait for a batch checks whether the workers are alive."""
 
 
 WORKER_BYTES = 2**25
-"""The least that a worker takes beside what it shares with the main process."""
+"""The least memory of a worker, without what it shares with the main process."""
 
 
 def require_workers(workers: int) -> None:
@@ -71,13 +71,13 @@ def require_workers(workers: int) -> None:
 
 
 def _memory() -> float:
-    """The machine's memory in bytes; infinite where it does not tell."""
+    """The machine's memory in bytes; infinite if it is unknown."""
     if not hasattr(os, "sysconf"):
         return math.inf
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class Slots:
+class CurrentSamples:
     """Which sample each worker is reading.
 
     Args:
@@ -88,13 +88,13 @@ class Slots:
         self._reading = multiprocessing.RawArray(ctypes.c_int64, [_NONE] * workers)
 
     def note(self, index: int = _NONE) -> None:
-        """Called in a worker: it is reading sample `index`, or none."""
+        """Called in a worker: it reads sample `index` now, or none."""
         worker = get_worker_info()
         if worker is not None:
             self._reading[worker.id] = index
 
     def of(self, worker: int) -> int | None:
-        """The sample a worker was last reading; None where it was waiting."""
+        """The sample a worker is reading; None if it waits."""
         return None if self._reading[worker] == _NONE else self._reading[worker]
 
     def __len__(self) -> int:
@@ -102,46 +102,46 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where in an epoch a sample stands.
+class EpochOrder:
+    """The order in which an epoch reads its samples.
 
     Attributes:
         split: what the samples are for.
         epoch: its number.
-        order: [N] the samples' indices in the order they are read.
+        indices: [N] the dataset's indices of the samples, in the order they are read.
         batch_size: samples per batch.
     """
 
     split: str
     epoch: int
-    order: Tensor
+    indices: Tensor
     batch_size: int
 
-    def of(self, index: int | None) -> str:
-        """Words for a sample."""
+    def locate(self, index: int | None) -> str:
+        """Where in the epoch a sample is, in words."""
         if index is None:
             return f"no sample ({self.split}, epoch {self.epoch})"
-        batch = int((self.order == index).nonzero()[0]) // self.batch_size
+        batch = int((self.indices == index).nonzero()[0]) // self.batch_size
         return f"{self.split} sample {index} (epoch {self.epoch}, batch {batch})"
 
 
-class Crew:
+class WorkerPool:
     """The workers of one loader.
 
     Args:
-        slots: where they say what they read.
+        current: where they write which sample they read.
         timeout: seconds to wait for a batch; None waits for ever.
     """
 
-    def __init__(self, slots: Slots, timeout: float | None) -> None:
-        self._slots = slots
+    def __init__(self, current: CurrentSamples, timeout: float | None) -> None:
+        self._current = current
         self._timeout = timeout
         self._processes: list[Any] = []
-        self._until = math.inf  # When the wait for a batch is over, by `monotonic`.
-        self._cut_short = False
+        self._deadline = math.inf  # Of the wait for a batch, by `monotonic`.
+        self._aborted = False
 
     def start(self, batches: DataLoader[Any]) -> Iterator[Any]:
-        """Begin an epoch: `iter(batches)`, and the workers where there are none yet.
+        """Begin an epoch: `iter(batches)`, which starts the workers if there are none yet.
 
         Raises:
             DataError: the system starts no more processes, or they cannot be sent the dataset.
@@ -153,67 +153,64 @@ class Crew:
                 answers = iter(batches)
         except OSError as error:
             raise DataError(
-                f"dataset.workers={len(self._slots)}: a worker cannot be started "
+                f"dataset.workers={len(self._current)}: a worker cannot be started "
                 f"({error.strerror}); use fewer"
             ) from error
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise DataError(
-                f"dataset.workers={len(self._slots)}: the dataset cannot be sent to a worker "
+                f"dataset.workers={len(self._current)}: the dataset cannot be sent to a worker "
                 f"({first_line(error)}); let it hold no lambdas, local classes or open files, or "
                 "use dataset.workers=0"
             ) from error
-        if not self._processes and len(self._slots):
+        if not self._processes and len(self._current):
             self._processes = list(getattr(answers, "_workers", []))
-            # Not atexit: a process of multiprocessing ends without it, and would wait for ever
-            # for workers that ignore its SIGTERM. This runs before that wait, in any process.
-            Finalize(None, _end, args=(self._processes,), exitpriority=100)
+            # Not atexit: multiprocessing ends its own processes without it, and such a process
+            # would wait for ever for workers that ignore its SIGTERM. This runs before that wait.
+            Finalize(None, _kill, args=(self._processes,), exitpriority=100)
             if self._timeout is not None and self._processes:
                 threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
         return answers
 
-    def next_of(self, answers: Iterator[Any], place: Place) -> Any:
+    def next_batch(self, answers: Iterator[Any], order: EpochOrder) -> Any:
         """The next answer.
 
         Raises:
-            DataError: a worker ended by itself, or none answered in time; all are ended.
+            DataError: a worker ended by itself, or none answered in time; all are killed.
         """
-        self._until = until = math.inf if self._timeout is None else monotonic() + self._timeout
+        deadline = math.inf if self._timeout is None else monotonic() + self._timeout
+        self._deadline = deadline
         while True:
             try:
                 answer = next(answers)
-                self._until = math.inf
+                self._deadline = math.inf
                 return answer
-            except (
-                RuntimeError,
-                OSError,
-                EOFError,
-            ) as error:  # The last two: a broken pipe to one.
+            except (RuntimeError, OSError, EOFError) as error:  # The last two: a broken pipe.
                 timed_out = "timed out" in str(error)
-                trouble = None if self._cut_short else self._lost(place, timed_out)
-                trouble = trouble or self._late(until, place)
-                if trouble is None and not timed_out:
+                failure = None if self._aborted else self._death(order, timed_out)
+                failure = failure or self._timeout_error(deadline, order)
+                if failure is None and not timed_out:
                     raise
-            if trouble is not None:
-                self._until = math.inf
-                _end(self._processes)
-                raise DataError(trouble)
+            if failure is not None:
+                self._deadline = math.inf
+                _kill(self._processes)
+                raise DataError(failure)
 
     def overdue(self) -> bool:
-        """Whether the wait for a batch is over, and whoever waits has not noticed."""
-        return monotonic() > self._until + 2 * POLL_SECONDS
+        """Whether the deadline has passed, and the main process, which waits, has not noticed."""
+        return monotonic() > self._deadline + 2 * POLL_SECONDS
 
-    def cut_short(self) -> None:
-        """End a wait from outside: nobody can wait for a worker that is gone."""
-        self._cut_short = True
+    def abort(self) -> None:
+        """End a wait from another thread: without a worker it cannot go on."""
+        self._aborted = True
         for process in self._processes:
             process.kill()
 
     def close(self) -> None:
         """End the workers; an epoch begun later has none."""
-        _end(self._processes)
+        _kill(self._processes)
 
-    def _lost(self, place: Place, timed_out: bool) -> str | None:
-        """What to say where a worker has ended by itself, or is ending."""
+    def _death(self, order: EpochOrder, timed_out: bool) -> str | None:
+        """The error text if a worker has ended by itself, or is ending."""
         for number, process in enumerate(self._processes):
             process.join(0.0 if timed_out else POLL_SECONDS)
             code = process.exitcode
@@ -224,46 +221,46 @@ class Crew:
                     else "dataset.workers=0 may show the error itself"
                 )
                 return (
-                    f"dataset.workers={len(self._slots)}: worker {number} {_ending(code)} at "
-                    f"{place.of(self._slots.of(number))}; {hint}"
+                    f"dataset.workers={len(self._current)}: worker {number} {_ending(code)} at "
+                    f"{order.locate(self._current.of(number))}; {hint}"
                 )
         return None
 
-    def _late(self, until: float, place: Place) -> str | None:
-        """What to say where the time to wait is over."""
-        if monotonic() < until:
+    def _timeout_error(self, deadline: float, order: EpochOrder) -> str | None:
+        """The error text if the deadline has passed."""
+        if monotonic() < deadline:
             return None
-        reading = [(n, self._slots.of(n)) for n in range(len(self._slots))]
-        places = [f"worker {n} is at {place.of(i)}" for n, i in reading if i is not None]
+        reading = [(n, self._current.of(n)) for n in range(len(self._current))]
+        places = [f"worker {n} is at {order.locate(i)}" for n, i in reading if i is not None]
         return (
             f"dataset.worker_timeout={self._timeout:g}: no batch within {self._timeout:g} s; "
-            f"{', '.join(places) or 'no worker is reading'}; raise dataset.worker_timeout, or mend "
+            f"{', '.join(places) or 'no worker is reading'}; raise dataset.worker_timeout, or fix "
             "what hangs"
         )
 
 
-def _watch(crew_of: Callable[[], Crew | None]) -> None:
-    """Ends a wait that has no end of its own, as long as there is a crew.
+def _watch(pool_of: Callable[[], WorkerPool | None]) -> None:
+    """Aborts a wait that would never end, for as long as the pool exists.
 
-    A batch is handed over by its worker. Where that is stopped before the batch is taken, the wait
-    is within the operating system, and no timeout of the loader's reaches it.
+    A worker hands its batch over itself. If it is stopped before the batch is taken, the main
+    process waits inside the operating system, where no timeout of the loader works.
     """
-    while (crew := crew_of()) is not None:
-        if crew.overdue():
-            crew.cut_short()
+    while (pool := pool_of()) is not None:
+        if pool.overdue():
+            pool.abort()
             return
-        del crew
+        del pool
         sleep(POLL_SECONDS)
 
 
 def ignore_signals(worker: int) -> None:
-    """Called in a new worker: leave what asks a run to stop to the main process."""
+    """Called in a new worker: signals that stop a run are for the main process alone."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)
 
 
-def _end(processes: list[Any]) -> None:
-    """Kill the workers that are left, and wait until they are gone."""
+def _kill(processes: list[Any]) -> None:
+    """Kill the workers that still run, and wait until they have ended."""
     with _child_handler_kept(signal.SIG_DFL):
         for process in processes:
             process.kill()
@@ -278,7 +275,7 @@ def _ending(code: int) -> str:
 
 @contextmanager
 def _child_handler_kept(within: Any = None) -> Iterator[None]:
-    """After the block the handler of SIGCHLD is the one before it; within it, `within` if given."""
+    """Restores the handler of SIGCHLD after the block; inside it is `within`, if given."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Handlers are the main thread's; torch installs none elsewhere.
         return

@@ -264,11 +264,11 @@ def net():
 # Seed 0 puts sample 37 into the last of four batches. How far the run is when it meets a killed
 # worker depends on what that one had read ahead.
 TROUBLES = [
-    ("what=nothing", r"after step 3: dataset: training sample 37 holds NaN or inf in its inputs \(epoch 0, batch 3\); every value must be finite: mend or remove the sample"),
-    ("what=endless dataset.split=val", r"after step 4: dataset: validation sample 37 holds NaN or inf in its inputs \(epoch 0, batch 2\); every value must be finite: mend or remove the sample"),
-    ("what=raises dataset.workers=2", r"after step 3: dataset: sample 37 cannot be read: OSError \(no such picture\) at own.py:20; mend the dataset or its data"),
+    ("what=nothing", r"after step 3: dataset: training sample 37 holds NaN or inf in its inputs \(epoch 0, batch 3\); every value must be finite: fix or remove the sample"),
+    ("what=endless dataset.split=val", r"after step 4: dataset: validation sample 37 holds NaN or inf in its inputs \(epoch 0, batch 2\); every value must be finite: fix or remove the sample"),
+    ("what=raises dataset.workers=2", r"after step 3: dataset: sample 37 cannot be read: OSError \(no such picture\) at own.py:20; fix the dataset or its data"),
     ("what=killed dataset.workers=2", r"after step [0-3]: dataset.workers=2: worker 1 was killed by SIGKILL at training sample 37 \(epoch 0, batch 3\); the system kills what uses too much memory: try fewer dataset.workers"),
-    ("what=hangs dataset.workers=1 dataset.worker_timeout=1", r"after step 3: dataset.worker_timeout=1: no batch within 1 s; worker 0 is at training sample 37 \(epoch 0, batch 3\); raise dataset.worker_timeout, or mend what hangs"),
+    ("what=hangs dataset.workers=1 dataset.worker_timeout=1", r"after step 3: dataset.worker_timeout=1: no batch within 1 s; worker 0 is at training sample 37 \(epoch 0, batch 3\); raise dataset.worker_timeout, or fix what hangs"),
 ]  # fmt: skip
 
 

@@ -207,7 +207,7 @@ def test_bad_inputs_are_named(dtype: torch.dtype, bad: float, workers: int) -> N
     next(batches)
     assert error_from(batches) == (
         "dataset: training sample 6 holds NaN or inf in its inputs (epoch 2, batch 1); "
-        "every value must be finite: mend or remove the sample"
+        "every value must be finite: fix or remove the sample"
     )
 
 
@@ -272,12 +272,11 @@ class Odd(Dataset[Any]):
 @pytest.mark.parametrize(
     ("samples", "text"),
     [
-        ([torch.zeros(2)] * 3, "must be an (input, target) pair"),
         (
-            [{"inputs": 1, "targets": 2}] * 2,
-            "pair of tensors, arrays or numbers, but 2 of them make a dict",
+            ["word"] * 2,
+            "dataset: samples 0 to 1 make a tuple of a str, a str, which holds no",
         ),
-        ([("word", 1)] * 2, "must be an (input, target) pair"),
+        ([{}] * 2, "make a dict of nothing, which holds no tensor; return tensors, arrays or"),
         ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "dataset: samples 0 to 1 do not stack"),
         ([(object(), 0)], "do not stack into one batch (default_collate: batch must contain"),
     ],

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
 
 from mpframe.data import Loader
-from mpframe.data.workers import Crew, Slots, require_workers
+from mpframe.data.workers import CurrentSamples, WorkerPool, require_workers
 from mpframe.errors import ConfigError, DataError
 
 # From Python 3.12 on, starting a worker by fork beside torch's own threads warns.
@@ -125,7 +125,7 @@ def test_a_worker_that_hangs_is_named_and_killed(what: str, kind: type[Trap]) ->
     assert message(loader) == (
         "dataset.worker_timeout=1.5: no batch within 1.5 s; "
         f"worker 0 is at training sample {first} (epoch 0, batch 2); "
-        "raise dataset.worker_timeout, or mend what hangs"
+        "raise dataset.worker_timeout, or fix what hangs"
     )
     assert time.monotonic() - began < 30
 
@@ -133,23 +133,23 @@ def test_a_worker_that_hangs_is_named_and_killed(what: str, kind: type[Trap]) ->
 def test_a_worker_that_stops_before_its_batches_are_taken_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    start = Crew.start
+    start = WorkerPool.start
 
-    def start_and_wait(crew: Crew, batches: Any) -> Any:
-        answers = start(crew, batches)
+    def start_and_wait(pool: WorkerPool, batches: Any) -> Any:
+        answers = start(pool, batches)
         stats = [Path(f"/proc/{p.pid}/stat") for p in multiprocessing.active_children()]
         while not any(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats):
             time.sleep(0.01)
         return answers
 
-    monkeypatch.setattr(Crew, "start", start_and_wait)
+    monkeypatch.setattr(WorkerPool, "start", start_and_wait)
     # Late enough for the batch before to be on its way: to take it, its worker is asked.
     loader = Loader(Trap("stopped late"), 3, shuffle=False, workers=2, worker_timeout=1.5)
     with time_limit(30):
         assert message(loader) == (
             "dataset.worker_timeout=1.5: no batch within 1.5 s; "
             "worker 0 is at training sample 7 (epoch 0, batch 2); "
-            "raise dataset.worker_timeout, or mend what hangs"
+            "raise dataset.worker_timeout, or fix what hangs"
         )
 
 
@@ -186,7 +186,7 @@ def test_what_a_dataset_raises_is_one_line(workers: int, kind: type[Trap], named
     where = line if kind is Trap else WholeBatches.fetch_batch.__code__.co_firstlineno + 1
     assert text == (
         f"dataset: {named} cannot be read: KeyError ('no such picture\\nmore words') at "
-        f"test_data_workers.py:{where}; mend the dataset or its data"
+        f"test_data_workers.py:{where}; fix the dataset or its data"
     )
     # HYDRA_FULL_ERROR=1 shows the traceback, from wherever it came.
     assert "in no_such_picture" in notes[0]
@@ -251,17 +251,17 @@ def test_a_dataset_that_cannot_be_sent_is_named() -> None:
     assert text.endswith("no lambdas, local classes or open files, or use dataset.workers=0")
 
 
-def test_slots_are_for_workers_only() -> None:
-    slots = Slots(2)
-    slots.note(5)
-    assert (slots.of(0), slots.of(1), len(slots)) == (None, None, 2)
+def test_current_samples_are_for_workers_only() -> None:
+    current = CurrentSamples(2)
+    current.note(5)
+    assert (current.of(0), current.of(1), len(current)) == (None, None, 2)
 
 
 def test_workers_do_not_change_the_batches() -> None:
     arrays = [np.full(3, index, dtype=np.float32) for index in range(12)]
     data = [(array, index) for index, array in enumerate(arrays)]
     alone = Loader(data, 5, seed=1, shuffle=True)  # type: ignore[arg-type]
-    crew = Loader(data, 5, seed=1, shuffle=True, workers=2, worker_timeout=60.0)  # type: ignore[arg-type]
-    for (a, b), (c, d) in zip(alone.epoch(3), crew.epoch(3), strict=True):
+    helped = Loader(data, 5, seed=1, shuffle=True, workers=2, worker_timeout=60.0)  # type: ignore[arg-type]
+    for (a, b), (c, d) in zip(alone.epoch(3), helped.epoch(3), strict=True):
         assert torch.equal(a, c)
         assert torch.equal(b, d)

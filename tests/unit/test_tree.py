@@ -1,6 +1,6 @@
 """Tensors in any container: found in their order, and replaced in one of the same kind."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import FrozenInstanceError, dataclass, field
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.tree import map_tensors, tensors_in, widened
+from mpframe.tree import map_tensors, named_tensors, tensors_in, widened
 
 
 @dataclass
@@ -76,6 +76,7 @@ def test_a_dataclass_type_is_no_container() -> None:
         Pair(half(1), half(2)),
         {"a": half(1), "b": {"c": half(2)}},
         OrderedDict(a=half(1), b=half(2)),
+        UserDict(a=half(1), b=half(2)),
     ],
 )
 def test_containers_keep_their_kind(node: Any) -> None:
@@ -85,6 +86,15 @@ def test_containers_keep_their_kind(node: Any) -> None:
         (1, torch.float32),
         (2, torch.float32),
     ]
+
+
+def test_tensors_by_their_path() -> None:
+    batch = (half(1), [{"boxes": half(2), "name": "a"}, Pair(half(3), None)], Output(half(4)))
+    found = {name: tensor[0].item() for name, tensor in named_tensors(batch)}
+    assert found == {"[0]": 1, "[1][0].boxes": 2, "[1][1].left": 3, "[2].logits": 4}
+    assert [name for name, _ in named_tensors({"a": UserDict(b=half(1))})] == ["a.b"]
+    assert [name for name, _ in named_tensors(half(1))] == [""]
+    assert list(named_tensors("word")) == []
 
 
 def test_a_model_output() -> None:

@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 
 from mpframe.data.datasets.augment import DRAWS, augment, require_augmentation
 from mpframe.data.keyed_random import keyed_uniform
-from mpframe.data.task import Batch
 from mpframe.errors import DataError
 
 
@@ -55,7 +54,7 @@ def spread(count: int) -> slice:
     return slice(None, None, max(1, -(-count // 2000)))
 
 
-class Images(Dataset[Batch], ABC):
+class Images(Dataset[tuple[Tensor, Tensor]], ABC):
     """Normalised images [C, H, W], float32, and their class numbers, int64.
 
     Args:
@@ -82,7 +81,7 @@ class Images(Dataset[Batch], ABC):
         """Choose the augmentation: it depends on (seed, epoch, index) alone."""
         self._key = (seed, epoch)
 
-    def fetch_batch(self, indices: Sequence[int]) -> Batch:
+    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Samples `indices` as one batch, ([N, C, H, W] float32, [N] int64)."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         images = self.pixels(chosen)
@@ -94,7 +93,7 @@ class Images(Dataset[Batch], ABC):
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         images, targets = self.fetch_batch([range(len(self))[index]])
         return images[0], targets[0]
 

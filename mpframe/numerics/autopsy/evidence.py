@@ -10,7 +10,7 @@ It is written and verified as a checkpoint is, and trusted as little.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.errors import CheckpointError
 from mpframe.numerics.autopsy.case import Case, RandomState, device_of
+from mpframe.numerics.autopsy.plain_batch import as_in, is_plain, plain
 from mpframe.numerics.optimizer_numbers import misheld_numbers
 from mpframe.optim import MultiOptimizer
 from mpframe.optim.step_result import StepResult
 from mpframe.training.loader import Batch
 from mpframe.training.trainer import Trainer
-from mpframe.tree import map_tensors
+from mpframe.tree import map_tensors, tensors_in
 
 FOLDER = "autopsy"
 
@@ -46,6 +47,8 @@ class Evidence:
         random: torch's generators before the step; None: unknown.
         first_loss: unscaled, of the run's first step; None: unknown.
         skipped: the losses whose step was skipped; None: all are of interest.
+        plain: False if the batches come from a file that lacks the classes of their containers;
+            see `like`.
         lost_eps: the optimizer's eps where its format makes it 0, which is why weights are not
             finite: an update is then 0 / 0; else empty.
     """
@@ -63,6 +66,11 @@ class Evidence:
     first_loss: float | None = None
     skipped: frozenset[str] | None = None
     lost_eps: str = ""
+    plain: bool = True
+
+    def like(self, example: Batch) -> "Evidence":
+        """The same, with the classes that the containers of `example`, a batch, have."""
+        return replace(self, batches=[as_in(example, b) for b in self.batches], plain=True)
 
     def case(self, trainer: Trainer) -> Case:
         """The step, to be replayed with a trainer that holds its weights and buffers."""
@@ -155,7 +163,8 @@ def save(run: Path, evidence: Evidence, weights: dict[str, Tensor], config: str)
     random = evidence.random
     state = {
         **{name: value for name, value in vars(evidence).items() if name not in _OTHERWISE},
-        "batches": list(evidence.batches),
+        "batches": [plain(batch) for batch in evidence.batches],
+        "plain": all(map(is_plain, evidence.batches)),
         "samples": [list(ids) for ids in evidence.samples],
         "random": None if random is None else [random.cpu, random.device],
         "skipped": None if evidence.skipped is None else sorted(evidence.skipped),
@@ -180,7 +189,7 @@ def load(folder: Path) -> tuple[Evidence, dict[str, Tensor], str]:
         ) from None
 
 
-_OTHERWISE = {"batches", "samples", "random", "skipped"}
+_OTHERWISE = {"batches", "plain", "samples", "random", "skipped"}
 
 
 def _evidence(state: dict[str, Any]) -> Evidence:
@@ -188,7 +197,7 @@ def _evidence(state: dict[str, Any]) -> Evidence:
     return Evidence(
         step=int(state["step"]),
         reason=str(state["reason"]),
-        batches=[(inputs, targets) for inputs, targets in state["batches"]],
+        batches=[_batch(batch) for batch in state["batches"]],
         samples=[[int(number) for number in ids] for ids in state["samples"]],
         epoch=int(state["epoch"]),
         batch=int(state["batch"]),
@@ -199,7 +208,14 @@ def _evidence(state: dict[str, Any]) -> Evidence:
         first_loss=None if first is None else float(first),
         skipped=None if skipped is None else frozenset(map(str, skipped)),
         lost_eps=str(state.get("lost_eps", "")),
+        plain=bool(state.get("plain", True)),
     )
+
+
+def _batch(batch: Any) -> Any:
+    if next(tensors_in(batch), None) is None:
+        raise TypeError("a batch holds tensors")
+    return batch
 
 
 def _positive(numbers: dict[str, Any]) -> dict[str, float]:

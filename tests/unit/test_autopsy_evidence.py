@@ -1,0 +1,118 @@
+"""Evidence keeps a batch of any shape, in a file that names no class, bit for bit."""
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mpframe.numerics.autopsy import evidence
+from mpframe.numerics.autopsy.evidence import Evidence
+from mpframe.tree import named_tensors
+
+Pair = namedtuple("Pair", "left right")
+IDS = torch.arange(6).reshape(2, 3)
+
+
+@dataclass(frozen=True)
+class Holder:
+    image: Tensor
+    target: dict[str, Any]
+
+
+def saved(folder: Path, *batches: Any) -> Evidence:
+    """Written and read again."""
+    step = Evidence(
+        step=3,
+        reason="asked for",
+        batches=list(batches),
+        samples=[[4, 5]] * len(batches),
+        epoch=0,
+        batch=2,
+        scales={"": 1.0},
+        floors={},
+        scaling="none",
+    )
+    return evidence.load(evidence.save(folder, step, {"weight": torch.ones(1)}, "a: 1"))[0]
+
+
+def same(left: Any, right: Any) -> bool:
+    pairs = zip(named_tensors(left), named_tensors(right), strict=True)
+    return all(a == b and x.dtype == y.dtype and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_tuples_lists_and_dicts_as_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
+    images = [torch.randn(3, 4, 5).to(dtype), torch.randn(3, 6, 5).to(dtype)]
+    batches = [
+        {"input_ids": IDS, "name": ["a", "b"], "share": 0.5, "none": None},
+        (images, [{"boxes": torch.zeros(0, 4)}, {"boxes": torch.ones(2, 4)}]),
+        ((IDS, (IDS + 1, IDS + 2)), torch.tensor([1, 0])),
+        IDS,
+    ]
+    step = saved(tmp_path, *batches)
+    assert step.plain
+    assert all(map(same, step.batches, batches))
+    assert [type(batch) for batch in step.batches] == [dict, tuple, tuple, Tensor]
+    assert {**step.batches[0], "input_ids": 0} == {**batches[0], "input_ids": 0}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Pair(IDS, [IDS]),
+        Holder(IDS, {"boxes": IDS + 1}),
+        UserDict(input_ids=IDS, inner={"a": IDS}),
+        (IDS, [Pair(IDS, "a"), Pair(IDS + 1, "b")]),
+    ],
+)
+def test_a_class_comes_back_by_the_example_of_another_batch(batch: Any, tmp_path: Path) -> None:
+    step = saved(tmp_path, batch)
+    assert not step.plain
+    (plain,) = step.batches
+    assert same(plain, batch)
+    assert type(plain) in (dict, tuple)
+    (restored,) = step.like(batch).batches
+    assert type(restored) is type(batch)
+    assert same(restored, batch)
+    if isinstance(batch, tuple):
+        assert [type(item) for item in restored[1]] == [type(item) for item in batch[1]]
+
+
+def test_a_model_output_comes_back(tmp_path: Path) -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    batch = outputs.BaseModelOutput(last_hidden_state=IDS, hidden_states=(IDS,))
+    step = saved(tmp_path, batch)
+    example = outputs.BaseModelOutput(last_hidden_state=IDS + 1, hidden_states=(IDS + 1,))
+    (restored,) = step.like(example).batches
+    assert type(restored) is outputs.BaseModelOutput
+    assert torch.equal(restored.last_hidden_state, IDS)
+    assert torch.equal(restored.hidden_states[0], IDS)
+
+
+def test_an_example_of_another_form_changes_nothing(tmp_path: Path) -> None:
+    (batch,) = saved(tmp_path, Pair(IDS, IDS)).like({"left": IDS, "middle": IDS}).batches
+    assert type(batch) is dict
+    assert list(batch) == ["left", "right"]
+
+
+def test_what_is_no_tensor_is_kept_as_a_number_or_its_text(tmp_path: Path) -> None:
+    batch = {"x": IDS, "file": Path("a.png"), "share": np.float32(0.5), "box": np.arange(4)}
+    (kept,) = saved(tmp_path, batch).batches
+    assert (kept["file"], kept["share"], kept["box"].tolist()) == ("a.png", 0.5, [0, 1, 2, 3])  # type: ignore[call-overload]
+
+
+def test_a_view_is_saved_without_what_it_is_a_view_of(tmp_path: Path) -> None:
+    whole = torch.zeros(2**20)
+    saved(tmp_path, {"x": whole[:2]})
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.pt")) < 2**16
+
+
+@pytest.mark.parametrize("batch", [1, "word", {}, [[], {"a": 1}]])
+def test_a_batch_without_a_tensor_is_no_evidence(batch: Any, tmp_path: Path) -> None:
+    with pytest.raises(evidence.CheckpointError, match="not the evidence of a step"):
+        saved(tmp_path, batch)

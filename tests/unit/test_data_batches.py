@@ -1,0 +1,364 @@
+"""Batches of any shape: dicts, nested tuples, lists of pictures of different sizes, strings."""
+
+import hashlib
+import math
+import random
+from collections import UserDict, namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from mpframe.data import ArrayImages, Loader, Normalize, digits
+from mpframe.errors import DataError
+from mpframe.tree import named_tensors, tensors_in
+
+# From Python 3.12 on, starting a worker by fork beside torch's own threads warns.
+forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+WORKERS = [pytest.param(0), pytest.param(2, marks=forks)]
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Samples(Dataset[Any]):
+    """Eleven samples, made by a function of their index."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def text(index: int) -> dict[str, Any]:
+    """As a tokenizer gives it, with what a model does not take."""
+    ids = torch.arange(4) + index
+    return {"input_ids": ids, "labels": index, "id": f"sample {index}", "weight": index / 8}
+
+
+def nested(index: int) -> Any:
+    """Nested tuples, with numbers drawn from all three global generators."""
+    drawn = torch.rand(()).item(), random.random(), np.random.rand(2)
+    return (torch.tensor(float(index)), (drawn[0], {"draws": drawn[1:]})), index
+
+
+def picture(index: int) -> tuple[Tensor, dict[str, Any]]:
+    """A picture of a size of its own, and the boxes on it."""
+    boxes = torch.full((index % 3, 4), float(index))
+    return torch.full((3, 4 + index, 5), float(index)), {"boxes": boxes, "name": f"{index}.png"}
+
+
+def named(index: int) -> Pair:
+    return Pair(torch.tensor(float(index)), {"side": index})
+
+
+def listed(samples: list[Any]) -> tuple[list[Any], ...]:
+    """The collate that torchvision's detection models are trained with."""
+    return tuple(map(list, zip(*samples, strict=True)))
+
+
+def mixed(samples: list[Any]) -> dict[str, Tensor]:
+    """A collate that draws: each sample is mixed with another one of the batch."""
+    values = torch.stack([torch.as_tensor(float(sample["labels"])) for sample in samples])
+    share = torch.tensor([random.random(), np.random.rand()]).float().prod()
+    return {"mixed": share * values + (1 - share) * values[torch.randperm(len(values))]}
+
+
+CASES = [(text, None), (nested, None), (picture, listed), (named, None), (text, mixed)]
+
+
+def flat(batch: Any) -> Any:
+    """What a batch holds, comparable by ==: paths and values of tensors, and all else."""
+    if isinstance(batch, Tensor):
+        return batch.dtype, batch.tolist()
+    if isinstance(batch, dict):
+        return type(batch), {key: flat(item) for key, item in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch), [flat(item) for item in batch]
+    return batch
+
+
+def error_of(batches: Iterator[Any]) -> str:
+    with pytest.raises(DataError) as caught:
+        list(batches)
+    return str(caught.value)
+
+
+# What comes out
+
+
+def test_a_dict_stays_a_dict_and_strings_pass_through() -> None:
+    batch = next(Loader(Samples(text), 3, shuffle=False).epoch(0))
+    assert torch.equal(batch["input_ids"], torch.arange(4) + torch.arange(3)[:, None])
+    assert torch.equal(batch["labels"], torch.arange(3))
+    assert torch.equal(batch["weight"], torch.arange(3, dtype=torch.float64) / 8)
+    assert batch["id"] == ["sample 0", "sample 1", "sample 2"]
+
+
+def test_nested_tuples_keep_their_form() -> None:
+    (number, (first, rest)), index = next(Loader(Samples(nested), 2, shuffle=False).epoch(0))
+    assert torch.equal(number, torch.tensor([0.0, 1.0]))
+    assert first.shape == (2,)
+    assert [tensor.shape for tensor in tensors_in(rest)] == [(2,), (2, 2)]
+    assert torch.equal(index, torch.arange(2))
+
+
+def test_a_named_tuple_keeps_its_class() -> None:
+    batch = next(Loader(Samples(named), 2, shuffle=False).epoch(0))
+    assert type(batch) is Pair
+    assert torch.equal(batch.right["side"], torch.arange(2))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_pictures_of_different_sizes_by_a_collate(workers: int) -> None:
+    loader = Loader(Samples(picture), 4, shuffle=False, workers=workers, collate=listed)
+    pictures, targets = list(loader.epoch(0))[1]
+    assert [image.shape for image in pictures] == [(3, 4 + index, 5) for index in (4, 5, 6, 7)]
+    assert [len(target["boxes"]) for target in targets] == [1, 2, 0, 1]
+    assert [target["name"] for target in targets] == ["4.png", "5.png", "6.png", "7.png"]
+
+
+@pytest.mark.parametrize("make", [dict, UserDict, lambda **items: Holder(**items)])
+def test_a_collate_may_return_any_container(make: Any) -> None:
+    def collate(samples: list[Any]) -> Any:
+        return make(labels=torch.tensor([sample["labels"] for sample in samples]))
+
+    batch = next(Loader(Samples(text), 4, shuffle=False, collate=collate).epoch(0))
+    assert type(batch) is type(make(labels=torch.zeros(1)))
+    assert [(name, t.tolist()) for name, t in named_tensors(batch)] == [("labels", [0, 1, 2, 3])]
+
+
+@dataclass
+class Holder:
+    labels: Tensor
+
+
+def test_a_single_tensor_is_a_batch() -> None:
+    batch = next(Loader(Samples(lambda index: torch.tensor(index)), 4, shuffle=False).epoch(0))
+    assert torch.equal(batch, torch.arange(4))
+
+
+def test_a_batch_of_a_collate_leaves_its_graph_behind() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return {"x": torch.ones(len(samples), requires_grad=True) * 2}
+
+    batch = next(Loader(Samples(text), 4, shuffle=False, collate=collate).epoch(0))
+    assert batch["x"].requires_grad
+    assert batch["x"].grad_fn is None
+
+
+# The same whatever the way
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(("make", "collate"), CASES)
+def test_any_start_continues_exactly(make: Any, collate: Any, workers: int) -> None:
+    alone = Loader(Samples(make), 3, seed=8, shuffle=True, collate=collate)
+    loader = Loader(Samples(make), 3, seed=8, shuffle=True, workers=workers, collate=collate)
+    torch.rand(7)  # The model's generator may stand anywhere.
+    whole = [flat(batch) for batch in alone.epoch(3)]
+    for start in (0, 2, 3):
+        assert [flat(batch) for batch in loader.epoch(3, start)] == whole[start:]
+
+
+def test_a_collate_draws_anew_for_each_batch_and_epoch() -> None:
+    data = Samples(lambda index: {"labels": index % 3})  # The same three numbers in each batch.
+    loader = Loader(data, 3, seed=8, shuffle=False, collate=mixed)
+    drawn = [tuple(batch["mixed"].tolist()) for e in (0, 1) for batch in list(loader.epoch(e))[:3]]
+    assert len(set(drawn)) == 6
+
+
+def test_the_global_generators_are_left_alone_by_a_collate() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    list(Loader(Samples(text), 4, shuffle=True, collate=mixed).epoch(0))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]
+
+
+def numbers(count: int = 23) -> TensorDataset:
+    return TensorDataset(torch.arange(count).float(), torch.arange(count))
+
+
+def pictures() -> ArrayImages:
+    images = torch.randint(0, 256, (23, 1, 8, 8), generator=torch.Generator().manual_seed(1))
+    normalize = Normalize((0.5,), (0.5,))
+    return ArrayImages(images.to(torch.uint8), torch.arange(23), normalize, "crop_flip")
+
+
+def noisy() -> Dataset[Any]:
+    def make(index: int) -> Any:
+        draws = [torch.rand(()).item(), random.random(), float(np.random.rand())]
+        return torch.tensor([float(index), *draws]), index
+
+    data = Samples(make)
+    data.__class__ = type("Samples23", (Samples,), {"__len__": lambda self: 23})
+    return data
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    ("make", "recorded"),
+    [
+        (numbers, "1776b517e5fc8af3"),
+        (pictures, "00af01cb20f26964"),
+        (noisy, "bc776e5f427ba0e1"),
+        (lambda: digits().train, "95b617bfc4458bdc"),
+        (lambda: digits(augment="crop_flip").train, "5acad126b34013eb"),
+    ],
+)
+def test_pairs_are_what_they_were_when_every_batch_was_a_pair(
+    make: Any, recorded: str, workers: int
+) -> None:
+    """Recorded with the loader that knew (inputs, targets) alone."""
+    digest = hashlib.sha256()
+    loader = Loader(make(), 5, seed=8, shuffle=True, workers=workers)
+    for epoch in (0, 3):
+        for batch in loader.epoch(epoch):
+            assert type(batch) is tuple
+            for tensor in batch:
+                digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+                digest.update(tensor.numpy().tobytes())
+    assert digest.hexdigest()[:16] == recorded
+
+
+# Errors name the sample and what of it
+
+
+def with_nan(make: Any, spoil: Any) -> Any:
+    """The samples of `make`, number 7 of them with a value that is not finite."""
+
+    def spoilt(index: int) -> Any:
+        sample = make(index)
+        return spoil(sample) if index == 7 else sample
+
+    return Samples(spoilt)
+
+
+def bad_weight(sample: Any) -> Any:
+    return {**sample, "weight": math.nan}
+
+
+def bad_pixels(sample: Any) -> Any:
+    return {**sample, "pixel_values": torch.tensor([0.0, math.inf])}
+
+
+def bad_boxes(sample: Any) -> Any:
+    image, target = sample
+    return image, {**target, "boxes": torch.full((2, 4), -math.inf)}
+
+
+def bad_inside(sample: Any) -> Any:
+    return (sample[0][0], (sample[0][1][0], {"draws": (math.nan, np.zeros(2))})), sample[1]
+
+
+def bad_right(sample: Pair) -> Pair:
+    return Pair(torch.tensor(math.nan), sample.right)
+
+
+def with_pixels(index: int) -> dict[str, Any]:
+    return {**text(index), "pixel_values": torch.zeros(2)}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    ("make", "spoil", "collate", "leaf"),
+    [
+        (text, bad_weight, None, "weight"),  # A number of Python's: seen once it is a tensor.
+        (with_pixels, bad_pixels, None, "pixel_values"),
+        (with_pixels, bad_pixels, list, "pixel_values"),
+        (picture, bad_boxes, listed, "targets.boxes"),
+        (nested, bad_inside, None, r"inputs[1][1].draws[0]"),
+        (named, bad_right, None, "left"),
+    ],
+)
+def test_a_value_that_is_not_finite_is_named(
+    make: Any, spoil: Any, collate: Any, leaf: str, workers: int
+) -> None:
+    options: Any = {"workers": workers, "collate": collate, "split": "validation"}
+    batches = Loader(with_nan(make, spoil), 3, shuffle=False, **options).epoch(2)
+    assert len([next(batches), next(batches)]) == 2
+    assert error_of(batches) == (
+        f"dataset: validation sample 7 holds NaN or inf in its {leaf} (epoch 2, batch 2); "
+        "every value must be finite: fix or remove the sample"
+    )
+
+
+def test_in_a_shuffled_order_the_sample_is_the_datasets() -> None:
+    loader = Loader(with_nan(text, bad_weight), 11, seed=3, shuffle=True)
+    assert "sample 7 holds NaN or inf in its weight" in error_of(loader.epoch(1))
+
+
+def test_what_a_collate_makes_of_its_samples_is_looked_at_too() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return {"x": torch.zeros(()) / 0}
+
+    loader = Loader(Samples(text), 4, shuffle=False, collate=collate)
+    assert "training one of samples 0 to 3 holds NaN or inf in its x (epoch 0" in error_of(
+        loader.epoch(0)
+    )
+
+
+def test_a_sparse_batch_is_looked_at() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return {"graph": torch.tensor([[0.0, math.nan], [1.0, 0.0]]).to_sparse()}
+
+    loader = Loader(Samples(text), 2, shuffle=False, collate=collate)
+    assert "one of samples 0 to 1 holds NaN or inf in its graph" in error_of(loader.epoch(0))
+
+
+def test_sizes_that_differ_want_a_collate() -> None:
+    assert error_of(Loader(Samples(picture), 2, shuffle=False).epoch(0)) == (
+        "dataset: samples 0 to 1 do not stack into one batch (stack expects each tensor to be "
+        "equal size, but got [3, 4, 5] at entry 0 and [3, 5, 5] at entry 1); give every sample the "
+        "same shapes, or give its Task a collate that makes a batch of a list of samples"
+    )
+
+
+def raising(samples: list[Any]) -> Any:
+    raise KeyError("labels")
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_collate_that_raises_is_one_line(workers: int) -> None:
+    loader = Loader(Samples(text), 4, shuffle=False, workers=workers, collate=raising)
+    assert error_of(loader.epoch(0)) == (
+        "dataset: samples 0 to 3 cannot be collated: KeyError ('labels') at "
+        f"test_data_batches.py:{raising.__code__.co_firstlineno + 1}; fix the collate of its Task"
+    )
+
+
+def test_a_batch_without_a_tensor() -> None:
+    assert error_of(Loader(Samples(str), 2, shuffle=False).epoch(0)) == (
+        "dataset: samples 0 to 1 make a tuple of a str, a str, which holds no tensor; return "
+        "tensors, arrays or numbers, alone or in tuples, lists and dicts"
+    )
+
+
+def test_a_collate_beside_whole_batches() -> None:
+    with pytest.raises(DataError) as caught:
+        Loader(pictures(), 4, shuffle=False, collate=listed)
+    assert str(caught.value) == (
+        "dataset: ArrayImages makes whole batches by its fetch_batch, and its Task has the collate "
+        "listed; give one of the two"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("workers", WORKERS)
+def test_batches_in_pinned_memory(workers: int) -> None:
+    loader = Loader(Samples(picture), 4, shuffle=False, workers=workers, collate=listed, pin=True)
+    for batch in loader.epoch(0):
+        assert all(tensor.is_pinned() for tensor in tensors_in(batch))
