@@ -6,7 +6,7 @@ Nothing else instantiates a `_target_`, and no part below reads an option.
 from mpframe.build.data import build_loaders, build_task
 from mpframe.build.device import device_of, seed_everything
 from mpframe.build.precision import build_precision, in_fp32
-from mpframe.build.scaling import build_scaler, named_options, scaling_name
+from mpframe.build.scaling import build_scaler, scaling_name
 from mpframe.build.target import make
 from mpframe.build.trainer import build_plan, build_trainer
 
@@ -20,7 +20,6 @@ __all__ = [
     "device_of",
     "in_fp32",
     "make",
-    "named_options",
     "scaling_name",
     "seed_everything",
 ]

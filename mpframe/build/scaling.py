@@ -1,43 +1,52 @@
 """Loss scalers."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
+from mpframe.build.target import make
 from mpframe.config.schema import Config
 from mpframe.data.task import Task
-from mpframe.loss_scaling import Backoff, LogMax, Static
-from mpframe.loss_scaling.interface import LossScaler, Scaling
+from mpframe.errors import ConfigError
+from mpframe.loss_scaling.interface import LossScaler, Scaling, name_of
+from mpframe.user_code import described
 
-
-def scaling_name(config: Config) -> str:
-    """The scaling that `auto` stands for: Backoff where half is float16, none otherwise."""
-    name = str(config.loss_scaling.name)
-    if name != "auto":
-        return name
-    float16 = config.dtype.mode != "fp32" and config.dtype.half == "float16"
-    return "Backoff" if float16 else "none"
-
-
-def named_options(config: Config) -> dict[str, Any]:
-    """Every option by its dotted path; of the scaling `auto` the name of what it stands for."""
-    return {**config.flat, "loss_scaling.name": scaling_name(config)}
+_METHODS = ("update", "to", "state_dict", "load_state_dict")
+_PAGE = "docs/loss_scaling/own.md"
 
 
 def build_scaler(config: Config) -> LossScaler | None:
-    """The loss scaler; None where the loss is not scaled."""
-    arguments = {k: v for k, v in vars(config.loss_scaling).items() if k != "name"}
-    half = {"half": getattr(torch, config.dtype.half)}
-    makers: dict[str, Callable[..., LossScaler]] = {
-        "static": Static,
-        "Backoff": Backoff,
-        "LogMax": LogMax,
-    }
-    name = scaling_name(config)
-    if name == "none":
-        return None
-    return makers[name](**arguments, **(half if name != "static" else {}))
+    """The loss scaler that `loss_scaling._target_` makes; None where the loss is not scaled.
+
+    Raises:
+        ConfigError: an argument is not allowed, or what is made is not a loss scaler.
+    """
+    scaler: LossScaler | None = make("loss_scaling", config.loss_scaling)
+    if scaler is not None:
+        _refuse_unfit(f"loss_scaling._target_={config.loss_scaling['_target_']}", scaler)
+    return scaler
+
+
+def _refuse_unfit(option: str, scaler: LossScaler) -> None:
+    methods = [name for name in _METHODS if not callable(getattr(scaler, name, None))]
+    missing = [*methods, *([] if hasattr(scaler, "scale") else ["scale"])]
+    if missing:
+        raise ConfigError(f"{option}: has no {' and no '.join(missing)}; see {_PAGE}")
+    scale = scaler.scale
+    if not isinstance(scale, Tensor) or scale.dim() or scale.dtype != torch.float32:
+        raise ConfigError(
+            f"{option}: its scale is {described(scale)}; must be a 0-d float32 tensor; see {_PAGE}"
+        )
+
+
+def scaling_name(config: Config) -> str:
+    """What the loss scaling is called: `static`, `Backoff`, `LogMax`, `none`, or a user's class.
+
+    Raises:
+        ConfigError: as for `build_scaler`.
+    """
+    return name_of(build_scaler(config))
 
 
 def build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:

@@ -51,7 +51,7 @@ def patient_of(config: Config, words: Sequence[str] = ()) -> Patient:
     trainer = build.build_trainer(config, task, len(train))
     born_in = _take_weights(trainer, config) if config.run.init_from else None
     added = {word.lstrip("+").partition("=")[0] for word in words if word.startswith("+")}
-    return Patient(trainer, train, build.named_options(config), added, born_in)
+    return Patient(trainer, train, config.flat, added, born_in)
 
 
 def as_text(words: Sequence[str], findings: list[Finding]) -> str:

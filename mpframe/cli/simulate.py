@@ -10,9 +10,8 @@ from hydra import compose, initialize_config_dir
 from mpframe.build import build_scaler
 from mpframe.config.command_line import checked, prepare
 from mpframe.config.locations import CONF
-from mpframe.config.schema import SCALERS
-from mpframe.errors import ConfigError, nearest, one_line_exit
-from mpframe.loss_scaling.interface import LossScaler
+from mpframe.errors import ConfigError, one_line_exit
+from mpframe.loss_scaling.interface import LossScaler, name_of
 from mpframe.numerics.simulation import as_table, draw, replay
 from mpframe.tracking.amax_record import read_amax
 
@@ -23,8 +22,9 @@ def simulate(arguments: list[str] | None = None) -> None:
     """Replay the record of `run=...` through the scalers of `loss_scaling=...`; print and draw.
 
     Args:
-        arguments: `run=FOLDER_OR_FILE`, `loss_scaling=NAME[,NAME...]` (all of them where absent),
-            `dtype.half=...`, `loss_scaling.OPTION=VALUE`, `out=PICTURE`; the command line if None.
+        arguments: `run=FOLDER_OR_FILE`, `loss_scaling=NAME[,NAME...]` (all of ours if absent) or
+            `loss_scaling._target_=my_pkg.MyScaler`, `dtype.half=...`, `loss_scaling.OPTION=VALUE`,
+            `out=PICTURE`; the command line if None.
     """
     with one_line_exit():
         _simulate(sys.argv[1:] if arguments is None else arguments)
@@ -35,7 +35,8 @@ def _simulate(arguments: list[str]) -> None:
     source = given.pop("run", "")
     if not source:
         raise ConfigError("run: must be given, e.g. run=runs/2026-11-21/05-45-42")
-    names = given.pop("loss_scaling", ",".join(_ALL)).split(",")
+    own = "loss_scaling._target_" in given
+    names = given.pop("loss_scaling", "own" if own else ",".join(_ALL)).split(",")
     picture = Path(given.pop("out", "") or _beside(Path(source)))
     options = [f"{key}={value}" for key, value in given.items()]
     half = getattr(torch, given.get("dtype.half", "float16"))
@@ -44,20 +45,19 @@ def _simulate(arguments: list[str]) -> None:
     if len(amax) < len(recorded):
         # What they would have been is unknown, and any guess would decide the result.
         print(f"{len(recorded) - len(amax)} steps overflowed in the run itself and are left out")
-    replays = {name: replay(amax, _scaler(name, options), half) for name in names}
+    scalers = [_scaler(name, options) for name in names]
+    replays = {name_of(scaler): replay(amax, scaler, half) for scaler in scalers}
     print(as_table(replays))
     draw(amax, replays, picture, half)
     print(f"picture: {picture}")
 
 
 def _scaler(name: str, options: list[str]) -> LossScaler:
-    if name not in SCALERS or name in ("auto", "none"):
-        hint = nearest(name, _ALL)
-        raise ConfigError(f"loss_scaling={name}: choose {', '.join(_ALL)}; {hint}".rstrip("; "))
     overrides = prepare([f"loss_scaling={name}", *options])
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="simulate"):
         scaler = build_scaler(checked(compose("config", overrides=overrides)))
-    assert scaler is not None
+    if scaler is None:
+        raise ConfigError(f"loss_scaling={name}: has no scale to replay; choose {', '.join(_ALL)}")
     return scaler
 
 

@@ -16,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 from mpframe.config.schema import (
     OPEN,
     RUN_OPTIONS,
-    SCALERS,
     SECTIONS,
     Config,
     Dtype,
@@ -56,7 +55,7 @@ def check(composed: DictConfig) -> Config:
     return Config(
         run=run,
         dtype=_load(Dtype, "dtype", _section(tree, "dtype")),
-        loss_scaling=_scaling(tree),
+        loss_scaling=_open(tree, "loss_scaling"),
         ops=_load(Ops, "ops", _section(tree, "ops")),
         trainer=_load(TrainerOptions, "trainer", _section(tree, "trainer")),
         numerics=_load(NumericsOptions, "numerics", _section({"numerics": {}, **tree}, "numerics")),
@@ -119,8 +118,6 @@ def known_paths() -> set[str]:
     paths = set(RUN_OPTIONS)
     for name, section in SECTIONS.items():
         paths |= {f"{name}.{f.name}" for f in dataclasses.fields(section)}
-    for scaler in SCALERS.values():
-        paths |= {f"loss_scaling.{f.name}" for f in dataclasses.fields(scaler)}
     return paths
 
 
@@ -131,21 +128,6 @@ def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
     for name, value in node.items():
         _refuse_bad(f"{path}.{name}" if path else name, value, options[name])
     return section(**{name: _converted(value, options[name]) for name, value in node.items()})
-
-
-def _scaling(tree: Mapping[str, Any]) -> Any:
-    node = _section(tree, "loss_scaling")
-    return _open(tree, "loss_scaling") if "_target_" in node else _load_scaler(node)
-
-
-def _load_scaler(node: Mapping[str, Any]) -> Any:
-    name = node.get("name", "auto")
-    if name not in SCALERS:
-        hint = nearest(str(name), SCALERS)
-        raise ConfigError(
-            f"loss_scaling={name}: choose {', '.join(SCALERS)}" + (f"; {hint}" if hint else "")
-        )
-    return _load(SCALERS[name], "loss_scaling", node)
 
 
 def _refuse_bad(path: str, value: Any, spec: Any) -> None:

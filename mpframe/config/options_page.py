@@ -3,13 +3,14 @@
 import dataclasses
 from typing import Any
 
-from mpframe.config.schema import SCALERS, SECTIONS, JointOptions, PartOptions, Range, Run
+from mpframe.config.schema import SECTIONS, JointOptions, PartOptions, Range, Run
 
 _HEAD = """# Options
 
 Written from `mpframe/config/schema.py` by `python scripts/options.py`; a test keeps it current.
 `GROUP=CHOICE` picks a file of `conf/GROUP/`, `option=value` sets one value. Open sections (`model`,
-`dataset`, `optimizer`, `scheduler`) also take every argument of their `_target_`.
+`dataset`, `loss_scaling`, `optimizer`, `scheduler`) also take every argument of their `_target_`;
+those of the loss scalers stand in [loss_scaling/](loss_scaling/).
 """
 
 
@@ -17,7 +18,6 @@ def options_page() -> str:
     """The page as Markdown, one table for each section."""
     sections: list[tuple[str, type]] = [("", Run), *SECTIONS.items()]
     sections += [("optimizer", JointOptions), ("optimizer.parts.NAME", PartOptions)]
-    sections += [("loss_scaling", scaler) for name, scaler in SCALERS.items() if name != "auto"]
     return "\n".join([_HEAD, *(_table(path, section) for path, section in sections)])
 
 
@@ -30,7 +30,7 @@ def _table(path: str, section: Any) -> str:
 
 def _row(path: str, field: Any) -> str:
     limits: Range = field.metadata["range"]
-    kind = getattr(field.type, "__name__", str(field.type)).replace("Any", "float or word")
+    kind = getattr(field.type, "__name__", str(field.type))
     unit = f" ({field.metadata['unit']})" if field.metadata["unit"] else ""
     name = f"{path}.{field.name}" if path else field.name
     cells = [

@@ -127,59 +127,6 @@ class Dtype:
 
 
 @dataclass
-class NoScaling:
-    """`loss_scaling=none`: the loss is not scaled; a step with a non-finite gradient is skipped."""
-
-    name: str = option("none", "The scaler.", choices=("none",))
-
-
-@dataclass
-class AutoScaling:
-    """`loss_scaling=auto`: Backoff for float16, none otherwise."""
-
-    name: str = option("auto", "The scaler.", choices=("auto",))
-
-
-@dataclass
-class StaticScaling:
-    """`loss_scaling=static`: one scale for the whole run."""
-
-    name: str = option("static", "The scaler.", choices=("static",))
-    scale: float = option(1024.0, "The loss scale; a power of two rounds nothing.", above=0.0)
-
-
-@dataclass
-class BackoffScaling:
-    """`loss_scaling=Backoff`: halve on overflow, double after a run of clean steps."""
-
-    name: str = option("Backoff", "The scaler.", choices=("Backoff",))
-    init_scale: Any = option(65536.0, "The first scale, or `probe`.", above=0.0, words=("probe",))
-    growth_factor: float = option(2.0, "Factor of a growth.", above=1.0)
-    backoff_factor: float = option(0.5, "Factor of a backoff.", above=0.0, below=1.0)
-    growth_interval: int = option(2000, "Clean steps before a growth.", unit="steps", low=1)
-    hysteresis: int = option(
-        1, "The overflow since the last growth that first backs off.", unit="overflows", low=1
-    )
-    min_scale: float = option(1.0, "The floor of the scale.", above=0.0)
-    max_scale: float = option(2.0**24, "The ceiling of the scale.", above=0.0)
-
-
-@dataclass
-class LogMaxScaling:
-    """`loss_scaling=LogMax`: the largest scale that rarely overflows, from statistics of amax."""
-
-    name: str = option("LogMax", "The scaler.", choices=("LogMax",))
-    init_scale: Any = option(65536.0, "The first scale, or `probe`.", above=0.0, words=("probe",))
-    overflow_probability: float = option(
-        0.001, "How often a step may overflow.", unit="fraction", above=0.0, below=0.5
-    )
-    mean_decay: float = option(0.99, "Decay of the mean of log2(amax).", low=0.0, below=1.0)
-    variance_decay: float = option(0.999, "Decay of its variance.", low=0.0, below=1.0)
-    min_scale: float = option(1.0, "The floor of the scale, a power of two.", above=0.0)
-    max_scale: float = option(2.0**24, "The ceiling of the scale, a power of two.", above=0.0)
-
-
-@dataclass
 class Ops:
     """`ops`: which op runs in which format."""
 
@@ -422,10 +369,6 @@ OPEN = {
     "metrics": OpenSection(required=False, named=True),
 }
 
-SCALERS = {
-    cls().name: cls
-    for cls in (AutoScaling, NoScaling, StaticScaling, BackoffScaling, LogMaxScaling)
-}
 SECTIONS: dict[str, type] = {
     "dtype": Dtype,
     "ops": Ops,
@@ -438,7 +381,7 @@ RUN_OPTIONS = {f.name for f in dataclasses.fields(Run)}
 
 
 def watching() -> set[str]:
-    """The dotted paths of the options that only watch; no scaler has one."""
+    """The dotted paths of the options that only watch."""
     sections: dict[str, Any] = {"": Run, **SECTIONS}
     return {
         f"{path}.{field.name}" if path else field.name
@@ -453,13 +396,13 @@ class Config:
     """A checked configuration. Open sections are plain mappings with their `_target_`.
 
     `joint` holds the optimizers where there are several; `optimizer` is then without `_target_`.
-    `loss_scaling` is a mapping where it has a `_target_`. `callbacks` and `metrics` hold such
-    mappings by name, in the order of the configuration; one that is null is left out.
+    `callbacks` and `metrics` hold such mappings by name, in the order of the configuration; one
+    that is null is left out.
     """
 
     run: Run
     dtype: Dtype
-    loss_scaling: Any
+    loss_scaling: dict[str, Any]
     ops: Ops
     trainer: TrainerOptions
     numerics: NumericsOptions

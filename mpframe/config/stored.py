@@ -38,7 +38,7 @@ _UNUSED = {
 _OPTIMIZER = {"_target_": "torch.optim.SGD", "lr": 1.0}
 _INSTEAD = {
     "scheduler": None,
-    "loss_scaling": {"name": "none"},
+    "loss_scaling": {"_target_": "mpframe.loss_scaling.none"},
     "resume": "none",
     "init_from": None,
 }

@@ -19,6 +19,7 @@ from torch import Tensor
 from mpframe.loss_scaling.powers import largest_power_below, power_of_two
 from mpframe.loss_scaling.ranges import (
     SCALES,
+    Half,
     Interval,
     half_format,
     is_number,
@@ -41,14 +42,15 @@ class AdaptiveScaler(Scaler, ABC):
         init_scale: the first scale, within the bounds, or "probe".
         min_scale: the floor, > 0.
         max_scale: the ceiling, finite.
-        half: the run's 16-bit format; its largest number is what a scaled gradient must not pass.
+        half: the run's 16-bit format, or its name; its largest number is what a scaled gradient
+            must not pass.
 
     Raises:
         ConfigError: an argument is out of its range, or the bounds do not hold `init_scale`.
     """
 
     def __init__(
-        self, init_scale: InitScale, min_scale: float, max_scale: float, half: torch.dtype
+        self, init_scale: InitScale, min_scale: float, max_scale: float, half: Half
     ) -> None:
         self._limit = torch.finfo(half_format(half)).max
         self._top = math.log2(self._limit)
@@ -78,7 +80,7 @@ class AdaptiveScaler(Scaler, ABC):
         known = (amax > 0) & (amax < torch.inf)
         exponent = largest_power_below(self._limit / 2, torch.where(known, amax, 1.0))
         probed = power_of_two(exponent.clamp(*_EXPONENTS)).clamp(self._min, self._max)
-        self._state = self._initial_state(torch.where(known, probed, self._default))
+        self.state = self._initial_state(torch.where(known, probed, self._default))
         self._wants_probe = False
 
     def _within_bounds(self, init_scale: object) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mpframe.loss_scaling.adaptive import DEFAULT_SCALE, AdaptiveScaler, InitScale
-from mpframe.loss_scaling.ranges import SCALES, Interval, count, number
+from mpframe.loss_scaling.ranges import SCALES, Half, Interval, count, number
 
 _GROWTH = Interval(1.0, SCALES.high, low_open=True)
 _SHRINK = Interval(0.0, 1.0, low_open=True, high_open=True)
@@ -32,13 +32,11 @@ class Backoff(AdaptiveScaler):
             every later one does too, until a growth starts the count anew. 1 = every overflow.
         min_scale: the floor, > 0.
         max_scale: the ceiling.
-        half: the run's 16-bit format; only the probe needs it.
+        half: the run's 16-bit format, or its name; only the probe needs it.
 
     Raises:
         ConfigError: an argument is out of its range.
     """
-
-    kind = "Backoff"
 
     def __init__(
         self,
@@ -49,7 +47,7 @@ class Backoff(AdaptiveScaler):
         hysteresis: int = 1,
         min_scale: float = 1.0,
         max_scale: float = 2.0**24,
-        half: torch.dtype = torch.float16,
+        half: Half = torch.float16,
     ) -> None:
         super().__init__(init_scale, min_scale, max_scale, half)
         self._growth_factor = number("growth_factor", growth_factor, _GROWTH)
@@ -64,7 +62,7 @@ class Backoff(AdaptiveScaler):
     def update(self, amax: Tensor) -> None:
         """Grow or shrink. `amax`: 0-d float32, the largest |unscaled gradient|; inf = overflow."""
         self._wants_probe = False
-        scale, clean_steps, overflows = self._state.values()
+        scale, clean_steps, overflows = self.state.values()
         overflow = ~(amax < torch.inf)  # nan compares false, so it counts as an overflow
         clean_steps = (clean_steps + 1).masked_fill(overflow, 0)
         overflows = overflows + overflow
@@ -73,7 +71,7 @@ class Backoff(AdaptiveScaler):
 
         grown = torch.where(grow, scale * self._growth_factor, scale)
         scale = torch.where(shrink, scale * self._backoff_factor, grown)
-        self._state = {
+        self.state = {
             "scale": scale.clamp(self._min, self._max),
             "clean_steps": clean_steps.masked_fill(grow, 0),
             "overflows": overflows.masked_fill(grow, 0),

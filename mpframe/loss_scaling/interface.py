@@ -60,6 +60,11 @@ def scale_of(scaler: LossScaler | None) -> Tensor | float:
     return 1.0 if scaler is None else scaler.scale
 
 
+def name_of(scaler: LossScaler | None) -> str:
+    """`static`, `Backoff`, `LogMax`, `none`, or the class of a user's scaler."""
+    return "none" if scaler is None else str(getattr(scaler, "kind", type(scaler).__name__))
+
+
 def wants_probe(scaler: object) -> TypeGuard[Probed]:
     """True where `scaler` is still to take its first scale from a probe."""
     return isinstance(scaler, Probed) and scaler.wants_probe

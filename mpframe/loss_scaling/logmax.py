@@ -47,7 +47,7 @@ from torch import Tensor
 
 from mpframe.loss_scaling.adaptive import DEFAULT_SCALE, AdaptiveScaler, InitScale
 from mpframe.loss_scaling.powers import exponent_of, power_of_two
-from mpframe.loss_scaling.ranges import Interval, number, whole_octaves
+from mpframe.loss_scaling.ranges import Half, Interval, number, whole_octaves
 
 PRIOR_STD = 1.0
 """σ₀ in octaves: a guess on the safe side, batches differ by less in most training."""
@@ -78,13 +78,11 @@ class LogMax(AdaptiveScaler):
         variance_decay: β₂, in [0, 1): the spread remembers about 1/(1-β₂) steps.
         min_scale: the floor, a power of two.
         max_scale: the ceiling, a power of two.
-        half: the run's 16-bit format; its largest number is what s a must not pass.
+        half: the run's 16-bit format, or its name; its largest number is what s a must not pass.
 
     Raises:
         ConfigError: an argument is out of its range.
     """
-
-    kind = "LogMax"
 
     def __init__(
         self,
@@ -94,7 +92,7 @@ class LogMax(AdaptiveScaler):
         variance_decay: float = 0.999,
         min_scale: float = 1.0,
         max_scale: float = 2.0**24,
-        half: torch.dtype = torch.float16,
+        half: Half = torch.float16,
     ) -> None:
         self._probability = number("overflow_probability", overflow_probability, _PROBABILITIES)
         self._quantile = -NormalDist().inv_cdf(self._probability)
@@ -117,17 +115,17 @@ class LogMax(AdaptiveScaler):
     @property
     def log2_mean(self) -> Tensor:
         """The modelled mean of log2(largest |unscaled gradient|): 0-d float64, octaves."""
-        return self._state["mean"] - exponent_of(self.scale)
+        return self.state["mean"] - exponent_of(self.scale)
 
     @property
     def log2_std(self) -> Tensor:
         """The modelled standard deviation of the same: 0-d float64, octaves."""
-        return self._state["variance"].sqrt()
+        return self.state["variance"].sqrt()
 
     def update(self, amax: Tensor) -> None:
         """Observe and choose anew. `amax`: 0-d float32, the largest |unscaled gradient|."""
         self._wants_probe = False
-        now = self._state
+        now = self.state
         overflow = ~(amax < torch.inf)  # nan compares false, so it counts as an overflow
         surprise = self._surprise(amax, overflow)
         highs, lows = self._streaks(surprise)
@@ -142,17 +140,17 @@ class LogMax(AdaptiveScaler):
         }
         new |= self._placed(new)
         ignored = amax == 0
-        self._state = {name: torch.where(ignored, now[name], new[name]) for name in now}
+        self.state = {name: torch.where(ignored, now[name], new[name]) for name in now}
 
     def _surprise(self, amax: Tensor, overflow: Tensor) -> Tensor:
         """r: how far above the mean the largest scaled gradient lies, or at least lies."""
-        mean = self._state["mean"]
+        mean = self.state["mean"]
         held = torch.log2(amax.double() * self.scale)  # float64, where no product overflows
         return torch.where(overflow, mean.clamp(min=self._top), held) - mean
 
     def _streaks(self, surprise: Tensor) -> tuple[Tensor, Tensor]:
         """How many observations in a row, this one included, were surprisingly high, or low."""
-        now = self._state
+        now = self.state
         bound = SURPRISE * self.log2_std
         known = now["count"] > 0
         high = (surprise > bound) & known
@@ -161,7 +159,7 @@ class LogMax(AdaptiveScaler):
 
     def _margin(self, surprise: Tensor) -> Tensor:
         """The margin after an observation."""
-        now = self._state
+        now = self.state
         exceeded = (surprise > self._reserve(now)) & (now["count"] >= JUDGED_AFTER)
         return (now["margin"] + exceeded - self._probability).clamp(0, MAX_MARGIN)
 
@@ -171,7 +169,7 @@ class LogMax(AdaptiveScaler):
 
     def _moments(self, surprise: Tensor, count: Tensor, seen: Tensor) -> dict[str, Tensor]:
         """Mean, variance and count after an observation; unchanged where nothing was `seen`."""
-        mean, variance = self._state["mean"], self._state["variance"]
+        mean, variance = self.state["mean"], self.state["variance"]
         mean_gain = (count + 1).reciprocal().clamp(min=self._mean_gain)
         variance_gain = (count + PRIOR_WEIGHT).reciprocal().clamp(min=self._variance_gain)
         learned = variance.lerp(surprise.square(), variance_gain)

@@ -9,7 +9,9 @@ import torch
 
 from mpframe.errors import ConfigError
 
-HALF_FORMATS = (torch.float16, torch.bfloat16)
+HALF_FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+Half = torch.dtype | str
+"""A 16-bit format, or its name."""
 COUNT_MAX = 2**31 - 1  # steps; far beyond any run, and safe in every integer format
 
 
@@ -66,10 +68,11 @@ def count(argument: str, value: object) -> int:
 
 
 def half_format(value: object) -> torch.dtype:
-    """`value`, if it is one of the 16-bit formats a run can use."""
-    if not isinstance(value, torch.dtype) or value not in HALF_FORMATS:
-        raise refused("half", value, "torch.float16 or torch.bfloat16")
-    return value
+    """The 16-bit format that `value` is or names, if a run can use it."""
+    for name, half in HALF_FORMATS.items():
+        if value is half or value == name:
+            return half
+    raise refused("half", value, "float16 or bfloat16")
 
 
 def whole_octaves(argument: str, scale: float) -> int:

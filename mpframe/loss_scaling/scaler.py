@@ -19,16 +19,20 @@ class Scaler:
     """
 
     kind: ClassVar[str]
-    """What `loss_scaling=` calls it; saved states carry it."""
+    """Its name in summaries and saved states: that of the class, unless the class sets another."""
+
+    def __init_subclass__(cls) -> None:
+        """Name the kind."""
+        cls.kind = cls.__dict__.get("kind", cls.__name__)
 
     def __init__(self, state: dict[str, Tensor]) -> None:
-        self._state = state
+        self.state = state
         self._wants_probe = False
 
     @property
     def scale(self) -> Tensor:
         """The present scale: 0-d, float32, finite, > 0, on the scaler's device."""
-        return self._state["scale"]
+        return self.state["scale"]
 
     @property
     def floor(self) -> float:
@@ -42,12 +46,12 @@ class Scaler:
 
     def to(self, device: torch.device | str) -> Self:
         """Move the state to `device`, in place; returns self."""
-        self._state = {name: tensor.to(device) for name, tensor in self._state.items()}
+        self.state = {name: tensor.to(device) for name, tensor in self.state.items()}
         return self
 
     def state_dict(self) -> dict[str, Any]:
         """The kind of scaler, whether it still waits for a probe, and a copy of every tensor."""
-        tensors = {name: tensor.clone() for name, tensor in self._state.items()}
+        tensors = {name: tensor.clone() for name, tensor in self.state.items()}
         return {"kind": self.kind, "wants_probe": self._wants_probe, **tensors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -65,10 +69,10 @@ class Scaler:
                 f"loss_scaling={self.kind} cannot continue the saved state of {saved}: "
                 f"use loss_scaling={saved}, or start a new run from the saved weights"
             )
-        loaded = {name: _like(own, name, state.get(name)) for name, own in self._state.items()}
+        loaded = {name: _like(own, name, state.get(name)) for name, own in self.state.items()}
         if not loaded["scale"].gt(0).all():
             raise _damaged("scale", "is not positive")
-        self._state, self._wants_probe = loaded, state.get("wants_probe") is True
+        self.state, self._wants_probe = loaded, state.get("wants_probe") is True
 
 
 def _like(own: Tensor, name: str, saved: object) -> Tensor:

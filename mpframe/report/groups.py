@@ -14,7 +14,10 @@ from mpframe.report.records import Record
 from mpframe.tracking.summary import Summary
 
 PRECISION = ("dtype", "loss_scaling", "ops")
-SHOWN_APART = ("dtype.mode", "dtype.half", "loss_scaling.name")
+SHOWN_APART = (
+    *("dtype.mode", "dtype.half"),
+    *("loss_scaling._target_", "loss_scaling.mode", "loss_scaling.half"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def compared(records: Sequence[Record]) -> list[Group]:
 def _differing(records: Sequence[Record]) -> list[str]:
     """The options that are not the same in all runs.
 
-    Where the section is another choice (another `name` or `_target_`) in some runs, an option that
+    Where the section is another choice (another `_target_`) in some runs, an option that
     only one choice has differs in nothing.
     """
     known = [record.options for record in records if record.options]
@@ -98,8 +101,7 @@ def _differing(records: Sequence[Record]) -> list[str]:
 
 def _another_choice(path: str, known: Sequence[Mapping[str, object]]) -> bool:
     section = path.split(".")[0]
-    choices = (f"{section}.name", f"{section}._target_")
-    return any(len({str(options.get(choice)) for options in known}) > 1 for choice in choices)
+    return len({str(options.get(f"{section}._target_")) for options in known}) > 1
 
 
 def _words(record: Record, keys: Sequence[str]) -> list[str]:

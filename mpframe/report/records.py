@@ -68,7 +68,7 @@ class Record:
         """The name of the loss scaling."""
         if self.summary is not None:
             return self.summary.loss_scaling
-        return str(self.options.get("loss_scaling.name", "unknown"))
+        return str(self.options.get("loss_scaling._target_", "unknown")).rpartition(".")[2]
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[Path, list[Record]]:

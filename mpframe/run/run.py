@@ -69,12 +69,16 @@ class Run:
         composed: the same, as composed; written to the folder.
         folder: the run's folder; exists.
         hydra: Hydra's own section; without it neither `.hydra` nor a log is written.
+
+    Raises:
+        ConfigError: `loss_scaling` makes no scaler.
     """
 
     def __init__(
         self, config: Config, composed: DictConfig, folder: Path, hydra: DictConfig | None = None
     ) -> None:
         self.config = config
+        self.scaling = build.scaling_name(config)  # A scaler is refused before the folder is taken.
         self.secrets = secrets_of(values_of(composed), os.environ)
         self.place = RunFolder(folder, composed, hydra, self.secrets)
         self.config_text = self.place.config
@@ -189,7 +193,7 @@ class Run:
     def _guards(self, train: Loader) -> list[Callback]:
         options = self.config.trainer
         limit = options.max_consecutive_skips
-        tried = getattr(self.config.loss_scaling, "hysteresis", 1)
+        tried = self.config.loss_scaling.get("hysteresis", 1)
         if options.autopsy == "off":
             return [SpikeReport(), SkipGuard(limit, tried=tried), SaturationWarning()]
         after = min(options.autopsy_after, limit)
@@ -245,13 +249,13 @@ class Run:
             trainer.precision,
             device,
             f" ({trainer.precision.policy.half} emulated)" if emulated else "",
-            build.scaling_name(self.config),
+            self.scaling,
             self.folder,
         )
         log.info("%s", trainer.precision.describe(trainer.model))
         for line in trainer.precision.warnings():
             log.warning("warning: %s", line)
-        for hint in hints_on(Patient(trainer, train, build.named_options(self.config))):
+        for hint in hints_on(Patient(trainer, train, self.config.flat)):
             log.warning("%s", hint)
 
     def _describe(self, tracker: Tracker, trainer: Trainer) -> None:
@@ -271,7 +275,7 @@ class Run:
             "dataset": str(config.dataset["_target_"]),
             "dtype": config.dtype.mode,
             "half": config.dtype.half,
-            "loss_scaling": build.scaling_name(config),
+            "loss_scaling": self.scaling,
             "optimizer": " + ".join(str(node["_target_"]) for node in config.optimizer_nodes),
             "lr": float(config.optimizer_nodes[0].get("lr", float("nan"))),
             "batch_size": config.data.batch_size,
@@ -355,7 +359,7 @@ class Run:
             peak_memory_bytes=peak_memory(),
             dtype=config.dtype.mode,
             half=None if config.dtype.mode == "fp32" else config.dtype.half,
-            loss_scaling=build.scaling_name(config),
+            loss_scaling=self.scaling,
             final_scale=_final_scale(trainer) if trainer else None,
             seed=config.run.seed,
             device=str(build.device_of(config.run.device)) if trainer else config.run.device,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mpframe.checkpoint.conversion import conversion, rounding
-from mpframe.errors import CheckpointError, ConfigError
+from mpframe.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.loss_scaling.interface import LossScaler, Scaling, wants_probe
 from mpframe.optim import MasterWeights
 from mpframe.optim.closure import refuse_beside_closure
@@ -40,7 +40,7 @@ from mpframe.training.plan import Plan, Progress
 from mpframe.training.probe import probe_amax
 from mpframe.training.turns import AnyOptimizer, Loss, Objective, Turn, means, turns_of, with_losses
 from mpframe.tree import map_tensors
-from mpframe.user_code import InBatch, UserCode
+from mpframe.user_code import InBatch, UserCode, name_of, raised
 
 log = logging.getLogger(__name__)
 
@@ -444,7 +444,7 @@ def _load_by_name(given: Any, states: Mapping[str, Any], option: str) -> None:
     """Load what `_state_by_name` gave.
 
     Raises:
-        CheckpointError: there was another number of them, or others.
+        CheckpointError: there was another number of them, or others, or one refuses its state.
     """
     own = _by_name(given)
     if own and states and set(own) != set(states):
@@ -453,7 +453,15 @@ def _load_by_name(given: Any, states: Mapping[str, Any], option: str) -> None:
             "the optimizers it was made with"
         )
     for name in own.keys() & states.keys():
-        own[name].load_state_dict(states[name])
+        try:
+            own[name].load_state_dict(states[name])
+        except MpframeError:
+            raise
+        except Exception as error:  # Whatever a user's class raises.
+            raise CheckpointError(
+                f"{option}: {name_of(own[name])} cannot continue the saved state: {raised(error)}; "
+                "resume with the class it was saved from"
+            ) from error
 
 
 def _names(given: Iterable[str]) -> str:

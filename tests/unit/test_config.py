@@ -1,11 +1,13 @@
 """The schema, the checks behind it, and every shipped file of conf/ held against them."""
 
 import dataclasses
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from mpframe.config.check import check, known_paths
@@ -13,7 +15,6 @@ from mpframe.config.command_line import checked
 from mpframe.config.locations import CONF
 from mpframe.config.options_page import options_page
 from mpframe.config.schema import (
-    SCALERS,
     SECTIONS,
     Config,
     JointOptions,
@@ -64,14 +65,21 @@ def test_a_default_file_states_the_defaults_of_the_schema(name: str) -> None:
     assert values == dataclasses.asdict(SECTIONS[name]())
 
 
-@pytest.mark.parametrize("name", sorted(SCALERS))
-def test_a_scaling_file_states_the_defaults_of_the_schema(name: str) -> None:
-    values = OmegaConf.to_container(OmegaConf.load(CONF / "loss_scaling" / f"{name}.yaml"))
-    assert values == dataclasses.asdict(SCALERS[name]())
+@pytest.mark.parametrize("name", ["static", "Backoff", "LogMax"])
+def test_a_scaling_file_states_every_argument_of_its_class(name: str) -> None:
+    """The scale apart, they are the defaults of the class, too."""
+    node = composed(f"loss_scaling={name}").loss_scaling
+    arguments = inspect.signature(get_class(node["_target_"])).parameters
+    defaults = {key: own.default for key, own in arguments.items()}
+    if name == "static":
+        defaults["scale"] = 1024.0
+    else:
+        defaults["half"] = "float16"
+    assert {"_target_": node["_target_"], **defaults} == node
 
 
 def test_every_option_has_a_sentence_and_a_default_within_its_range() -> None:
-    sections: list[Any] = [*SECTIONS.values(), *SCALERS.values()]
+    sections: list[Any] = [*SECTIONS.values(), JointOptions, PartOptions]
     for section in sections:
         for option in dataclasses.fields(section):
             assert option.metadata["sentence"].endswith("."), option.name
@@ -107,10 +115,10 @@ ACT = {
 def test_every_option_is_known_to_watch_or_to_act() -> None:
     """A new option is put into one of the two sets above, by somebody who has thought of it."""
     assert watching() == WATCH
-    assert {path for path in known_paths() if not path.startswith("loss_scaling.")} == WATCH | ACT
+    assert known_paths() == WATCH | ACT
     assert not [
         option.name
-        for section in (*SCALERS.values(), JointOptions, PartOptions)
+        for section in (JointOptions, PartOptions)
         for option in dataclasses.fields(section)
         if option.metadata["watches"]
     ]
@@ -142,7 +150,7 @@ def tree(**changes: Any) -> Any:
         OmegaConf.create(
             {
                 "dtype": {"mode": "mixed"},
-                "loss_scaling": {"name": "Backoff"},
+                "loss_scaling": {"_target_": "a.b"},
                 "ops": {},
                 "trainer": {},
                 "dataset": {"_target_": "a.b", "batch_size": 4},
@@ -172,12 +180,8 @@ def tree(**changes: Any) -> Any:
             "dtype.mode=fp16: must be one of fp32, mixed, amp; use dtype=mixed or dtype=amp",
         ),
         (
-            {"loss_scaling__name": "backof"},
-            "loss_scaling=backof: choose auto, none, static, Backoff, LogMax; nearest: Backoff",
-        ),
-        (
-            {"loss_scaling__init_scale": "prob"},
-            "loss_scaling.init_scale=prob: must be a value > 0 or probe",
+            {"loss_scaling___target_": None},
+            "loss_scaling._target_=null: must be the dotted name of a class or function",
         ),
         ({"optimizer__lr": float("inf")}, "optimizer.lr=inf: must be a number > 0"),
         (

@@ -26,14 +26,14 @@ REFUSED = [
     *cases(Backoff, "backoff_factor", [*NO_NUMBERS, 0, 0.0, 1, 1.0, 2.0, -0.5]),
     *cases(Backoff, "growth_interval", [*NO_NUMBERS, 0, -1, 2000.0, 2**31]),
     *cases(Backoff, "hysteresis", [*NO_NUMBERS, 0, -1, 1.0, 2**31]),
-    *cases(Backoff, "half", [torch.float32, torch.float64, "float16", None]),
+    *cases(Backoff, "half", [torch.float32, torch.float64, "float64", "fp16", None]),
     *cases(LogMax, "init_scale", [*NO_SCALES, 0.5, 2.0**25, 1000.0, "Probe"]),
     *cases(LogMax, "overflow_probability", [*NO_NUMBERS, 0, 0.0, 0.5, 1.0, -0.001]),
     *cases(LogMax, "mean_decay", [*NO_NUMBERS, 1, 1.0, -0.1, 2.0]),
     *cases(LogMax, "variance_decay", [*NO_NUMBERS, 1, 1.0, -0.1, 2.0]),
     *cases(LogMax, "min_scale", [1.5, 3.0]),
     *cases(LogMax, "max_scale", [65537.0, 3e6]),
-    *cases(LogMax, "half", [torch.float32, torch.int16, "bfloat16", None]),
+    *cases(LogMax, "half", [torch.float32, torch.int16, "float", None]),
 ]
 
 
@@ -71,7 +71,7 @@ DEFAULT = "leave it out for the default"
         (lambda: LogMax(max_scale=100_000.0), "max_scale=100000.0",
          "a power of two", "use 2**16 or 2**17"),
         (lambda: LogMax(half=torch.float32), "half=torch.float32",
-         "torch.float16 or torch.bfloat16", DEFAULT),
+         "float16 or bfloat16", DEFAULT),
     ],
 )  # fmt: skip
 def test_the_error_says_what_is_allowed_and_the_way_out(make, option, allowed, way_out) -> None:
@@ -94,6 +94,8 @@ def test_the_error_says_what_is_allowed_and_the_way_out(make, option, allowed, w
         lambda: LogMax(overflow_probability=1e-300, mean_decay=0, variance_decay=0.0),
         lambda: LogMax(overflow_probability=0.4999, half=torch.bfloat16),
         lambda: LogMax(init_scale=1, max_scale=1),
+        lambda: LogMax(half="bfloat16"),
+        lambda: Backoff(half="float16"),
     ],
 )
 def test_the_ends_of_the_ranges_are_allowed(make) -> None:

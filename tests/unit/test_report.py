@@ -49,7 +49,7 @@ def options_of(summary: Summary, **other: Any) -> dict[str, Any]:
     options: dict[str, Any] = {
         "model": {"_target_": "mpframe.models.mlp", "hidden": 8},
         "dtype": {"mode": summary.dtype, "half": summary.half or "float16"},
-        "loss_scaling": {"name": summary.loss_scaling},
+        "loss_scaling": {"_target_": f"mpframe.loss_scaling.{summary.loss_scaling}"},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
         "seed": summary.seed,
     }

@@ -100,3 +100,17 @@ def test_an_unknown_scaler_is_refused(tmp_path: Path) -> None:
     (tmp_path / "record.txt").write_text("-3\n")
     with pytest.raises(ConfigError, match=r"loss_scaling=LogMin: choose .*; nearest: LogMax"):
         _simulate([f"run={tmp_path / 'record.txt'}", "loss_scaling=LogMin"])
+
+
+def test_a_run_without_a_scale_is_no_scaler(tmp_path: Path) -> None:
+    (tmp_path / "record.txt").write_text("-3\n")
+    with pytest.raises(ConfigError, match="loss_scaling=none: has no scale to replay; choose "):
+        _simulate([f"run={tmp_path / 'record.txt'}", "loss_scaling=none"])
+
+
+def test_a_users_scaler_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "record.txt").write_text("-3\n-4\n5\n")
+    target = "loss_scaling._target_=mpframe.loss_scaling.Static"  # As any class, by its target.
+    simulate([f"run={tmp_path / 'record.txt'}", target, "loss_scaling.scale=4096"])
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert (row[0], row[2], row[-1]) == ("static", "1", "4096")

@@ -20,6 +20,7 @@ from torch import Tensor
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.errors import CheckpointError
+from mpframe.loss_scaling.interface import name_of
 from mpframe.numerics.autopsy.case import Case, RandomState, device_of
 from mpframe.numerics.autopsy.plain_batch import as_in, is_plain, plain
 from mpframe.numerics.optimizer_numbers import misheld_numbers
@@ -111,9 +112,8 @@ def floors_of(trainer: Trainer) -> dict[str, float]:
 
 
 def scaling_of(trainer: Trainer) -> str:
-    """The kind of scaler."""
-    kinds = [str(getattr(scaler, "kind", "own")) for scaler in trainer.scalers.values()]
-    return kinds[0] if kinds else "none"
+    """The name of the loss scaling; all losses have the same kind."""
+    return name_of(next(iter(trainer.scalers.values()), None))
 
 
 def skipped_of(trainer: Trainer, result: StepResult) -> frozenset[str]:

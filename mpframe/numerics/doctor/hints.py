@@ -33,7 +33,7 @@ def check_unscaled(patient: Patient) -> Iterator[Finding]:
 
 def check_needless_scaling(patient: Patient) -> Iterator[Finding]:
     """An adaptive scaler where the format has the range of fp32."""
-    kind = patient.options["loss_scaling.name"]
+    kind = patient.scaling
     if kind in ADAPTIVE and patient.half != torch.float16:
         form = "fp32" if patient.half is None else patient.policy.half
         reason = "" if patient.half is None else f", and {form} has the range of fp32"

@@ -72,6 +72,11 @@ class Patient:
         return turns_of(trainer.loss, trainer.optimizer, trainer.scaler).objectives
 
     @property
+    def scaling(self) -> str:
+        """The name of the loss scaling."""
+        return scaling_of(self.trainer)
+
+    @property
     def optimizers(self) -> dict[str, MasterWeights]:
         """The optimizers by the path of their options."""
         optimizer = self.trainer.optimizer
@@ -130,7 +135,7 @@ class Patient:
                 batches=[self.batch],
                 scales={o.name: self._first_scale(o.scaler) for o in self.objectives},
                 floors=floors_of(trainer),
-                scaling=scaling_of(trainer),
+                scaling=self.scaling,
             )
         )
 

@@ -63,7 +63,7 @@ def _too_high(patient: Patient, verdict: Verdict) -> Finding:
     first = verdict.replays[1].passes[0].scale  # Behind the replay in fp32 comes the run's own.
     # An octave below what was tried and is finite: the next batch may be larger.
     fits = 2.0 ** (math.floor(math.log2(first) + verdict.octaves) - 1)
-    if patient.options["loss_scaling.name"] == "static":
+    if patient.scaling == "static":
         return error(
             f"loss_scaling.scale={first:g}: too large, the first batch overflows at it",
             f"loss_scaling.scale={_exactly(fits)}",
@@ -85,7 +85,7 @@ def _too_high(patient: Patient, verdict: Verdict) -> Finding:
 
 def _named(patient: Patient) -> tuple[str, ...]:
     """The word that names a scaler chosen by `auto`, whose options are not there to be set."""
-    name = str(patient.options["loss_scaling.name"])
+    name = patient.scaling
     return () if "loss_scaling.init_scale" in patient.options else (f"loss_scaling={name}",)
 
 
