@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from mpframe.build.device import device_of
 from mpframe.build.target import make
 from mpframe.config.schema import Config
 from mpframe.data.loader import Loader
@@ -35,6 +36,7 @@ def build_loaders(config: Config, task: Task) -> tuple[Loader, Loader]:
         "seed": config.run.seed,
         "workers": data.workers,
         "worker_timeout": data.worker_timeout,
+        "pin": device_of(config.run.device).type == "cuda",
     }
     train = Loader(task.train, data.batch_size, shuffle=True, drop_last=True, **common)
     val = Loader(task.val, data.batch_size, shuffle=False, split="validation", **common)

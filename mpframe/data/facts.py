@@ -1,7 +1,7 @@
-"""What a config states about a dataset (its channels, size and classes), held against the data.
+"""What a config states about a dataset (its channels, size and classes), checked against the data.
 
-Models read these numbers from the config before any file is opened; a wrong one would build a
-network that fits nothing, so it is refused in the dataset's own words.
+Models read these numbers from the config before any file is opened. A wrong one would build a
+network that does not fit the data, so it is refused, with the true number.
 """
 
 from torch import Tensor

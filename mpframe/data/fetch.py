@@ -1,16 +1,16 @@
 """From indices to a batch, wherever it runs: in the main process or in a worker.
 
-A batch is any tree of tensors: a tensor, tuples, lists, dicts, with numbers and strings beside
+A batch is any tree of tensors: a tensor, tuples, lists, dicts, with numbers and strings among
 them. A request for one is a list of integers: the epoch, the batch's number in it, and the samples'
-indices. The epoch travels with the indices, so workers live on from epoch to epoch and none can
-hold a stale one.
+indices. The epoch comes with the indices, so workers live from epoch to epoch and none can have
+an old one.
 
-Randomness has two homes, and both depend on (seed, epoch, index) alone:
+Random numbers are drawn in two ways, and both depend on (seed, epoch, index) alone:
 
 - a dataset with `fetch_batch(indices)` makes whole batches and draws its own numbers from what
   `set_epoch(seed, epoch)` told it;
 - any other is asked sample by sample, and the global generators of torch, numpy and random are
-  set to the sample's key before each, to the batch's key for the collate, and put back after it.
+  set to the sample's key before each and to the batch's key for the collate, and restored after it.
   Random transforms written against them are reproducible as they stand, and loading leaves the
   model's generator alone.
 """
@@ -41,9 +41,9 @@ class Fetcher(Dataset[Any]):
     """Answers requests for batches of `dataset`.
 
     Args:
-        dataset: map-style; `set_epoch` and `fetch_batch` are used where it has them.
+        dataset: map-style; `set_epoch` and `fetch_batch` are used if it has them.
         seed: the run's seed.
-        current: where a worker says which sample it is reading.
+        current: where a worker writes which sample it is reading.
         split: what the samples are for, in messages.
         collate: makes a batch of a list of samples; None: torch's default_collate.
     """
@@ -120,10 +120,10 @@ class Fetcher(Dataset[Any]):
 
 
 def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
-    """`dataset` as it is in `epoch`: a shallow copy, told by `set_epoch` where it has that.
+    """`dataset` as it is in `epoch`: a shallow copy, told by `set_epoch` if it has that method.
 
     A copy, so that a dataset two loaders share is in the right epoch for each. torch's Subset and
-    ConcatDataset are looked through.
+    ConcatDataset are unwrapped.
     """
     if not isinstance(dataset, Subset | ConcatDataset) and not hasattr(dataset, "set_epoch"):
         return dataset
@@ -139,7 +139,7 @@ def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
 
 @contextmanager
 def _blamed_on(what: str, way_out: str = "fix the dataset or its data") -> Iterator[None]:
-    """Whatever the dataset's own code raises becomes one line; the traceback goes along as a note.
+    """What the dataset's own code raises becomes one line; the traceback goes with it as a note.
 
     A note, because the error may have to travel from a worker, and its cause cannot.
     """

@@ -1,6 +1,6 @@
-"""A last look at a batch on the host: NaN or inf in the data is the data's fault and is said so.
+"""The check that a batch is finite, made on the host before the model sees it.
 
-Found later, inside a loss, it would look like a number that grew too large.
+Inside a loss NaN or inf from the data would look like a number that grew too large.
 """
 
 from collections.abc import Iterator, Sequence

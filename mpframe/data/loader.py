@@ -85,7 +85,7 @@ class Loader:
         current = CurrentSamples(workers)
         self._pool = WorkerPool(current, worker_timeout)
         with warnings.catch_warnings():
-            # That there are more workers than cores is said once, and in one line.
+            # require_workers warns of more workers than cores, once and in one line.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             self._batches = DataLoader(
                 Fetcher(dataset, seed, current, split, collate),
@@ -96,7 +96,7 @@ class Loader:
                 persistent_workers=workers > 0,
                 timeout=POLL_SECONDS if workers else 0,
                 worker_init_fn=ignore_signals,
-                # Without one of its own it would draw from the global generator, the model's.
+                # Without its own it would draw from the global generator, which is the model's.
                 generator=torch.Generator(),
             )
 

@@ -1,4 +1,4 @@
-"""Refuses sizes no network can have, naming the option, before a layer trips over them."""
+"""Refuses sizes that no network can have, by the option's name, before a layer fails on them."""
 
 from mpframe.errors import ConfigError
 

@@ -1,6 +1,6 @@
 """A small convolutional network: stages of two convolutions, then an average over the image.
 
-Averaging at the end makes it indifferent to the image's size, as long as every stage finds
+The average at the end makes it independent of the image's size, as long as every stage has
 something to halve.
 """
 

@@ -28,8 +28,8 @@ def resnet18(
         ConfigError: an argument is out of its range.
     """
     require_sizes(classes=classes, channels=channels, width=width)
-    # torchvision fixes the first width at 64. Its layers are laid out on the meta device, where
-    # they cost nothing and draw no random numbers, and are then all replaced.
+    # torchvision fixes the first width at 64. Its layers are made on the meta device, where they
+    # cost nothing and draw no random numbers, and are then all replaced.
     with torch.device("meta"):
         net: nn.Module = ResNet(BasicBlock, _BLOCKS, num_classes=classes)
     _replace_stem(net, channels, width, small_stem)

@@ -1,11 +1,12 @@
 """Devices and targets: what build makes of options, and what it refuses."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mpframe.build import device_of, make
+from mpframe.build import build_loaders, device_of, make
 from mpframe.errors import ConfigError
 
 
@@ -48,3 +49,19 @@ def test_a_target_that_cannot_be_made_is_refused_in_one_line(
 def test_a_target_is_called_with_its_options() -> None:
     linear = make("model", {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2})
     assert linear.weight.shape == (2, 3)
+
+
+@pytest.mark.parametrize(("device", "pin"), [("cpu", False), ("cuda:0", True)])
+def test_batches_are_pinned_for_a_cuda_device(
+    device: str, pin: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+    monkeypatch.setattr(
+        "mpframe.build.data.Loader", lambda *_, **options: made.append(options["pin"])
+    )
+    monkeypatch.setattr("mpframe.build.data.device_of", torch.device)
+    data = SimpleNamespace(batch_size=2, workers=0, worker_timeout=None)
+    config: Any = SimpleNamespace(data=data, run=SimpleNamespace(seed=0, device=device))
+    task: Any = SimpleNamespace(train=[], val=[], collate=None)
+    build_loaders(config, task)
+    assert made == [pin, pin]

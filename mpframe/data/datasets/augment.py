@@ -1,4 +1,4 @@
-"""Random crops and flips of a whole batch at once, steered by numbers handed in.
+"""Random crops and flips of a whole batch at once, controlled by numbers that are passed in.
 
 Nothing here draws a random number: each function takes uniforms in [0, 1), one row per image, so
 that what happens to an image is decided by its key alone (see keyed_random).

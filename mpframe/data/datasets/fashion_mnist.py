@@ -1,6 +1,6 @@
 """Fashion-MNIST: 70,000 grey images of clothes, 28 x 28, in ten classes (Xiao et al. 2017).
 
-Recompressed copies are welcome: what counts is the content, checked by the reader of idx files.
+Recompressed copies work too: only the content counts, which the reader of idx files checks.
 """
 
 from pathlib import Path

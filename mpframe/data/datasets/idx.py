@@ -4,8 +4,8 @@
     size_1 ... size_rank     big-endian 32-bit
     values                   row-major, exactly size_1 · ... · size_rank bytes
 
-The file is untrusted: the sizes are held against what is expected before a value is read, and
-never more than they promise is unpacked, so a small gz file cannot fill the memory.
+The file is untrusted: the sizes are checked before a value is read, and no more is
+unpacked than they promise, so a small gz file cannot fill the memory.
 """
 
 import gzip

@@ -1,6 +1,6 @@
-"""A tree of image files, <split>/<class>/<image>, listed and decoded with distrust.
+"""A tree of image files, <split>/<class>/<image>, listed and decoded as untrusted input.
 
-Only JPEG, PNG, WebP and BMP are decoded, whatever a file calls itself: other formats of the
+Only JPEG, PNG, WebP and BMP are decoded, whatever a file's name says: other formats of the
 imaging library have started external programs. A symbolic link may point within the tree and
 nowhere else, and a picture that claims an absurd size is refused from its header.
 """
