@@ -4,6 +4,8 @@
 scale that is off by one bit would make every unscaling round, so these read and write the bits.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,3 +29,20 @@ def largest_power_below(limit: float, amax: Tensor) -> Tensor:
     room = torch.frexp(torch.as_tensor(limit, dtype=torch.float64, device=amax.device))
     used = torch.frexp(amax.double())  # float64 holds the subnormal float32 as normal numbers
     return room.exponent - used.exponent - (used.mantissa > room.mantissa).int()
+
+
+def safe_scale(amax: float, half: torch.dtype, octaves: int = 1) -> float | None:
+    """The largest power of two that leaves some octaves free above a gradient of this magnitude.
+
+    Args:
+        amax: the largest |unscaled gradient|.
+        half: the format whose largest number limits the scaled gradient.
+        octaves: how many are left free, >= 0.
+
+    Returns:
+        The scale; None if `amax` is 0, inf or nan, and so tells nothing.
+    """
+    if not 0.0 < amax < math.inf:
+        return None
+    limit = torch.finfo(half).max / 2.0**octaves
+    return 2.0 ** int(largest_power_below(limit, torch.tensor(amax, dtype=torch.float64)))

@@ -5,9 +5,10 @@
 A half format with smallest normal number 2^e, f bits behind the point and largest number M meets a
 scaled value y = s x. It loses y altogether at |y| <= 2^(e-f-1), half its smallest number (the tie
 goes to the even zero); keeps fewer than its bits of it below 2^e; cannot hold it above M. All
-counting is done on the tensor's device, in fp32, without waiting for it.
+counting is done on the tensor's device, in fp32; only `ExponentHistogram` waits for it.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +73,6 @@ def measured(values: Tensor, limits: Limits, scale: Tensor | float = 1.0) -> Ten
     wide = values.detach().reshape(-1).float()
     magnitudes = wide.abs()
     finite = magnitudes < torch.inf
-    bits = (wide.view(torch.int32) >> 23) & 255
     zero = magnitudes == 0
     scaled = torch.where(finite, magnitudes, 0.0) * scale
     nothing = zero.sum() + (~finite).sum()  # count as 0 in `scaled`, and are no loss
@@ -88,17 +88,19 @@ def measured(values: Tensor, limits: Limits, scale: Tensor | float = 1.0) -> Ten
         scaled.max() if wide.numel() else torch.zeros((), device=wide.device),
     ]
     row = torch.stack([field.double() for field in fields])
-    bins = _counted(bits)[:BINS].double()  # the last one, 255, stands for inf and nan
-    bins[0] -= row[FIELDS.index("zeros")]
-    return torch.cat([row, bins])
+    return torch.cat([row, _counted(wide, zero.sum()).double()])
 
 
-def _counted(bits: Tensor) -> Tensor:
-    """How often each biased exponent 0 to 255 occurs; 0 stands for subnormal numbers and zero."""
+def _counted(wide: Tensor, zeros: Tensor) -> Tensor:
+    """[BINS] int64: how many values of a float32 tensor with `zeros` zeros have each exponent."""
+    bits = (wide.view(torch.int32) >> 23) & 255  # The biased exponent; 0 for subnormals and zero.
     if bits.device.type == "cpu":
-        return torch.bincount(bits, minlength=256)
-    counts = torch.zeros(256, dtype=torch.int64, device=bits.device)
-    return counts.scatter_add_(0, bits.long(), torch.ones_like(bits, dtype=torch.int64))
+        counts = torch.bincount(bits, minlength=256)
+    else:
+        counts = torch.zeros(256, dtype=torch.int64, device=bits.device)
+        counts.scatter_add_(0, bits.long(), torch.ones_like(bits, dtype=torch.int64))
+    counts[0] -= zeros
+    return counts[:BINS]  # The last one, 255, stands for inf and nan.
 
 
 def added(rows: list[Tensor]) -> Tensor:
@@ -108,3 +110,34 @@ def added(rows: list[Tensor]) -> Tensor:
     at = FIELDS.index("amax")
     total[at] = stacked[:, at].max()
     return total
+
+
+class ExponentHistogram:
+    """How the magnitudes of several tensors spread over the exponents.
+
+    Attributes:
+        counts: [BINS] int64, on the CPU: finite values other than 0, by exponent.
+        amax: the largest magnitude; inf or nan if a value is.
+    """
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(BINS, dtype=torch.int64)
+        self.amax = 0.0
+
+    def add(self, values: Tensor) -> None:
+        """Count a tensor's values, of a sparse one its entries."""
+        entries = values.coalesce().values() if values.is_sparse else values
+        wide = entries.detach().reshape(-1).float()
+        if wide.numel():
+            largest = float(wide.abs().max())
+            self.amax = float(torch.tensor([self.amax, largest]).max())  # Unlike max, keeps nan.
+            self.counts += _counted(wide, (wide == 0).sum()).cpu()
+
+    def lost_fraction(self, scale: float, half: torch.dtype) -> float:
+        """The share of the values other than 0 that round to 0 in half at `scale`.
+
+        Exact to the octave: at a power of two only a value on the limit itself is not counted.
+        """
+        first_kept = math.floor(math.log2(Limits.of(half).lost / scale))
+        lost = int(self.counts[: max(first_kept - LOWEST, 0)].sum())
+        return lost / max(int(self.counts.sum()), 1)

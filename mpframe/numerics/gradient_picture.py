@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from mpframe.files.durable import write_atomically
+from mpframe.loss_scaling.powers import safe_scale
 from mpframe.numerics.exponents import FIELDS, HIGHEST, LOWEST, Limits
 from mpframe.numerics.ranges import KINDS, SCALED, Counts, Ranges
 
@@ -65,9 +66,7 @@ def losses_at(title: str, ranges: Ranges) -> Losses:
 def best_scale(ranges: Ranges, half: torch.dtype) -> float:
     """The largest power of two at which no gradient of the report is above the format's largest."""
     amax = max(ranges.field(kind, "amax").max() for kind in SCALED) / ranges.scale
-    if not amax:
-        return 1.0
-    return float(2.0 ** np.floor(np.log2(Limits.of(half).largest / amax)))
+    return safe_scale(float(amax), half, octaves=0) or 1.0
 
 
 def draw(losses: Sequence[Losses], half: torch.dtype, step: int, path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpframe.loss_scaling.powers import safe_scale
 from mpframe.precision.pins import cast_to
 from mpframe.training.loader import Batch
 from mpframe.training.trainer import Trainer
@@ -104,7 +105,7 @@ class Search:
         self._progress = progress
         self._modules = _candidates(reference.model)
         self._loss, self._gradients = _step(reference, batches, 1.0)
-        self._scale = _safe_scale(self._gradients, reference.precision.policy.half_dtype)
+        self._scale = _scale(self._gradients, reference.precision.policy.half_dtype)
         self._trail: list[tuple[tuple[str, ...], Error]] = []
 
     def run(self, ops: Sequence[str] = ()) -> Found:
@@ -208,12 +209,10 @@ def _step(
     return total, sums
 
 
-def _safe_scale(gradients: Mapping[str, Tensor], half: torch.dtype) -> float:
-    """The largest power of two, up to 2^16, at which no weight's gradient passes half the limit."""
+def _scale(gradients: Mapping[str, Tensor], half: torch.dtype) -> float:
+    """The largest power of two, up to 2^16, that leaves an octave free above every gradient."""
     amax = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
-    if not 0 < amax < math.inf:
-        return 1.0
-    return 2.0 ** min(16, math.floor(math.log2(torch.finfo(half).max / 2 / amax)))
+    return min(2.0**16, safe_scale(amax, half) or 1.0)
 
 
 def _norm(tensors: list[Tensor]) -> float:

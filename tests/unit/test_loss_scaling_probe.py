@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpframe.loss_scaling import Backoff, LogMax
-from mpframe.loss_scaling.powers import exponent_of, largest_power_below, power_of_two
+from mpframe.loss_scaling.powers import exponent_of, largest_power_below, power_of_two, safe_scale
 
 ADAPTIVE = pytest.mark.parametrize("kind", [Backoff, LogMax])
 WIDE = {"min_scale": 2.0**-60, "max_scale": 2.0**100}
@@ -100,3 +100,20 @@ def test_the_largest_power_is_exact_where_logarithms_round() -> None:
     just_above_one = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
     assert largest_power_below(2.0**15, torch.tensor(1.0)) == 15
     assert largest_power_below(2.0**15, just_above_one) == 14
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("octaves", [0, 1, 3])
+@pytest.mark.parametrize("amax", [2.0**-149, 1e-9, 0.3, 1.0, 65504.0, 3e38])
+def test_a_safe_scale_leaves_the_octaves_free_and_no_more(
+    half: torch.dtype, octaves: int, amax: float
+) -> None:
+    scale, limit = safe_scale(amax, half, octaves), torch.finfo(half).max / 2.0**octaves
+    assert scale is not None
+    assert math.frexp(scale)[0] == 0.5
+    assert scale * amax <= limit < 2 * scale * amax
+
+
+@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
+def test_what_tells_nothing_has_no_safe_scale(amax: float) -> None:
+    assert safe_scale(amax, torch.float16) is None

@@ -17,8 +17,7 @@ import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-import torch
-
+from mpframe.loss_scaling.powers import safe_scale
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.findings import (
     Finding,
@@ -147,12 +146,9 @@ class _Examination:
 
     def _octaves_up(self, full: Replay) -> int:
         """By how much the scale could grow, with an octave to spare; 0 where it cannot."""
-        largest, scale = largest_gradient(full), max(self._case.scales.values())
-        if not largest or not math.isfinite(largest):
-            return 0
-        room = torch.finfo(self._case.half).max / (largest * scale)
-        up = math.floor(math.log2(room)) - 1 if room > 1 else 0
-        up = min(up, 126 - math.ceil(math.log2(scale)))
+        scale = max(self._case.scales.values())
+        octaves = math.log2(safe_scale(largest_gradient(full) * scale, self._case.half) or 1.0)
+        up = min(int(octaves), 126 - math.ceil(math.log2(scale)))
         while up > 0 and not self._replay(Setting(octaves=up)).finite:
             up -= 1
         return max(up, 0)

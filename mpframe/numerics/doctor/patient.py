@@ -18,8 +18,8 @@ from mpframe.loss_scaling.interface import LossScaler, wants_probe
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.evidence import floors_of, scaling_of
 from mpframe.numerics.autopsy.verdict import Verdict, judge
-from mpframe.numerics.doctor.gradients import GradientRange
 from mpframe.numerics.doctor.rehearsal import Rehearsal, rehearse
+from mpframe.numerics.exponents import ExponentHistogram
 from mpframe.optim import MasterWeights
 from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.precision.dtype_map import Row
@@ -112,10 +112,10 @@ class Patient:
         return map_tensors(lambda tensor: tensor.to(self.device), first)  # type: ignore[no-any-return]
 
     @cached_property
-    def gradients(self) -> GradientRange:
+    def gradients(self) -> ExponentHistogram:
         """How the gradients of the first batch spread, in fp32."""
         self.trainer.model.train()
-        seen = GradientRange()
+        seen = ExponentHistogram()
         for objective in self.objectives:
             arguments = (self.batch[0], *objective.arguments)
             model, precision = self.trainer.model, self.trainer.precision

@@ -7,6 +7,8 @@ and lists and scale included, and what is said to help has been tried on it.
 import math
 from collections.abc import Iterator
 
+from mpframe.loss_scaling.adaptive import DEFAULT_SCALE
+from mpframe.loss_scaling.powers import safe_scale
 from mpframe.numerics.autopsy.report import value_of, where_of
 from mpframe.numerics.autopsy.verdict import Kind, Verdict
 from mpframe.numerics.doctor.finding import Finding, error, note, warning
@@ -36,8 +38,9 @@ def check_small_scale(patient: Patient) -> Iterator[Finding]:
     half, scale = patient.half, patient.options.get("loss_scaling.scale")
     if half is None or scale is None or not math.isfinite(patient.gradients.amax):
         return
-    best = patient.gradients.best_scale(half)
-    lost, least = (patient.gradients.lost(s, half) for s in (float(scale), best))
+    gradients = patient.gradients
+    best = safe_scale(gradients.amax, half) or DEFAULT_SCALE
+    lost, least = (gradients.lost_fraction(s, half) for s in (float(scale), best))
     if lost > _MANY_LOST and least < lost / 2:
         yield warning(
             f"loss_scaling.scale={scale:g}: too small, {lost:.1%} of the first batch's gradients "
