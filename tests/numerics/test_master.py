@@ -244,9 +244,7 @@ class TestWrites:
     def test_weights_of_any_layout(self, odd: str) -> None:
         values = {
             "transposed": torch.zeros(512, 256, dtype=torch.float16).t(),
-            "offset": torch.zeros(8 * LARGE + 1, dtype=torch.float16)[1:].view(
-                2, -1
-            ),
+            "offset": torch.zeros(8 * LARGE + 1, dtype=torch.float16)[1:].view(2, -1),
             "scalar": torch.zeros((), dtype=torch.float16),
             "empty": torch.zeros(0, 3, dtype=torch.float16),
         }
