@@ -14,38 +14,42 @@ from torch import Tensor
 from mpframe.optim.gradients import Gradients, not_finite, unscaled
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepGradients:
     """All that the backward passes of one step left behind.
 
     Attributes:
         gradients: what the update is made of.
-        seen: 0-d fp32, the amax a scaler is to be told. Of an accumulated step that of the largest
-            micro-batch, for each was held in half alone; inf or nan where one overflowed.
-        dropped: 0-d int64, micro-batches left out; None where the step was not accumulated.
+        largest: 0-d fp32, the amax that a scaler is told. Of an accumulated step that of the
+            largest micro-batch, as each of them was held in half by itself; inf or nan if one
+            overflowed.
+        dropped: 0-d int64, micro-batches left out; None if the step was not accumulated.
+        spent: the step before has consumed the gradients, and there are no new ones.
     """
 
     gradients: Gradients
-    seen: Tensor
+    largest: Tensor
     dropped: Tensor | None = None
+    spent: bool = False
 
-    def bad(self, whole: bool) -> Tensor:
-        """0-d bool, the verdict: not finite; of a `whole` window, where any micro-batch is not."""
-        return not_finite(self.seen if whole else self.gradients.amax)
+    def found_inf(self, skip_if_dropped: bool) -> Tensor:
+        """0-d bool, the verdict: the gradients are not finite.
+
+        Args:
+            skip_if_dropped: one dropped micro-batch is enough; otherwise all must be bad.
+        """
+        return not_finite(self.largest if skip_if_dropped else self.gradients.amax)
 
 
-class Window:
-    """The micro-batches of one optimizer step."""
+class Accumulator:
+    """Sums of the gradients of the micro-batches of one optimizer step, in fp32."""
 
     def __init__(self) -> None:
         self._sums: dict[Tensor, Tensor] = {}
         self._amaxes: list[Tensor] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._amaxes)
-
     def add(self, gradients: Gradients) -> None:
-        """Add one micro-batch; where its amax is inf or nan it adds nothing and does not count."""
+        """Add one micro-batch; if its amax is inf or nan it adds nothing and does not count."""
         bad = not_finite(gradients.amax)
         for master, gradient in gradients.by_master.items():
             clean = _zero_where(bad, gradient)
@@ -53,24 +57,17 @@ class Window:
             self._sums[master] = clean if kept is None else kept + clean
         self._amaxes.append(gradients.amax)
 
-    def bad(self) -> Tensor:
-        """1-d bool: which micro-batches were dropped."""
-        return not_finite(torch.stack(self._amaxes))
+    def mean(self) -> StepGradients:
+        """The mean over the good micro-batches; its amax is inf if there is none.
 
-    def amax(self) -> Tensor:
-        """0-d fp32: the largest |gradient| of any micro-batch; inf or nan where one was dropped."""
-        return torch.stack(self._amaxes).max()
-
-    def take_mean(self) -> Gradients:
-        """The mean over the good micro-batches; its amax is inf where there is none. Closes."""
-        bad, sums = self.bad(), self._sums
-        self.clear()
-        mean = unscaled(sums.items(), (~bad).sum().clamp(min=1).float(), bad.device)
-        return replace(mean, amax=torch.where(bad.all(), torch.inf, mean.amax))
-
-    def clear(self) -> None:
-        """Forget everything: the next micro-batch opens a new window."""
-        self._sums, self._amaxes = {}, []
+        It is computed in the memory of the sums: nothing can be added afterwards.
+        """
+        amaxes = torch.stack(self._amaxes)
+        bad = not_finite(amaxes)
+        good = (~bad).sum().clamp(min=1).float()
+        mean = unscaled(self._sums.items(), good, bad.device)
+        mean = replace(mean, amax=torch.where(bad.all(), torch.inf, mean.amax))
+        return StepGradients(mean, amaxes.max(), dropped=bad.sum())
 
 
 def _zero_where(bad: Tensor, gradient: Tensor) -> Tensor:

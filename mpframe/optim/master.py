@@ -1,27 +1,27 @@
 """A master: the fp32 tensor behind one half weight, and the watch over that weight.
 
 A weight has one master for as long as it lives, whatever optimizers come and go, and all of them
-share it. A master writes its weight, rounded. Whatever else writes the weight (`load_state_dict`,
-`copy_`, `clamp_`, a new `.data`) is adopted before the master is used again:
+share it. A master writes its weight, rounded. If anything else writes the weight
+(`load_state_dict`, `copy_`, `clamp_`, a new `.data`), the master takes it over before it is used:
 
     m <- w    where w is not round(m); elsewhere m keeps the digits that half cannot hold
 
 so a weight that was exchanged for a while and put back changes nothing.
 """
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mpframe.optim.last_look import LastLook
+from mpframe.optim.write_detector import WriteDetector, mark_known, written
 from mpframe.tree import HALF
 
 _MASTERS: MutableMapping[Tensor, "Master"] = WeakTensorKeyDictionary()
 
 
-class Master:
+class Master(WriteDetector):
     """The fp32 tensor behind a half weight.
 
     Args:
@@ -31,27 +31,18 @@ class Master:
 
     Attributes:
         value: fp32, on the weight's device; the same tensor for good.
+        half: the weight's format when it was last written from here.
     """
 
     def __init__(self, weight: Tensor, start: Tensor) -> None:
         self.value = start.detach().to(weight.device, torch.float32)
-        self._format = weight.dtype
-        self._seen = LastLook(weight)
+        self.half = weight.dtype
+        mark_known([(weight, self)])
 
     def current(self, weight: Tensor) -> Tensor:
-        """`value`, after what others have written into the weight was adopted."""
-        if self._seen.differs(weight):
-            now, rounded = weight.detach(), torch.empty_like(self.value, dtype=self._format)
-            with torch.no_grad():
-                round_into([(rounded, self.value)])
-                self.value.copy_(torch.where(now == rounded, self.value, now.float()))
-            self.wrote(weight)
+        """`value`, after it has taken over what others wrote into the weight."""
+        copy_from_params([(weight, self)])
         return self.value
-
-    def wrote(self, weight: Tensor) -> None:
-        """Take the weight as it stands for the master's own rounding."""
-        self._format = weight.dtype
-        self._seen.renew(weight)
 
 
 def master_behind(weight: Tensor) -> Master | None:
@@ -75,7 +66,8 @@ def remember(weight: Tensor, start: Tensor) -> None:
         _MASTERS[weight] = Master(weight, start)
     else:
         known.value.detach().copy_(start)
-        known.wrote(weight)
+        known.half = weight.dtype
+        mark_known([(weight, known)])
 
 
 def restore(weight: Tensor, master: Master) -> None:
@@ -88,21 +80,36 @@ def forget(weight: Tensor) -> None:
     _MASTERS.pop(weight, None)
 
 
-def copy_to_params(pairs: Iterable[tuple[Tensor, Master]]) -> None:
+def copy_from_params(pairs: Collection[tuple[Tensor, Master]]) -> None:
+    """Let masters take over what others have written into their weights."""
+    for weight, master in written(pairs):
+        now, rounded = weight.detach(), torch.empty_like(master.value, dtype=master.half)
+        with torch.no_grad():
+            round_into([(rounded, master.value)])
+            master.value.copy_(torch.where(now == rounded, master.value, now.float()))
+        master.half = weight.dtype
+        mark_known([(weight, master)])
+
+
+def copy_to_params(pairs: Collection[tuple[Tensor, Master]]) -> None:
     """Round masters into their weights; beyond the format's range, to its end."""
-    pairs = list(pairs)
-    round_into((weight, master.value) for weight, master in pairs)
+    values = []
     for weight, master in pairs:
-        master.wrote(weight)
+        values.append((weight, master.value))
+        master.half = weight.dtype
+    round_into(values)
+    mark_known(pairs)
 
 
+@torch.no_grad()
 def round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy each second tensor into the first, rounded to its format and saturated."""
-    by_format: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    by_format: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for weight, master in pairs:
-        by_format.setdefault(weight.dtype, []).append((weight.detach(), master.detach()))
-    for half, same in by_format.items():
-        weights, masters = [w for w, _ in same], [m for _, m in same]
+        weights, masters = by_format.setdefault(weight.dtype, ([], []))
+        weights.append(weight)
+        masters.append(master)
+    for half, (weights, masters) in by_format.items():
         limit = torch.finfo(half).max
         torch._foreach_copy_(weights, masters)
         # The copy rounds what lies beyond the range to inf; it belongs at the range's end.

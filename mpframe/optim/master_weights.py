@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.loss_scaling.interface import LossScaler, scale_of
-from mpframe.optim.accumulation import StepGradients, Window
+from mpframe.loss_scaling.interface import LossScaler
+from mpframe.optim.accumulation import Accumulator, StepGradients
 from mpframe.optim.closure import (
     missing_closure,
     needs_closure,
@@ -42,6 +42,7 @@ from mpframe.optim.masters import Masters, load_by_name, note_wrapped, refuse_wr
 from mpframe.optim.param_group import ParamGroup
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult
+from mpframe.optim.verdict import Verdict, read
 from mpframe.tree import HALF
 
 
@@ -66,6 +67,10 @@ class MasterWeights(Optimizer):
     Attributes:
         optimizer: the wrapped one, the same object.
         needs_closure: the optimizer evaluates the loss itself, as LBFGS does.
+        skips_on_device: the optimizer's kernels take the verdict on the device (torch's fused ones
+            do). None before the first step, in which the state is made: were it skipped on the
+            device, it would leave state behind, and SGD's momentum would be whatever the memory
+            held.
     """
 
     def __init__(
@@ -79,13 +84,13 @@ class MasterWeights(Optimizer):
         self.optimizer = optimizer
         self.needs_closure = needs_closure(optimizer)
         self._masters = Masters({} if masters is None else masters, keep_masters)
-        self._window = Window()
-        self._has_stepped = False
+        self.skips_on_device: bool | None = None
+        self._accumulator: Accumulator | None = None
         self._consumed = False
         self._taken_sparse: set[Tensor] = set()
         self._share_hooks()
         for group in optimizer.param_groups:
-            self._masters.claim(optimizer, group)
+            self._masters.register(optimizer, group)
 
     @property
     def param_groups(self) -> list[Any]:  # type: ignore[override]
@@ -128,8 +133,8 @@ class MasterWeights(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its half parameters get masters."""
         self.optimizer.add_param_group(param_group)
-        self._masters.claim(self.optimizer, self.optimizer.param_groups[-1])
-        self._has_stepped = False
+        self._masters.register(self.optimizer, self.optimizer.param_groups[-1])
+        self.skips_on_device = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters, and what was accumulated."""
@@ -139,7 +144,7 @@ class MasterWeights(Optimizer):
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
-        self._window.clear()
+        self._accumulator = None
         self._consumed = False
 
     @torch.no_grad()
@@ -161,7 +166,9 @@ class MasterWeights(Optimizer):
 
     def keep(self, gradients: Gradients) -> None:
         """Add a micro-batch's gradients to the accumulators, unless their amax is not finite."""
-        self._window.add(gradients)
+        if self._accumulator is None:
+            self._accumulator = Accumulator()
+        self._accumulator.add(gradients)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -170,7 +177,7 @@ class MasterWeights(Optimizer):
         *,
         max_norm: float | None = None,
         skip_mask: Tensor | None = None,
-        whole: bool = False,
+        skip_if_dropped: bool = False,
         closure: Callable[[], Any] | None = None,
     ) -> StepResult:
         """Unscale, check, clip, update or skip, and tell the scaler: one step, all or nothing.
@@ -183,7 +190,8 @@ class MasterWeights(Optimizer):
             max_norm: clip the global 2-norm of the gradients to this, > 0 and finite; None: do
                 not clip.
             skip_mask: 0-d bool on the device; True skips the step whatever its gradients are.
-            whole: skip the step where any of its micro-batches was dropped, not only all.
+            skip_if_dropped: skip the step if any of its micro-batches was dropped, not only if all
+                were.
             closure: recomputes the loss, for optimizers that need it (LBFGS). It takes fp32
                 weights, no scaler and no clipping, and no step of it is ever skipped.
 
@@ -198,24 +206,27 @@ class MasterWeights(Optimizer):
         check_max_norm(max_norm)
         if closure is not None or self.needs_closure:
             return self._step_with_closure(closure, scaler, max_norm, skip_mask)
-        refuse_second_step([self])
-        gathered = self.gather(scale_of(scaler))
-        gradients, skipped = gathered.gradients, gathered.bad(whole)
-        norm = norm_of(gradients.values, self.device)
+        scale = 1.0 if scaler is None else scaler.scale
+        gathered = self.gather(scale)
+        if gathered.spent:
+            raise no_new_gradients()
+        gradients, skipped = gathered.gradients, gathered.found_inf(skip_if_dropped)
+        norm = norm_of(gradients.values, self._masters.device)
         if max_norm is not None:
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
             skipped = skipped | not_finite(norm)
             clip(gradients.values, norm, max_norm)
         if skip_mask is not None:
             skipped = skipped | skip_mask
-        self.apply(gradients, skipped)
-        scale = torch.ones_like(norm) if scaler is None else scaler.scale
+        verdict = None if self.skips_on_device else read([(skipped, gathered.dropped)])[0]
+        self.apply(gradients, skipped, verdict)
         if scaler is not None:
-            scaler.update(gathered.seen)
-        return StepResult(skipped, gradients.amax, norm, scale, dropped=gathered.dropped)
+            scaler.update(gathered.largest)
+        used = scale if isinstance(scale, Tensor) else torch.ones_like(norm)
+        return StepResult(skipped, gradients.amax, norm, used, gathered.dropped, verdict=verdict)
 
     def gather(self, scale: Tensor | float) -> StepGradients:
-        """The gradients of the step, fp32 and unscaled: of the window, or of one backward pass.
+        """The gradients of the step, fp32 and unscaled: accumulated, or of one backward pass.
 
         Args:
             scale: the loss scale of a backward pass that was not accumulated yet, > 0.
@@ -223,48 +234,52 @@ class MasterWeights(Optimizer):
         Raises:
             ConfigError: the optimizer does not take a gradient, as it is sparse.
         """
-        if not self._window:
-            gradients = self.take(scale)
-            gathered = StepGradients(gradients, gradients.amax)
+        gradients = self.take(scale)
+        if self._accumulator is None:
+            spent = self._consumed and not gradients.by_master
+            gathered = StepGradients(gradients, gradients.amax, spent=spent)
         else:
-            if self._masters.any_gradient():
-                self.accumulate(scale)
-            seen, dropped = self._window.amax(), self._window.bad().sum()
-            gathered = StepGradients(self._window.take_mean(), seen, dropped)
-        self._try_sparse(gathered.gradients)
+            if gradients.by_master:
+                self._accumulator.add(gradients)
+            gathered = self._accumulator.mean()
+            self._accumulator = None
+        if gathered.gradients.sparse:
+            self._try_sparse(gathered.gradients.sparse)
         return gathered
 
     def take(self, scale: Tensor | float) -> Gradients:
         """The gradients, fp32 and unscaled; parameters and masters are left without."""
-        scaled = list(self._masters.gradients())
-        self._masters.clear_gradients()
-        return unscaled(scaled, scale, self.device)
+        return unscaled(self._masters.take_gradients(), scale, self._masters.device)
 
     @torch.no_grad()
-    def apply(self, gradients: Gradients, skipped: Tensor) -> None:
-        """Update the masters and round them into the weights, unless the step is `skipped`."""
+    def apply(self, gradients: Gradients, skipped: Tensor, verdict: Verdict | None) -> None:
+        """Update the masters and round them into the weights, unless the step is skipped.
+
+        Args:
+            gradients: what `gather` gave.
+            skipped: 0-d bool on the device.
+            verdict: the same, known on the host; None only if `skips_on_device`.
+        """
         self._consumed = bool(gradients.by_master)
-        on_device = self._skips_on_device()
-        if not on_device and bool(skipped):  # Waits for the device: its kernels skip nothing.
+        if verdict is not None and verdict.skipped:
             return
-        self._masters.adopt_writes()
+        masters = self._masters
+        if masters.half:
+            masters.copy_from_params()
         for master, gradient in gradients.by_master.items():
             master.grad = gradient.to(master.dtype)
-        if on_device:
+        if verdict is None:
             self._step_on_device(skipped)
         else:
             self.optimizer.step()
-            self._has_stepped = True
+            if self.skips_on_device is None:
+                self.skips_on_device = _takes_found_inf(self.optimizer)
         for master in gradients.by_master:
             master.grad = None
         # Fused kernels do not raise the counters by which a kept cast knows that it is old.
         torch.autograd.graph.increment_version(list(gradients.by_master))
-        self._masters.copy_to_params()
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether the last step consumed the gradients and nothing has come since."""
-        return self._consumed and not self._window and not self._masters.any_gradient()
+        if masters.half:
+            masters.copy_to_params()
 
     def saturated(self) -> Tensor:
         """How many half weights are held at the end of their range (0-d int64, on the device)."""
@@ -308,7 +323,7 @@ class MasterWeights(Optimizer):
                 f"optimizer state: {error}; load it into the model it was made with"
             ) from None
         self._masters.load_listed(masters)
-        self._has_stepped = False
+        self.skips_on_device = None
 
     def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
         """The fp32 tensor behind each parameter of `model`, by its name, where there is one."""
@@ -341,23 +356,12 @@ class MasterWeights(Optimizer):
             vetoed=skip_mask is not None,
         )
         result = step_with_closure(self.optimizer, closure)
-        self._masters.clear_gradients()
+        self._masters.take_gradients()
         return result
 
-    def _try_sparse(self, gradients: Gradients) -> None:
-        sparse = [m for m, gradient in gradients.by_master.items() if gradient.is_sparse]
+    def _try_sparse(self, sparse: list[Tensor]) -> None:
         refuse_untaken(self.optimizer, [m for m in sparse if m not in self._taken_sparse])
         self._taken_sparse.update(sparse)
-
-    def _skips_on_device(self) -> bool:
-        """True where the optimizer's fused kernel takes the verdict itself.
-
-        Not in the first step, in which the state is made: were it skipped, it would leave state
-        behind, and SGD's momentum would be whatever the memory held.
-        """
-        takes_verdict = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        fused = takes_verdict and all(group.get("fused") for group in self.optimizer.param_groups)
-        return fused and self._has_stepped
 
     def _share_hooks(self) -> None:
         """Hooks registered here are the wrapped optimizer's: they see the steps it takes."""
@@ -381,17 +385,12 @@ class MasterWeights(Optimizer):
             del fused.grad_scale, fused.found_inf
 
 
-def refuse_second_step(parts: Sequence[MasterWeights]) -> None:
-    """Refuse a step whose gradients, those of all its optimizers, the last step has consumed.
-
-    Raises:
-        ConfigError: no gradient has come since.
-    """
-    if all(part.is_spent for part in parts):
-        raise ConfigError(
-            "optimizer.step: the step before has consumed the gradients and no backward pass has "
-            "left new ones; call backward, or zero_grad where a step without gradients is meant"
-        )
+def no_new_gradients() -> ConfigError:
+    """The error of a step whose gradients the step before has consumed."""
+    return ConfigError(
+        "optimizer.step: the step before has consumed the gradients and no backward pass has "
+        "left new ones; call backward, or zero_grad where a step without gradients is meant"
+    )
 
 
 @torch.no_grad()
@@ -400,3 +399,8 @@ def load_masters_of(
 ) -> None:
     """`MasterWeights.load_masters` for a model whose parameters are in several of them."""
     load_by_name(model, [part._masters for part in parts], weights)
+
+
+def _takes_found_inf(optimizer: Optimizer) -> bool:
+    takes = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return takes and all(group.get("fused") for group in optimizer.param_groups)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.optim.master import (
     Master,
+    copy_from_params,
     copy_to_params,
     forget,
     master_behind,
@@ -34,6 +35,10 @@ class Masters:
         starts: fp32 values from before the rounding, by half parameter, also of such as no group
             has yet: a group that is added later starts from them.
         keep: False makes every parameter its own master.
+
+    Attributes:
+        half: the half parameters that have a master, each with it.
+        device: of all parameters.
     """
 
     def __init__(self, starts: Mapping[Tensor, Tensor], keep: bool) -> None:
@@ -42,11 +47,11 @@ class Masters:
                 remember(parameter, start.clone())
         self._keep = keep
         self._masters: dict[Tensor, Tensor] = {}
-        self._half: dict[Tensor, Master] = {}
+        self.half: dict[Tensor, Master] = {}
         self.device = torch.device("cpu")
 
     def __getitem__(self, parameter: Tensor) -> Tensor:
-        held = self._half.get(parameter)
+        held = self.half.get(parameter)
         return self._masters[parameter] if held is None else held.current(parameter)
 
     def __contains__(self, parameter: object) -> bool:
@@ -57,7 +62,7 @@ class Masters:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        for parameter, held in self._half.items():
+        for parameter, held in self.half.items():
             restore(parameter, held)
 
     @property
@@ -65,12 +70,7 @@ class Masters:
         """The parameter that each master is of."""
         return {master: parameter for parameter, master in self._masters.items()}
 
-    @property
-    def half(self) -> list[Tensor]:
-        """The half parameters that have a master."""
-        return list(self._half)
-
-    def claim(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+    def register(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Put masters in the place of a group's half parameters, state and all.
 
         Raises:
@@ -85,47 +85,40 @@ class Masters:
             if not self._keep:
                 forget(parameter)
                 continue
-            held = self._half[parameter] = master_for(parameter)
+            held = self.half[parameter] = master_for(parameter)
             master = self._masters[parameter] = held.current(parameter)
             group["params"][index] = master.requires_grad_(parameter.requires_grad)
             if parameter in optimizer.state:
                 kept = optimizer.state.pop(parameter)
                 optimizer.state[master] = {k: widened(v) for k, v in kept.items()}
 
-    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """(master, gradient) of each parameter that has one, as backward passes left it.
 
         What a user's own backward pass has left at a half parameter's master counts, in fp32.
+        Parameters and masters are left without gradients.
         """
+        taken = []
         for parameter, master in self._masters.items():
-            gradient = _sum(parameter.grad, None if master is parameter else master.grad)
+            gradient = parameter.grad
+            if master is not parameter and master.grad is not None:
+                gradient = _sum(gradient, master.grad)
             if gradient is not None:
-                yield master, gradient
+                taken.append((master, gradient))
+                parameter.grad = master.grad = None
+        return taken
 
-    def any_gradient(self) -> bool:
-        """Whether a parameter or a master has a gradient."""
-        return any(
-            parameter.grad is not None or master.grad is not None
-            for parameter, master in self._masters.items()
-        )
-
-    def clear_gradients(self) -> None:
-        """Leave parameters and masters without gradients."""
-        for parameter, master in self._masters.items():
-            parameter.grad = master.grad = None
-
-    def adopt_writes(self) -> None:
-        """Take over what others have written into half weights since they were published."""
-        for parameter, held in self._half.items():
-            held.current(parameter)
+    def copy_from_params(self) -> None:
+        """Take over what others have written into half weights since they were last copied to."""
+        copy_from_params(self.half.items())
 
     def copy_to_params(self) -> None:
         """Round the masters into the half weights; beyond the format's range, to its end."""
-        copy_to_params(self._half.items())
+        copy_to_params(self.half.items())
 
     def saturated(self) -> Tensor:
         """How many half weights are held at the end of their range (0-d int64, on the device)."""
-        counts = [_beyond(parameter, self[parameter]) for parameter in self._half]
+        counts = [_beyond(parameter, self[parameter]) for parameter in self.half]
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         return torch.stack(counts).sum() if counts else zero
 
@@ -151,7 +144,7 @@ class Masters:
 
     def listed(self) -> list[Tensor | None]:
         """The master of each half parameter, None where a parameter is its own."""
-        return [self[parameter] if parameter in self._half else None for parameter in self]
+        return [self[parameter] if parameter in self.half else None for parameter in self]
 
     def check_listed(self, listed: list[Tensor | None]) -> None:
         """Raise CheckpointError where `listed` was made over other parameters."""
@@ -166,7 +159,7 @@ class Masters:
 
     def load_listed(self, listed: list[Tensor | None]) -> None:
         """Take what `listed` gave; where it has None the master stays as it is."""
-        self.adopt_writes()
+        self.copy_from_params()
         for own, loaded in zip(self._masters.values(), listed, strict=True):
             if loaded is not None:
                 own.copy_(loaded)
@@ -177,8 +170,8 @@ class Masters:
         """The master of a parameter in a group, or of one that no group has yet."""
         if parameter in self._masters:
             return self[parameter]
-        unclaimed = master_behind(parameter)
-        return None if unclaimed is None else unclaimed.current(parameter)
+        held = master_behind(parameter)
+        return None if held is None else held.current(parameter)
 
     def _refuse(self, parameters: list[Tensor]) -> None:
         for index, parameter in enumerate(parameters):
@@ -220,9 +213,7 @@ def load_by_name(model: nn.Module, parts: Sequence[Masters], weights: Mapping[st
     for name, tensor in own.items():
         _copy_held(tensor, weights[name])
     masters_of = {parameter: master_behind(parameter) for parameter in model.parameters()}
-    copy_to_params(
-        (parameter, master) for parameter, master in masters_of.items() if master is not None
-    )
+    copy_to_params([(parameter, held) for parameter, held in masters_of.items() if held])
 
 
 def refuse_wrapped(optimizer: Optimizer) -> None:
@@ -244,10 +235,10 @@ def note_wrapped(optimizer: Optimizer) -> None:
     _WRAPPED.add(optimizer)
 
 
-def _sum(gradient: Tensor | None, of_master: Tensor | None) -> Tensor | None:
+def _sum(gradient: Tensor | None, of_master: Tensor) -> Tensor:
     """A half gradient and one of its master, in fp32; one alone is itself."""
-    if gradient is None or of_master is None:
-        return of_master if gradient is None else gradient
+    if gradient is None:
+        return of_master
     wide = gradient.float()
     # torch adds a sparse gradient to a dense one, and not the other way round.
     return wide + of_master if of_master.is_sparse else of_master + wide

@@ -22,8 +22,9 @@ from mpframe.errors import CheckpointError, ConfigError, nearest
 from mpframe.loss_scaling.interface import Scaling, scale_of
 from mpframe.optim.accumulation import StepGradients
 from mpframe.optim.gradients import check_max_norm, clip, norm_of, not_finite
-from mpframe.optim.master_weights import MasterWeights, load_masters_of, refuse_second_step
+from mpframe.optim.master_weights import MasterWeights, load_masters_of, no_new_gradients
 from mpframe.optim.step_result import StepResult, any_of, largest
+from mpframe.optim.verdict import Verdict, read
 
 SKIPS = ("all", "each")
 
@@ -96,7 +97,7 @@ class MultiOptimizer:
         scaler: Scaling = None,
         *,
         max_norm: float | None = None,
-        whole: bool = False,
+        skip_if_dropped: bool = False,
         skip_mask: Tensor | None = None,
     ) -> StepResult:
         """Unscale, check, clip, update or skip every part, and tell the scaler or scalers.
@@ -105,7 +106,8 @@ class MultiOptimizer:
             scaler: scaled this step's loss or losses; by part where they have one each.
             max_norm: clip gradients that were scaled together to this global 2-norm, > 0 and
                 finite.
-            whole: skip a part where any of its micro-batches was dropped, not only all.
+            skip_if_dropped: skip a part if any of its micro-batches was dropped, not only if all
+                were.
             skip_mask: 0-d bool; True skips every part whatever its gradients are.
 
         Returns:
@@ -116,17 +118,22 @@ class MultiOptimizer:
                 range.
         """
         check_max_norm(max_norm)
-        refuse_second_step(list(self.parts.values()))
         scales = {name: scale_of(_of(scaler, name)) for name in self.parts}
         gathered = {name: part.gather(scales[name]) for name, part in self.parts.items()}
+        if all(own.spent for own in gathered.values()):
+            raise no_new_gradients()
         norms = {n: norm_of(g.gradients.values, self.parts[n].device) for n, g in gathered.items()}
-        skips = self._verdicts(gathered, norms if max_norm is not None else {}, whole)
+        skips = self._verdicts(gathered, norms if max_norm is not None else {}, skip_if_dropped)
         if skip_mask is not None:
             skips = {name: skipped | skip_mask for name, skipped in skips.items()}
         if max_norm is not None:
             self._clip(gathered, norms, skips, max_norm)
+        verdicts: dict[str, Verdict | None] = dict.fromkeys(self.parts)
+        if not all(part.skips_on_device for part in self.parts.values()):
+            told = read([(skips[name], own.dropped) for name, own in gathered.items()])
+            verdicts = dict(zip(self.parts, told, strict=True))
         for name, part in self.parts.items():
-            part.apply(gathered[name].gradients, skips[name])
+            part.apply(gathered[name].gradients, skips[name], verdicts[name])
         results = {
             name: StepResult(
                 skips[name],
@@ -134,10 +141,11 @@ class MultiOptimizer:
                 norms[name],
                 torch.ones_like(norms[name]) * scales[name],
                 dropped=own.dropped,
+                verdict=verdicts[name],
             )
             for name, own in gathered.items()
         }
-        _tell(scaler, {name: own.seen for name, own in gathered.items()})
+        _tell(scaler, {name: own.largest for name, own in gathered.items()})
         return joined(results)
 
     def saturation_warning(self, model: nn.Module) -> str | None:
@@ -183,10 +191,13 @@ class MultiOptimizer:
         load_masters_of(list(self.parts.values()), model, weights)
 
     def _verdicts(
-        self, gathered: Mapping[str, StepGradients], norms: Mapping[str, Tensor], whole: bool
+        self,
+        gathered: Mapping[str, StepGradients],
+        norms: Mapping[str, Tensor],
+        skip_if_dropped: bool,
     ) -> dict[str, Tensor]:
         """Which parts skip. A norm beyond fp32's range would clip every gradient to zero."""
-        bad = {name: own.bad(whole) for name, own in gathered.items()}
+        bad = {name: own.found_inf(skip_if_dropped) for name, own in gathered.items()}
         bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
         return bad if self.skip == "each" else dict.fromkeys(bad, any_of(list(bad.values())))
 

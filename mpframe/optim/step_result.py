@@ -1,10 +1,12 @@
 """What one optimizer step did."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from mpframe.optim.verdict import Verdict, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,7 @@ class StepResult:
         dropped: 0-d int64, micro-batches of the step left out because they overflowed; None
             where the step was not accumulated.
         loss: 0-d float32, the unscaled mean loss of the step; None outside the trainer.
+        verdict: the same on the host, if it was read already; None if it was not.
         parts: the same of each optimizer, by name, where several share the step; None with one.
             `skipped` is then true where all of them skipped, `amax` the largest, `grad_norm` that
             of all gradients together, `loss` the sum.
@@ -30,6 +33,7 @@ class StepResult:
     scale: Tensor
     dropped: Tensor | None = None
     loss: Tensor | None = None
+    verdict: Verdict | None = None
     parts: "Mapping[str, StepResult] | None" = None
 
     def each(self) -> "Mapping[str, StepResult]":
@@ -49,3 +53,11 @@ def any_of(verdicts: list[Tensor]) -> Tensor:
 def largest(magnitudes: list[Tensor]) -> Tensor:
     """The largest of some 0-d magnitudes, nan where one is nan; of a single one, itself."""
     return magnitudes[0] if len(magnitudes) == 1 else torch.stack(magnitudes).max()
+
+
+def verdicts_of(results: Sequence[StepResult]) -> list[dict[str, Verdict]]:
+    """The verdicts on some steps, of each optimizer by name; those not known yet are read."""
+    parts = [result.each() for result in results]
+    unread = [own for step in parts for own in step.values() if own.verdict is None]
+    now = iter(read([(own.skipped, own.dropped) for own in unread]) if unread else [])
+    return [{name: own.verdict or next(now) for name, own in step.items()} for step in parts]

@@ -28,7 +28,7 @@ from mpframe.optim.closure import refuse_beside_closure
 from mpframe.optim.ema import Ema
 from mpframe.optim.multi_optimizer import joined
 from mpframe.optim.schedules import refuse_overrun
-from mpframe.optim.step_result import StepResult, largest
+from mpframe.optim.step_result import StepResult, largest, verdicts_of
 from mpframe.precision import Precision
 from mpframe.training.buffers import Buffers
 from mpframe.training.callback import Callback
@@ -348,8 +348,9 @@ class Trainer:
 
     def _advance(self, result: StepResult) -> None:
         """Count the step, and move schedules and average along unless it was skipped."""
-        skips, dropped = _verdict(result)
-        self.progress.tried(skips, dropped)
+        (verdicts,) = verdicts_of([result])
+        skips = {name: own.skipped for name, own in verdicts.items()}
+        self.progress.tried(skips, max(own.dropped for own in verdicts.values()))
         for name, schedule in self._schedules.items():
             if not skips[name]:
                 with UserCode("scheduler:", schedule):
@@ -412,21 +413,6 @@ class Trainer:
         if self._device.type == "cpu":
             return batch
         return map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)  # type: ignore[no-any-return]
-
-
-def _verdict(result: StepResult) -> tuple[dict[str, bool], int]:
-    """Which optimizers skipped the step, by name, and how many micro-batches it left out.
-
-    The one place where the trainer itself waits for the device, once in every step and for one
-    transfer. Before it waits an optimizer whose kernels cannot skip by themselves; after it what
-    watches the run and reads a number: a guard of loss spikes in every step, curves when they log.
-    """
-    parts = result.each()
-    numbers = [part.skipped.long() for part in parts.values()]
-    numbers += [] if result.dropped is None else [result.dropped]
-    read = torch.stack(numbers).tolist()
-    skips = dict(zip(parts, map(bool, read), strict=False))
-    return skips, 0 if result.dropped is None else read[-1]
 
 
 def _by_name(given: Any) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Turn:
         optimizer: Any = self.optimizer  # Either kind takes the scaling that `turns_of` gave it.
         own = {} if closure is None else {"closure": closure}
         result: StepResult = optimizer.step(
-            self.scaler, max_norm=max_norm, whole=whole, skip_mask=skip_mask, **own
+            self.scaler, max_norm=max_norm, skip_if_dropped=whole, skip_mask=skip_mask, **own
         )
         return result
 

@@ -11,9 +11,9 @@ from vocabulary import HALVES, same_bits
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.errors import ConfigError
-from mpframe.optim import MultiOptimizer
+from mpframe.optim import MultiOptimizer, write_detector
 from mpframe.optim.ema import Ema
-from mpframe.optim.last_look import _LARGE, LastLook
+from mpframe.optim.write_detector import _LARGE as LARGE
 
 
 def sgd(params: Any, lr: float = 0.5) -> torch.optim.SGD:
@@ -94,7 +94,7 @@ class TestWrites:
     )
     def test_without_a_look_at_the_values(self, name: str, monkeypatch: Any) -> None:
         """As on an accelerator: the version counter and the address tell of the other writes."""
-        monkeypatch.setattr(LastLook, "_bits", lambda *_, **__: None)
+        monkeypatch.setattr(write_detector, "_values_count", lambda _: False)
         model, optimizer = linear()
         for _ in range(2):
             WRITES[name](model)
@@ -106,7 +106,7 @@ class TestWrites:
     def test_new_data_at_the_old_address(self, looks: bool, monkeypatch: Any) -> None:
         """An allocator gives freed memory again: the master holds what it has seen."""
         if not looks:
-            monkeypatch.setattr(LastLook, "_bits", lambda *_, **__: None)
+            monkeypatch.setattr(write_detector, "_values_count", lambda _: False)
         model, optimizer = linear()
         for value in (1.0, 2.0, 3.0):
             model.weight.data = torch.full((4, 4), 7.0, dtype=torch.float16)
@@ -115,7 +115,7 @@ class TestWrites:
             assert model.weight.unique().tolist() == [value]
 
     def test_these_sizes_are_small_and_large(self) -> None:
-        assert 5 * 5 < _LARGE <= 256 * 256 // 4
+        assert 5 * 5 < LARGE <= 256 * 256 // 4
 
     @pytest.mark.parametrize("half", HALVES)
     def test_elements_that_nobody_wrote_keep_their_fp32_digits(self, half: str) -> None:
@@ -244,7 +244,7 @@ class TestWrites:
     def test_weights_of_any_layout(self, odd: str) -> None:
         values = {
             "transposed": torch.zeros(512, 256, dtype=torch.float16).t(),
-            "offset": torch.zeros(8 * _LARGE + 1, dtype=torch.float16)[1:].view(2, -1),
+            "offset": torch.zeros(8 * LARGE + 1, dtype=torch.float16)[1:].view(2, -1),
             "scalar": torch.zeros((), dtype=torch.float16),
             "empty": torch.zeros(0, 3, dtype=torch.float16),
         }

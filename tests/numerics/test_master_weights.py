@@ -602,7 +602,7 @@ class TestConsumed:
                 wrapped.accumulate()
                 set_gradients(params, gradients(step, cls))
             skip_mask = torch.tensor(True) if way == "skip_mask" else None
-            wrapped.step(whole=way == "whole", skip_mask=skip_mask)
+            wrapped.step(skip_if_dropped=way == "whole", skip_mask=skip_mask)
             assert [p.grad for p in params] == [None] * 3
             assert [wrapped.master_of(p).grad for p in params] == [None] * 3
 

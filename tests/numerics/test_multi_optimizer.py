@@ -184,7 +184,7 @@ def test_a_whole_window_is_skipped_where_asked() -> None:
         if number == 1:
             spoil(optimizer, "head")
         optimizer.accumulate()
-    assert optimizer.step(None, whole=True).skipped
+    assert optimizer.step(None, skip_if_dropped=True).skipped
     assert same(before, snapshot(model, optimizer))
 
 
