@@ -17,6 +17,7 @@ from mpframe.bench.measure import Competitor, race, timed
 from mpframe.bench.table import Table
 from mpframe.loss_scaling import Backoff
 from mpframe.models.resnet18 import resnet18
+from mpframe.objectives import supervised
 from mpframe.precision import Precision
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
@@ -82,8 +83,8 @@ def mpframe_step(data: Batch, mode: str, width: int) -> Step:
     precision = Precision(mode, "float16")
     model, optimizer = precision.prepare(*_parts(width))
     scaler, plan = Backoff().to("cuda"), Plan(clip_norm=MAX_NORM)
-    loss = nn.CrossEntropyLoss()
-    trainer = Trainer(model, optimizer, loss, precision, scaler=scaler, plan=plan)
+    objective = supervised(nn.CrossEntropyLoss())
+    trainer = Trainer(model, optimizer, objective, precision, scaler=scaler, plan=plan)
     return lambda: trainer.train_step(data)
 
 

@@ -23,6 +23,7 @@ from mpframe.loss_scaling import Backoff
 from mpframe.models import mlp
 from mpframe.models.resnet18 import resnet18
 from mpframe.numerics.range_watch import RangeWatch
+from mpframe.objectives import supervised
 from mpframe.precision import Precision
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.trainer import Trainer
@@ -106,7 +107,7 @@ def _trainer(make: Callable[[], nn.Module]) -> Trainer:
     model, precision = make(), Precision("mixed")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, masters = precision.prepare(model, optimizer)
-    return Trainer(model, masters, nn.CrossEntropyLoss(), precision, scaler=Backoff())
+    return Trainer(model, masters, supervised(nn.CrossEntropyLoss()), precision, scaler=Backoff())
 
 
 def _batch(shape: tuple[int, ...]) -> Batch:

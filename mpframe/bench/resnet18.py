@@ -17,6 +17,7 @@ from mpframe.bench.measure import Competitor, Times, race, ratio, threads, timed
 from mpframe.bench.table import Claim, Table
 from mpframe.loss_scaling import Backoff
 from mpframe.models.resnet18 import resnet18
+from mpframe.objectives import supervised
 from mpframe.precision import Precision
 from mpframe.precision.policy import has_native_half
 from mpframe.training.trainer import Trainer
@@ -104,7 +105,7 @@ def mpframe_step(data: Batch, precision: Precision, width: int) -> Step:
     model, optimizer = precision.prepare(*_parts(width))
     scaled = precision.policy.mode != "fp32" and precision.policy.half == "float16"
     scaler = Backoff() if scaled else None
-    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), precision, scaler=scaler)
+    trainer = Trainer(model, optimizer, supervised(nn.CrossEntropyLoss()), precision, scaler=scaler)
     return lambda: trainer.train_step(data)
 
 

@@ -16,6 +16,7 @@ from mpframe.bench import rivals
 from mpframe.bench.hand_loop import LOG_EVERY, HandLog, Loop, hand_loop
 from mpframe.bench.measure import Competitor, Stopwatch, race, ratio, threads
 from mpframe.bench.table import Claim, Table
+from mpframe.objectives import supervised
 from mpframe.precision import Precision
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import Callback
@@ -88,7 +89,8 @@ def trainer_loop(data: Stopwatch, callbacks: list[Callback]) -> Loop:
     """A function that trains one pass with `Trainer.fit`."""
     precision = Precision("fp32")
     model, optimizer = precision.prepare(*_parts())
-    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), precision, callbacks=callbacks)
+    objective = supervised(nn.CrossEntropyLoss())
+    trainer = Trainer(model, optimizer, objective, precision, callbacks=callbacks)
 
     def loop() -> None:
         trainer.progress.epoch = 0  # The next pass is the first one again.

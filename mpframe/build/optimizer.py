@@ -15,7 +15,7 @@ from mpframe.errors import ConfigError
 from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.optim.ema import Ema
 from mpframe.optim.optimizer_parts import Selection, divided
-from mpframe.training.turns import AnyOptimizer
+from mpframe.training.trainer import AnyOptimizer
 
 
 def build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
@@ -46,7 +46,7 @@ def _optimizer(path: str, node: dict[str, Any], parameters: Any) -> Optimizer:
 def joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> AnyOptimizer:
     """One optimizer over all; the only one is itself."""
     if config.joint is not None:
-        several = isinstance(task.loss, Mapping)
+        several = isinstance(task.objective, Mapping)
         return MultiOptimizer(masters, skip=config.joint.skip, own_losses=several)
     return masters[""]
 

@@ -1,7 +1,5 @@
 """Loss scalers."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -52,7 +50,7 @@ def scaling_name(config: Config) -> str:
 def build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
     """One scaler, one for each loss, or none."""
     each = config.joint is not None and config.joint.scalers == "each"
-    names = list(task.loss) if each and isinstance(task.loss, Mapping) else [""]
+    names = list(task.objectives) if each else [""]
     scalers = {name: build_scaler(config) for name in names}
     ready = {name: own.to(device) for name, own in scalers.items() if own is not None}
     if not ready:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -16,9 +17,11 @@ from mpframe.data.loader import Loader
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError, RunInterrupted
 from mpframe.precision import Precision
+from mpframe.training.closure_trainer import ClosureTrainer
 from mpframe.training.loss_spike import LossSpikes
+from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
-from mpframe.training.trainer import Trainer
+from mpframe.training.trainer import AnyOptimizer, Trainer
 from mpframe.tree import map_tensors
 from mpframe.user_code import first_line
 
@@ -30,7 +33,7 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
 
     Args:
         config: the options.
-        task: gives the loss and the metric.
+        task: gives the objective and the metric.
         batches: micro-batches per epoch, for the schedule.
     """
     _refuse_unwatchable(config)
@@ -44,10 +47,10 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
     _trace(config, task, model, precision)
     masters = {name: precision.prepare(model, own)[1] for name, own in optimizers.items()}
     optimizer = joined(config, masters, task)
-    return Trainer(
+    return _kind_of(task, optimizer)(
         model=model,
         optimizer=optimizer,
-        loss=task.loss,
+        objective=task.objective,  # type: ignore[arg-type]  # Several go to the kind for several.
         precision=precision,
         scaler=build_scalers(config, task, device),
         schedule={name: own for name, own in schedules.items() if own is not None},
@@ -59,8 +62,15 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
     )
 
 
+def _kind_of(task: Task, optimizer: AnyOptimizer) -> type[Trainer]:
+    """The trainer for these objectives and this optimizer."""
+    if isinstance(task.objective, Mapping):
+        return MultiObjectiveTrainer
+    return ClosureTrainer if optimizer.needs_closure else Trainer
+
+
 def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -> None:
-    """Show `precision` the first batch of training, for each loss: the same in every command.
+    """Show `precision` each objective on the first batch of training: the same in every command.
 
     Lazy layers get their shapes by it, in every mode.
     """
@@ -70,16 +80,16 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
     device = device_of(config.run.device)
     model.train()
     try:
-        inputs = map_tensors(lambda tensor: tensor.to(device), next(train.epoch(0))[0])
-        for name in task.loss if isinstance(task.loss, Mapping) else [None]:
-            precision.trace(model, (inputs,) if name is None else (inputs, name))
+        batch = map_tensors(lambda tensor: tensor.to(device), next(train.epoch(0)))
+        for objective in task.objectives.values():
+            precision.trace(model, partial(objective, batch=batch))
     except RunInterrupted:
         raise
     except (Exception, SystemExit) as error:  # The first step meets it too, and says more.
         log.warning(
             "warning: the first batch could not be traced (%s): weights of classes that are not "
             "torch.nn's stay fp32",
-            first_line(error),
+            first_line(error.__cause__ or error),
         )
 
 

@@ -74,7 +74,8 @@ def _measured(
 def _scaled(trainer: Trainer, scale: float) -> Trainer:
     """The same trainer with a fixed loss scale."""
     scaler = Static(scale).to(next(trainer.model.parameters()).device)
-    return Trainer(trainer.model, trainer.optimizer, trainer.loss, trainer.precision, scaler=scaler)
+    parts = trainer.model, trainer.optimizer, trainer.objective, trainer.precision
+    return type(trainer)(*parts, scaler=scaler)
 
 
 def _scale_of(state: dict[str, object]) -> float | None:

@@ -1,7 +1,7 @@
-"""What a dataset hands to a trainer: the samples, the loss to lower and the metric to report."""
+"""What a dataset hands to a trainer: the samples, the objective and the metric to report."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -9,13 +9,12 @@ from torch.utils.data import Dataset
 
 from mpframe.data.metrics import Accuracy
 from mpframe.errors import DataError
-from mpframe.user_code import described
+from mpframe.objectives import Objective, Supervised
+from mpframe.objectives.supervised import Loss
+from mpframe.user_code import described, name_of
 
 Batch = tuple[Tensor, Tensor]
 """(inputs, targets), both with the samples along dimension 0."""
-
-
-Loss = Callable[[Any, Any], Tensor]
 
 
 class Metric(Protocol):
@@ -41,38 +40,61 @@ class Task:
     """A learning problem, complete.
 
     Attributes:
-        train: map-style samples (input, target) to learn from.
+        train: map-style samples to learn from.
         val: map-style samples to measure on, never augmented.
-        loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch; or several by name, for
-            a model that is called with the name as its second argument.
+        objective: objective(model, batch) -> StepOutput; several by name for several optimizers.
         metric: makes a fresh `Metric` for each validation pass.
+        loss: in the place of an objective: loss(outputs, targets) -> 0-d tensor, the mean over the
+            batch, for samples (input, target); short for `objective=supervised(loss)`.
+
+    Raises:
+        DataError: there is no objective, or objective and loss, or one of these cannot be called.
     """
 
     train: Dataset[Any]
     val: Dataset[Any]
-    loss: Loss | Mapping[str, Loss]
-    metric: Callable[[], Metric]
+    objective: Objective | Mapping[str, Objective] = None  # type: ignore[assignment]
+    metric: Callable[[], Metric] = None  # type: ignore[assignment]
+    loss: InitVar[Loss | None] = None
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot be called.
-
-        Raises:
-            DataError: there is no loss, or a loss or the metric is not callable.
-        """
-        called: dict[str, Any] = {"metric": self.metric, "loss": self.loss}
-        if isinstance(self.loss, Mapping):
-            del called["loss"]
-            called |= {f"loss {name}": loss for name, loss in self.loss.items()}
-        if len(called) < 2:
-            raise DataError("dataset: Task(loss={}) has no loss; give one, or several by name")
-        for name, code in called.items():
-            if not callable(code):
+    def __post_init__(self, loss: Loss | None) -> None:
+        if loss is not None:
+            self._take_loss(loss)
+        if not self.objectives or None in self.objectives.values():
+            raise DataError(
+                "dataset: its Task has no objective; give it one, several by name, or a loss"
+            )
+        _require_callable("metric", self.metric)
+        several = isinstance(self.objective, Mapping)
+        for name, own in self.objectives.items():
+            _require_callable(f"objective {name}" if several else "objective", own)
+            if isinstance(own, nn.modules.loss._Loss):
                 raise DataError(
-                    f"dataset: the {name} of its Task is {described(code)}; it must be a function "
-                    "or a class that can be called"
+                    f"dataset: the objective of its Task is {name_of(own)}, a loss; give it as "
+                    f"Task(..., loss={name_of(own)}())"
                 )
+
+    @property
+    def objectives(self) -> Mapping[str, Objective]:
+        """The objectives by name; the only one is named ""."""
+        return self.objective if isinstance(self.objective, Mapping) else {"": self.objective}
+
+    def _take_loss(self, loss: Loss) -> None:
+        given: Any = self.objective
+        if given is not None:
+            raise DataError("dataset: its Task has an objective and a loss; give one of them")
+        _require_callable("loss", loss)
+        object.__setattr__(self, "objective", Supervised(loss, "dataset"))
+
+
+def _require_callable(name: str, code: Any) -> None:
+    if not callable(code):
+        raise DataError(
+            f"dataset: the {name} of its Task is {described(code)}; it must be a function or a "
+            "class that can be called"
+        )
 
 
 def classification(train: Dataset[Any], val: Dataset[Any]) -> Task:
     """A task with one class per sample: cross-entropy on logits [N, classes], and accuracy."""
-    return Task(train, val, nn.CrossEntropyLoss(), Accuracy)
+    return Task(train, val, loss=nn.CrossEntropyLoss(), metric=Accuracy)

@@ -11,7 +11,7 @@ from mpframe.models.mlp import mlp
 
 
 class Gan(nn.Module):
-    """A generator and a discriminator; which of them is to learn is told with each call.
+    """A generator and a discriminator; an objective for each calls the parts that it needs.
 
     Args:
         shape: of one image, [channels, height, width].
@@ -37,26 +37,20 @@ class Gan(nn.Module):
         )
         self.discriminator = mlp(list(shape), classes=1, hidden=hidden)
 
-    def forward(
-        self, images: Tensor, loss: str = "discriminator"
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The logits that a loss needs.
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [N, 1] of the images and of as many made ones, for the discriminator to learn by.
 
         Args:
-            images: [N, channels, height, width]; as many are made.
-            loss: `discriminator` or `generator`.
-
-        Returns:
-            For the discriminator's loss logits [N, 1] of real and of made images; for the
-            generator's, of made images.
+            images: [N, channels, height, width].
         """
-        made = self.generator(self._noise(images))
-        if loss == "generator":
-            return self.discriminator(made)  # type: ignore[no-any-return]
+        made = self.generator(self.noise(images))
         return self.discriminator(images), self.discriminator(made.detach())
 
-    def _noise(self, images: Tensor) -> Tensor:
-        """[N, latent] normal numbers; the same in every validation, so that results compare."""
+    def noise(self, images: Tensor) -> Tensor:
+        """As many noises as there are images, [N, latent], normal.
+
+        They are the same in every validation, so that results compare.
+        """
         size = (len(images), self.latent)
         if self.training:
             return torch.randn(size, device=images.device)

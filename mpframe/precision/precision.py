@@ -117,7 +117,7 @@ class Precision:
         Args:
             model: on its device, before or after it is prepared.
             example: on the same device. A tuple is the model's arguments, a mapping its keyword
-                arguments, anything else its only argument.
+                arguments, anything else its only argument. A function is called with the model.
         """
         materialize(model, example)
         if self.policy.stores_by_op:

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -87,7 +89,7 @@ def reads_of(model: nn.Module, example: Any, casts: AbstractContextManager[None]
     Args:
         model: its buffers and the random generators are put back.
         example: what it is called with: a tuple is its arguments, a mapping its keyword arguments,
-            anything else its only argument.
+            anything else its only argument; a function is called with the model, and runs it.
         casts: the block in which ops are cast, so that functions of torch are opened.
     """
     watch = _Watch(model)
@@ -98,6 +100,8 @@ def reads_of(model: nn.Module, example: Any, casts: AbstractContextManager[None]
 
 def call(model: nn.Module, example: Any) -> Any:
     """The model's outputs on an example, as `reads_of` takes it."""
+    if isinstance(example, FunctionType | partial):
+        return example(model)
     if isinstance(example, tuple):
         return model(*example)
     return model(**example) if isinstance(example, Mapping) else model(example)

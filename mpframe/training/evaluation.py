@@ -59,7 +59,16 @@ class Metric:
         self.name = name
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Take in one batch."""
+        """Take in one batch.
+
+        Raises:
+            UserCodeError: the objective gave no outputs to measure.
+        """
+        if outputs is None:
+            raise UserCodeError(
+                f"objective: gave no outputs, and the metric {self.name} measures them; let it "
+                "return StepOutput(loss, outputs, targets)"
+            )
         with UserCode("dataset: the metric", self._code, outputs=outputs, targets=targets):
             self._metric.update(outputs, targets)
 

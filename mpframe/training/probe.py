@@ -16,57 +16,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpframe.objectives import Objective, compute
 from mpframe.precision import OpLists, Precision
 from mpframe.precision.undisturbed import undisturbed
-from mpframe.training.forward import outputs_and_loss
 from mpframe.tree import HALF, tensors_in
 from mpframe.user_code import UserCode
 
 
-def probe_amax(
-    model: nn.Module,
-    loss: Callable[[Any, Any], Tensor],
-    precision: Precision,
-    arguments: tuple[Any, ...],
-    targets: Any,
-) -> Tensor:
+def probe_amax(model: nn.Module, objective: Objective, precision: Precision, batch: Any) -> Tensor:
     """The largest gradient of the unscaled loss on a batch; the model is left as it was.
 
     Args:
         model: as trained; its buffers and the random generators are put back.
-        loss: loss(outputs, targets) -> 0-d tensor.
+        objective: computes the loss.
         precision: the mode the model was prepared with.
-        arguments: what the model is called with: the inputs, on its device, first.
-        targets: what the loss is called with beside the outputs.
+        batch: what the objective takes, on the model's device.
 
     Returns:
-        0-d float32; inf or nan where fp32 overflows too.
+        0-d float32; inf or nan if fp32 overflows too.
     """
     seen = _Largest()
-    probe(model, loss, precision, (arguments, targets), seen.add)
+    probe(model, objective, precision, batch, seen.add)
     return seen.value()
 
 
 def probe(
     model: nn.Module,
-    loss: Callable[[Any, Any], Tensor],
+    objective: Objective,
     precision: Precision,
-    batch: tuple[tuple[Any, ...], Any],
+    batch: Any,
     see: Callable[[Tensor], None],
 ) -> None:
     """Show `see` every gradient of the unscaled loss on a batch; the model is left as it was.
 
     Args:
-        model, loss, precision: as for `probe_amax`.
-        batch: its arguments and its targets.
+        model, objective, precision, batch: as for `probe_amax`.
         see: called with the gradient of each module's output, then of each parameter.
     """
-    arguments, targets = batch
     with undisturbed(model), _wide_weights(model):
         with _outputs_seen(model, see), _all_fp32(precision).cast():
-            _, value = outputs_and_loss(model, model, loss, arguments, targets)
+            loss = compute(objective, model, batch).loss
             with UserCode("model: the backward pass of", model):
-                value.backward()  # type: ignore[no-untyped-call]
+                loss.backward()  # type: ignore[no-untyped-call]
         for parameter in model.parameters():
             if parameter.grad is not None:
                 see(parameter.grad)

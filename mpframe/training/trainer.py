@@ -1,18 +1,19 @@
 """The trainer: one step that is all or nothing, and the loop around it.
 
-A step, in order: forward under the cast policy, loss in fp32, scaled backward, gradients to fp32
-and unscaled, checked, clipped, masters updated and rounded into the weights. Where the gradients
-are not finite nothing has changed at the end but the loss scale: not the weights, the optimizer's
-state, the buffers, the average, the schedule or the step count.
+`Trainer.train_step` is the step, in order: forward under the cast policy, loss in fp32, scaled
+backward, gradients to fp32 and unscaled, checked, clipped, masters updated and rounded into the
+weights. If the gradients are not finite nothing has changed at the end but the loss scale: not the
+weights, the optimizer's state, the buffers, the average, the schedule or the step count.
 
-Everything is handed in; what watches a run (logs, checkpoints, progress) is a `Callback`.
+Everything is handed in; what watches a run (logs, checkpoints, progress) is a `Callback`. The
+trainer of several losses is in multi_objective.py, that of LBFGS in closure_trainer.py.
 """
 
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -22,27 +23,27 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mpframe.checkpoint.conversion import conversion, rounding
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
-from mpframe.loss_scaling.interface import LossScaler, Scaling, wants_probe
-from mpframe.optim import MasterWeights
-from mpframe.optim.closure import refuse_beside_closure
+from mpframe.loss_scaling.interface import LossScaler, Scaling, scale_of, wants_probe
+from mpframe.objectives import Objective, compute, require_objective, samples_in
+from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.optim.ema import Ema
-from mpframe.optim.multi_optimizer import joined
 from mpframe.optim.schedules import refuse_overrun
 from mpframe.optim.step_result import StepResult, largest, verdicts_of
 from mpframe.precision import Precision
 from mpframe.training.buffers import Buffers
 from mpframe.training.callback import Callback
 from mpframe.training.evaluation import Evaluation, Metric, fp32_weights
-from mpframe.training.forward import outputs_and_loss
 from mpframe.training.loader import Batch, Loader
 from mpframe.training.loss_spike import LossSpikes
+from mpframe.training.named_objective import NamedObjective
 from mpframe.training.plan import Plan, Progress
 from mpframe.training.probe import probe_amax
-from mpframe.training.turns import AnyOptimizer, Loss, Objective, Turn, means, turns_of, with_losses
 from mpframe.tree import map_tensors
 from mpframe.user_code import InBatch, UserCode, name_of, raised
 
 log = logging.getLogger(__name__)
+
+AnyOptimizer = MasterWeights | MultiOptimizer
 
 
 @dataclass
@@ -52,13 +53,11 @@ class Trainer:
     Attributes:
         model: prepared by `precision`, on the device it is trained on.
         optimizer: what `precision.prepare` returned; or several of those, as a `MultiOptimizer`.
-        loss: loss(outputs, targets) -> 0-d tensor, the mean over the samples of a micro-batch.
-            Several losses go by name, each lowered by the optimizer of that name; the model is then
-            called with the name as its second argument. See turns.py.
+        objective: objective(model, batch) -> StepOutput, its loss the mean over the samples of a
+            micro-batch; `supervised(loss)` for batches of inputs and targets.
         precision: the dtype mode; fp32 by default.
         eval_precision: the mode to validate in, over fp32 weights; None: as trained.
         scaler: scales the loss; None: the loss is not scaled, and overflow still skips the step.
-            Of several losses one that they share, or one each by name.
         schedule: advanced after every step that was not skipped, `ReduceLROnPlateau` after every
             validation; of several optimizers one each.
         ema: averaged after every step that was not skipped, and validated with.
@@ -66,11 +65,16 @@ class Trainer:
         metric: makes the validation metric.
         spikes: judges each loss before its step; None: none is judged.
         callbacks: called in this order.
+
+    Raises:
+        ConfigError: the optimizer evaluates the loss itself, or there is a scaler for each of
+            several losses.
+        UserCodeError: the objective is none.
     """
 
     model: nn.Module
     optimizer: AnyOptimizer
-    loss: Loss | Mapping[str, Loss]
+    objective: Objective
     precision: Precision = field(default_factory=Precision)
     scaler: Scaling = None
     schedule: LRScheduler | Mapping[str, LRScheduler] | None = None
@@ -83,13 +87,7 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
-        self._turns = turns_of(self.loss, self.optimizer, self.scaler)
-        if self.spikes is not None and len(self._turns.objectives) > 1:
-            raise ConfigError(
-                f"trainer.on_loss_spike={self.spikes.policy}: judges one loss, and the dataset has "
-                f"{len(self._turns.objectives)}; use trainer.on_loss_spike=off"
-            )
-        self._refuse_beside_closure()
+        self._refuse_misfits()
         schedules = _by_name(self.schedule)
         self._plateaus = [s for s in schedules.values() if isinstance(s, ReduceLROnPlateau)]
         self._schedules = {n: s for n, s in schedules.items() if s not in self._plateaus}
@@ -97,8 +95,8 @@ class Trainer:
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         if self.eval_precision is not None:
             self.eval_precision.attach(self.model)
-        forward = self._run_model if self.precision.policy.casts else self.model
-        self._forward = torch.compile(forward) if self.plan.compile else forward
+        # What the objective is called with. A compiled model is traced with the casts around it.
+        self._model: Any = torch.compile(self.model) if self.plan.compile else self.model
 
     @property
     def scalers(self) -> dict[str, LossScaler]:
@@ -106,22 +104,38 @@ class Trainer:
         return _by_name(self.scaler)
 
     @property
-    def objectives(self) -> list[Objective]:
-        """The losses in their order, each with its scaler and the parameters it moves."""
-        return self._turns.objectives
+    def objectives(self) -> list[NamedObjective]:
+        """Every loss of a step, in their order, with its scaler and the parameters it moves."""
+        scaler: Any = self.scaler  # One loss has one scaler.
+        return [NamedObjective("", self.objective, scaler)]
 
     def train_step(self, *batches: Batch) -> StepResult:
         """One optimizer step on one batch, or on the micro-batches of an accumulation window.
 
         Args:
-            batches: (inputs, targets) each; all of one step are scaled by the same loss scale.
+            batches: what the objective takes; all of one step are scaled by the same loss scale.
 
         Returns:
             What was done; its values stay on the device.
         """
-        results = [self._take_turn(turn, batches) for turn in self._turns.turns]
-        self._turns.settle()
-        result = results[0] if len(results) == 1 else self._joined(results)
+        # Not at the end: a CPU's allocator would give the memory back and ask for it again.
+        self.optimizer.zero_grad()
+        self._buffers.save()
+        if len(batches) == 1:
+            loss = self._forward_backward(batches[0])
+        else:
+            loss = self._accumulate(batches)
+        skip_mask = None if self.spikes is None else self.spikes.judge(loss)
+        with UserCode("optimizer:", getattr(self.optimizer, "optimizer", self.optimizer)):
+            # Gradients to fp32, unscale, check, clip, update or skip, tell the scaler.
+            result = self.optimizer.step(
+                self.scaler,  # type: ignore[arg-type]
+                max_norm=self.plan.clip_norm,
+                skip_if_dropped=self.plan.whole_windows,
+                skip_mask=skip_mask,
+            )
+        self._buffers.restore_where(result.any_skipped())
+        result = replace(result, loss=loss)
         self._advance(result)
         return result
 
@@ -151,8 +165,9 @@ class Trainer:
         batch = self._on_device(batch)
         for name, scaler in self.scalers.items():
             if wants_probe(scaler):
-                scaled = [o for o in self._turns.objectives if name in ("", o.name)]
-                scaler.start_from(largest([self._probed(objective, batch) for objective in scaled]))
+                scaled = [o.objective for o in self.objectives if name in ("", o.name)]
+                amaxes = [probe_amax(self.model, own, self.precision, batch) for own in scaled]
+                scaler.start_from(largest(amaxes))
 
     def backward(self, batch: Batch, scale: float = 1.0) -> float:
         """Forward and scaled backward of every loss, for measurements: no step follows.
@@ -162,11 +177,10 @@ class Trainer:
         Returns:
             The unscaled sum of the losses.
         """
-        inputs, targets = self._on_device(batch)
-        total = 0.0
-        for objective in self._turns.objectives:
-            _, loss = self._outputs_and_loss(self._forward, objective, inputs, targets)
-            (loss * scale).backward(inputs=objective.parameters)  # type: ignore[no-untyped-call]
+        batch, total = self._on_device(batch), 0.0
+        for own in self.objectives:
+            loss = self._forward(own.objective, batch)
+            (loss * scale).backward(inputs=own.parameters)  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
 
@@ -174,7 +188,8 @@ class Trainer:
     def evaluate(self, loader: Loader) -> Evaluation:
         """The mean loss per sample and the metric over one pass; the model is left as it was.
 
-        Of several losses it is their sum, and the metric sees the outputs of the first.
+        Each batch's loss counts as often as its objective says (`StepOutput.count`). Of several
+        losses it is their sum; the count, and what the metric sees, are those of the first.
         """
         metric = Metric(self.metric) if self.metric else None
         total, samples = torch.zeros((), dtype=torch.float64, device=self._device), 0
@@ -183,8 +198,9 @@ class Trainer:
             for number, batch in enumerate(loader.epoch(0)):
                 self._call("on_prediction_step")
                 with InBatch("validation", 0, number):
-                    total += self._evaluate_batch(self._on_device(batch), metric)
-                samples += len(batch[1])
+                    summed, count = self._evaluate_batch(self._on_device(batch), metric)
+                total += summed
+                samples += count
         mean = float(total) / max(samples, 1)
         return metric.evaluation(mean) if metric else Evaluation(mean, "none", math.nan)
 
@@ -241,94 +257,57 @@ class Trainer:
         if self.ema is not None:
             self.ema.restart()
 
-    def _evaluate_batch(self, batch: Batch, metric: Metric | None) -> Tensor:
-        """The sum of the losses times the batch's size, 0-d float64."""
-        inputs, targets = batch
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for objective in self._turns.objectives:
-            outputs, loss = self._outputs_and_loss(self._evaluated, objective, inputs, targets)
-            total += loss.double() * len(targets)
-            if metric is not None and objective is self._turns.objectives[0]:
-                metric.update(outputs, targets)
-        return total
-
-    def _take_turn(self, turn: Turn, batches: Sequence[Batch]) -> StepResult:
-        """Forward and backward of a turn's losses on all micro-batches, and its step."""
-        if turn.optimizer.needs_closure:
-            return self._step_with_closure(turn, *batches)
-        # Here and not at the end: a CPU's allocator would give the memory back and ask for it anew.
-        turn.optimizer.zero_grad()
-        self._buffers.save()
-        losses = means([self._forward_backward(turn, batch, len(batches) > 1) for batch in batches])
-        skip_mask = None if self.spikes is None else self.spikes.judge(losses[0])
-        with UserCode("optimizer:", getattr(turn.optimizer, "optimizer", turn.optimizer)):
-            result = turn.step(self.plan.clip_norm, self.plan.whole_windows, skip_mask)
-        self._buffers.restore_where(result.any_skipped())
-        return with_losses(result, losses)
-
-    def _step_with_closure(self, turn: Turn, batch: Batch) -> StepResult:
-        """The step of an optimizer that evaluates the loss itself, as often as it likes."""
-        inputs, targets = self._on_device(batch)
-        (objective,) = turn.objectives
-
-        def closure() -> Tensor:
-            turn.optimizer.zero_grad()
-            return self._pass(objective, inputs, targets)
-
-        result = turn.step(self.plan.clip_norm, self.plan.whole_windows, None, closure)
-        if self.spikes is not None and result.loss is not None:
-            self.spikes.judge(result.loss)
-        return result
-
-    def _refuse_beside_closure(self) -> None:
-        if isinstance(self.optimizer, MasterWeights) and self.optimizer.needs_closure:
-            refuse_beside_closure(
-                self.optimizer.optimizer,
-                half=self.precision.policy.mode == "mixed",
-                cast=self.precision.policy.casts,
-                scaled=self.scaler is not None,
-                clipped=self.plan.clip_norm is not None,
-                accumulated=self.plan.accumulate > 1,
-                vetoed=self.spikes is not None and self.spikes.policy != "warn",
-            )
-
-    def _forward_backward(self, turn: Turn, batch: Batch, accumulating: bool) -> list[Tensor]:
-        """Forward and scaled backward; the unscaled losses, detached, nan where it was dropped."""
-        buffers = Buffers(self.model) if accumulating else None
-        if buffers is not None:
-            buffers.save()
-        inputs, targets = self._on_device(batch)
-        losses = [self._pass(objective, inputs, targets) for objective in turn.objectives]
-        if buffers is None:
-            return losses
-        good = torch.isfinite(turn.optimizer.accumulate(turn.scale))
-        buffers.restore_where(~good)
-        return [torch.where(good, loss, torch.nan) for loss in losses]
-
-    def _pass(self, objective: Objective, inputs: Any, targets: Any) -> Tensor:
-        """One loss, forward and backward; detached."""
-        _, loss = self._outputs_and_loss(self._forward, objective, inputs, targets)
+    def _forward_backward(self, batch: Batch) -> Tensor:
+        """Forward and scaled backward; the unscaled loss, detached."""
+        loss = self._forward(self.objective, self._on_device(batch))
+        scaler: Any = self.scaler
         with UserCode("model: the backward pass of", self.model):
-            objective.backward(loss)
+            (loss if scaler is None else loss * scaler.scale).backward()
         return loss.detach()
 
-    def _joined(self, results: list[StepResult]) -> StepResult:
-        names = [objective.name for objective in self._turns.objectives]
-        return joined(dict(zip(names, results, strict=True)))
+    def _accumulate(self, batches: Sequence[Batch]) -> Tensor:
+        """Forward and backward of each micro-batch; the mean loss of those that count."""
+        scaler: Any = self.scaler
+        buffers, losses = Buffers(self.model), []
+        for batch in batches:
+            buffers.save()
+            loss = self._forward_backward(batch)
+            scale: Any = scale_of(scaler)
+            good = torch.isfinite(self.optimizer.accumulate(scale))
+            buffers.restore_where(~good)
+            losses.append(torch.where(good, loss, torch.nan))
+        return torch.stack(losses).nanmean()
 
-    def _probed(self, objective: Objective, batch: Batch) -> Tensor:
-        arguments = (batch[0], *objective.arguments)
-        return probe_amax(self.model, objective.loss, self.precision, arguments, batch[1])
-
-    def _run_model(self, *arguments: Any) -> Any:
+    def _forward(self, objective: Objective, batch: Batch) -> Tensor:
+        """The loss under the casts, in fp32 or wider."""
         with self.precision.cast():
-            return self.model(*arguments)
+            return compute(objective, self._model, batch).loss
 
-    def _evaluated(self, *arguments: Any) -> Any:
-        if self.eval_precision is None:
-            return self._forward(*arguments)
-        with self.eval_precision.cast():
-            return self.model(*arguments)
+    def _evaluate_batch(self, batch: Batch, metric: Metric | None) -> tuple[Tensor, int]:
+        """The losses times the samples that they are the mean of, 0-d float64; and the samples."""
+        precision = self.eval_precision or self.precision
+        model = self._model if self.eval_precision is None else self.model
+        with precision.cast():
+            computed = [compute(own.objective, model, batch) for own in self.objectives]
+        first = computed[0]
+        if metric is not None:
+            metric.update(first.outputs, first.targets)
+        count = samples_in(batch) if first.count is None else first.count
+        return torch.stack([output.loss.double() * count for output in computed]).sum(), count
+
+    def _refuse_misfits(self) -> None:
+        require_objective("objective", self.objective)
+        if self.optimizer.needs_closure:
+            optimizer = type(getattr(self.optimizer, "optimizer", self.optimizer)).__name__
+            raise ConfigError(
+                f"optimizer={optimizer}: evaluates the loss itself; use ClosureTrainer, or an "
+                "optimizer that takes no closure"
+            )
+        if isinstance(self.scaler, Mapping):
+            raise ConfigError(
+                "optimizer.scalers=each: there is one loss, and one backward pass has one scale; "
+                "use optimizer.scalers=shared"
+            )
 
     @contextmanager
     def _weights_for_evaluation(self) -> Iterator[None]:
@@ -339,12 +318,6 @@ class Trainer:
             self.ema.applied() if self.ema else nullcontext(),
         ):
             yield
-
-    def _outputs_and_loss(
-        self, forward: Callable[..., Any], objective: Objective, inputs: Any, targets: Any
-    ) -> tuple[Any, Tensor]:
-        arguments = (inputs, *objective.arguments)
-        return outputs_and_loss(self.model, forward, objective.loss, arguments, targets)
 
     def _advance(self, result: StepResult) -> None:
         """Count the step, and move schedules and average along unless it was skipped."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from mpframe.data import Accuracy, Task
+from mpframe.objectives import StepOutput, model_loss
 
 CLASSES = 3
 
@@ -94,6 +95,27 @@ def one_number(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets).reshape(1)
 
 
+def tensor_objective(model: nn.Module, batch: Any) -> Any:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def no_outputs_objective(model: nn.Module, batch: Any) -> StepOutput:
+    return StepOutput(tensor_objective(model, batch))
+
+
+def count_objective(model: nn.Module, batch: Any) -> StepOutput:
+    return StepOutput(tensor_objective(model, batch), count=0)
+
+
+def half_objective(model: nn.Module, batch: Any) -> StepOutput:
+    outputs = model(batch[0]).float()
+    return StepOutput(tensor_objective(model, batch).half(), outputs, batch[1])
+
+
+def raising_objective(model: nn.Module, batch: Any) -> StepOutput:
+    raise KeyError("images")
+
+
 LOSSES: dict[str, Any] = {
     "one_number": one_number,
     "each": each_loss,
@@ -103,8 +125,18 @@ LOSSES: dict[str, Any] = {
     "raises": raising_loss,
     "class": nn.CrossEntropyLoss,
     "not_callable": 3,
+}
+
+OBJECTIVES: dict[str, Any] = {
     "empty": {},
-    "one_not_callable": {"first": each_loss, "second": "mse"},
+    "one_not_callable": {"first": model_loss, "second": "mse"},
+    "as_objective": nn.CrossEntropyLoss(),
+    "tensor": tensor_objective,
+    "count": count_objective,
+    "no_outputs": no_outputs_objective,
+    "half": half_objective,
+    "raising": raising_objective,
+    "model_loss": model_loss,
 }
 
 
@@ -163,7 +195,10 @@ def task(
     train, val = (kind(fault if split in (name, "both") else "") for name in ("train", "val"))
     if whole:
         val = Samples()
-    return Task(train, val, LOSSES.get(loss, nn.CrossEntropyLoss()), METRICS.get(metric, Accuracy))
+    measure = METRICS.get(metric, Accuracy)
+    if loss in OBJECTIVES:
+        return Task(train, val, OBJECTIVES[loss], measure)
+    return Task(train, val, loss=LOSSES.get(loss, nn.CrossEntropyLoss()), metric=measure)
 
 
 class Net(nn.Module):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mpframe.data.datasets.digits import digits
 from mpframe.data.task import Task
+from mpframe.objectives import supervised
 
 
 class TurnsNan:
@@ -25,7 +26,7 @@ class TurnsNan:
 
 def nan_after(batches: int) -> Task:
     """The digits with a loss that is good for so many training batches."""
-    return replace(digits(), loss=TurnsNan(batches))
+    return replace(digits(), objective=supervised(TurnsNan(batches)))
 
 
 class Loss:

@@ -119,7 +119,7 @@ def digits(
         return gain * F.cross_entropy(outputs, targets)
 
     data = _Slow(TensorDataset(images, labels), delay)
-    return Task(data, data, loss_of, Accuracy)
+    return Task(data, data, loss=loss_of, metric=Accuracy)
 
 
 class _Slow(Dataset[Any]):

@@ -19,6 +19,7 @@ from mpframe.cli.evaluate import evaluate
 from mpframe.config.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.errors import RunInterrupted, UserCodeError
+from mpframe.objectives.adversarial import discriminator_objective, generator_objective
 from mpframe.precision import Precision
 from mpframe.tracking.tracker import Tag
 from mpframe.training.trainer import Trainer
@@ -61,7 +62,7 @@ def test_every_loss_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
     monkeypatch.setattr(Precision, "trace", lambda _, model, example: traced.append(example))
     built("experiment=digits_gan")
-    assert [name for _, name in traced] == ["discriminator", "generator"]
+    assert [own.func for own in traced] == [discriminator_objective, generator_objective]
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])

@@ -14,6 +14,7 @@ from mpframe import Backoff, OpLists, Precision, Trainer, checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.saved_weights import fitted
 from mpframe.errors import CheckpointError, ConfigError
+from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
 
 MODES = {
@@ -37,9 +38,8 @@ def make(name: str, ops: OpLists | None = None) -> Trainer:
     ema = Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
     scaled = mode != "fp32" and half == "float16"
     scaler = Backoff(init_scale=1024.0) if scaled else None
-    return Trainer(
-        model, masters, nn.CrossEntropyLoss(), precision=precision, scaler=scaler, ema=ema
-    )
+    objective = supervised(nn.CrossEntropyLoss())
+    return Trainer(model, masters, objective, precision=precision, scaler=scaler, ema=ema)
 
 
 def trained(name: str) -> Trainer:

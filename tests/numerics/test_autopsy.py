@@ -4,6 +4,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from mpframe.numerics.autopsy.lost import lost_share
 from mpframe.numerics.autopsy.replay import Setting, replay
 from mpframe.numerics.autopsy.verdict import Kind, judge
 from mpframe.numerics.autopsy.watch import OUTSIDE, Place
+from mpframe.objectives import StepOutput, supervised
 from mpframe.precision import OpLists, Precision
-from mpframe.training.turns import Objective
+from mpframe.training.named_objective import NamedObjective
 
 MODES = [(mode, compute) for mode in ("mixed", "amp") for compute in ("emulated", "native")]
 ROWS = 8
@@ -155,7 +157,7 @@ def case_of(
     ops = more.pop("ops", None)
     precision = Precision(mode, half, compute=compute, ops=ops)
     model, masters = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    objective = Objective("", nn.CrossEntropyLoss(), None)
+    objective = NamedObjective("", supervised(nn.CrossEntropyLoss()))
     scale = more.pop("scale", 1024.0)
     batches = more.pop("batches", [data()])
     return Case(model, masters, precision, [objective], batches, {"": scale}, **more)
@@ -342,13 +344,13 @@ def test_only_the_loss_that_was_skipped_is_judged() -> None:
             super().__init__()
             self.a, self.b = net(nn.Identity()), net(Times(1e6))
 
-        def forward(self, x: Tensor, name: str) -> Tensor:
-            return self.a(x) if name == "a" else self.b(x)
+    def loss_of(part: str, model: nn.Module, batch: Any) -> StepOutput:
+        return supervised(nn.CrossEntropyLoss())(getattr(model, part), batch)
 
     def case(skipped: frozenset[str] | None) -> Case:
         base = case_of(Two())
         parts = {n: list(getattr(base.model, n).parameters()) for n in "ab"}
-        objectives = [Objective(n, nn.CrossEntropyLoss(), None, parts[n]) for n in "ab"]
+        objectives = [NamedObjective(n, partial(loss_of, n), None, parts[n]) for n in "ab"]
         return replace(base, objectives=objectives, scales={"a": 8.0, "b": 8.0}, skipped=skipped)
 
     verdict = judge(case(None))

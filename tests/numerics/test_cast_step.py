@@ -10,10 +10,12 @@ from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 
 from mpframe import Backoff, OpLists, Precision, Trainer
 from mpframe.config.locations import CONF
-from mpframe.data.datasets.adversarial import discriminator_loss, generator_loss
 from mpframe.models import cnn, gan, mlp, resnet18
+from mpframe.objectives import supervised
+from mpframe.objectives.adversarial import discriminator_objective, generator_objective
 from mpframe.optim import MultiOptimizer
-from mpframe.training.trainer import Plan
+from mpframe.training.multi_objective import MultiObjectiveTrainer
+from mpframe.training.plan import Plan
 
 FP32 = torch.float32
 
@@ -64,7 +66,7 @@ def trainer_of(name: str, precision: Precision, plan: Plan | None = None) -> Tra
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, masters = precision.prepare(model, optimizer)
     scaler = Backoff(init_scale=2.0**8)
-    loss = nn.CrossEntropyLoss()
+    loss = supervised(nn.CrossEntropyLoss())
     return Trainer(model, masters, loss, precision=precision, scaler=scaler, plan=plan or Plan())
 
 
@@ -100,10 +102,11 @@ def test_no_silent_promotion_with_two_losses(mode: str, half: str, skip: str) ->
         name: precision.prepare(model, torch.optim.Adam(getattr(model, name).parameters()))[1]
         for name in ("discriminator", "generator")
     }
-    losses = {"discriminator": discriminator_loss, "generator": generator_loss}
     optimizer = MultiOptimizer(parts, skip=skip, own_losses=True)
-    trainer = Trainer(
-        model, optimizer, losses, precision, scaler=Backoff(2.0**8), plan=Plan(clip_norm=1.0)
+    objectives = {"discriminator": discriminator_objective, "generator": generator_objective}
+    scaler, plan = Backoff(2.0**8), Plan(clip_norm=1.0)
+    trainer = MultiObjectiveTrainer(
+        model, optimizer, objectives, precision, scaler=scaler, plan=plan
     )
     with NoSilentPromotion():
         result = trainer.train_step((IMAGES, TARGETS))

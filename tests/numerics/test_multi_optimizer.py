@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,16 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
-from mpframe.data.datasets.adversarial import discriminator_loss, generator_loss
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.models import gan
+from mpframe.objectives import Objective, StepOutput, supervised
+from mpframe.objectives.adversarial import discriminator_objective, generator_objective
 from mpframe.optim import MultiOptimizer
 from mpframe.training.loader import Batch
+from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 INF = float("inf")
-LOSSES = {"discriminator": discriminator_loss, "generator": generator_loss}
+OBJECTIVES = {"discriminator": discriminator_objective, "generator": generator_objective}
 
 
 def body_and_head() -> nn.Module:
@@ -216,7 +219,7 @@ def gan_trainer(
     half: str = "float16",
     skip: str = "each",
     scaler: Any = None,
-    losses: dict[str, Callable[..., Tensor]] | None = None,
+    objectives: dict[str, Objective] | None = None,
     plan: Plan | None = None,
 ) -> Trainer:
     torch.manual_seed(0)
@@ -229,10 +232,10 @@ def gan_trainer(
     schedules = {
         name: torch.optim.lr_scheduler.ExponentialLR(own, 0.9) for name, own in plain.items()
     }
-    return Trainer(
+    return MultiObjectiveTrainer(
         model,
         MultiOptimizer(parts, skip=skip, own_losses=True),
-        losses or LOSSES,
+        objectives or OBJECTIVES,
         precision,
         scaler=scaler,
         schedule=schedules,
@@ -256,11 +259,11 @@ def test_a_gan_in_fp32_is_the_loop_by_hand(skip: str) -> None:
     for batch in images(15):
         trainer.train_step(batch)
     torch.manual_seed(5)
-    for inputs, targets in images(15):
-        take_gradients(model, "discriminator", inputs, targets)
+    for inputs, _ in images(15):
+        take_gradients(model, "discriminator", discriminator_by_hand(model, inputs))
         if skip == "each":  # They take turns: the generator meets the updated discriminator.
             judge.step()
-        take_gradients(model, "generator", inputs, targets)
+        take_gradients(model, "generator", generator_by_hand(model, inputs))
         if skip == "all":
             judge.step()
         maker.step()
@@ -272,17 +275,32 @@ def test_a_gan_in_fp32_is_the_loop_by_hand(skip: str) -> None:
         assert torch.equal(mine, theirs), name
 
 
-def take_gradients(model: Any, name: str, inputs: Tensor, targets: Tensor) -> None:
+def discriminator_by_hand(model: Any, inputs: Tensor) -> Tensor:
+    made = model.generator(torch.randn(len(inputs), model.latent))
+    real, fake = model.discriminator(inputs), model.discriminator(made.detach())
+    return nn.functional.softplus(-real).mean() + nn.functional.softplus(fake).mean()
+
+
+def generator_by_hand(model: Any, inputs: Tensor) -> Tensor:
+    made = model.generator(torch.randn(len(inputs), model.latent))
+    return nn.functional.softplus(-model.discriminator(made)).mean()
+
+
+def take_gradients(model: Any, name: str, loss: Tensor) -> None:
     """The gradients of a loss, in the parameters of its own part and nowhere else."""
     parameters = list(getattr(model, name).parameters())
-    loss = LOSSES[name](model(inputs, name), targets)
     for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
         parameter.grad = gradient
 
 
-def broken(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def broken(objective: Objective) -> Objective:
     """The loss times inf: its gradients are not finite."""
-    return lambda outputs, targets: loss(outputs, targets) * INF
+
+    def spoiled(model: nn.Module, batch: Any) -> StepOutput:
+        output = objective(model, batch)
+        return replace(output, loss=output.loss * INF)
+
+    return spoiled
 
 
 def state_of(trainer: Trainer, name: str) -> Any:
@@ -292,14 +310,14 @@ def state_of(trainer: Trainer, name: str) -> Any:
 
 
 @pytest.mark.parametrize(("mode", "half"), MODES)
-@pytest.mark.parametrize("bad", list(LOSSES))
+@pytest.mark.parametrize("bad", list(OBJECTIVES))
 def test_one_loss_overflows_and_the_other_goes_on(mode: str, half: str, bad: str) -> None:
     scalers = {"discriminator": Backoff(), "generator": LogMax()}
-    losses = {**LOSSES, bad: broken(LOSSES[bad])}
-    trainer = gan_trainer(mode, half, "each", scalers, losses)
-    before = {name: state_of(trainer, name) for name in LOSSES}
+    objectives = {**OBJECTIVES, bad: broken(OBJECTIVES[bad])}
+    trainer = gan_trainer(mode, half, "each", scalers, objectives)
+    before = {name: state_of(trainer, name) for name in OBJECTIVES}
     result = trainer.train_step(images(1)[0])
-    (good,) = set(LOSSES) - {bad}
+    (good,) = set(OBJECTIVES) - {bad}
     assert same(before[bad], state_of(trainer, bad))
     assert not same(before[good], state_of(trainer, good))
     assert scalers[bad].scale <= 2.0**15
@@ -312,15 +330,15 @@ def test_one_loss_overflows_and_the_other_goes_on(mode: str, half: str, bad: str
 
 
 @pytest.mark.parametrize(("mode", "half"), MODES)
-@pytest.mark.parametrize("bad", list(LOSSES))
+@pytest.mark.parametrize("bad", list(OBJECTIVES))
 def test_one_loss_overflows_and_nobody_moves(mode: str, half: str, bad: str) -> None:
-    losses = {**LOSSES, bad: broken(LOSSES[bad])}
+    objectives = {**OBJECTIVES, bad: broken(OBJECTIVES[bad])}
     scaler = Backoff()
-    trainer = gan_trainer(mode, half, "all", scaler, losses)
+    trainer = gan_trainer(mode, half, "all", scaler, objectives)
     buffers = copy.deepcopy(list(trainer.model.buffers()))
-    before = {name: state_of(trainer, name) for name in LOSSES}
+    before = {name: state_of(trainer, name) for name in OBJECTIVES}
     assert trainer.train_step(images(1)[0]).skipped
-    assert same(before, {name: state_of(trainer, name) for name in LOSSES})
+    assert same(before, {name: state_of(trainer, name) for name in OBJECTIVES})
     assert same(buffers, list(trainer.model.buffers()))
     assert scaler.scale == 2.0**15
     assert (trainer.progress.steps, trainer.progress.skipped) == (0, 1)
@@ -350,7 +368,7 @@ def test_every_scaler_can_start_from_a_probe(skip: str, shared: bool) -> None:
     def waiting() -> LogMax:
         return LogMax(init_scale="probe")
 
-    scaler: Any = waiting() if shared else {name: waiting() for name in LOSSES}
+    scaler: Any = waiting() if shared else {name: waiting() for name in OBJECTIVES}
     trainer = gan_trainer("mixed", skip=skip, scaler=scaler)
     before = copy.deepcopy(trainer.model.state_dict())
     trainer.probe(images(1)[0])
@@ -385,7 +403,7 @@ def test_a_gan_resumes_bit_for_bit(mode: str, half: str, skip: str) -> None:
     [
         (lambda: joint(skip="some"), r"optimizer\.skip=some: must be all or each"),
         (lambda: gan_trainer(scaler={"generator": Backoff()}), r"loss_scaling: scalers for generator; the losses are discriminator, generator"),
-        (lambda: gan_trainer(losses={"judge": discriminator_loss}), r"optimizer\.parts=discriminator, generator: the losses are judge; give each an optimizer by its name"),
+        (lambda: gan_trainer(objectives={"judge": discriminator_objective}), r"optimizer\.parts=discriminator, generator: the losses are judge; give each an optimizer by its name"),
         (lambda: one_loss({"a": Backoff()}), r"optimizer\.scalers=each: there is one loss, and one backward pass has one scale; use optimizer\.scalers=shared"),
         (lambda: twice(), r"optimizer\.parts: 2 parameters are in one and in two; each belongs to one part"),
         (lambda: with_closure(), r"optimizer\.parts\.one=LBFGS: needs a closure, and steps alone; choose an optimizer without one"),
@@ -398,7 +416,7 @@ def test_what_does_not_fit_is_refused(make: Callable[[], Any], line: str) -> Non
 
 def one_loss(scaler: Any) -> Trainer:
     model, optimizer, precision = joint()
-    return Trainer(model, optimizer, nn.CrossEntropyLoss(), precision, scaler=scaler)
+    return Trainer(model, optimizer, supervised(nn.CrossEntropyLoss()), precision, scaler=scaler)
 
 
 def twice() -> MultiOptimizer:
@@ -424,7 +442,10 @@ def test_another_runs_parts_are_refused() -> None:
 
 
 def test_another_runs_scalers_are_refused() -> None:
-    shared, each = gan_trainer(scaler=Backoff()), gan_trainer(scaler={n: Backoff() for n in LOSSES})
+    shared, each = (
+        gan_trainer(scaler=Backoff()),
+        gan_trainer(scaler={n: Backoff() for n in OBJECTIVES}),
+    )
     with pytest.raises(
         CheckpointError,
         match="loss_scaling: the checkpoint has a single one, this run discriminator, generator",

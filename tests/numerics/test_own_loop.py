@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from vocabulary import HALVES, same_bits
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
+from mpframe.objectives import supervised
 from mpframe.optim.step_result import StepResult
 from mpframe.training.trainer import Plan
 
@@ -74,7 +75,7 @@ def test_in_fp32_it_is_the_plain_loop() -> None:
 def test_it_is_the_trainers_step(mode: str, half: str) -> None:
     precision, model = Precision(mode, half), net()
     model, masters = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    loss, plan = nn.CrossEntropyLoss(), Plan(clip_norm=1.0)
+    loss, plan = supervised(nn.CrossEntropyLoss()), Plan(clip_norm=1.0)
     trainer = Trainer(model, masters, loss, precision=precision, scaler=Backoff(), plan=plan)
     for batch in data(10):
         trainer.train_step(batch)

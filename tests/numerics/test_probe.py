@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mpframe import Backoff, LogMax, OpLists, Precision, Trainer
+from mpframe.objectives import supervised
 from mpframe.training.probe import probe_amax
 
 MODES = [(m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16")]
@@ -21,7 +22,8 @@ def make_trainer(mode: str, half: str, scaler: Any) -> Trainer:
     )  # fmt: skip
     precision = Precision(mode, half)
     model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    return Trainer(model, optimizer, nn.CrossEntropyLoss(), precision=precision, scaler=scaler)
+    objective = supervised(nn.CrossEntropyLoss())
+    return Trainer(model, optimizer, objective, precision=precision, scaler=scaler)
 
 
 def batch(factor: float = 1.0) -> Any:
@@ -67,9 +69,8 @@ def test_gradients_of_activations_count() -> None:
     precision = Precision("amp")
     model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     scaler = Backoff(init_scale="probe")
-    trainer = Trainer(
-        model, optimizer, lambda y, _: 64.0 * y.sum(), precision=precision, scaler=scaler
-    )
+    objective = supervised(lambda y, _: 64.0 * y.sum())
+    trainer = Trainer(model, optimizer, objective, precision=precision, scaler=scaler)
     trainer.probe((torch.tensor([2.0**-16]), None))
     # 2^9 is the largest power of two with 2^9 * 64 <= 65504 / 2.
     assert float(scaler.scale) == 2.0**8 or float(scaler.scale) == 2.0**9
@@ -105,10 +106,10 @@ def test_half_weights_are_probed_as_the_fp32_numbers_they_are(ops: str, half: st
     narrow, full = model(), model()
     precision.prepare(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1))
     full.load_state_dict(narrow.state_dict())  # The same rounded weights, stored in fp32.
-    inputs, loss = torch.randn(4, 8), nn.CrossEntropyLoss()
-    targets, formats = torch.tensor([0, 1, 2, 0]), [p.dtype for p in narrow.parameters()]
-    probed = probe_amax(narrow, loss, precision, (inputs,), targets)
-    assert torch.equal(probed, probe_amax(full, loss, Precision(), (inputs,), targets))
+    batch, loss = (torch.randn(4, 8), torch.tensor([0, 1, 2, 0])), supervised(nn.CrossEntropyLoss())
+    formats = [p.dtype for p in narrow.parameters()]
+    probed = probe_amax(narrow, loss, precision, batch)
+    assert torch.equal(probed, probe_amax(full, loss, Precision(), batch))
     assert [p.dtype for p in narrow.parameters()] == formats
     pairs = zip(narrow.parameters(), full.parameters(), strict=True)
     assert all(torch.equal(a.float(), b) for a, b in pairs)

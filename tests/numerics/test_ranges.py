@@ -18,6 +18,7 @@ from mpframe.numerics.range_pictures import draw_layers, draw_time
 from mpframe.numerics.range_record import FOLDER, RangeRecord, read_ranges
 from mpframe.numerics.range_watch import RangeWatch
 from mpframe.numerics.ranges import KINDS, RangeProbe, Ranges
+from mpframe.objectives import supervised
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.loader import Batch
 from mpframe.training.plan import Plan
@@ -34,7 +35,7 @@ def trainer_of(mode: str = "mixed", half: str = "float16", plan: Plan | None = N
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, masters = precision.prepare(model, optimizer)
     scaler = None if mode == "fp32" else Backoff(2.0**12)
-    loss = nn.CrossEntropyLoss()
+    loss = supervised(nn.CrossEntropyLoss())
     return Trainer(model, masters, loss, precision, scaler=scaler, plan=plan or Plan(clip_norm=0.1))
 
 
@@ -126,7 +127,7 @@ def test_updates_that_half_rounds_away() -> None:
     with torch.no_grad():
         model.weight.fill_(1.0)
     model, masters = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=2.0**-12))
-    trainer = Trainer(model, masters, lambda out, target: -out.sum(), precision)
+    trainer = Trainer(model, masters, supervised(lambda out, target: -out.sum()), precision)
     probe = RangeProbe(trainer, torch.bfloat16)
     trainer.train_step((torch.ones(1, 1), torch.ones(1)))
     assert probe.ranges().rounded_away_fraction().tolist() == [1.0]

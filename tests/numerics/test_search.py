@@ -12,6 +12,7 @@ from mpframe import OpLists, Precision, Trainer
 from mpframe.cli.search import main
 from mpframe.errors import ConfigError
 from mpframe.numerics.search import Found, Pins, Search
+from mpframe.objectives import supervised
 from mpframe.training.loader import Batch
 
 
@@ -85,7 +86,7 @@ PLANTED = {
 def trainer_of(model: nn.Module, precision: Precision) -> Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, masters = precision.prepare(model, optimizer)
-    return Trainer(model, masters, nn.CrossEntropyLoss(), precision)
+    return Trainer(model, masters, supervised(nn.CrossEntropyLoss()), precision)
 
 
 def batches(count: int) -> list[Batch]:

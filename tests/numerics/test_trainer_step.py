@@ -11,8 +11,10 @@ from torch.utils.data import TensorDataset
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.data import Loader
 from mpframe.errors import ConfigError, DataError
+from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
 from mpframe.optim.schedules import warmup_cosine
+from mpframe.training.closure_trainer import ClosureTrainer
 from mpframe.training.loader import Batch
 from mpframe.training.plan import Plan
 
@@ -56,10 +58,11 @@ def make_trainer(
     precision = Precision(mode, half)
     model, masters = precision.prepare(model, plain)
     ema = Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
-    return Trainer(
+    kind = ClosureTrainer if masters.needs_closure else Trainer
+    return kind(
         model,
         masters,
-        nn.CrossEntropyLoss(),
+        supervised(nn.CrossEntropyLoss()),
         precision=precision,
         scaler=scaler,
         schedule=schedule,
@@ -183,7 +186,7 @@ def test_a_step_is_read_by_the_trainer_once(
     model = nn.Linear(3, 1)
     plain = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     model, optimizer = Precision().prepare(model, plain)
-    trainer = Trainer(model, optimizer, nn.MSELoss(), scaler=Static(2.0))
+    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), scaler=Static(2.0))
     window = [(torch.ones(4, 3), torch.zeros(4, 1))] * 2
     trainer.train_step(*window)  # In the first step no optimizer skips by itself.
     seen: list[str] = []

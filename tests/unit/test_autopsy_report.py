@@ -15,8 +15,9 @@ from mpframe.numerics.autopsy.replay import Pass, Replay, Setting
 from mpframe.numerics.autopsy.report import Report, report_on
 from mpframe.numerics.autopsy.verdict import Kind, Verdict
 from mpframe.numerics.autopsy.watch import Place, Trace
+from mpframe.objectives import supervised
 from mpframe.precision import Precision
-from mpframe.training.turns import Objective
+from mpframe.training.named_objective import NamedObjective
 
 FOUND = Finding(Place("0", "linear"), "forward", 1e5, "result", 65504.0, "float16")
 STEP = Evidence(
@@ -28,7 +29,7 @@ def report(kind: Kind, scaling: str = "Backoff", floor: float = 1.0, **more: obj
     model = nn.Sequential(nn.Linear(2, 2))
     precision = Precision("amp")
     model, masters = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    objective = Objective("", nn.MSELoss(), None)
+    objective = NamedObjective("", supervised(nn.MSELoss()))
     case = Case(model, masters, precision, [objective], [], {"": 1024.0}, {"": floor}, scaling)
     replays = (Replay(Setting(fp32=True), [Pass(0, "", 1.0, 1e7, Trace(), True)]),)
     arguments: dict[str, object] = {"finding": FOUND, "replays": replays, **more}

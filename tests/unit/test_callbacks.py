@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mpframe import Precision, Trainer, checkpoint
+from mpframe.objectives import supervised
 from mpframe.run.run import _restore
 from mpframe.training.callback import Callback, by_key
 from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
@@ -26,7 +27,7 @@ class Counting(Callback):
 def saved(folder: Path, callbacks: list[Callback]) -> dict[str, Any]:
     model = nn.Linear(2, 1)
     model, optimizer = Precision().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer = Trainer(model, optimizer, nn.MSELoss(), callbacks=callbacks)
+    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), callbacks=callbacks)
     Checkpoints(folder, SavePlan(), "", "a run").save(trainer)
     return dict(checkpoint.read(folder).state["callbacks"])
 

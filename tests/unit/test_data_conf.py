@@ -81,5 +81,5 @@ def test_the_dataset_of_the_documentation_works() -> None:
     inputs, targets = next(mpframe.data.Loader(task.train, 8, shuffle=True).epoch(0))
     metric = task.metric()
     metric.update(inputs, targets)
-    assert torch.isfinite(task.loss(inputs, targets))
+    assert torch.isfinite(task.objective(torch.nn.Identity(), (inputs, targets)).loss)
     assert torch.isfinite(metric.value())

@@ -8,6 +8,7 @@ from torch import nn
 
 from mpframe import Precision, Trainer
 from mpframe.errors import CheckpointError, ConfigError
+from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
 
 
@@ -150,7 +151,9 @@ def averaging() -> Trainer:
     model, precision = nn.Linear(4, 2), Precision("mixed")
     _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     ema = Ema({p: optimizer.master_of(p) for p in model.parameters()}, 0.99)
-    return Trainer(model, optimizer, nn.functional.mse_loss, precision=precision, ema=ema)
+    return Trainer(
+        model, optimizer, supervised(nn.functional.mse_loss), precision=precision, ema=ema
+    )
 
 
 def train(trainer: Trainer, steps: int) -> None:

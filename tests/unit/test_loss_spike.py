@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mpframe import Backoff, Precision, Trainer
 from mpframe.errors import CheckpointError, DivergedError
+from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
 from mpframe.training.callbacks.skip_guard import SkipGuard
 from mpframe.training.callbacks.spike_report import SpikeReport
@@ -97,7 +98,8 @@ def make_trainer(mode: str = "fp32", half: str = "float16", policy: str = "skip"
     model, masters = precision.prepare(model, plain)
     ema = Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
     return Trainer(
-        model, masters, nn.MSELoss(), precision=precision, scaler=Backoff(init_scale=16.0), ema=ema,
+        model, masters, supervised(nn.MSELoss()), precision=precision,
+        scaler=Backoff(init_scale=16.0), ema=ema,
         spikes=None if policy == "off" else LossSpikes(policy, 10.0),
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from mpframe import Precision, Trainer
 from mpframe.data import Loader
+from mpframe.objectives import supervised
 from mpframe.optim.step_result import StepResult
 from mpframe.training.callback import Callback
 from mpframe.training.callbacks.throughput import Throughput
@@ -66,7 +67,7 @@ class Samples:
 def trained(clock: Clock, throughput: Throughput, plan: Plan) -> Trainer:
     model = nn.Linear(3, 1)
     model, optimizer = Precision().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer = Trainer(model, optimizer, nn.MSELoss(), plan=plan)
+    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), plan=plan)
     # As a run orders them: what saves comes before, and the clock goes on after it.
     trainer.callbacks = [Saving(clock), throughput, Slow(clock)]
     samples: Loader = Samples()  # type: ignore[assignment]

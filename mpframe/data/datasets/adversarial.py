@@ -1,23 +1,15 @@
-"""A generator against a discriminator: two losses over one set of images.
-
-With D(x) the logit that x is real, z noise and G(z) a made image (Goodfellow et al. 2014, the
-non-saturating form for G; softplus(a) = log(1 + e^a)):
-
-    L_D = mean softplus(-D(x)) + mean softplus(D(G(z)))
-    L_G = mean softplus(-D(G(z)))
-
-The model is called with the loss's name and gives the logits that the loss needs.
-"""
+"""Images to imitate, by a generator against a discriminator (objectives/adversarial.py)."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 from torch.utils.data import Dataset
 
 from mpframe.data.datasets.digits import digits
-from mpframe.data.task import Loss, Task
+from mpframe.data.task import Task
+from mpframe.objectives import Objective
+from mpframe.objectives.adversarial import discriminator_objective, generator_objective
 
 Logits = tuple[Tensor, Tensor]
 
@@ -48,21 +40,13 @@ class Fooled:
         return torch.as_tensor(self._fooled, dtype=torch.float64) / self._seen
 
 
-def discriminator_loss(outputs: Logits, targets: Tensor) -> Tensor:
-    """L_D, 0-d. `outputs`: logits [N, 1] of real and of made images; `targets` is not used."""
-    real, made = outputs
-    return softplus(-real).mean() + softplus(made).mean()
-
-
-def generator_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """L_G, 0-d. `outputs`: logits [N, 1] of made images; `targets` is not used."""
-    return softplus(-outputs).mean()
-
-
 def adversarial(train: Dataset[Any], val: Dataset[Any]) -> Task:
-    """The task on any images: losses `discriminator` and `generator`, in this order."""
-    losses: dict[str, Loss] = {"discriminator": discriminator_loss, "generator": generator_loss}
-    return Task(train, val, losses, Fooled)
+    """The task on any images: objectives `discriminator` and `generator`, in this order."""
+    objectives: dict[str, Objective] = {
+        "discriminator": discriminator_objective,
+        "generator": generator_objective,
+    }
+    return Task(train, val, objectives, Fooled)
 
 
 def digits_gan(

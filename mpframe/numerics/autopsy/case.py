@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.precision import Precision
-from mpframe.training.turns import AnyOptimizer, Objective
+from mpframe.training.named_objective import NamedObjective
+from mpframe.training.trainer import AnyOptimizer
 
-Batch = tuple[Any, Any]
+Batch = Any
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Case:
         optimizer: has the fp32 masters of the weights.
         precision: the dtype mode of the run.
         objectives: the losses, in their order; their scalers are not asked.
-        batches: (inputs, targets) of each micro-batch, on the model's device.
+        batches: each micro-batch as the objectives take it, on the model's device.
         scales: the loss scale of each objective, by its name.
         floors: the least scale each scaler may take; absent where there is none.
         scaling: `static`, `Backoff`, `LogMax`, or `none`.
@@ -36,7 +37,7 @@ class Case:
     model: nn.Module
     optimizer: AnyOptimizer
     precision: Precision
-    objectives: Sequence[Objective]
+    objectives: Sequence[NamedObjective]
     batches: Sequence[Batch]
     scales: Mapping[str, float]
     floors: Mapping[str, float] = field(default_factory=dict)

@@ -13,17 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from mpframe.numerics.autopsy.case import Batch, Case, RandomState, device_of
+from mpframe.numerics.autopsy.case import Case, RandomState, device_of
 from mpframe.numerics.autopsy.magnitudes import magnitudes_of
 from mpframe.numerics.autopsy.watch import Trace, Watch
+from mpframe.objectives import compute, samples_in
 from mpframe.precision import OpLists, Precision
 from mpframe.precision.storage import formats_of
 from mpframe.training.buffers import Buffers
 from mpframe.training.evaluation import fp32_weights
-from mpframe.training.forward import checked_loss
-from mpframe.training.turns import Objective
-from mpframe.tree import widened
-from mpframe.user_code import UserCode
+from mpframe.training.named_objective import NamedObjective
 
 
 @dataclass(frozen=True)
@@ -120,31 +118,20 @@ def replay(case: Case, setting: Setting) -> Replay:
     return Replay(setting, [p for p in passes if wanted is None or p.objective in wanted])
 
 
-def _pass(case: Case, which: tuple[int, Objective], precision: Precision, setting: Setting) -> Pass:
-    number, objective = which
+def _pass(
+    case: Case, which: tuple[int, NamedObjective], precision: Precision, setting: Setting
+) -> Pass:
+    number, own = which
     case.model.zero_grad()
-    scale = 1.0 if setting.fp32 else case.scales[objective.name] * 2.0**setting.octaves
-    watch = Watch(case.model, case.half, _rows(case.batches[number]))
-    loss = _loss(case, case.batches[number], objective, precision, watch)
-    (loss * scale).backward(inputs=objective.parameters)  # type: ignore[no-untyped-call]
+    scale = 1.0 if setting.fp32 else case.scales[own.name] * 2.0**setting.octaves
+    watch = Watch(case.model, case.half, samples_in(case.batches[number]))
+    with watch.modules(), precision.cast(), watch:
+        loss = compute(own.objective, case.model, case.batches[number]).loss
+    (loss * scale).backward(inputs=own.parameters)  # type: ignore[no-untyped-call]
     watch.count_weights()
     gradients = [p.grad for p in case.model.parameters() if p.grad is not None]
     finite = magnitudes_of(gradients).finite
-    return Pass(number, objective.name, scale, float(loss.detach()), watch.trace, finite)
-
-
-def _loss(
-    case: Case, batch: Batch, objective: Objective, precision: Precision, watch: Watch
-) -> Tensor:
-    inputs, targets = batch
-    with watch.modules():
-        with UserCode("model:", case.model, inputs=inputs), precision.cast(), watch:
-            outputs = case.model(inputs, *objective.arguments)
-        with watch:
-            outputs = widened(outputs)
-        with UserCode("dataset: the loss", objective.loss, outputs=outputs, targets=targets), watch:
-            loss = objective.loss(outputs, targets)
-    return checked_loss(loss, case.model, objective.loss, outputs)
+    return Pass(number, own.name, scale, float(loss.detach()), watch.trace, finite)
 
 
 def _precision(run: Precision, setting: Setting) -> Precision:
@@ -199,8 +186,3 @@ def _put_back(gradients: dict[nn.Parameter, Tensor | None], modes: dict[nn.Modul
         parameter.grad = gradient
     for module, training in modes.items():
         module.training = training
-
-
-def _rows(batch: Batch) -> int:
-    targets = batch[1]
-    return len(targets) if isinstance(targets, Tensor) and targets.dim() else 0

@@ -27,7 +27,6 @@ from mpframe.precision.policy import Policy
 from mpframe.training.loader import Batch
 from mpframe.training.probe import probe
 from mpframe.training.trainer import Trainer
-from mpframe.training.turns import Objective, turns_of
 from mpframe.tree import map_tensors
 
 
@@ -64,12 +63,6 @@ class Patient:
     def device(self) -> torch.device:
         """Where the model is."""
         return next((p.device for p in self.trainer.model.parameters()), torch.device("cpu"))
-
-    @property
-    def objectives(self) -> list[Objective]:
-        """The losses, as a step takes them."""
-        trainer = self.trainer
-        return turns_of(trainer.loss, trainer.optimizer, trainer.scaler).objectives
 
     @property
     def scaling(self) -> str:
@@ -116,10 +109,9 @@ class Patient:
         """How the gradients of the first batch spread, in fp32."""
         self.trainer.model.train()
         seen = ExponentHistogram()
-        for objective in self.objectives:
-            arguments = (self.batch[0], *objective.arguments)
+        for own in self.trainer.objectives:
             model, precision = self.trainer.model, self.trainer.precision
-            probe(model, objective.loss, precision, (arguments, self.batch[1]), seen.add)
+            probe(model, own.objective, precision, self.batch, seen.add)
         return seen
 
     @cached_property
@@ -131,9 +123,9 @@ class Patient:
                 model=trainer.model,
                 optimizer=trainer.optimizer,
                 precision=trainer.precision,
-                objectives=self.objectives,
+                objectives=trainer.objectives,
                 batches=[self.batch],
-                scales={o.name: self._first_scale(o.scaler) for o in self.objectives},
+                scales={o.name: self._first_scale(o.scaler) for o in trainer.objectives},
                 floors=floors_of(trainer),
                 scaling=self.scaling,
             )
@@ -151,4 +143,4 @@ class Patient:
     @cached_property
     def rehearsal(self) -> Rehearsal:
         """The forward pass of the first batch, in the run's precision."""
-        return rehearse(self.trainer, self.objectives, self.batch)
+        return rehearse(self.trainer, self.batch)

@@ -1,6 +1,6 @@
 """One forward pass of the first batch, watched: what a loss is given."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mpframe.objectives import compute
 from mpframe.precision.undisturbed import undisturbed
-from mpframe.training.forward import outputs_and_loss
 from mpframe.training.loader import Batch
 from mpframe.training.trainer import Trainer
-from mpframe.training.turns import Objective
 
 
 @dataclass
@@ -28,20 +27,14 @@ class Rehearsal:
 
 
 @torch.no_grad()
-def rehearse(trainer: Trainer, objectives: Sequence[Objective], batch: Batch) -> Rehearsal:
-    """Run the forward pass and the losses as a step would; the model is left as it was."""
+def rehearse(trainer: Trainer, batch: Batch) -> Rehearsal:
+    """Run the objectives as a step would; the model is left as it was."""
     model, seen = trainer.model, Rehearsal()
     model.train()
-
-    def cast(*arguments: Any) -> Any:
-        with trainer.precision.cast():
-            return model(*arguments)
-
     # Outside of the cast: it sees what an op is given after its arguments were cast.
-    with undisturbed(model), _Losses(seen):
-        for objective in objectives:
-            arguments = (batch[0], *objective.arguments)
-            outputs_and_loss(model, cast, objective.loss, arguments, batch[1])
+    with undisturbed(model), _Losses(seen), trainer.precision.cast():
+        for own in trainer.objectives:
+            compute(own.objective, model, batch)
     return seen
 
 

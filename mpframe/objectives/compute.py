@@ -1,0 +1,96 @@
+"""Runs an objective and checks what it gives, so that a fault in it is one line."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.errors import UserCodeError
+from mpframe.objectives.step_output import Objective, StepOutput
+from mpframe.tree import HALF, tensors_in
+from mpframe.user_code import UserCode, described, name_of
+
+
+def compute(objective: Objective, model: nn.Module, batch: Any) -> StepOutput:
+    """The loss of `model` on `batch`, 0-d, in fp32 or wider, and what the metrics are given.
+
+    Args:
+        objective: called here; put the cast block around this call.
+        model: for the objective.
+        batch: for the objective, on the model's device.
+
+    Raises:
+        UserCodeError: the objective raised, gave no `StepOutput`, a loss that is not one
+            floating-point number or (if gradients are on) has no gradient, or no valid count.
+    """
+    with UserCode("objective:", objective, batch=batch):
+        output = objective(model, batch)
+    if not isinstance(output, StepOutput):
+        raise UserCodeError(
+            f"{_source(objective)} gave {described(output)}; it must give a StepOutput, as in "
+            "StepOutput(loss, outputs, targets)"
+        )
+    loss = _one_number(output.loss, objective)
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise UserCodeError(_without_gradient(objective, model, output))
+    _require_count(output.count, objective)
+    return output if loss is output.loss else replace(output, loss=loss)
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a batch holds: the size of its first tensor along dimension 0, else 1."""
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
+
+
+def require_objective(path: str, objective: Any) -> None:
+    """Refuse what is no objective, above all a loss that was given in its place.
+
+    Raises:
+        UserCodeError: naming `path` and the way out.
+    """
+    if isinstance(objective, nn.modules.loss._Loss):
+        name = name_of(objective)
+        raise UserCodeError(
+            f"{path}={name}: a loss, and an objective is called with the model and a batch; use "
+            f"supervised({name}())"
+        )
+    if not callable(objective):
+        raise UserCodeError(
+            f"{path}: must be a function objective(model, batch) that returns a StepOutput, not "
+            f"{described(objective)}"
+        )
+
+
+def _one_number(loss: Any, objective: Objective) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise UserCodeError(
+            f"{_source(objective)} gave {described(loss)}; it must give one floating-point number "
+            "as a tensor, the mean over the batch"
+        )
+    wide: Tensor = loss.float() if loss.dtype in HALF else loss
+    return wide.reshape(()) if wide.dim() else wide
+
+
+def _require_count(count: Any, objective: Objective) -> None:
+    if count is not None and not (type(count) is int and count >= 1):
+        raise UserCodeError(
+            f"{_source(objective)} gave {count!r:.40} as its count; it must be a whole number of "
+            "samples >= 1, or None for the batch's own"
+        )
+
+
+def _without_gradient(objective: Objective, model: nn.Module, output: StepOutput) -> str:
+    whose = f"{_source(objective)} gave a number"
+    outputs = list(tensors_in(output.outputs))
+    if outputs and not any(tensor.requires_grad for tensor in outputs):
+        whose = f"model: {name_of(model)} gave outputs"
+    return (
+        f"{whose} without a gradient; compute it from the weights by PyTorch's operations, without "
+        "detach(), item(), numpy() or no_grad()"
+    )
+
+
+def _source(objective: Objective) -> str:
+    """Whose loss it is, as an error names it; `supervised` names the loss within it."""
+    return str(getattr(objective, "source", f"objective: {name_of(objective)}"))

@@ -1,0 +1,36 @@
+"""What an objective is, and what it gives."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What an objective made of one batch.
+
+    Attributes:
+        loss: one floating-point number, 0-d, unscaled; the mean over `count` samples.
+        outputs: what a metric is given, in fp32; None: nothing.
+        targets: what a metric compares them with.
+        count: samples that the loss is the mean of, >= 1, by which an evaluation weighs it; None:
+            as many as the batch's first tensor has along dimension 0.
+    """
+
+    loss: Tensor
+    outputs: Any = None
+    targets: Any = None
+    count: int | None = None
+
+
+class Objective(Protocol):
+    """Computes the loss of a model on a batch."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Forward pass and loss. Runs inside the cast block of the run's precision.
+
+        Args:
+            model: on its device; the objective calls it, or parts of it, as it likes.
+            batch: any pytree of tensors on the same device, as the loader gave it.
+        """

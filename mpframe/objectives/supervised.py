@@ -1,0 +1,74 @@
+"""The objective of supervised learning: a model of the inputs, a loss against the targets."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from mpframe.errors import UserCodeError
+from mpframe.objectives.step_output import StepOutput
+from mpframe.precision.casting.blocks import block
+from mpframe.tree import widened
+from mpframe.user_code import UserCode, described, name_of
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Supervised:
+    """Batches are pairs (inputs, targets); the loss is computed in fp32, outside the casts.
+
+    Args:
+        loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch. It is given the
+            model's outputs in fp32 or wider.
+        option: what the loss was chosen by, for errors.
+    """
+
+    def __init__(self, loss: Loss, option: str = "objective") -> None:
+        self.loss = loss
+        self._option = f"{option}: the loss"
+
+    @property
+    def source(self) -> str:
+        """What an error calls it."""
+        return f"{self._option} {name_of(self.loss)}"
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        """The loss, the outputs in fp32, and the targets.
+
+        Raises:
+            UserCodeError: the batch is no pair, or model or loss raised.
+        """
+        inputs, targets = _pair(batch)
+        with UserCode("model:", model, inputs=inputs):
+            outputs = model(inputs)
+        with outside_casts():
+            outputs = widened(outputs)
+            with UserCode(self._option, self.loss, outputs=outputs, targets=targets):
+                loss = self.loss(outputs, targets)
+        return StepOutput(loss, outputs, targets)
+
+
+def supervised(loss: Loss) -> Supervised:
+    """The objective of a loss(outputs, targets), for batches of (inputs, targets).
+
+    Args:
+        loss: gives a 0-d tensor, the mean over the batch, e.g. `nn.CrossEntropyLoss()`.
+    """
+    return Supervised(loss)
+
+
+def outside_casts() -> AbstractContextManager[None]:
+    """Within the block no op is cast: for a loss whose inputs are in fp32 already."""
+    return block(None)
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise UserCodeError(
+            f"objective: supervised takes batches of (inputs, targets), and the dataset gave "
+            f"{described(batch)}; give it such pairs, use objective=model_loss or write an "
+            "objective of your own"
+        )
+    inputs, targets = batch
+    return inputs, targets

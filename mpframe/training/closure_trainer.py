@@ -1,0 +1,50 @@
+"""The trainer of optimizers that evaluate the loss themselves, such as LBFGS."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mpframe.objectives import require_objective
+from mpframe.optim import MasterWeights
+from mpframe.optim.closure import refuse_beside_closure
+from mpframe.optim.step_result import StepResult
+from mpframe.training.loader import Batch
+from mpframe.training.trainer import Trainer
+
+
+@dataclass
+class ClosureTrainer(Trainer):
+    """A `Trainer` whose optimizer takes a closure; see optim/closure.py for what goes with one.
+
+    Raises:
+        ConfigError: half weights, casts, a scaler, clipping, accumulation or skipping beside it.
+    """
+
+    def train_step(self, *batches: Batch) -> StepResult:
+        """One step on one batch; the optimizer evaluates the loss as often as it likes."""
+        (batch,) = batches
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            return self._forward_backward(batch)
+
+        optimizer: Any = self.optimizer
+        result: StepResult = optimizer.step(closure=closure)
+        if self.spikes is not None and result.loss is not None:
+            self.spikes.judge(result.loss)
+        self._advance(result)
+        return result
+
+    def _refuse_misfits(self) -> None:
+        require_objective("objective", self.objective)
+        if isinstance(self.optimizer, MasterWeights):
+            refuse_beside_closure(
+                self.optimizer.optimizer,
+                half=self.precision.policy.mode == "mixed",
+                cast=self.precision.policy.casts,
+                scaled=self.scaler is not None,
+                clipped=self.plan.clip_norm is not None,
+                accumulated=self.plan.accumulate > 1,
+                vetoed=self.spikes is not None and self.spikes.policy != "warn",
+            )

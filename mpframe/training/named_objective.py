@@ -1,0 +1,25 @@
+"""One of a step's objectives, as those who examine a step ask for it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mpframe.loss_scaling.interface import LossScaler
+from mpframe.objectives import Objective
+
+
+@dataclass(frozen=True)
+class NamedObjective:
+    """An objective and what its backward pass goes by.
+
+    Attributes:
+        name: of the loss; "" for the only one.
+        objective: computes it.
+        scaler: scales it; None: it is not scaled.
+        parameters: receive its gradients; None: all.
+    """
+
+    name: str
+    objective: Objective
+    scaler: LossScaler | None = None
+    parameters: list[Tensor] | None = None

@@ -1,0 +1,196 @@
+"""Objectives: what they are given and give, in every mode, and beside a loop by hand."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from vocabulary import HALVES
+
+from mpframe import Backoff, Precision, Trainer
+from mpframe.errors import UserCodeError
+from mpframe.objectives import StepOutput, compute, model_loss, supervised
+from mpframe.training.multi_objective import MultiObjectiveTrainer
+
+MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
+WORDS, LENGTH = 17, 6
+
+
+@dataclass
+class Output:
+    """What a Hugging Face model returns."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class Classifier(nn.Module):
+    """Returns its loss where it is given labels; keeps the formats of its products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(WORDS, 8), nn.LayerNorm(8)
+        self.hidden, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.formats: list[torch.dtype] = []
+
+    def forward(self, input_ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Output:
+        """Logits [N, 3] of words [N, length]."""
+        hidden = self.hidden(self.norm(self.embed(input_ids)))
+        self.formats.append(hidden.dtype)
+        pooled = (F.gelu(hidden) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        logits = self.head(pooled)
+        return Output(None if labels is None else F.cross_entropy(logits, labels), logits)
+
+
+def dicts(count: int, size: int = 8) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "input_ids": torch.randint(0, WORDS, (size, LENGTH), generator=generator),
+            "mask": torch.randint(0, 2, (size, LENGTH), generator=generator).clamp(min=1.0).float(),
+            "labels": torch.randint(0, 3, (size,), generator=generator),
+        }
+        for _ in range(count)
+    ]
+
+
+def trainer_of(model: nn.Module, objective: Any, mode: str, half: str = "float16") -> Trainer:
+    precision = Precision(mode, half)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = precision.prepare(model, plain)
+    return Trainer(model, optimizer, objective, precision, scaler=Backoff(2.0**8))
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_a_model_that_returns_its_loss_trains_in_all_modes(mode: str, half: str) -> None:
+    model = Classifier()
+    trainer = trainer_of(model, model_loss, mode, half)
+    losses = [trainer.train_step(batch).loss for batch in dicts(2) * 20]
+    assert losses[-1] < losses[0] / 2  # type: ignore[operator]
+    assert {loss.dtype for loss in losses} == {torch.float32}  # type: ignore[union-attr]
+    assert set(model.formats) == {torch.float32 if mode == "fp32" else HALVES[half]}
+    assert trainer.progress.skipped == 0
+
+
+def test_in_fp32_a_model_that_returns_its_loss_is_the_loop_by_hand() -> None:
+    trainer, model = trainer_of(Classifier(), model_loss, "fp32"), Classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in dicts(20):
+        loss = model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(trainer.train_step(batch).loss, loss.detach())  # type: ignore[arg-type]
+    for mine, theirs in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def pairs(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 4, generator=generator), torch.randn(size, 2, generator=generator))
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_a_supervised_loss_is_in_fp32_outside_the_casts(mode: str, half: str) -> None:
+    """Its outputs are fp32, and a product in it, which the casts would run in half, is fp32."""
+    formats: list[torch.dtype] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        product = outputs @ targets.T
+        formats.extend((outputs.dtype, product.dtype))
+        return product.square().mean()
+
+    model = nn.Sequential(nn.Linear(4, 2))
+    trainer = trainer_of(model, supervised(loss), mode, half)
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
+    (batch,) = pairs(8)
+    trainer.train_step(batch)
+    assert formats == [torch.float32, torch.float32]
+    assert seen == [torch.float32 if mode == "fp32" else HALVES[half]]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_half_loss_is_taken_to_fp32(half: str) -> None:
+    def objective(model: nn.Module, batch: Any) -> StepOutput:
+        return StepOutput(model(batch[0]).sum())
+
+    model = nn.Linear(4, 2).to(HALVES[half])
+    output = compute(objective, model, (torch.randn(3, 4, dtype=HALVES[half]),))
+    assert output.loss.dtype == torch.float32
+    assert output.loss.requires_grad
+
+
+class Data:
+    """A loader of fixed batches."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """The batches from `start` on."""
+        return iter(self.batches[start:])
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize("counts", [None, {5: 2, 3: 7}])
+def test_an_evaluation_weighs_batches_by_their_count(
+    mode: str, half: str, counts: dict[int, int] | None
+) -> None:
+    """By the objective's own, e.g. of tokens; else by the samples of the batch."""
+    plain, batches = supervised(nn.MSELoss()), pairs(5, 3)
+
+    def counting(model: nn.Module, batch: Any) -> StepOutput:
+        count = None if counts is None else counts[len(batch[0])]
+        return StepOutput(plain(model, batch).loss, count=count)
+
+    torch.manual_seed(0)
+    trainer = trainer_of(nn.Linear(4, 2), counting, mode, half)
+    with torch.no_grad(), trainer.precision.cast():
+        losses = [compute(plain, trainer.model, batch).loss.double() for batch in batches]
+    first, second = (5, 3) if counts is None else counts.values()
+    expected = (losses[0] * first + losses[1] * second) / (first + second)
+    assert trainer.evaluate(Data(batches)).loss == float(expected)
+
+
+@pytest.mark.parametrize(
+    ("objective", "line"),
+    [
+        (nn.MSELoss(), r"objective=MSELoss: a loss, and an objective is called with the model and a batch; use supervised\(MSELoss\(\)\)"),
+        (3, r"objective: must be a function objective\(model, batch\) that returns a StepOutput, not an int"),
+        ({"one": model_loss}, r"objective: must be a function objective\(model, batch\) that returns a StepOutput, not a dict of one"),
+    ],
+)  # fmt: skip
+def test_what_is_no_objective_is_refused(objective: Any, line: str) -> None:
+    with pytest.raises(UserCodeError, match=line):
+        trainer_of(nn.Linear(4, 2), objective, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("objective", "batch", "line"),
+    [
+        (supervised(nn.MSELoss()), {"x": torch.ones(2)}, r"objective: supervised takes batches of \(inputs, targets\), and the dataset gave a dict of x; give it such pairs, use objective=model_loss or write an objective of your own"),
+        (model_loss, {"input": torch.ones(2, 4)}, r"model: Linear gave float32 \[2, 2\] without a loss; give it its labels, or use an objective that computes the loss"),
+        (model_loss, {"x": torch.ones(2, 4)}, r"model: Linear raised TypeError \(.*'x'\), given batch a dict of x; HYDRA_FULL_ERROR=1 shows the traceback"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_fit_is_one_line(objective: Any, batch: Any, line: str) -> None:
+    with pytest.raises(UserCodeError, match=line):
+        compute(objective, nn.Linear(4, 2), batch)
+
+
+def test_several_objectives_are_for_the_trainer_of_several() -> None:
+    model, precision = nn.Linear(4, 2), Precision()
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UserCodeError, match=r"objective.one=MSELoss: a loss, and an objective is"):
+        MultiObjectiveTrainer(model, optimizer, {"one": nn.MSELoss()}, precision)
