@@ -10,9 +10,9 @@ Random numbers are drawn in two ways, and both depend on (seed, epoch, index) al
 - a dataset with `fetch_batch(indices)` makes whole batches and draws its own numbers from what
   `set_epoch(seed, epoch)` told it;
 - any other is asked sample by sample, and the global generators of torch, numpy and random are
-  set to the sample's key before each and to the batch's key for the collate, and restored after it.
-  Random transforms written against them are reproducible as they stand, and loading leaves the
-  model's generator alone.
+  set to the sample's key before each (a collate draws on from the last one's), and restored after
+  the batch. Random transforms written against them are reproducible as they stand, and loading
+  leaves the model's generator alone.
 """
 
 import copy
@@ -88,7 +88,7 @@ class Fetcher(Dataset[Any]):
         else:
             with _generators_restored():
                 samples = self._samples(indices, epoch)
-                batch = self._collated(samples, indices, (epoch, number))
+                batch = self._collated(samples, indices)
         if next(tensors_in(batch), None) is None:
             raise DataError(_without_tensor(batch, indices))
         require_finite(batch, indices, self._split, (epoch, number), samples)
@@ -104,16 +104,16 @@ class Fetcher(Dataset[Any]):
         samples = []
         for index, state in zip(indices, states, strict=True):
             self._current.note(index)
-            _seed_generators(state)
+            torch.default_generator.manual_seed(state)
+            random.seed(state)
+            np.random.seed(state % 2**32)
             with _blamed_on(f"sample {index} cannot be read"):
                 samples.append(self._view[index])
         return samples
 
-    def _collated(self, samples: list[Any], indices: Sequence[int], place: tuple[int, int]) -> Any:
+    def _collated(self, samples: list[Any], indices: Sequence[int]) -> Any:
         if self._collate is None:
             return _stacked(samples, indices)
-        # A fourth word, so that no batch has the key of a sample.
-        _seed_generators(int(keyed_state(self._seed, *place, len(indices))[0]))
         what = f"samples {indices[0]} to {indices[-1]} cannot be collated"
         with _blamed_on(what, "fix the collate of its Task"):
             return self._collate(samples)
@@ -151,12 +151,6 @@ def _blamed_on(what: str, way_out: str = "fix the dataset or its data") -> Itera
         blamed = DataError(f"dataset: {what}: {raised(error)}; {way_out}")
         blamed.add_note(traceback.format_exc())
         raise blamed from None
-
-
-def _seed_generators(state: int) -> None:
-    torch.default_generator.manual_seed(state)
-    random.seed(state)
-    np.random.seed(state % 2**32)
 
 
 @contextmanager
