@@ -1,4 +1,4 @@
-"""Errors a user can mend, in one line: the option, its value, what is allowed, the way out."""
+"""Errors that a user can fix, in one line: the option, its value, what is allowed, the way out."""
 
 import difflib
 import os
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class MpframeError(Exception):
-    """Something the user can mend. Its text is one line and names the way out.
+    """Something the user can fix. Its text is one line and names the way out.
 
     Attributes:
         exit_code: what the program ends with.

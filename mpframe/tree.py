@@ -11,9 +11,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 HALF = (torch.float16, torch.bfloat16)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A format's name as options have it, e.g. `float16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model's first parameter; the CPU for a model without one."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def tensors_in(node: Any) -> Iterator[Tensor]:

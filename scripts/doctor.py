@@ -1,4 +1,4 @@
-"""Say before training what will go wrong, and which option mends it:
+"""Say before training what will go wrong, and which option fixes it:
 
     python scripts/doctor.py experiment=digits_mlp dtype=mixed loss_scaling=static
     python scripts/doctor.py -m dtype=fp32,mixed,amp

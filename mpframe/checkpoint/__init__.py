@@ -1,10 +1,15 @@
-"""Checkpoints: folders that appear whole or not at all, and are verified before they are believed.
+"""Checkpoints: folders that appear whole or not at all, and are verified before they are read.
 
     checkpoints/step_00001200/state.pt       everything that can change the run's future
                               config.yaml    the resolved options, to read and to compare
                               manifest.json  format version, facts, size and SHA-256 of each file
 
-`writing` makes one, `reading` verifies and loads one, `retention` decides which stay.
+Begin with layout.py (names), then writing.py and reading.py. A `Snapshot` is what both handle;
+untrusted.py refuses damaged and crafted files; retention.py decides which checkpoints stay;
+saved_weights.py takes the weights out of a state; export.py writes safetensors. When a run saves is
+decided in training/callbacks/checkpoints.py, how it resumes in run/resuming.py.
+
+Imports torch and, of mpframe, `files`, `tree` and `errors`: no trainer and no options.
 """
 
 from mpframe.checkpoint.identity import identity_of, new_identity, refuse_mixed

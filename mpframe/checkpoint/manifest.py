@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from mpframe.checkpoint.damage import damaged_if_raising
 from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.layout import MANIFEST
+from mpframe.checkpoint.untrusted import damaged_if_raising
 from mpframe.errors import CheckpointError, printable
 from mpframe.files.plain_file import open_regular, read_regular
 

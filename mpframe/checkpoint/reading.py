@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from mpframe.checkpoint.archive import refuse_bomb, refuse_hollow
-from mpframe.checkpoint.damage import damaged_if_raising
 from mpframe.checkpoint.identity import refuse_mixed
 from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, newest, step_of
 from mpframe.checkpoint.manifest import Manifest
 from mpframe.checkpoint.snapshot import Snapshot
+from mpframe.checkpoint.untrusted import damaged_if_raising, refuse_bomb, refuse_hollow
 from mpframe.errors import CheckpointError
 from mpframe.files.plain_file import read_regular
 

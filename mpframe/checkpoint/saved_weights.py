@@ -1,7 +1,11 @@
-"""The weights in a loaded checkpoint, looked at before they are used.
+"""The weights in a loaded checkpoint, checked before they are used.
 
 A checkpoint may come from anybody: that it could be read does not mean that it holds what it
 should. Parameters are fp32 (the masters, whatever the run's format), buffers as they are.
+
+So every dtype mode loads every other's checkpoints: it takes masters and optimizer state bit for
+bit, and the weights that it stores in half are the masters' rounding. Only the loss scale does not
+go everywhere: a mode without scaling has no use for one.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -9,9 +13,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from mpframe.errors import CheckpointError, ConfigError, nearest
+from mpframe.tree import HALF, dtype_name
 
 KINDS = ("trained", "ema")
 
@@ -92,18 +98,33 @@ def fitted(
     return {**own, **{name: saved[name] for name in taken}}
 
 
-def _refuse_idle(patterns: Sequence[str], names: Set[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            hint = nearest(pattern, names)
-            raise ConfigError(
-                f"init_from_except={pattern}: matches no weight of the checkpoint or the model; "
-                f"{hint or 'there are ' + _few(sorted(names))}"
-            )
+def rounding(model: nn.Module, weights: Mapping[str, Tensor]) -> str:
+    """A clause on the weights of `model` that are half, and so the rounding of `weights`."""
+    half = {name: p.dtype for name, p in model.named_parameters() if p.dtype in HALF}
+    if not half:
+        return "no parameter is rounded"
+    held = sum(int((weights[n].abs() > torch.finfo(dtype).max).sum()) for n, dtype in half.items())
+    formats = " and ".join(sorted({dtype_name(dtype) for dtype in half.values()}))
+    beyond = f", {held} values beyond its range held at its end" if held else ""
+    return f"{len(half)} parameters are rounded to {formats}{beyond}"
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def conversion(before: str, now: str, rounded: str, scaled: tuple[bool, bool]) -> str:
+    """The line that says what became of a checkpoint of another precision.
+
+    Args:
+        before, now: the precisions, e.g. `fp32` and `mixed(float16)`.
+        rounded: what `rounding` said.
+        scaled: whether the loss was scaled then, and is now.
+    """
+    scale = {
+        (True, False): "; its loss scale is not used",
+        (False, True): "; the loss scale starts anew",
+    }.get(scaled, "")
+    return (
+        f"checkpoint of {before} taken into {now}: masters and optimizer state as they were, "
+        f"{rounded}{scale}"
+    )
 
 
 def steps_tried(state: Mapping[str, Any], path: Path) -> int:
@@ -120,6 +141,20 @@ def steps_tried(state: Mapping[str, Any], path: Path) -> int:
     if any(type(count) is not int or not 0 <= count < 2**53 for count in steps):
         raise _not_of_a_run(path, "progress")
     return sum(steps)
+
+
+def _refuse_idle(patterns: Sequence[str], names: Set[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            hint = nearest(pattern, names)
+            raise ConfigError(
+                f"init_from_except={pattern}: matches no weight of the checkpoint or the model; "
+                f"{hint or 'there are ' + _few(sorted(names))}"
+            )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _tensors(state: Mapping[str, Any], name: str, path: Path) -> dict[str, Tensor]:

@@ -1,1 +1,21 @@
-"""To be written."""
+"""Reading and writing files that may be shared, damaged, hostile, or on a full disk.
+
+    durable.py      writes a file whole or not at all; appends whole pieces
+    plain_file.py   opens regular files alone: no links, FIFOs or devices
+    stored_yaml.py  reads a run's stored options as plain values, within bounds
+
+Begin with durable.py. Imports `errors` alone, so that every other package can use it.
+"""
+
+from mpframe.files.durable import AppendLog, append_whole, write_atomically
+from mpframe.files.plain_file import open_regular, read_regular
+from mpframe.files.stored_yaml import read_stored
+
+__all__ = [
+    "AppendLog",
+    "append_whole",
+    "open_regular",
+    "read_regular",
+    "read_stored",
+    "write_atomically",
+]

@@ -17,8 +17,7 @@ from omegaconf import DictConfig
 
 from mpframe import build, checkpoint
 from mpframe.checkpoint import retention
-from mpframe.checkpoint.conversion import rounding
-from mpframe.checkpoint.saved_weights import fitted, weights_of
+from mpframe.checkpoint.saved_weights import fitted, rounding, weights_of
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.data import Loader, Task

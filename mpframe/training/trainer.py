@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from mpframe.checkpoint.conversion import conversion, rounding
+from mpframe.checkpoint.saved_weights import conversion, rounding
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.loss_scaling.interface import LossScaler, Scaling, scale_of, wants_probe
 from mpframe.objectives import Objective, compute, require_objective, samples_in

@@ -81,8 +81,8 @@ def test_weights_ruined_without_masters_need_masters(
     assert f"- **do**: {advice}\n" in (step / "report.md").read_text()
     autopsy_command.main([f"run={step}"])
     assert advice in capsys.readouterr().out
-    mended = start_run(tmp_path / "mended", "model=mlp", "dtype.master_weights=true", *SHORT)
-    assert mended.status == "finished"
+    repaired = start_run(tmp_path / "repaired", "model=mlp", "dtype.master_weights=true", *SHORT)
+    assert repaired.status == "finished"
 
 
 def test_evidence_holds_the_step_and_no_code(failed: Path) -> None:
@@ -218,10 +218,10 @@ def test_a_run_is_bit_for_bit_the_same_with_it_and_without(
     tmp_path: Path, start_run: StartRun
 ) -> None:
     high = ["loss_scaling=Backoff", "loss_scaling.init_scale=16777216", "trainer.autopsy_after=1"]
-    mend = "ops.modules={gain:fp32}"
+    pin = "ops.modules={gain:fp32}"
     ranges = ["numerics=on", "numerics.every=1"]
     for name, switch in (("with", "on_trouble"), ("without", "off")):
-        start_run(tmp_path / name, OWN, *SHORT, *high, mend, *ranges, f"trainer.autopsy={switch}")
+        start_run(tmp_path / name, OWN, *SHORT, *high, pin, *ranges, f"trainer.autopsy={switch}")
     assert evidence.all_in(tmp_path / "with")
     first, second = (
         checkpoint.load(tmp_path / name)["trainer"]["weights"] for name in ("with", "without")

@@ -47,95 +47,95 @@ class Case(NamedTuple):
 
 CASES = [
     Case(numbers.check_numbers, "dtype.master_weights=false", "",
-         r"error: optimizer\.eps=1e-08 is 0 in float16, the format optimizer works in; mend: dtype\.master_weights=true"),
+         r"error: optimizer\.eps=1e-08 is 0 in float16, the format optimizer works in; fix: dtype\.master_weights=true"),
     Case(numbers.check_numbers, "dtype.master_weights=false optimizer.eps=1e-4 optimizer.lr=1e-8", "optimizer.lr=1e-8",
-         r"error: optimizer\.lr=1e-08 is 0 in float16, the format optimizer works in; mend: dtype\.master_weights=true"),
+         r"error: optimizer\.lr=1e-08 is 0 in float16, the format optimizer works in; fix: dtype\.master_weights=true"),
     Case(numbers.check_numbers, "dtype.master_weights=false optimizer.eps=1e-4", "dtype=fp32",
          r"warning: optimizer\.betas\[1\]=0\.999 becomes 0\.999023 in float16, the format .*"),
     Case(numbers.check_numbers, "dtype=mixed_bf16 dtype.master_weights=false", "dtype=mixed_bf16",
-         r"error: optimizer\.betas\[1\]=0\.999 is 1 in bfloat16, the format optimizer works in; mend: dtype\.master_weights=true"),
+         r"error: optimizer\.betas\[1\]=0\.999 is 1 in bfloat16, the format optimizer works in; fix: dtype\.master_weights=true"),
     Case(numbers.check_numbers, "dtype=fp32 optimizer.eps=1e-50", "dtype=fp32",
-         r"error: optimizer\.eps=1e-50 is 0 in float32, the format optimizer works in; mend: optimizer\.eps=1e-08"),
+         r"error: optimizer\.eps=1e-50 is 0 in float32, the format optimizer works in; fix: optimizer\.eps=1e-08"),
     Case(numbers.check_numbers, "dtype=fp32 optimizer.betas=[0.9,0.999999999]", "dtype=fp32",
-         r"error: optimizer\.betas\[1\]=0\.999999999 is 1 in float32, the format optimizer works in; mend: 'optimizer\.betas=\[0\.9,0\.999\]'"),
+         r"error: optimizer\.betas\[1\]=0\.999999999 is 1 in float32, the format optimizer works in; fix: 'optimizer\.betas=\[0\.9,0\.999\]'"),
     Case(numbers.check_numbers, "experiment=digits_gan +optimizer.parts.generator.eps=1e-60", "experiment=digits_gan",
-         r"error: optimizer\.parts\.generator\.eps=1e-60 is 0 in float32, .*; mend: \+\+optimizer\.parts\.generator\.eps=1e-08"),
+         r"error: optimizer\.parts\.generator\.eps=1e-60 is 0 in float32, .*; fix: \+\+optimizer\.parts\.generator\.eps=1e-08"),
     Case(numbers.check_masters, "dtype.master_weights=false", "dtype=amp",
-         r"warning: dtype\.master_weights=false: updates below half a unit in the last place of the \d+ float16 weights are lost; mend: dtype\.master_weights=true"),
+         r"warning: dtype\.master_weights=false: updates below half a unit in the last place of the \d+ float16 weights are lost; fix: dtype\.master_weights=true"),
     Case(weights_checks.check_weight_range, f"{NET} model.head=1e7", NET,
-         r"error: head\.weight: weights beyond 65504, the largest float16 number \(head\.weight reaches 1\.\d+e\+06\); mend: 'ops\.modules=\{head:fp32\}'"),
+         r"error: head\.weight: weights beyond 65504, the largest float16 number \(head\.weight reaches 1\.\d+e\+06\); fix: 'ops\.modules=\{head:fp32\}'"),
     Case(weights_checks.check_weight_range, f"{NET} model.head=1e7 dtype=amp", f"{NET} model.head=1e7 dtype=fp32",
          r"error: head\.weight: weights beyond 65504, .*"),
     Case(weights_checks.check_weight_range, "model._target_=planted.numbered model.head=1e7", f"{NET} model.head=1e7 dtype=amp_bf16",
-         r"error: 2\.weight: weights beyond .*; mend: ops\.modules\.2=fp32"),
+         r"error: 2\.weight: weights beyond .*; fix: ops\.modules\.2=fp32"),
     Case(weights_checks.check_small_weights, f"{NET} model.head=1e-7", f"{NET} model.head=1e-7 dtype=mixed_bf16",
-         r"warning: head\.weight: small weights; in float16 100\.0% of head\.weight become 0 and 0\.0% subnormal; mend: 'ops\.modules=\{head:fp32\}'"),
+         r"warning: head\.weight: small weights; in float16 100\.0% of head\.weight become 0 and 0\.0% subnormal; fix: 'ops\.modules=\{head:fp32\}'"),
     Case(weights_checks.check_small_weights, f"{NET} model.head=1e-4", NET,
          r"warning: head\.weight: small weights; in float16 0\.\d% of head\.weight become 0 and 100\.0% subnormal; .*"),
     Case(weights_checks.check_birth, f"{NET} model.form=bfloat16", f"{NET} model.form=float16",
-         r"warning: head\.weight: all values are bfloat16 numbers; weights trained in bfloat16 may make activations beyond 65504, the largest float16 number; mend: dtype\.half=bfloat16"),
+         r"warning: head\.weight: all values are bfloat16 numbers; weights trained in bfloat16 may make activations beyond 65504, the largest float16 number; fix: dtype\.half=bfloat16"),
     Case(scaling.check_overflow, "model._target_=planted.loud model.gain=1e5", "model._target_=planted.loud",
-         r"error: middle, op linear, forward pass on the first batch: its input reaches 100000 in fp32; float16 ends at 65504, 0\.\d bits below; mend: 'ops\.modules=\{middle:fp32\}'"),
+         r"error: middle, op linear, forward pass on the first batch: its input reaches 100000 in fp32; float16 ends at 65504, 0\.\d bits below; fix: 'ops\.modules=\{middle:fp32\}'"),
     Case(scaling.check_overflow, "model._target_=planted.loud model.gain=1e5 'ops.modules={first:fp32}'", "model._target_=planted.loud model.gain=1e5 'ops.modules={middle:fp32}'",
-         r"error: middle, .*; mend: 'ops\.modules=\{middle:fp32\}'"),
+         r"error: middle, .*; fix: 'ops\.modules=\{middle:fp32\}'"),
     Case(scaling.check_overflow, "model._target_=planted.loud model.gain=1e5 dtype=amp", "model._target_=planted.loud model.gain=1e5 dtype=amp_bf16",
-         r"error: middle, .*; mend: 'ops\.modules=\{middle:fp32\}'"),
+         r"error: middle, .*; fix: 'ops\.modules=\{middle:fp32\}'"),
     Case(scaling.check_overflow, "model._target_=planted.loud model.gain=1e5 loss_scaling=static", "model._target_=planted.loud model.gain=1e5 'ops.deny+=[linear]'",
-         r"error: middle, .*; mend: 'ops\.modules=\{middle:fp32\}'"),
+         r"error: middle, .*; fix: 'ops\.modules=\{middle:fp32\}'"),
     Case(ops.check_binary_cross_entropy, f"{DIGITS} dataset.loss=bce model._target_=planted.Likely", f"{DIGITS} dataset.loss=bce model._target_=planted.Likely dtype=fp32",
-         r"warning: binary_cross_entropy: its probabilities are float16 numbers, none of them between 0\.999512 and 1; use BCEWithLogitsLoss, or compute in fp32; mend: 'ops\.deny\+=\[sigmoid\]'"),
+         r"warning: binary_cross_entropy: its probabilities are float16 numbers, none of them between 0\.999512 and 1; use BCEWithLogitsLoss, or compute in fp32; fix: 'ops\.deny\+=\[sigmoid\]'"),
     Case(ops.check_binary_cross_entropy, f"{DIGITS} dataset.loss=bce model._target_=planted.Likely ops=none", f"{NET} {DIGITS}",
-         r"warning: binary_cross_entropy: .*; mend: ops=default 'ops\.deny\+=\[sigmoid\]'"),
+         r"warning: binary_cross_entropy: .*; fix: ops=default 'ops\.deny\+=\[sigmoid\]'"),
     Case(ops.check_norms, "ops=none model._target_=planted.normed", "model._target_=planted.normed",
-         r"warning: 2, 3: norms stored and computed in float16; their sums lose small terms; mend: ops=default"),
+         r"warning: 2, 3: norms stored and computed in float16; their sums lose small terms; fix: ops=default"),
     Case(ops.check_norms, "ops=fast model._target_=planted.normed dtype=amp", "ops=fast",
-         r"note: 2: norms with float16 inputs and outputs; the kernels sum in fp32 and each output is rounded once; mend: 'ops\.deny\+=\[layer_norm\]'"),
+         r"note: 2: norms with float16 inputs and outputs; the kernels sum in fp32 and each output is rounded once; fix: 'ops\.deny\+=\[layer_norm\]'"),
     Case(ops.check_norms, "ops=fast model._target_=planted.normed", "ops=fp32_norms model._target_=planted.normed",
-         r"warning: 2: norms stored and computed in float16; their sums lose small terms; mend: 'ops\.deny\+=\[layer_norm\]'"),
+         r"warning: 2: norms stored and computed in float16; their sums lose small terms; fix: 'ops\.deny\+=\[layer_norm\]'"),
     Case(ops.check_norms, "ops.modules={2*:half} model._target_=planted.normed", "model._target_=planted.normed",
-         r"warning: 2: norms stored .*; mend: ops\.modules\.2=fp32"),
+         r"warning: 2: norms stored .*; fix: ops\.modules\.2=fp32"),
     Case(ops.check_dimensions, "experiment=digits_mlp model.hidden=100", "experiment=digits_mlp model.hidden=104",
-         r"note: model\.hidden=100: not a multiple of 8; tensor cores compute float16 products in tiles of it; mend: model\.hidden=104"),
+         r"note: model\.hidden=100: not a multiple of 8; tensor cores compute float16 products in tiles of it; fix: model\.hidden=104"),
     Case(ops.check_dimensions, "dataset.batch_size=60", "dataset.batch_size=60 dtype=fp32",
-         r"note: dataset\.batch_size=60: not .*; mend: dataset\.batch_size=64"),
+         r"note: dataset\.batch_size=60: not .*; fix: dataset\.batch_size=64"),
     Case(hints.check_unscaled, "loss_scaling=none", "loss_scaling=none dtype=mixed_bf16",
-         r"warning: loss_scaling=none with float16: gradients of at most 3e-08 become 0; mend: loss_scaling=Backoff"),
+         r"warning: loss_scaling=none with float16: gradients of at most 3e-08 become 0; fix: loss_scaling=Backoff"),
     Case(hints.check_needless_scaling, "dtype=mixed_bf16 loss_scaling=LogMax", "dtype=mixed loss_scaling=LogMax",
-         r"note: loss_scaling=LogMax with dtype=mixed, and bfloat16 has the range of fp32: no gradient needs a scale; mend: loss_scaling=none"),
+         r"note: loss_scaling=LogMax with dtype=mixed, and bfloat16 has the range of fp32: no gradient needs a scale; fix: loss_scaling=none"),
     Case(hints.check_needless_scaling, "dtype=fp32 loss_scaling=Backoff", "dtype=fp32",
-         r"note: loss_scaling=Backoff with dtype=fp32: no gradient needs a scale; mend: loss_scaling=none"),
+         r"note: loss_scaling=Backoff with dtype=fp32: no gradient needs a scale; fix: loss_scaling=none"),
     Case(hints.check_growth, "loss_scaling=Backoff loss_scaling.growth_interval=1", "loss_scaling=Backoff",
-         r"warning: loss_scaling\.growth_interval=1: the scale doubles after each clean step, so about every second step overflows and is skipped; mend: loss_scaling\.growth_interval=2000"),
+         r"warning: loss_scaling\.growth_interval=1: the scale doubles after each clean step, so about every second step overflows and is skipped; fix: loss_scaling\.growth_interval=2000"),
     Case(hints.check_static_scale, "loss_scaling=static loss_scaling.scale=1e-3", "loss_scaling=static",
-         r"warning: loss_scaling\.scale=0\.001: below 1 it makes small gradients smaller; usual are 128 to 65536; mend: loss_scaling\.scale=1024"),
+         r"warning: loss_scaling\.scale=0\.001: below 1 it makes small gradients smaller; usual are 128 to 65536; fix: loss_scaling\.scale=1024"),
     Case(hints.check_learning_rate, "optimizer.lr=1e-10", "optimizer.lr=1e-7",
-         r"warning: optimizer\.lr=1e-10: below \d\.\de-\d\d, half a unit in the last place of most float32 weights, which therefore do not move; mend: optimizer\.lr=0\.001"),
+         r"warning: optimizer\.lr=1e-10: below \d\.\de-\d\d, half a unit in the last place of most float32 weights, which therefore do not move; fix: optimizer\.lr=0\.001"),
     Case(hints.check_learning_rate, "optimizer.lr=1e-6 dtype.master_weights=false", "optimizer.lr=1e-6",
-         r"warning: optimizer\.lr=1e-06: below .* of most float16 weights, .*; mend: dtype\.master_weights=true"),
+         r"warning: optimizer\.lr=1e-06: below .* of most float16 weights, .*; fix: dtype\.master_weights=true"),
     Case(hints.check_learning_rate, "optimizer.lr=2e-5 dtype=mixed_bf16 dtype.master_weights=false", "optimizer.lr=2e-5 dtype=amp_bf16",
-         r"warning: optimizer\.lr=2e-05: below .* of most bfloat16 weights, .*; mend: dtype\.master_weights=true"),
+         r"warning: optimizer\.lr=2e-05: below .* of most bfloat16 weights, .*; fix: dtype\.master_weights=true"),
     Case(hints.check_clip_norm, "trainer.clip_norm=1e-9", "trainer.clip_norm=0.1",
-         r"warning: trainer\.clip_norm=1e-09: each step's gradients are cut down to this norm; usual are 0\.1 to 10; mend: trainer\.clip_norm=1\.0"),
+         r"warning: trainer\.clip_norm=1e-09: each step's gradients are cut down to this norm; usual are 0\.1 to 10; fix: trainer\.clip_norm=1\.0"),
     Case(hints.check_average, "trainer.ema_decay=0.9999", "trainer.accumulate=4 trainer.ema_decay=0.99",
-         r"warning: trainer\.ema_decay=0\.9999: averages over the last 10000 steps, and the run has 440; mend: trainer\.ema_decay=0\.977"),
+         r"warning: trainer\.ema_decay=0\.9999: averages over the last 10000 steps, and the run has 440; fix: trainer\.ema_decay=0\.977"),
     Case(hints.check_accumulation, "trainer.accumulate=23", "trainer.accumulate=22",
-         r"warning: trainer\.accumulate=23: an epoch has 22 batches, all that a step takes; mend: trainer\.accumulate=22"),
+         r"warning: trainer\.accumulate=23: an epoch has 22 batches, all that a step takes; fix: trainer\.accumulate=22"),
     Case(hints.check_classes, "model.classes=12", "model.classes=10",
-         r"warning: model\.classes=12: the data set has 10, so 2 outputs are never right; mend: model\.classes=10"),
+         r"warning: model\.classes=12: the data set has 10, so 2 outputs are never right; fix: model\.classes=10"),
     Case(scaling.check_overflow, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e4", f"{NET} {DIGITS} loss_scaling=static",
-         r"error: loss_scaling\.scale=1024: too large, the first batch overflows at it; mend: loss_scaling\.scale=\d+"),
+         r"error: loss_scaling\.scale=1024: too large, the first batch overflows at it; fix: loss_scaling\.scale=\d+"),
     Case(scaling.check_small_scale, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9", f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9 dtype=mixed_bf16",
-         r"warning: loss_scaling\.scale=1024: too small, 99\.\d% of the first batch's gradients become 0 \(\d\.\d% at [\d.e+]+\); mend: loss_scaling\.scale=\d+"),
+         r"warning: loss_scaling\.scale=1024: too small, 99\.\d% of the first batch's gradients become 0 \(\d\.\d% at [\d.e+]+\); fix: loss_scaling\.scale=\d+"),
     Case(scaling.check_overflow, f"{NET} {DIGITS} dataset.gain=1e3", f"{NET} {DIGITS}",
-         r"note: loss_scaling\.init_scale=65536: the first batch overflows, and steps are skipped until the scale is down to about \d+; mend: loss_scaling=Backoff loss_scaling\.init_scale=probe"),
+         r"note: loss_scaling\.init_scale=65536: the first batch overflows, and steps are skipped until the scale is down to about \d+; fix: loss_scaling=Backoff loss_scaling\.init_scale=probe"),
     Case(scaling.check_overflow, f"{NET} {DIGITS} dataset.gain=1e4 loss_scaling=LogMax loss_scaling.min_scale=1024", f"{NET} {DIGITS} loss_scaling=LogMax",
-         r"error: loss_scaling\.min_scale=1024: too large, the first batch overflows at it; mend: loss_scaling\.init_scale=probe loss_scaling\.min_scale=\d+"),
+         r"error: loss_scaling\.min_scale=1024: too large, the first batch overflows at it; fix: loss_scaling\.init_scale=probe loss_scaling\.min_scale=\d+"),
     Case(speed.check_emulation, "device=cpu", "device=cpu dtype=fp32",
-         r"note: dtype\.half=float16 on cpu is emulated: the numbers are a tensor core's, the speed and memory are not; mend: (dtype\.half=bfloat16|dtype=fp32|device=cuda)"),
+         r"note: dtype\.half=float16 on cpu is emulated: the numbers are a tensor core's, the speed and memory are not; fix: (dtype\.half=bfloat16|dtype=fp32|device=cuda)"),
     Case(speed.check_emulation, "device=cpu dtype.compute=native", "device=cpu dtype=fp32 dtype.compute=native",
-         r"warning: dtype\.compute=native: this cpu has no float16 products, and PyTorch's kernels for them are many times slower than fp32's; mend: dtype\.compute=auto"),
+         r"warning: dtype\.compute=native: this cpu has no float16 products, and PyTorch's kernels for them are many times slower than fp32's; fix: dtype\.compute=auto"),
     Case(speed.check_loading, f"{NET} {DIGITS} model.width=2048 dataset.delay=0.005", f"{NET} {DIGITS} model.width=2048",
-         r"warning: dataset\.workers=0: loading is the bottleneck, \d+ ms a batch for steps of [\d.]+ ms, about \d+ s of waiting in all; mend: dataset\.workers=\d+"),
+         r"warning: dataset\.workers=0: loading is the bottleneck, \d+ ms a batch for steps of [\d.]+ ms, about \d+ s of waiting in all; fix: dataset\.workers=\d+"),
 ]  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def test_nothing_is_said_without_the_fault(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_fault_is_one_line_and_what_it_says_to_type_mends_it(case: Case) -> None:
     finding = planted_fault(case)
-    typed = str(finding).split("; mend: ")[1]
+    typed = str(finding).split("; fix: ")[1]
     left = found(case.check, f"{case.fault} {typed}")
     assert [f for f in left if f.severity <= finding.severity] == []
 
@@ -176,9 +176,9 @@ def test_weights_of_a_bfloat16_run_are_recognised(tmp_path: Path, start_run: Any
     (finding,) = found(weights_checks.check_birth, words)
     assert str(finding) == (
         f"warning: init_from={tmp_path}: trained as mixed(bfloat16), whose activations may lie "
-        "beyond 65504, the largest float16 number; mend: dtype.half=bfloat16"
+        "beyond 65504, the largest float16 number; fix: dtype.half=bfloat16"
     )
-    assert not found(weights_checks.check_birth, f"{words} {finding.mend[0]}")
+    assert not found(weights_checks.check_birth, f"{words} {finding.fix[0]}")
 
 
 def test_weights_of_a_float16_run_are_not(tmp_path: Path, start_run: Any) -> None:
@@ -250,7 +250,7 @@ def test_what_no_format_holds_is_said_in_any_mode(dtype: str) -> None:
 def test_where_no_pin_helps_fp32_does() -> None:
     (finding,) = found(scaling.check_overflow, "model._target_=planted.scattered")
     assert finding.what.startswith("layers.0, op linear, forward pass on the first batch: ")
-    assert finding.mend == ("dtype=fp32",)
+    assert finding.fix == ("dtype=fp32",)
 
 
 def test_a_pattern_of_layers_that_matches_none_has_a_hint() -> None:
@@ -265,7 +265,7 @@ def test_a_run_says_at_its_start_what_the_doctor_says(
 ) -> None:
     words = "model=mlp loss_scaling=none trainer.max_steps=1 trainer.clip_norm=1e-9"
     start_run(tmp_path, *words.split())
-    said = [record.getMessage() for record in caplog.records if "mend:" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "fix:" in record.getMessage()]
     assert said == [str(hint) for hint in hints_on(patient(words))]
     assert len(said) == 2
 
@@ -319,7 +319,7 @@ def test_the_exit_code_is_one_where_there_is_an_error(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == (
         "experiment=digits_mlp dtype=fp32 optimizer.eps=1e-50:\n"
         "error: optimizer.eps=1e-50 is 0 in float32, the format optimizer works in; "
-        "mend: optimizer.eps=1e-08\n"
+        "fix: optimizer.eps=1e-08\n"
         "1 error\n"
     )
 

@@ -88,9 +88,9 @@ def test_a_remedy_that_does_not_help_is_not_sold_as_one() -> None:
 @pytest.mark.parametrize(
     ("direction", "place", "said"),
     [
-        ("data", Place("", "inputs"), "mend or remove the samples"),
+        ("data", Place("", "inputs"), "correct or remove the samples"),
         ("weights", Place("0", "bias"), "start from a checkpoint whose weights are finite"),
-        ("forward", Place("0", "linear"), "no format mends it: lower optimizer.lr"),
+        ("forward", Place("0", "linear"), "no format helps: lower optimizer.lr"),
     ],
 )
 def test_what_fp32_cannot_hold_either(direction: str, place: Place, said: str) -> None:

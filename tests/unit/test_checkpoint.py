@@ -11,7 +11,7 @@ import torch
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot, retention, writing
-from mpframe.checkpoint.background import Background
+from mpframe.checkpoint.writing import Background
 from mpframe.errors import CheckpointError
 
 STATE = {"weights": {"a": torch.arange(5.0)}, "steps": 3, "name": "x", "list": [1, None, 2.5]}

@@ -203,7 +203,7 @@ def _raise(verdict: Verdict, case: Case) -> str:
 
 def _of_fp32(finding: Finding | None, step: Evidence) -> str:
     if finding is not None and finding.direction == "data":
-        return "mend or remove the samples: no format holds them"
+        return "correct or remove the samples: no format holds them"
     if finding is not None and finding.direction == "weights":
         if step.lost_eps:
             return (
@@ -212,7 +212,7 @@ def _of_fp32(finding: Finding | None, step: Evidence) -> str:
             )
         return "start from a checkpoint whose weights are finite; see resume and init_from"
     return (
-        "no format mends it: lower optimizer.lr or set trainer.clip_norm, and look at these "
+        "no format helps: lower optimizer.lr or set trainer.clip_norm, and look at these "
         "samples and at this op's inputs"
     )
 

@@ -1,4 +1,4 @@
-"""Says before training what will go wrong, and which option mends it.
+"""Says before training what will go wrong, and which option fixes it.
 
 Each check looks at a `Patient`, a trainer built as for training, and answers with findings. Nothing
 is written, and whatever a check tried is undone.

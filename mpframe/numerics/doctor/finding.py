@@ -1,4 +1,4 @@
-"""What the doctor says: one line each, with the words for the command line that mend it."""
+"""What the doctor says: one line each, with the words for the command line that fix it."""
 
 import shlex
 from collections.abc import Iterable
@@ -24,31 +24,31 @@ class Finding:
     Attributes:
         severity: how bad it is.
         what: the option or the modules, its value, and what comes of it; one line.
-        mend: words of the command line that end it; empty where no option does.
+        fix: words of the command line that end it; empty where no option does.
     """
 
     severity: Severity
     what: str
-    mend: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         line = f"{self.severity.name.lower()}: {self.what}"
-        return f"{line}; mend: {shlex.join(self.mend)}" if self.mend else line
+        return f"{line}; fix: {shlex.join(self.fix)}" if self.fix else line
 
 
-def error(what: str, *mend: str) -> Finding:
+def error(what: str, *fix: str) -> Finding:
     """A finding that ends the doctor with exit code 1."""
-    return Finding(Severity.ERROR, what, mend)
+    return Finding(Severity.ERROR, what, fix)
 
 
-def warning(what: str, *mend: str) -> Finding:
+def warning(what: str, *fix: str) -> Finding:
     """A finding that costs accuracy or time."""
-    return Finding(Severity.WARNING, what, mend)
+    return Finding(Severity.WARNING, what, fix)
 
 
-def note(what: str, *mend: str) -> Finding:
+def note(what: str, *fix: str) -> Finding:
     """A finding that is good to know."""
-    return Finding(Severity.NOTE, what, mend)
+    return Finding(Severity.NOTE, what, fix)
 
 
 def few(names: Iterable[str], shown: int = 3) -> str:

@@ -17,8 +17,8 @@ def check_numbers(patient: Patient) -> Iterator[Finding]:
     for path, optimizer in patient.optimizers.items():
         for number in misheld_numbers(optimizer):
             make = error if number.lost else warning
-            mend = _mend(patient, path, number.name, number.form)
-            yield make(f"{path}.{number}, the format {path} works in", mend)
+            fix = _fix(patient, path, number.name, number.form)
+            yield make(f"{path}.{number}, the format {path} works in", fix)
 
 
 def check_masters(patient: Patient) -> Iterator[Finding]:
@@ -37,7 +37,7 @@ def _is_half(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
-def _mend(patient: Patient, path: str, name: str, form: torch.dtype) -> str:
+def _fix(patient: Patient, path: str, name: str, form: torch.dtype) -> str:
     if form.itemsize == 2 and not patient.trainer.precision.master_weights:
         return "dtype.master_weights=true"
     default = _default_of(patient.optimizers[path], name)

@@ -29,14 +29,14 @@ def check_binary_cross_entropy(patient: Patient) -> Iterator[Finding]:
     given = [values for values in patient.rehearsal.probabilities if _rounded_to(half, values)]
     if given:
         seen = given[0].dtype == half
-        mend = ("ops=default",) if patient.policy.ops.empty else ()
+        fix = ("ops=default",) if patient.policy.ops.empty else ()
         ops = "binary_cross_entropy,sigmoid" if seen else "sigmoid"
         text = (
             f"binary_cross_entropy: its probabilities are {patient.policy.half} numbers, none of "
             f"them between {1 - torch.finfo(half).eps / 2:g} and 1; use BCEWithLogitsLoss, or"
         )
         make = error if seen else warning
-        yield make(f"{text} compute in fp32", *mend, f"ops.deny+=[{ops}]")
+        yield make(f"{text} compute in fp32", *fix, f"ops.deny+=[{ops}]")
 
 
 def check_norms(patient: Patient) -> Iterator[Finding]:

@@ -59,13 +59,13 @@ def check_birth(patient: Patient) -> Iterator[Finding]:
     """Weights that were trained in bfloat16, in a float16 run."""
     if patient.half != torch.float16:
         return
-    mend = ("dtype.half=bfloat16",)
+    fix = ("dtype.half=bfloat16",)
     source = patient.options.get("init_from")
     if patient.born_in and "bfloat16" in patient.born_in:
         yield warning(
             f"init_from={source}: trained as {patient.born_in}, whose activations may lie beyond "
             "65504, the largest float16 number",
-            *mend,
+            *fix,
         )
         return
     born = [name for _, name, values in patient.half_weights() if _bfloat16_born(values)]
@@ -73,7 +73,7 @@ def check_birth(patient: Patient) -> Iterator[Finding]:
         yield warning(
             f"{few(born)}: all values are bfloat16 numbers; weights trained in bfloat16 may make "
             "activations beyond 65504, the largest float16 number",
-            *mend,
+            *fix,
         )
 
 

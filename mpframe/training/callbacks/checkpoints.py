@@ -20,7 +20,7 @@ from typing import Any
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot, retention
-from mpframe.checkpoint.background import Background
+from mpframe.checkpoint.writing import Background
 from mpframe.errors import CheckpointError, MpframeError, RunInterrupted
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.callback import Callback, by_key

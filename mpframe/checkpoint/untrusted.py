@@ -1,18 +1,24 @@
-"""A state file is an archive, and an archive can hold far more than its size.
+"""A checkpoint may come from anybody: what is damaged or crafted is refused in one line.
 
-torch's reader unpacks what is compressed, a thousandfold if need be, and a tensor may claim any
-number of values over a few bytes. What torch writes does neither: its entries are stored as they
-are, and no tensor is larger than the file.
+A state file is an archive, and an archive can hold far more than its size. torch's reader unpacks
+what is compressed, a thousandfold if need be, and a tensor may claim any number of values over a
+few bytes. What torch writes does neither: its entries are stored as they are, and no tensor is
+larger than the file.
+
+What such a file may raise in torch, zipfile, pickle or json has no end: from IndexError and
+AssertionError to MemoryError and RecursionError. To the user all of it means one thing: the file is
+damaged.
 """
 
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch import Tensor
 
-from mpframe.errors import CheckpointError
+from mpframe.errors import CheckpointError, MpframeError
 
 _LARGEST_PICKLE = 2**24  # bytes; a thousand parameters with their optimizer state take 1 MB
 _DEEPEST = 50
@@ -61,6 +67,27 @@ def refuse_hollow(path: Path, state: Any) -> None:
             )
 
 
+@contextmanager
+def damaged_if_raising(path: Path, what: str) -> Iterator[None]:
+    """Within the block any exception but mpframe's own becomes: the file is damaged.
+
+    Args:
+        path: the file that the block reads.
+        what: what it then is, e.g. `not a manifest`.
+
+    Raises:
+        CheckpointError: the block raised.
+    """
+    try:
+        yield
+    except MpframeError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: damaged, {what} ({_first_line(error)}); use an older one"
+        ) from None
+
+
 def _is_odd(entry: zipfile.ZipInfo) -> bool:
     name = PurePosixPath(entry.filename.replace("\\", "/"))
     leaves = name.is_absolute() or ".." in name.parts
@@ -89,3 +116,9 @@ def _tensors(state: Any) -> Iterator[Tensor]:
         elif isinstance(value, dict | list | tuple | set) and id(value) not in seen:
             seen.add(id(value))
             waiting += [*value, *value.values()] if isinstance(value, dict) else value
+
+
+def _first_line(error: BaseException) -> str:
+    """What an exception says, on one line of at most 120 letters, or else its name."""
+    lines = str(error).splitlines()
+    return lines[0][:120] if lines else type(error).__name__
