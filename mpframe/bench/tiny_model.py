@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.bench import rivals
+from mpframe.bench.calls import calls_of_a_step
 from mpframe.bench.hand_loop import LOG_EVERY, HandLog, Loop, hand_loop
 from mpframe.bench.measure import Competitor, Stopwatch, race, ratio, threads
 from mpframe.bench.table import Claim, Table
 from mpframe.objectives import supervised
+from mpframe.loss_scaling import Backoff
 from mpframe.precision import Precision
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import Callback
@@ -45,7 +47,7 @@ def tables(rounds: int, folder: Path, steps: int = 100) -> list[Table]:
     """
     data = _data(steps)
     with threads(1):
-        return [_with_logging(rounds, folder, data), _without_logging(rounds, data)]
+        return [_with_logging(rounds, folder, data), _without_logging(rounds, data), _calls(data)]
 
 
 def _with_logging(rounds: int, folder: Path, data: Stopwatch) -> Table:
@@ -83,6 +85,24 @@ def _without_logging(rounds: int, data: Stopwatch) -> Table:
         HAND,
         _race(loops, rounds, data),
     )
+
+
+def _calls(data: Stopwatch) -> Table:
+    batch = next(iter(data))
+    counts = [f"{mode}: {calls_of_a_step(_trainer(mode), batch)}" for mode in ("fp32", "mixed")]
+    return Table(
+        "Tiny model, Python calls of a step",
+        "Calls of functions in mpframe/, outside the casts, with Backoff and no callback.",
+        "",
+        {},
+        notes=counts,
+    )
+
+
+def _trainer(mode: str) -> Trainer:
+    precision = Precision(mode)
+    model, optimizer = precision.prepare(*_parts())
+    return Trainer(model, optimizer, nn.CrossEntropyLoss(), precision, scaler=Backoff())
 
 
 def trainer_loop(data: Stopwatch, callbacks: list[Callback]) -> Loop:

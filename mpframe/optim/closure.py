@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from mpframe.errors import ConfigError
 from mpframe.optim.gradients import norm_of, unscaled
 from mpframe.optim.step_result import StepResult
+from mpframe.optim.verdict import Verdict
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -29,8 +30,10 @@ def step_with_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> StepR
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device
     last = unscaled([(p, p.grad) for p in parameters if p.grad is not None], 1.0, device)
+    applied = Verdict(skipped=False, dropped=0)
     never, one = torch.zeros((), dtype=torch.bool, device=device), torch.ones((), device=device)
-    return StepResult(never, last.amax, norm_of(last.values, device), one, loss=loss)
+    norm = norm_of(last.values, device)
+    return StepResult(never, last.amax, norm, one, loss=loss, verdict=applied)
 
 
 def missing_closure(optimizer: Optimizer) -> ConfigError:

@@ -28,8 +28,6 @@ class Ema:
     Raises:
         ConfigError: the decay is out of its range.
 
-    Attributes:
-        updates: t, those made since the average began.
     """
 
     def __init__(self, masters: Mapping[Tensor, Tensor], decay: float) -> None:
@@ -38,22 +36,46 @@ class Ema:
                 f"trainer.ema_decay={decay}: must be a number > 0 and < 1, e.g. 0.999"
             )
         self.decay = decay
-        self.updates = 0
+        self._updates: int | Tensor = 0
         self._masters = list(masters.items())
         self._averages = [master.detach().clone() for _, master in self._masters]
 
+    @property
+    def updates(self) -> int:
+        """t, those made since the average began. May wait for the device."""
+        return int(self._updates)
+
     @torch.no_grad()
-    def update(self) -> None:
-        """Move the averages towards the present masters."""
-        targets = [master for _, master in self._masters]
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(self._averages, targets, 1.0 - decay)
-        self.updates += 1
+    def update(self, skipped: Tensor | None = None) -> None:
+        """Move the averages towards the present masters.
+
+        Args:
+            skipped: 0-d bool on the device; if it is true nothing changes, t included. None: the
+                step is known to be applied.
+        """
+        if skipped is not None or isinstance(self._updates, Tensor):
+            self._update_unless(skipped)
+            return
+        decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
+        torch._foreach_lerp_(self._averages, [master for _, master in self._masters], 1.0 - decay)
+        self._updates += 1
 
     def restart(self) -> None:
         """Begin again at the present masters, as where they have been loaded."""
         torch._foreach_copy_(self._averages, [master.detach() for _, master in self._masters])
-        self.updates = 0
+        self._updates = 0
+
+    def _update_unless(self, skipped: Tensor | None) -> None:
+        """The same on the device: the same numbers, computed in float64 there too."""
+        device = self._averages[0].device
+        skipped = torch.zeros((), dtype=torch.bool, device=device) if skipped is None else skipped
+        count = torch.as_tensor(self._updates, dtype=torch.float64, device=device)
+        weight = 1.0 - ((1 + count) / (10 + count)).clamp(max=self.decay)
+        for average, (_, master) in zip(self._averages, self._masters, strict=True):
+            moved = torch.lerp(average, master, weight.to(average.dtype))
+            # Not a weight of 0: 0 * inf is nan, and -0 + 0 is 0.
+            average.copy_(torch.where(skipped, average, moved))
+        self._updates = count + ~skipped
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -94,4 +116,4 @@ class Ema:
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         ordered = [averages[names[parameter]] for parameter, _ in self._masters]
         torch._foreach_copy_(self._averages, ordered)
-        self.updates = updates
+        self._updates = updates

@@ -40,9 +40,14 @@ class StepResult:
         """The parts by name; of a step with one optimizer itself, under the empty name."""
         return {"": self} if self.parts is None else self.parts
 
-    def any_skipped(self) -> Tensor:
-        """0-d bool: whether any of the parts was skipped."""
-        return any_of([part.skipped for part in self.each().values()])
+    def any_skipped(self) -> Tensor | bool:
+        """Whether any of the parts was skipped: a bool if the host knows it, else 0-d bool."""
+        if self.parts is None:
+            return self.skipped if self.verdict is None else self.verdict.skipped
+        known = [part.verdict for part in self.parts.values() if part.verdict is not None]
+        if len(known) == len(self.parts):
+            return any(verdict.skipped for verdict in known)
+        return any_of([part.skipped for part in self.parts.values()])
 
 
 def any_of(verdicts: list[Tensor]) -> Tensor:

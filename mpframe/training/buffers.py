@@ -18,22 +18,22 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._homes = [(m, name) for m in model.modules() for name in m._buffers]
-        self._kept: list[Tensor] = []
+        self._kept: list[tuple[nn.Module, str, Tensor]] = []
 
     def save(self) -> None:
         """Copy the buffers as they are now."""
-        self._kept = [buffer.clone() for buffer in self._current()]
-
-    def restore_where(self, skipped: Tensor) -> None:
-        """Put the copies back where `skipped` (0-d bool) is true, without waiting for a device."""
-        if self._kept and (skipped.device.type != "cpu" or bool(skipped)):
-            self._restore(skipped)
+        self._kept = []
+        for module, name in self._homes:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                self._kept.append((module, name, buffer.clone()))
 
     @torch.no_grad()
-    def _restore(self, skipped: Tensor) -> None:
-        for buffer, kept in zip(self._current(), self._kept, strict=True):
-            buffer.copy_(torch.where(skipped, kept, buffer))
-
-    def _current(self) -> list[Tensor]:
-        buffers = (module._buffers[name] for module, name in self._homes)
-        return [buffer for buffer in buffers if buffer is not None]
+    def restore_where(self, skipped: Tensor | bool) -> None:
+        """Put the copies back if `skipped`: a bool, or 0-d on the device without waiting for it."""
+        if skipped is False:
+            return
+        for module, name, kept in self._kept:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                buffer.copy_(kept if skipped is True else torch.where(skipped, kept, buffer))

@@ -202,7 +202,7 @@ def without_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_rivals")
 def test_tiny_model_rows(tmp_path: Path) -> None:
-    logged, silent = tiny_model.tables(rounds=1, folder=tmp_path, steps=10)
+    logged, silent, calls = tiny_model.tables(rounds=1, folder=tmp_path, steps=10)
     names = ["by hand", "by hand, gradients checked", "mpframe"]
     assert list(logged.times) == list(silent.times) == names
     assert [claim.limit for claim in logged.claims] == [1.08, 1.08]

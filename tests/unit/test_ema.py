@@ -47,6 +47,34 @@ def test_the_decay_is_warmed_up(decay: float) -> None:
         assert torch.equal(averages(ema, weight), weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_with_the_verdict_on_the_device_the_numbers_are_the_same(dtype: torch.dtype) -> None:
+    """Where the first step is known on the host, as a fused optimizer's is, and where it is not."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(1000, dtype=dtype))
+    known, told, mixed = (Ema({weight: weight}, 0.99) for _ in range(3))
+    for step in range(30):
+        weight.data = torch.randn(1000, dtype=dtype)
+        skipped = step % 3 == 1
+        if not skipped:
+            known.update()
+        told.update(torch.tensor(skipped))
+        mixed.update(None if step == 0 else torch.tensor(skipped))
+    for ema in (told, mixed):
+        assert torch.equal(averages(ema, weight), averages(known, weight))
+        assert ema.updates == known.updates == 20
+
+
+def test_a_step_skipped_on_the_device_leaves_the_average_bit_for_bit() -> None:
+    weight = nn.Parameter(torch.tensor([-0.0, 1.0, float("nan")]))
+    ema = Ema({weight: weight}, 0.5)
+    before = averages(ema, weight).view(torch.int32)
+    weight.data = torch.tensor([1.0, float("inf"), 2.0])
+    ema.update(torch.tensor(True))
+    assert torch.equal(averages(ema, weight).view(torch.int32), before)
+    assert ema.updates == 0
+
+
 def test_little_is_left_of_the_start_after_a_short_run() -> None:
     """A constant decay of 0.99 would hold 30 % of it after 120 steps."""
     weight = nn.Parameter(torch.ones(1))

@@ -176,7 +176,7 @@ def _left_as_it_was(case: Case) -> Iterator[None]:
         (case.random or before).restore(device)
         yield
     finally:
-        buffers.restore_where(torch.ones((), dtype=torch.bool, device=device))
+        buffers.restore_where(True)
         before.restore(device)
         _put_back(gradients, modes)
 
