@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mpframe.config.schema import (
+    NODES,
     RUN_OPTIONS,
     SCALERS,
     SECTIONS,
@@ -44,7 +45,8 @@ def check(composed: DictConfig) -> Config:
         ConfigError: an option is unknown, missing, of the wrong type or out of its range.
     """
     tree = _resolved(composed)
-    _refuse_unknown("", tree, {*SECTIONS, *RUN_OPTIONS, "loss_scaling", "model", "scheduler"})
+    sections = {*SECTIONS, *NODES, "loss_scaling", "model", "scheduler"}
+    _refuse_unknown("", tree, {*sections, *RUN_OPTIONS})
     run = _load(Run, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
     _refuse_leaving(run.run_name)
     if run.init_from_except and run.init_from is None:
@@ -71,6 +73,7 @@ def check(composed: DictConfig) -> Config:
         optimizer=_open(tree, "optimizer") if joint is None else optimizer,
         joint=joint,
         scheduler=None if not tree.get("scheduler") else _open(tree, "scheduler"),
+        callbacks=_nodes(tree, "callbacks"),
         flat=flatten(tree),
     )
 
@@ -201,6 +204,20 @@ def _open(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     node = _section(tree, name)
     _require_target(name, node)
     return node
+
+
+def _nodes(tree: Mapping[str, Any], name: str) -> dict[str, dict[str, Any] | None]:
+    """The entries of a section, each a node with its `_target_`, or None where it is left out."""
+    nodes = _section({name: {}, **tree}, name)
+    for entry, node in nodes.items():
+        path = f"{name}.{entry}"
+        if node is not None and not isinstance(node, dict):
+            raise ConfigError(
+                f"{path}={_shown(node)}: must be a mapping with a _target_, or null to leave it out"
+            )
+        if node is not None:
+            _require_target(path, node)
+    return nodes
 
 
 def _require_target(path: str, node: Mapping[str, Any]) -> None:

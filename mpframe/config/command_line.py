@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mpframe.config.check import check
 from mpframe.config.locations import CONF
-from mpframe.config.schema import OPEN, Config, use_instead
+from mpframe.config.schema import NODES, OPEN, Config, use_instead
 from mpframe.errors import ConfigError, nearest
 
 _MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
@@ -409,7 +409,7 @@ def _refuse_unknown_key(override: Override, base: DictConfig, source: Source) ->
     known = _paths(base)
     adds = override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)
     inside_mapping = key.startswith(tuple(f"{mapping}." for mapping in _MAPPINGS))
-    if key in known or inside_mapping or (adds and section in OPEN and rest):
+    if key in known or inside_mapping or (adds and section in (*OPEN, *NODES) and rest):
         return
     if any(path.startswith(f"{key}.") for path in known):
         return

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OPEN = ("model", "dataset", "optimizer", "scheduler")
+NODES = ("callbacks",)  # open sections of several entries by name, each with its `_target_`
 
 
 @dataclass(frozen=True)
@@ -443,6 +444,7 @@ class Config:
     optimizer: dict[str, Any]
     joint: Joint | None
     scheduler: dict[str, Any] | None
+    callbacks: dict[str, dict[str, Any] | None]
     flat: dict[str, Any]
 
     @property

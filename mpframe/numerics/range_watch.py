@@ -5,8 +5,7 @@ stand worst at a report; the pictures have all layers.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from mpframe.optim.step_result import StepResult
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import Callback
 from mpframe.training.loader import Batch
+from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
 _EDGES = [float(exponent) for exponent in range(LOWEST, HIGHEST + 2)]
@@ -31,37 +31,33 @@ class RangeWatch(Callback):
     """Reports every so many steps.
 
     Args:
-        trainer: about to train, from where its progress stands.
-        folder: the run's folder.
-        tracker: where scalars, histograms and pictures go.
-        half: the format whose limits count.
-        every: steps between two reports, >= 1.
+        every: steps between two reports, >= 1; None: there are none.
         worst: layers of each kind that scalars are written for.
         layers: patterns of the layers drawn over time; empty: the one nearest to overflow.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        folder: Path,
-        tracker: Tracker,
-        *,
-        half: torch.dtype,
-        every: int,
-        worst: int = 3,
-        layers: tuple[str, ...] = (),
-    ) -> None:
-        self._folder = folder
-        self._tracker = tracker
-        self._half = half
-        self._limits = Limits.of(half)
+    _folder: Path
+    _tracker: Tracker
+    _half: torch.dtype
+    _limits: Limits
+    _record: RangeRecord
+
+    def __init__(self, every: int | None, worst: int = 3, layers: Sequence[str] = ()) -> None:
         self._every = every
         self._worst = worst
         self._chosen = layers
-        self._record = RangeRecord(folder, trainer.progress.global_step)
         self._last: Ranges | None = None
         self._drawn = time.monotonic()
         self._probe: RangeProbe | None = None
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Open the record; reports of steps that a resumed run takes again are cut off."""
+        if self._every is None:
+            return
+        self._folder, self._tracker = context.folder, context.tracker
+        self._half = trainer.precision.policy.half_dtype
+        self._limits = Limits.of(self._half)
+        self._record = RangeRecord(context.folder, trainer.progress.global_step)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Attach to the model where a report is due. No earlier: others may run it in between."""
@@ -80,13 +76,13 @@ class RangeWatch(Callback):
         if time.monotonic() - self._drawn > _DRAWN_EVERY:
             self.draw()
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Around the training: draws at its end, however it comes."""
-        try:
-            yield
-        finally:
-            self.draw()
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Draw before the last checkpoint, which holds what was logged at the last step."""
+        self.draw()
+
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
+        """Draw, if the training ended otherwise."""
+        self.draw()
 
     def draw(self) -> None:
         """Draw what has been reported into the run's folder, and into TensorBoard."""
@@ -108,8 +104,9 @@ class RangeWatch(Callback):
         self._last, self._drawn = None, time.monotonic()
 
     def _armed(self, trainer: Trainer) -> RangeProbe | None:
-        due = (trainer.progress.global_step + 1) % self._every == 0
-        return RangeProbe(trainer, self._half) if due else None
+        if self._every is None or (trainer.progress.global_step + 1) % self._every:
+            return None
+        return RangeProbe(trainer, self._half)
 
     def _scalars(self, ranges: Ranges) -> dict[str, float]:
         """The worst layers of each kind, in bits and fractions."""

@@ -32,7 +32,7 @@ from mpframe.checkpoint.manifest import Manifest, _seal
 from mpframe.config.stored import config_of
 from mpframe.errors import MpframeError
 from mpframe.report import as_markdown, as_page, compared, find_runs
-from mpframe.run.run import resuming
+from mpframe.run import resuming
 from mpframe.tracking.summary import Summary
 from mpframe.training.trainer import Trainer
 
@@ -85,9 +85,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
     kept: list[Trainer] = []
     into = resuming.Resume.into
 
-    def keep(resume: resuming.Resume, trainer: Trainer) -> resuming.Resumed:
+    def keep(resume: resuming.Resume, trainer: Trainer, renew: resuming.Renew) -> str:
         kept.append(trainer)
-        return into(resume, trainer)
+        return into(resume, trainer, renew)
 
     run = tmp_path_factory.mktemp("fuzz") / "run"
     with pytest.MonkeyPatch.context() as patched:

@@ -17,7 +17,7 @@ from mpframe.checkpoint import retention
 from mpframe.errors import CheckpointError, MpframeError
 from mpframe.tracking.amax_record import read_amax
 from mpframe.tracking.summary import Summary
-from mpframe.tracking.tracker import event_file
+from mpframe.tracking import event_file
 from mpframe.training.callbacks import checkpoints as saving
 from mpframe.training.callbacks.checkpoints import Checkpoints
 from mpframe.training.trainer import Trainer
