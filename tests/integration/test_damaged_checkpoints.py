@@ -271,7 +271,7 @@ def test_facts_that_are_none_change_nothing(
 
 
 @pytest.mark.parametrize(
-    "state", [7, [], {}, {"last_step": []}, {"last_step": {"step": 8, "events": ["?"]}}]
+    "state", [7, [], {}, {"last_step": []}, {"last_step": {"step": 8, "events": ["////"]}}]
 )
 def test_a_callbacks_state_that_is_none_is_one_line(
     start_run: StartRun,
