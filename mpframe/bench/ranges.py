@@ -26,6 +26,8 @@ from mpframe.numerics.range_watch import RangeWatch
 from mpframe.objectives import supervised
 from mpframe.precision import Precision
 from mpframe.tracking.tracker import Tracker
+from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
 THREADS = 2
@@ -93,7 +95,9 @@ def _spread_out(times: Times) -> Spread:
 
 
 def _with_reports(trainer: Trainer, folder: Path) -> Callable[[Batch], Any]:
-    watch = RangeWatch(trainer, folder, Tracker(folder), half=torch.float16, every=1)
+    watch = RangeWatch(every=1)
+    context = RunContext(folder, "", "", Tracker(folder), None, Throughput(1))  # type: ignore[arg-type]
+    watch.setup(trainer, context)
 
     def step(data: Batch) -> None:
         watch.on_step_begin(trainer, [data])

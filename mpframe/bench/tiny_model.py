@@ -17,15 +17,16 @@ from mpframe.bench.calls import calls_of_a_step
 from mpframe.bench.hand_loop import LOG_EVERY, HandLog, Loop, hand_loop
 from mpframe.bench.measure import Competitor, Stopwatch, race, ratio, threads
 from mpframe.bench.table import Claim, Table
-from mpframe.objectives import supervised
 from mpframe.loss_scaling import Backoff
+from mpframe.objectives import supervised
 from mpframe.precision import Precision
 from mpframe.tracking.tracker import Tracker
-from mpframe.training.callback import Callback
-from mpframe.training.callbacks.amax import RecordAmax
+from mpframe.training.callback import Callback, call
+from mpframe.training.callbacks.amax_record import RecordAmax
 from mpframe.training.callbacks.curves import Curves
 from mpframe.training.callbacks.skip_guard import SkipGuard
 from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
 HAND = "by hand"
@@ -54,7 +55,7 @@ def _with_logging(rounds: int, folder: Path, data: Stopwatch) -> Table:
     loops = {
         HAND: hand_loop(*_parts(), data, HandLog(folder / "by_hand")),
         CHECKED: hand_loop(*_parts(), data, HandLog(folder / "checked"), checked=True),
-        "mpframe": trainer_loop(data, _watchers(folder / "mpframe")),
+        "mpframe": watched_loop(data, folder / "mpframe"),
     }
     for name, rival in rivals.installed().items():
         loops[name] = rival(*_parts(), data, folder)
@@ -77,7 +78,7 @@ def _without_logging(rounds: int, data: Stopwatch) -> Table:
     loops = {
         HAND: hand_loop(*_parts(), data, None),
         CHECKED: hand_loop(*_parts(), data, None, checked=True),
-        "mpframe": trainer_loop(data, []),
+        "mpframe": trainer_loop(data),
     }
     return Table(
         "Tiny model, nothing logged",
@@ -102,28 +103,39 @@ def _calls(data: Stopwatch) -> Table:
 def _trainer(mode: str) -> Trainer:
     precision = Precision(mode)
     model, optimizer = precision.prepare(*_parts())
-    return Trainer(model, optimizer, nn.CrossEntropyLoss(), precision, scaler=Backoff())
+    return Trainer(model, optimizer, supervised(nn.CrossEntropyLoss()), precision, scaler=Backoff())
 
 
-def trainer_loop(data: Stopwatch, callbacks: list[Callback]) -> Loop:
+def watched_loop(data: Stopwatch, folder: Path) -> Loop:
+    """The same with what watches a default run, but for its progress bar and checkpoints."""
+    throughput = Throughput(BATCH)
+    callbacks: dict[str, Callback] = {
+        "throughput": throughput,
+        "amax_record": RecordAmax(),
+        "curves": Curves(LOG_EVERY),
+        "skip_guard": SkipGuard(limit=50),
+    }
+    context = RunContext(folder, "", "", Tracker(folder), data, throughput)  # type: ignore[arg-type]
+    return trainer_loop(data, callbacks, context)
+
+
+def trainer_loop(
+    data: Stopwatch,
+    callbacks: dict[str, Callback] | None = None,
+    context: RunContext | None = None,
+) -> Loop:
     """A function that trains one pass with `Trainer.fit`."""
     precision = Precision("fp32")
     model, optimizer = precision.prepare(*_parts())
-    objective = supervised(nn.CrossEntropyLoss())
-    trainer = Trainer(model, optimizer, objective, precision, callbacks=callbacks)
+    trainer = Trainer(model, optimizer, supervised(nn.CrossEntropyLoss()), precision)
+    trainer.callbacks = callbacks or {}
+    call(trainer.callbacks, "setup", trainer, context)
 
     def loop() -> None:
         trainer.progress.epoch = 0  # The next pass is the first one again.
         trainer.fit(data)
 
     return loop
-
-
-def _watchers(folder: Path) -> list[Callback]:
-    """What watches a default run, but for its progress bar and checkpoints."""
-    throughput = Throughput(BATCH)
-    curves = Curves(Tracker(folder), LOG_EVERY, throughput)
-    return [throughput, RecordAmax(folder, kept=0), curves, SkipGuard(limit=50)]
 
 
 def _race(loops: dict[str, Loop], rounds: int, data: Stopwatch) -> dict[str, list[float]]:

@@ -3,6 +3,7 @@
 Nothing else instantiates a `_target_`, and no part below reads an option.
 """
 
+from mpframe.build.callbacks import build_callbacks
 from mpframe.build.data import build_loaders, build_task
 from mpframe.build.device import device_of, seed_everything
 from mpframe.build.precision import build_precision, in_fp32
@@ -11,6 +12,7 @@ from mpframe.build.target import make
 from mpframe.build.trainer import build_plan, build_trainer
 
 __all__ = [
+    "build_callbacks",
     "build_loaders",
     "build_plan",
     "build_precision",

@@ -120,7 +120,7 @@ def _trained(config: Config, steps: int, seed: int) -> Evaluation:
     task, train = _data(config)
     trainer = _trainer(config, task)
     _, val = build.build_loaders(config, task)
-    trainer.callbacks = [SkipGuard(limits.max_consecutive_skips)]
+    trainer.callbacks = {"skip_guard": SkipGuard(limits.max_consecutive_skips)}
     try:
         trainer.fit(train)
     except DivergedError:

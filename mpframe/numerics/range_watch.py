@@ -6,8 +6,7 @@ are worst at a report; the pictures have all layers.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from mpframe.optim.step_result import StepResult
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import Callback
 from mpframe.training.loader import Batch
+from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -34,40 +34,41 @@ class RangeWatch(Callback):
     """Reports every so many steps.
 
     Args:
-        trainer: about to train, from where its progress stands.
-        folder: the run's folder.
-        tracker: where scalars, histograms and pictures go.
-        half: the format whose limits count.
-        every: steps between two reports, >= 1.
+        every: steps between two reports, >= 1; None: there are none.
         worst: layers of each kind that scalars are written for.
         layers: patterns of the layers drawn over time; empty: the one nearest to overflow.
         on_error: `stop` if the disk is full, or `warn` and write and draw once there is room.
     """
 
+    _folder: Path
+    _tracker: Tracker
+    _half: torch.dtype
+    _limits: Limits
+    _record: RangeRecord
+
     def __init__(
         self,
-        trainer: Trainer,
-        folder: Path,
-        tracker: Tracker,
-        *,
-        half: torch.dtype,
-        every: int,
+        every: int | None,
         worst: int = 3,
-        layers: tuple[str, ...] = (),
+        layers: Sequence[str] = (),
         on_error: str = "stop",
     ) -> None:
-        self._folder = folder
-        self._tracker = tracker
-        self._half = half
-        self._limits = Limits.of(half)
         self._every = every
         self._worst = worst
         self._chosen = layers
-        self._record = RangeRecord(folder, trainer.progress.global_step, on_error)
-        self._warns = on_error == "warn"
+        self._on_error = on_error
         self._last: Ranges | None = None
         self._drawn = time.monotonic()
         self._probe: RangeProbe | None = None
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Open the record; reports of steps that a resumed run takes again are cut off."""
+        if self._every is None:
+            return
+        self._folder, self._tracker = context.folder, context.tracker
+        self._half = trainer.precision.policy.half_dtype
+        self._limits = Limits.of(self._half)
+        self._record = RangeRecord(context.folder, trainer.progress.global_step, self._on_error)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Attach to the model where a report is due. No earlier: others may run it in between."""
@@ -86,13 +87,13 @@ class RangeWatch(Callback):
         if time.monotonic() - self._drawn > _DRAWN_EVERY:
             self.draw()
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Around the training: draws at its end, however it comes."""
-        try:
-            yield
-        finally:
-            self.draw()
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Draw before the last checkpoint, which holds what was logged at the last step."""
+        self.draw()
+
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
+        """Draw, if the training ended otherwise."""
+        self.draw()
 
     def draw(self) -> None:
         """Draw what has been reported into the run's folder, and into TensorBoard.
@@ -105,7 +106,7 @@ class RangeWatch(Callback):
         try:
             self._draw(self._last)
         except OSError as error:
-            if not self._warns:
+            if self._on_error != "warn":
                 raise
             log.warning("warning: %s cannot be written (%s)", error.filename, error.strerror)
         else:
@@ -127,8 +128,9 @@ class RangeWatch(Callback):
                 self._tracker.image(tag, path.read_bytes(), step)
 
     def _armed(self, trainer: Trainer) -> RangeProbe | None:
-        due = (trainer.progress.global_step + 1) % self._every == 0
-        return RangeProbe(trainer, self._half) if due else None
+        if self._every is None or (trainer.progress.global_step + 1) % self._every:
+            return None
+        return RangeProbe(trainer, self._half)
 
     def _scalars(self, ranges: Ranges) -> dict[str, float]:
         """The worst layers of each kind, in bits and fractions."""

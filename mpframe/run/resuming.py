@@ -5,7 +5,8 @@ after all, what was there before is put back.
 """
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.errors import CheckpointError, MpframeError, RunInterrupted
 from mpframe.files.stored_yaml import parsed
+from mpframe.run.callback_states import restore
 from mpframe.run.exactness import carried_over, differences, other_arithmetic, refuse_other_parts
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.trainer import Trainer
@@ -20,17 +22,8 @@ from mpframe.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """What a run goes on with, beside the state of its trainer.
-
-    Attributes:
-        run: the identity of the run; a new one where it starts anew.
-        callbacks: the states of the callbacks, by `trainer.by_key`; empty where it starts anew.
-    """
-
-    run: str = field(default_factory=checkpoint.new_identity)
-    callbacks: dict[str, Any] = field(default_factory=dict)
+Renew = Callable[[Trainer], None]
+"""Gives a trainer callbacks that hold no state yet."""
 
 
 @dataclass(frozen=True)
@@ -47,30 +40,37 @@ class Resume:
     folder: Path
     config: str
 
-    def into(self, trainer: Trainer) -> Resumed:
-        """Take the checkpoint into the trainer and the random generators.
+    def into(self, trainer: Trainer, renew: Renew = lambda trainer: None) -> str:
+        """Take the checkpoint into the trainer, its callbacks and the random generators.
+
+        Args:
+            trainer: as it was built.
+            renew: called before each checkpoint that is tried, and if there is none.
+
+        Returns:
+            The identity of the run; a new one if it starts from the beginning.
 
         Raises:
             CheckpointError: what was named is missing, damaged, or of something else; nothing has
                 changed.
         """
         if self.option == "none":
-            return Resumed()
+            return _from_the_beginning(trainer, renew)
         if self.option == "auto":
-            return self._newest_good(trainer)
+            return self._newest_good(trainer, renew)
         path = Path(self.option)
         if not path.exists():
             raise CheckpointError(
                 f"resume={path}: no such folder; name a run's folder or a checkpoint"
             )
         checkpoint.refuse_mixed(path)
-        return self._take(checkpoint.newest(path), trainer)
+        return self._take(checkpoint.newest(path), trainer, renew)
 
-    def _newest_good(self, trainer: Trainer) -> Resumed:
+    def _newest_good(self, trainer: Trainer, renew: Renew) -> str:
         found = checkpoint.all_in(self.folder)
         for path in reversed(found):
             try:
-                return self._take(path, trainer)
+                return self._take(path, trainer, renew)
             except CheckpointError as error:
                 log.warning("warning: resume=auto passes over %s: %s", path.name, error)
         if found:
@@ -79,16 +79,21 @@ class Resume:
                 "mend or delete them, or start anew in another hydra.run.dir"
             )
         log.info("resume=auto: no checkpoint in %s, starting from the beginning", self.folder)
-        return Resumed()
+        return _from_the_beginning(trainer, renew)
 
-    def _take(self, path: Path, trainer: Trainer) -> Resumed:
+    def _take(self, path: Path, trainer: Trainer, renew: Renew) -> str:
         snapshot = checkpoint.read(path)
+        renew(trainer)
         then, now = _options(snapshot.config, path), _options(self.config, self.folder)
         _apply(snapshot, (then, now), path, trainer)
         _say_what_differs(snapshot, then, now, trainer)
         log.info("resumed from %s at step %d", path, trainer.progress.global_step)
-        run = checkpoint.identity_of(snapshot.facts) or checkpoint.new_identity()
-        return Resumed(run, snapshot.state.get("callbacks", {}))
+        return checkpoint.identity_of(snapshot.facts) or checkpoint.new_identity()
+
+
+def _from_the_beginning(trainer: Trainer, renew: Renew) -> str:
+    renew(trainer)
+    return checkpoint.new_identity()
 
 
 def _options(config: str, path: Path) -> dict[str, Any]:
@@ -125,6 +130,7 @@ def _apply(
     try:
         refuse_other_parts(*options)
         _load(snapshot, trainer)
+        restore(trainer.callbacks, snapshot.state.get("callbacks", {}))
     except RunInterrupted:
         raise
     except Exception as error:  # A state of the wrong structure may raise anything below torch.
@@ -134,7 +140,5 @@ def _apply(
 
 
 def _load(snapshot: Snapshot, trainer: Trainer) -> None:
-    if not isinstance(snapshot.state.get("callbacks", {}), dict):
-        raise CheckpointError("its callbacks are no dict; use another checkpoint")
     trainer.load_state_dict(snapshot.state["trainer"])
     checkpoint.restore_rng(snapshot.state["rng"])

@@ -6,11 +6,10 @@ Whatever way a run ends, `summary.json` says so: finished, interrupted, diverged
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from signal import Signals
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -22,7 +21,6 @@ from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_o
 from mpframe.config.schema import Config
 from mpframe.data import Loader, Task
 from mpframe.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     DivergedError,
@@ -30,9 +28,8 @@ from mpframe.errors import (
     RunInterrupted,
     UserCodeError,
 )
-from mpframe.numerics.autopsy.callback import Autopsy
 from mpframe.numerics.doctor import Patient, hints_on
-from mpframe.numerics.range_watch import RangeWatch
+from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.lock import RunLock
 from mpframe.run.requeue import requeue
@@ -41,19 +38,11 @@ from mpframe.tracking.environment import environment_text
 from mpframe.tracking.memory import peak_memory
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tag, Tracker, metric_tag
-from mpframe.training.callback import Callback, by_key
-from mpframe.training.callbacks.amax import RecordAmax
-from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
-from mpframe.training.callbacks.curves import Curves
-from mpframe.training.callbacks.last_evaluation import LastEvaluation
-from mpframe.training.callbacks.progress_bar import Bar
-from mpframe.training.callbacks.saturation import SaturationWarning
-from mpframe.training.callbacks.skip_guard import SkipGuard
-from mpframe.training.callbacks.spike_report import SpikeReport
-from mpframe.training.callbacks.stop_on_signal import StopOnSignal
-from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.callback import set_up
+from mpframe.training.callbacks.results import Results
 from mpframe.training.evaluation import Metric
 from mpframe.training.interruption import Interruption
+from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 from mpframe.user_code import raised
 
@@ -84,9 +73,7 @@ class Run:
         self.folder = folder
         self.started = time.perf_counter()
         self.trainer: Trainer | None = None
-        self.curves: Curves | None = None
-        self.throughput: Throughput | None = None
-        self.evaluation = LastEvaluation()
+        self.callbacks: RunCallbacks | None = None
         self.interruption = Interruption()
 
     def train(self) -> Summary:
@@ -128,7 +115,8 @@ class Run:
         mostly_skipped = self.trainer.progress.mostly_skipped if self.trainer else None
         if mostly_skipped:
             log.warning("warning: %s", mostly_skipped)
-        return self._finish(Status.FINISHED, mostly_skipped)
+        stopped = self.trainer.stop_reason if self.trainer else None
+        return self._finish(Status.FINISHED, stopped or mostly_skipped)
 
     def _stopped(self, received: Signals) -> RunInterrupted:
         self._finish(Status.INTERRUPTED, str(RunInterrupted(received)))
@@ -146,7 +134,7 @@ class Run:
 
     def _fit_with(self, task: Task, train: Loader, val: Loader) -> None:
         config = self.config
-        # Anew: what a dataset imports may draw, but only where it was not imported before.
+        # Again: what a dataset imports may draw, but only if it was not imported before.
         build.seed_everything(config.run.seed)
         trainer = self.trainer = build.build_trainer(config, task, len(train))
         self._announce(trainer, train)
@@ -154,89 +142,43 @@ class Run:
             return
         if config.run.init_from is not None:
             self._take_weights(trainer, config.run.init_from)
-        resumed = Resume(config.run.resume, self.folder, self.config_text).into(trainer)
+        resume = Resume(config.run.resume, self.folder, self.config_text)
+        identity = resume.into(trainer, self._renew_callbacks)
         trainer.refuse_overrun(len(train))
         self.place.take()
         global_step = trainer.progress.global_step
         for moved in retention.set_aside_after(self.folder, global_step):
             log.warning("warning: newer than where the run goes on, now %s", moved)
-        on_error = config.trainer.on_save_error
-        record = RecordAmax(self.folder, global_step, on_error)
-        bar = Bar(trainer.plan.total_steps(len(train)), global_step, config.trainer.progress)
-        saves = Checkpoints(self.folder, self._save_plan(), self.config_text, resumed.run)
-        try:
-            # The curves of a checkpoint's own step are in it, and are written again.
-            with (
-                self.interruption.deferred(),
-                Tracker(self.folder, max(1, global_step), on_error) as tracker,
-            ):
-                guards = self._guards(train)
-                trainer.callbacks = [record, *self._watchers(tracker, saves, guards), bar]
-                self._describe(tracker, trainer)
-                _restore(trainer.callbacks, resumed.callbacks)
-                with (
-                    saves.around(trainer),
-                    self._watch_ranges(trainer, tracker),
-                    _errors_dated(trainer),
-                ):
-                    trainer.fit(train, val)
-                tracker.finished()
-        except BaseException:
-            with suppress(OSError):  # What went wrong first is told.
-                record.flush()
-            raise
-        finally:
-            bar.close()
-        record.flush()
+        # The curves of a checkpoint's own step are in it, and are written again.
+        first_step = max(1, global_step)
+        with (
+            self.interruption.deferred(),
+            Tracker(self.folder, first_step, config.trainer.on_save_error) as tracker,
+        ):
+            self._describe(tracker, trainer)
+            self._train_with(trainer, train, val, self._context(identity, tracker, train))
+            tracker.finished()
 
-    def _guards(self, train: Loader) -> list[Callback]:
-        options = self.config.trainer
-        limit = options.max_consecutive_skips
-        tried = self.config.loss_scaling.get("hysteresis", 1)
-        if options.autopsy == "off":
-            return [SpikeReport(), SkipGuard(limit, tried=tried), SaturationWarning()]
-        after = min(options.autopsy_after, limit)
-        autopsy = Autopsy(self.folder, self.config_text, after, train.batch_ids)
-        # The autopsy comes before the guard that ends the run and points to its report.
-        return [autopsy, SpikeReport(), SkipGuard(limit, autopsy.hint, tried), SaturationWarning()]
+    def _train_with(
+        self, trainer: Trainer, train: Loader, val: Loader, context: RunContext
+    ) -> None:
+        assert self.callbacks is not None
+        with (
+            set_up(trainer, context),
+            self.callbacks.checkpoints.around(trainer),
+            _errors_dated(trainer),
+        ):
+            trainer.fit(train, val)
 
-    def _watchers(
-        self, tracker: Tracker, saves: Checkpoints, guards: list[Callback]
-    ) -> list[Callback]:
-        options = self.config.trainer
-        self.throughput = Throughput(self.config.data.batch_size, self.started)
-        self.curves = Curves(tracker, options.log_every, self.throughput)
-        # Between two steps the run is saved, then the clock goes on, then it may be stopped.
-        watchers = [saves, self.throughput, self.curves, *guards, self.evaluation]
-        return [*watchers, StopOnSignal(self.interruption)]
+    def _renew_callbacks(self, trainer: Trainer) -> None:
+        """Give the trainer callbacks that hold no state yet."""
+        self.callbacks = RunCallbacks(self.config, self.started, self.interruption)
+        trainer.callbacks = self.callbacks.by_name
 
-    def _watch_ranges(self, trainer: Trainer, tracker: Tracker) -> AbstractContextManager[None]:
-        options, half = self.config.numerics, getattr(torch, self.config.dtype.half)
-        if options.every is None:
-            return nullcontext()
-        watch = RangeWatch(
-            trainer,
-            self.folder,
-            tracker,
-            half=half,
-            every=options.every,
-            worst=options.worst,
-            layers=tuple(options.layers),
-            on_error=self.config.trainer.on_save_error,
-        )
-        trainer.callbacks = [watch, *trainer.callbacks]
-        return watch.around()
-
-    def _save_plan(self) -> SavePlan:
-        options = self.config.trainer
-        return SavePlan(
-            every=options.checkpoint_every,
-            minutes=options.checkpoint_minutes,
-            keep_last=options.keep_last,
-            keep_best=options.keep_best,
-            background=options.async_save,
-            on_error=options.on_save_error,
-        )
+    def _context(self, identity: str, tracker: Tracker, train: Loader) -> RunContext:
+        assert self.callbacks is not None
+        throughput = self.callbacks.throughput
+        return RunContext(self.folder, self.config_text, identity, tracker, train, throughput)
 
     def _announce(self, trainer: Trainer, train: Loader) -> None:
         device = next(trainer.model.parameters()).device
@@ -337,9 +279,10 @@ class Run:
 
     def _summary(self, status: Status, reason: str | None) -> Summary:
         config, trainer = self.config, self.trainer
-        train_loss = self.curves.train_loss if self.curves else None
         progress = trainer.progress if trainer else None
-        evaluation, throughput = self.evaluation.value, self.throughput
+        results = self.callbacks.results if self.callbacks else Results()
+        train_loss, evaluation = results.loss, results.evaluation
+        throughput = self.callbacks.throughput if self.callbacks else None
         return Summary(
             status=status,
             reason=reason,
@@ -388,18 +331,6 @@ def _errors_dated(trainer: Trainer) -> Iterator[None]:
     except (DataError, UserCodeError) as error:
         error.args = (f"after step {trainer.progress.global_step}: {error}",)
         raise
-
-
-def _restore(callbacks: Sequence[Callback], states: dict[str, Any]) -> None:
-    for name, callback in by_key(callbacks).items():
-        try:
-            if name in states:
-                callback.load_state_dict(states[name])
-        except Exception as error:  # A checkpoint may hold anything there.
-            raise CheckpointError(
-                f"resume: the checkpoint's state of {name} does not fit ({error!r:.200}); "
-                "resume from another checkpoint"
-            ) from None
 
 
 def _refuse_to_forget(config: Config) -> None:

@@ -208,17 +208,9 @@ class Tracker:
         return {"step": self._step, "events": list(self._of_step)}
 
     def write_again(self, last_step: Mapping[str, Any]) -> None:
-        """Log anew what `last_step` returned.
-
-        Raises:
-            ValueError: it is not what `last_step` returned.
-        """
+        """Log again what `last_step` returned; `checked_events` has been called on it."""
         for event in last_step["events"]:
-            try:
-                summary = Summary.FromString(base64.b64decode(event))
-            except DecodeError as error:
-                raise ValueError(str(error)) from None
-            self._add(summary, last_step["step"])
+            self._add(_decoded(event), last_step["step"])
 
     def flush(self) -> None:
         """Wait until all that was logged is in the file. Call it before a checkpoint."""
@@ -264,6 +256,25 @@ class Tracker:
             if not self._warned:
                 log.warning("warning: %s; the curves wait in memory for room", said)
             self._warned = True
+
+
+def checked_events(last_step: Any) -> dict[str, Any]:
+    """What a checkpoint holds as the result of `Tracker.last_step`.
+
+    Raises:
+        ValueError, TypeError or LookupError: it is nothing of that kind.
+    """
+    events = [str(event) for event in last_step["events"]]
+    for event in events:
+        _decoded(event)
+    return {"step": int(last_step["step"]), "events": events}
+
+
+def _decoded(event: str) -> Any:
+    try:
+        return Summary.FromString(base64.b64decode(event))
+    except DecodeError as error:
+        raise ValueError(str(error)) from None
 
 
 def _to_numbers(values: Mapping[str, float | Tensor]) -> dict[str, float]:

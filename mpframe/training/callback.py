@@ -1,19 +1,44 @@
-"""What watches a run is a `Callback`: the trainer calls it after what each method names."""
+"""What watches a run is a `Callback`: the trainer calls it after what each method names.
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+A run has its callbacks by name and in an order (conf/callbacks/default.yaml); the state of each is
+kept in a checkpoint by that name.
+
+    load_state_dict    where the run goes on from a checkpoint
+    setup              once, before the training
+    on_...             while it trains
+    teardown           once, after it, the last callback first, however the training ended
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mpframe.optim import StepResult
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.loader import Batch
+from mpframe.user_code import UserCode
 
 if TYPE_CHECKING:
+    from mpframe.training.run_context import RunContext
     from mpframe.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 class Callback:
     """Watches a run; each method is called after what it names and does nothing here."""
+
+    def setup(self, trainer: "Trainer", context: "RunContext") -> None:
+        """The run is about to train; `load_state_dict` was called before, if it is resumed."""
+
+    def teardown(self, trainer: "Trainer", error: BaseException | None) -> None:
+        """The training has ended: close what `setup` opened.
+
+        Args:
+            trainer: as the training left it.
+            error: what ended the training; None if it came to its planned end.
+        """
 
     def on_step_begin(self, trainer: "Trainer", batches: Sequence[Batch]) -> None:
         """A step is about to be tried on these micro-batches."""
@@ -28,10 +53,10 @@ class Callback:
         """The model was validated."""
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
-        """A pass over the training data is complete (and validated, where that is due)."""
+        """A pass over the training data is complete (and validated, if that is due)."""
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        """All that was due after a step is done: where a run is saved, and may be stopped."""
+        """All that was due after a step is done: here a run is saved, and may be stopped."""
 
     def on_train_end(self, trainer: "Trainer") -> None:
         """The planned end is reached, and nothing stopped the run before."""
@@ -47,12 +72,73 @@ class Callback:
         """Continue from what `state_dict` returned."""
 
 
-def by_key(callbacks: Iterable[Callback]) -> dict[str, Callback]:
-    """The callbacks by the key of their state: the class's name, `NAME 2` for the second of it."""
-    keyed: dict[str, Callback] = {}
-    seen: Counter[str] = Counter()
-    for callback in callbacks:
-        name = type(callback).__name__
-        seen[name] += 1
-        keyed[name if seen[name] == 1 else f"{name} {seen[name]}"] = callback
-    return keyed
+Callbacks = Mapping[str, Callback]
+
+
+def call(callbacks: Callbacks, event: str, *arguments: Any) -> None:
+    """Call a method of each callback, in order.
+
+    Raises:
+        UserCodeError: a user's callback raised; the error names it.
+    """
+    for name, callback in callbacks.items():
+        try:
+            getattr(callback, event)(*arguments)
+        except BaseException:
+            with naming(name, callback):
+                raise
+
+
+def states_of(callbacks: Callbacks) -> dict[str, dict[str, Any]]:
+    """The state of each callback that has one, by its name."""
+    states: dict[str, dict[str, Any]] = {}
+    for name, callback in callbacks.items():
+        if has_state(callback):
+            with naming(name, callback):
+                states[name] = callback.state_dict()
+    return states
+
+
+def has_state(callback: Callback) -> bool:
+    """Whether a checkpoint is to keep anything of a callback."""
+    return type(callback).state_dict is not Callback.state_dict
+
+
+def naming(name: str, callback: Callback) -> AbstractContextManager[None]:
+    """Within the block an error of a user's callback names it; ours say themselves what is wrong.
+
+    Args:
+        name: the callback's entry in the group `callbacks`.
+        callback: whose method the block calls.
+    """
+    ours = type(callback).__module__.startswith("mpframe.")
+    return nullcontext() if ours else UserCode(f"callbacks.{name}:", callback)
+
+
+@contextmanager
+def set_up(trainer: "Trainer", context: "RunContext") -> Iterator[None]:
+    """Around the training: `setup` of each callback before it, `teardown` after it.
+
+    Raises:
+        UserCodeError: a user's callback raised, and nothing else did before.
+    """
+    with ExitStack() as stack:
+        for name, callback in trainer.callbacks.items():
+            with naming(name, callback):
+                callback.setup(trainer, context)
+            stack.push(_Teardown(name, callback, trainer).exit)
+        yield
+
+
+class _Teardown:
+    def __init__(self, name: str, callback: Callback, trainer: "Trainer") -> None:
+        self._name, self._callback, self._trainer = name, callback, trainer
+
+    def exit(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            with naming(self._name, self._callback):
+                self._callback.teardown(self._trainer, error)
+        except Exception as further:
+            if error is None:
+                raise
+            log.warning("warning: %s", further)  # The error that came first ends the run.

@@ -31,7 +31,7 @@ from mpframe.optim.schedules import refuse_overrun
 from mpframe.optim.step_result import StepResult, largest, verdicts_of
 from mpframe.precision import Precision
 from mpframe.training.buffers import Buffers
-from mpframe.training.callback import Callback
+from mpframe.training.callback import Callbacks, call
 from mpframe.training.evaluation import Evaluation, Metric, fp32_weights
 from mpframe.training.loader import Batch, Loader
 from mpframe.training.loss_spike import LossSpikes
@@ -64,7 +64,9 @@ class Trainer:
         plan: how long to train and how often to look.
         metric: makes the validation metric.
         spikes: judges each loss before its step; None: none is judged.
-        callbacks: called in this order.
+        callbacks: by name, called in this order.
+        stop_reason: why the run is to end before its plan does; None: it is not.
+
 
     Raises:
         ConfigError: the optimizer evaluates the loss itself, or there is a scaler for each of
@@ -83,8 +85,9 @@ class Trainer:
     metric: Callable[[], Any] | None = None
     eval_precision: Precision | None = None
     spikes: LossSpikes | None = None
-    callbacks: Sequence[Callback] = ()
+    callbacks: Callbacks = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
+    stop_reason: str | None = None
 
     def __post_init__(self) -> None:
         self._refuse_misfits()
@@ -150,6 +153,14 @@ class Trainer:
         while not self._complete():
             self._run_epoch(train, val)
         self._call("on_train_end")
+
+    def stop(self, reason: str) -> None:
+        """End `fit` after this step, as if the plan ended here.
+
+        Args:
+            reason: one line, for the summary of the run.
+        """
+        self.stop_reason = reason
 
     def refuse_overrun(self, batches: int) -> None:
         """Refuse a schedule that ends before the plan does, at `batches` micro-batches an epoch.
@@ -356,7 +367,8 @@ class Trainer:
         return self.progress.epoch >= self.plan.epochs or self._at_last_step()
 
     def _at_last_step(self) -> bool:
-        return self.plan.max_steps is not None and self.progress.steps >= self.plan.max_steps
+        last = self.plan.max_steps is not None and self.progress.steps >= self.plan.max_steps
+        return last or self.stop_reason is not None
 
     def _at_pause(self) -> bool:
         """True after the last step of an epoch or of the run."""
@@ -379,8 +391,7 @@ class Trainer:
             self._call("on_evaluate", evaluation)
 
     def _call(self, event: str, *values: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(self, *values)
+        call(self.callbacks, event, self, *values)
 
     def _on_device(self, batch: Batch) -> Batch:
         if self._device.type == "cpu":

@@ -11,7 +11,7 @@ from mpframe import checkpoint
 from mpframe.tracking.amax_record import FILE_NAME
 
 MEASURED = ("speed/samples_per_second", "memory/peak_bytes")
-LOGGED = "Curves/last_step"  # measurements among others, which `curves` tells apart
+LOGGED = "curves/last_step"  # measurements among others, which `curves` tells apart
 TIMES = ("seconds", "train_seconds", "step_times")
 MEASURED_SUMMARY = (
     *("seconds", "train_seconds", "samples_per_second", "median_step_seconds"),
@@ -21,7 +21,7 @@ MEASURED_SUMMARY = (
 
 def differing(first: Any, second: Any, path: str = "") -> list[str]:
     """The paths at which two nested states differ; what is a measurement is left out."""
-    if path.endswith((*MEASURED, LOGGED, *(f"Throughput/{time}" for time in TIMES))):
+    if path.endswith((*MEASURED, LOGGED, *(f"throughput/{time}" for time in TIMES))):
         return []
     if isinstance(first, dict) and isinstance(second, dict):
         keys = sorted(first.keys() | second.keys(), key=str)

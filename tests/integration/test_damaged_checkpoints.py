@@ -19,7 +19,7 @@ from mpframe.checkpoint import retention
 from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.manifest import Manifest
 from mpframe.errors import CheckpointError
-from mpframe.run.resuming import Resume
+from mpframe.run.resuming import Renew, Resume
 from mpframe.training.trainer import Trainer
 
 OPTIONS = [
@@ -134,10 +134,10 @@ def refused(start_run: StartRun, folder: Path, source: Path, *options: str) -> s
     def remember(trainer: Trainer) -> object:
         return {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
 
-    def look(resume: Resume, trainer: Trainer) -> object:
+    def look(resume: Resume, trainer: Trainer, renew: Renew) -> object:
         before.append(checkpoint.Snapshot(0, remember(trainer)).detached().state)
         try:
-            return into(resume, trainer)
+            return into(resume, trainer, renew)
         finally:
             before.append(remember(trainer))
 
@@ -230,9 +230,9 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     kept: list[Trainer] = []
     into = Resume.into
 
-    def keep(resume: Resume, trainer: Trainer) -> object:
+    def keep(resume: Resume, trainer: Trainer, renew: Renew) -> object:
         kept.append(trainer)
-        return into(resume, trainer)
+        return into(resume, trainer, renew)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Resume, "into", keep)
@@ -270,19 +270,31 @@ def test_facts_that_are_none_change_nothing(
     assert folder / "checkpoints/step_00000008" in checkpoint.all_in(folder)
 
 
-@pytest.mark.parametrize("state", [7, [], {"train_loss": "x"}, {"train_loss": 1, "last_step": []}])
+@pytest.mark.parametrize(
+    "state", [7, [], {}, {"last_step": []}, {"last_step": {"step": 8, "events": ["////"]}}]
+)
 def test_a_callbacks_state_that_is_none_is_one_line(
-    start_run: StartRun, whole: Path, tmp_path: Path, state: object
+    start_run: StartRun,
+    whole: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    state: object,
 ) -> None:
+    caplog.set_level("INFO")
     folder = shutil.copytree(whole, tmp_path / "run")
     newest = folder / "checkpoints/step_00000008"
     held = checkpoint.load(newest)
-    assert "Curves" in held["callbacks"]
-    held["callbacks"]["Curves"] = state
+    assert "curves" in held["callbacks"]
+    held["callbacks"]["curves"] = state
     torch.save(held, newest / "state.pt")
     sealed()(newest)
-    with pytest.raises(CheckpointError, match=r"^resume: the checkpoint's state of Curves does n"):
-        start_run(folder, *OPTIONS, "resume=auto")
+    said = r"step_00000008: its state of callbacks\.curves does not fit \(.*\); resume from another"
+    with pytest.raises(CheckpointError, match=said):
+        start_run(folder, *OPTIONS, f"resume={newest}")
+    assert start_run(folder, *OPTIONS, "resume=auto").steps == 8
+    assert re.search(rf"resume=auto passes over step_00000008: .*{said}", caplog.text)
+    assert "resumed from" in caplog.text
+    assert "at step 4" in caplog.text
 
 
 def test_the_page_tells_the_size_of_the_table() -> None:

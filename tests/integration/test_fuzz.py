@@ -85,9 +85,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
     kept: list[Trainer] = []
     into = resuming.Resume.into
 
-    def keep(resume: resuming.Resume, trainer: Trainer) -> resuming.Resumed:
+    def keep(resume: resuming.Resume, trainer: Trainer, renew: resuming.Renew) -> str:
         kept.append(trainer)
-        return into(resume, trainer)
+        return into(resume, trainer, renew)
 
     run = tmp_path_factory.mktemp("fuzz") / "run"
     with pytest.MonkeyPatch.context() as patched:

@@ -34,7 +34,7 @@ def test_a_finished_job_that_is_started_again_keeps_its_time(
     saved = checkpoint.read(checkpoint.all_in(tmp_path)[-1])
     again = start_run(tmp_path, *SMALL, "trainer.epochs=3", "resume=auto")
     # The time up to the last checkpoint: what came behind it is the writing of the end.
-    assert again.seconds == saved.state["callbacks"]["Throughput"]["seconds"]
+    assert again.seconds == saved.state["callbacks"]["throughput"]["seconds"]
     assert again.train_seconds == first.train_seconds
     assert again.samples_per_second == first.samples_per_second
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from run_context import context
 from test_exponents import recount
 from torch import Tensor, nn
 
@@ -106,8 +107,8 @@ def masters_of(trainer: Trainer) -> dict[Tensor, Tensor]:
 def test_watching_changes_no_bit_and_leaves_no_hook(tmp_path: Path, mode: str, half: str) -> None:
     plain, watched = trainer_of(mode, half), trainer_of(mode, half)
     with Tracker(tmp_path) as tracker:
-        dtype = getattr(torch, half)
-        watch = RangeWatch(watched, tmp_path, tracker, half=dtype, every=2)
+        watch = RangeWatch(every=2)
+        watch.setup(watched, context(tmp_path, tracker))
         for batch in batches(5):
             plain.train_step(batch)
             watch.on_step_begin(watched, [batch])

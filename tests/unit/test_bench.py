@@ -17,6 +17,7 @@ from mpframe.bench.measure import Competitor, Spread, Stopwatch, race, ratio, th
 from mpframe.bench.table import Claim, Table, as_json, as_markdown
 from mpframe.errors import MpframeError
 from mpframe.numerics.range_record import read_ranges
+from mpframe.tracking.tracker import Tracker
 
 
 def ticking(step: float = 1.0) -> Callable[[], float]:
@@ -206,6 +207,9 @@ def test_tiny_model_rows(tmp_path: Path) -> None:
     names = ["by hand", "by hand, gradients checked", "mpframe"]
     assert list(logged.times) == list(silent.times) == names
     assert [claim.limit for claim in logged.claims] == [1.08, 1.08]
+    counts = dict(note.split(": ") for note in calls.notes)
+    assert list(counts) == ["fp32", "mixed"]
+    assert all(int(count) > 0 for count in counts.values())
     assert logged.notes == [
         f"{name}: skipped, no_such_package is not installed; pip install 'mpframe[bench]'"
         for name in ("Lightning Fabric", "Accelerate", "Lightning")
@@ -226,7 +230,7 @@ def test_all_train_the_same_weights(tmp_path: Path) -> None:
         patch.setattr(tiny_model, "LR", 1e-3)
         hand_loop(*remembered(), data, None)()
         hand_loop(*remembered(), data, None, checked=True)()
-        tiny_model.trainer_loop(data, [])()
+        tiny_model.trainer_loop(data)()
     by_hand, checked, ours = [model.state_dict() for model, _ in parts]
     for name, weight in by_hand.items():
         assert torch.equal(weight, checked[name])
@@ -244,11 +248,13 @@ def scalars(folder: Path) -> dict[str, list[float]]:
 
 def test_by_hand_and_trainer_log_the_same_curves(tmp_path: Path) -> None:
     data = tiny_model._data(20)
-    log, watchers = HandLog(tmp_path / "hand"), tiny_model._watchers(tmp_path / "ours")
+    log, trackers = HandLog(tmp_path / "hand"), []
     hand_loop(*tiny_model._parts(), data, log)()
-    tiny_model.trainer_loop(data, watchers)()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_model, "Tracker", lambda f: trackers.append(Tracker(f)) or trackers[0])
+        tiny_model.watched_loop(data, tmp_path / "ours")()
     log._writer.close()
-    watchers[2]._tracker.close()
+    trackers[0].close()
     by_hand, ours = scalars(tmp_path / "hand"), scalars(tmp_path / "ours")
     assert set(by_hand) == {"loss/train", "optim/lr", "grad/norm", "speed/steps_per_second"}
     assert len(by_hand["loss/train"]) == 3

@@ -11,14 +11,14 @@ stood; a skipped step leaves weights and buffers as they were.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpframe.errors import MpframeError
+from mpframe.errors import DivergedError, MpframeError
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.autopsy import evidence as evidence_of
 from mpframe.numerics.autopsy.case import RandomState, device_of
@@ -28,6 +28,7 @@ from mpframe.numerics.autopsy.verdict import judge
 from mpframe.optim.step_result import StepResult
 from mpframe.training.callback import Callback
 from mpframe.training.loader import Batch
+from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -40,27 +41,37 @@ class Autopsy(Callback):
     """Looks into a step that failed, once in a row of failures.
 
     Args:
-        folder: the run's folder.
-        config: the run's resolved options, YAML.
+        when: `on_trouble`, or `off`.
         after: skipped steps in a row after which the last of them is looked into.
-        samples: the dataset's indices of the samples in a batch, by epoch and number.
+        limit: skipped steps in a row that end the run: the last of them is looked into, too.
 
     Attributes:
         written: the report on the present row of failures; None where there is none.
     """
 
-    def __init__(
-        self, folder: Path, config: str, after: int, samples: Callable[[int, int], Tensor]
-    ) -> None:
+    _context: RunContext
+
+    def __init__(self, when: str, after: int, limit: int) -> None:
         self.written: Path | None = None
-        self._folder, self._config, self._after, self._samples = folder, config, after, samples
+        self._enabled, self._after = when != "off", min(after, limit)
         self._device: torch.device | None = None
         self._step: tuple[Sequence[Batch], RandomState, int, int] | None = None
         self._first_loss: float | Tensor | None = None
         self._reports, self._looked = 0, False
 
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Take the folder for reports, and the loader that knows which samples a batch has."""
+        self._context = context
+
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
+        """Let the error that ended the run lead to the report."""
+        if isinstance(error, DivergedError) and self.written is not None:
+            error.args = (f"{error}; see {self.written}",)
+
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Remember what the step starts from."""
+        if not self._enabled:
+            return
         if self._device is None:
             self._device = device_of(trainer.model)
         progress = trainer.progress
@@ -68,6 +79,8 @@ class Autopsy(Callback):
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Look into the step where that is due."""
+        if not self._enabled:
+            return
         if self._first_loss is None:
             self._first_loss = result.loss
         if not trainer.progress.skipped_in_a_row:
@@ -79,10 +92,6 @@ class Autopsy(Callback):
                 self._reports += 1
                 self._look(trainer, result, reason)
         self._step = None  # A batch is not kept longer than it is needed.
-
-    def hint(self) -> str:
-        """A clause that leads to the report; empty where there is none."""
-        return "" if self.written is None else f"; see {self.written}"
 
     def state_dict(self) -> dict[str, Any]:
         """The loss of the run's first step."""
@@ -110,7 +119,9 @@ class Autopsy(Callback):
     def _look(self, trainer: Trainer, result: StepResult, reason: str) -> None:
         try:
             step = self._evidence(trainer, result, reason)
-            folder = evidence_of.save(self._folder, step, trainer.weights(), self._config)
+            folder = evidence_of.save(
+                self._context.folder, step, trainer.weights(), self._context.config
+            )
             report = examine(step, trainer)
             self.written = write_report(folder, report)
         except (MpframeError, OSError, RuntimeError) as error:  # Memory for replays, above all.
@@ -129,7 +140,7 @@ class Autopsy(Callback):
             step=trainer.progress.global_step,
             reason=reason,
             batches=batches,
-            samples=[self._samples(epoch, number).tolist() for number in numbers],
+            samples=[self._context.train.batch_ids(epoch, number).tolist() for number in numbers],
             epoch=epoch,
             batch=batch,
             scales=evidence_of.scales_of(trainer, result),

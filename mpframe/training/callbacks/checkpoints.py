@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mpframe import checkpoint
@@ -23,8 +22,9 @@ from mpframe.checkpoint import Snapshot, retention
 from mpframe.checkpoint.writing import Background
 from mpframe.errors import CheckpointError, MpframeError, RunInterrupted
 from mpframe.tracking.environment import arithmetic
-from mpframe.training.callback import Callback, by_key
+from mpframe.training.callback import Callback, call, states_of
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -56,21 +56,21 @@ class Checkpoints(Callback):
     """Saves the run when it is due.
 
     Args:
-        folder: the run's folder.
         plan: when to save and what to keep.
-        config: the resolved options as YAML.
-        run: the run's identity; a new one where it is empty.
     """
 
-    def __init__(self, folder: Path, plan: SavePlan, config: str, run: str = "") -> None:
-        self._folder = folder
+    _context: RunContext
+
+    def __init__(self, plan: SavePlan) -> None:
         self._plan = plan
-        self._config = config
-        self._run = run or checkpoint.new_identity()
         self._background = Background()
         self._validation: tuple[int, dict[str, Any]] | None = None
         self._saved: tuple[int, int] | None = None
         self._saved_at = time.monotonic()
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Take the folder to save into, and what a checkpoint says of its run."""
+        self._context = context
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Note the validation's value; a checkpoint of this step is ranked by it.
@@ -106,17 +106,17 @@ class Checkpoints(Callback):
         stands = trainer.progress.global_step, trainer.progress.validated
         if self._saved == stands:
             return
-        for callback in trainer.callbacks:
-            callback.on_save(trainer)
-        snapshot = self._snapshot(trainer)
-        self._saved, self._saved_at = stands, time.monotonic()
-        with self._reported():
-            self._background.wait()
-        with self._reported():
-            if self._plan.background:
-                self._background.start(partial(self._write, snapshot.detached()))
-            else:
-                self._write(snapshot)
+        with self._context.throughput.paused():
+            call(trainer.callbacks, "on_save", trainer)
+            snapshot = self._snapshot(trainer)
+            self._saved, self._saved_at = stands, time.monotonic()
+            with self._reported():
+                self._background.wait()
+            with self._reported():
+                if self._plan.background:
+                    self._background.start(partial(self._write, snapshot.detached()))
+                else:
+                    self._write(snapshot)
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written.
@@ -155,30 +155,29 @@ class Checkpoints(Callback):
         if rank is None:
             return False
         self._background.wait()  # What is being written counts among those already there.
-        return rank < retention.rank_to_beat(self._folder, self._plan.keep_best)
+        return rank < retention.rank_to_beat(self._context.folder, self._plan.keep_best)
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
         global_step = trainer.progress.global_step
-        callbacks = {key: c.state_dict() for key, c in by_key(trainer.callbacks).items()}
         return Snapshot(
             global_step,
             {
                 "trainer": trainer.state_dict(),
                 "rng": checkpoint.rng_state(),
-                "callbacks": {name: state for name, state in callbacks.items() if state},
+                "callbacks": states_of(trainer.callbacks),
             },
-            self._config,
+            self._context.config,
             {
                 "validation": self._validation_at(global_step),
                 "made_on": arithmetic(next(trainer.model.parameters()).device),
-                "run": self._run,
+                "run": self._context.identity,
             },
         )
 
     def _write(self, snapshot: Snapshot) -> None:
-        checkpoint.save(self._folder, snapshot)
+        checkpoint.save(self._context.folder, snapshot)
         try:
-            retention.prune(self._folder, self._plan.keep_last, self._plan.keep_best)
+            retention.prune(self._context.folder, self._plan.keep_last, self._plan.keep_best)
         except OSError as error:
             log.warning("warning: an old checkpoint could not be deleted: %s", error)
 

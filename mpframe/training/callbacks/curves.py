@@ -7,10 +7,11 @@ from torch import Tensor
 from mpframe.optim import MultiOptimizer
 from mpframe.optim.step_result import StepResult
 from mpframe.tracking.memory import peak_memory
-from mpframe.tracking.tracker import Tag, Tracker, metric_tag
+from mpframe.tracking.tracker import Tag, Tracker, checked_events, metric_tag
 from mpframe.training.callback import Callback
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
 
@@ -21,22 +22,25 @@ class Curves(Callback):
     run may have been stopped between a step's training scalars and its validation's.
 
     Args:
-        tracker: where they go.
         log_every: steps between two writes of the training scalars; a skipped step is always
             written.
-        throughput: gives the speed since the last write; comes before this one.
     """
 
-    def __init__(self, tracker: Tracker, log_every: int, throughput: Throughput) -> None:
-        self.train_loss: float | Tensor | None = None
-        self._tracker = tracker
+    _tracker: Tracker
+    _throughput: Throughput
+
+    def __init__(self, log_every: int) -> None:
         self._log_every = log_every
-        self._throughput = throughput
+        self._last_step: dict[str, Any] | None = None
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Write again what a checkpoint says was written at its last step."""
+        self._tracker, self._throughput = context.tracker, context.throughput
+        if self._last_step is not None:
+            self._tracker.write_again(self._last_step)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Log the step where it is due."""
-        if result.loss is not None:
-            self.train_loss = result.loss
+        """Log the step if it is due."""
         global_step = trainer.progress.global_step
         if global_step % self._log_every == 0 or trainer.progress.skipped_in_a_row:
             self._tracker.scalars(global_step, self._of_step(trainer, result))
@@ -51,15 +55,12 @@ class Curves(Callback):
         self._tracker.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """The last loss, and what was written at the last step, by whomever."""
-        loss = None if self.train_loss is None else float(self.train_loss)
-        return {"train_loss": loss, "last_step": self._tracker.last_step()}
+        """What was written at the last step, by any callback."""
+        return {"last_step": self._tracker.last_step()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the last loss, and write again what was written at the last step."""
-        loss = state["train_loss"]
-        self.train_loss = None if loss is None else float(loss)
-        self._tracker.write_again(state["last_step"])
+        """Take what was written at the last step; `setup` writes it again."""
+        self._last_step = checked_events(state["last_step"])
 
     def _of_step(self, trainer: Trainer, result: StepResult) -> dict[str, float | Tensor]:
         values: dict[str, float | Tensor] = {

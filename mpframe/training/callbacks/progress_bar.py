@@ -7,28 +7,33 @@ from tqdm import tqdm
 from mpframe.optim.step_result import StepResult
 from mpframe.training.callback import Callback
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
 
-class Bar(Callback):
+class ProgressBar(Callback):
     """A progress bar on stderr: steps, loss, scale, skipped steps, and the last validation.
 
     Args:
-        total: planned steps.
-        done: steps already tried, for a resumed run.
         shown: False draws nothing.
     """
 
-    def __init__(self, total: int, done: int, shown: bool) -> None:
-        self._bar: Any = tqdm(
-            total=total,
-            initial=done,
+    _bar: Any
+
+    def __init__(self, shown: bool = True) -> None:
+        self._shown = shown
+        self._validated: dict[str, str] = {}
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Draw it, from where a resumed run goes on."""
+        self._bar = tqdm(
+            total=trainer.plan.total_steps(len(context.train)),
+            initial=trainer.progress.global_step,
             unit="step",
-            disable=not shown,
+            disable=not self._shown,
             dynamic_ncols=True,
             leave=False,
         )
-        self._validated: dict[str, str] = {}
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Move on; the texts are refreshed only as often as the bar is drawn."""
@@ -42,6 +47,6 @@ class Bar(Callback):
         """Show the validation's result from now on."""
         self._validated = {f"val_{evaluation.metric}": f"{evaluation.value:.4f}"}
 
-    def close(self) -> None:
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
         """Take the bar off the screen."""
         self._bar.close()

@@ -1,7 +1,5 @@
 """Ends a run that only skips."""
 
-from collections.abc import Callable
-
 import torch
 
 from mpframe.errors import DivergedError
@@ -16,13 +14,11 @@ class SkipGuard(Callback):
 
     Args:
         limit: skipped steps in a row that end it.
-        hint: gives a last clause for its reason, or "".
         tried: skips in a row that a scaler may make to try a higher scale: its hysteresis.
     """
 
-    def __init__(self, limit: int, hint: Callable[[], str] = str, tried: int = 1) -> None:
+    def __init__(self, limit: int, tried: int = 1) -> None:
         self._limit = limit
-        self._hint = hint
         self._tried = tried
         self._last: StepResult | None = None
 
@@ -59,7 +55,7 @@ class SkipGuard(Callback):
             worst = max(in_a_row, key=lambda name: in_a_row[name])
             where, part = f" by optimizer.parts.{worst}", part.parts[worst]
         why = "" if part is None else f": {_cause(trainer, part)}"
-        return DivergedError(f"{what}{where}{why}{self._hint()}")
+        return DivergedError(f"{what}{where}{why}")
 
 
 def _cause(trainer: Trainer, result: StepResult) -> str:

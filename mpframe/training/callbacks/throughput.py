@@ -12,7 +12,8 @@ so that a run of any length keeps few numbers.
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mpframe.optim.step_result import StepResult
@@ -26,8 +27,6 @@ _SHORTEST = 1e-9  # seconds, what a clock that stood still is taken for
 
 class Throughput(Callback):
     """Counts samples, and the seconds it took to train on them.
-
-    Comes behind what saves the run: its clock goes on where that has ended.
 
     Args:
         batch_size: samples per micro-batch; a partial accumulation window counts what it has.
@@ -105,13 +104,14 @@ class Throughput(Callback):
         """Let it go on."""
         self._go_on()
 
-    def on_save(self, trainer: Trainer) -> None:
-        """Stop the clock: the run is being saved."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block the clock stands still: the run is being saved."""
         self._pause()
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        """Let it go on, where it was stopped."""
-        self._go_on()
+        try:
+            yield
+        finally:
+            self._go_on()
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far."""

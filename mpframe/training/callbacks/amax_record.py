@@ -1,10 +1,9 @@
 """Keeps the largest gradient of every step."""
 
-from pathlib import Path
-
 from mpframe.optim.step_result import StepResult
 from mpframe.tracking.amax_record import AmaxRecord
 from mpframe.training.callback import Callback
+from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
 
@@ -12,13 +11,17 @@ class RecordAmax(Callback):
     """Keeps the largest gradient of every step in the run's folder, for replays.
 
     Args:
-        folder: the run's folder.
-        kept: steps already recorded that stay, for a resumed run.
-        on_error: `stop` or `warn` where the disk is full.
+        on_error: `stop` or `warn` if the disk is full.
     """
 
-    def __init__(self, folder: Path, kept: int, on_error: str = "stop") -> None:
-        self._record = AmaxRecord(folder, kept, on_error)
+    _record: AmaxRecord
+
+    def __init__(self, on_error: str = "stop") -> None:
+        self._on_error = on_error
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Open the record; steps that a resumed run takes again are cut off."""
+        self._record = AmaxRecord(context.folder, trainer.progress.global_step, self._on_error)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Keep the step's amax."""
@@ -26,8 +29,8 @@ class RecordAmax(Callback):
 
     def on_save(self, trainer: Trainer) -> None:
         """Write what was kept: a checkpoint counts on it."""
-        self.flush()
+        self._record.flush()
 
-    def flush(self) -> None:
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
         """Write what was kept."""
         self._record.flush()

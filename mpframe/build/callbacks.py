@@ -1,0 +1,23 @@
+"""The callbacks of the group `callbacks`."""
+
+from mpframe.build.target import make
+from mpframe.config.schema import Config
+from mpframe.errors import ConfigError
+from mpframe.training.callback import Callback
+
+
+def build_callbacks(config: Config) -> dict[str, Callback]:
+    """The callbacks by name, in the order of the configuration; those set to null are left out.
+
+    Raises:
+        ConfigError: an entry cannot be made, or is no callback.
+    """
+    nodes = config.callbacks
+    callbacks = {name: make(f"callbacks.{name}", node) for name, node in nodes.items()}
+    for name, callback in callbacks.items():
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                f"callbacks.{name}._target_={nodes[name]['_target_']}: must return a "
+                f"mpframe.training.callback.Callback, got {type(callback).__name__}"
+            )
+    return callbacks

@@ -1,0 +1,80 @@
+"""The callbacks' states in a checkpoint, given back to them by name.
+
+A checkpoint from before the callbacks had names holds their states by the class's name, `NAME 2`
+for the second callback of a class.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from mpframe.errors import CheckpointError, RunInterrupted
+from mpframe.training.callback import Callbacks, has_state
+
+log = logging.getLogger(__name__)
+
+
+def restore(callbacks: Callbacks, saved: Any) -> None:
+    """Load each callback's state, and say in one line which state has no callback, or none.
+
+    Args:
+        callbacks: by name; new ones.
+        saved: what the checkpoint holds as their states: anything.
+
+    Raises:
+        CheckpointError: a state does not fit its callback.
+    """
+    if not isinstance(saved, dict):
+        raise CheckpointError("its callbacks are no dict; use another checkpoint")
+    states = _by_name(callbacks, saved)
+    for name in callbacks.keys() & states.keys():
+        try:
+            callbacks[name].load_state_dict(states[name])
+        except RunInterrupted:
+            raise
+        except Exception as error:  # A checkpoint may hold anything there.
+            raise CheckpointError(
+                f"its state of callbacks.{name} does not fit ({error!r:.200}); "
+                "resume from another checkpoint"
+            ) from None
+    _say_what_is_left(callbacks, states)
+
+
+def _say_what_is_left(callbacks: Callbacks, states: Mapping[str, Any]) -> None:
+    dropped = [name for name in states if name not in callbacks]
+    if dropped:
+        log.warning(
+            "warning: the checkpoint holds the state of %s, and this run has no such callback: "
+            "the next checkpoint is without",
+            ", ".join(f"callbacks.{name}" for name in dropped),
+        )
+    fresh = [name for name, own in callbacks.items() if has_state(own) and name not in states]
+    if fresh:
+        log.warning(
+            "warning: the checkpoint holds no state of %s, which begins without",
+            ", ".join(f"callbacks.{name}" for name in fresh),
+        )
+
+
+def _by_name(callbacks: Callbacks, saved: dict[str, Any]) -> dict[str, Any]:
+    """The states with today's names; what has no callback keeps the name it has."""
+    states = _with_results(saved) if "LastEvaluation" in saved else dict(saved)
+    seen: Counter[str] = Counter()
+    for name, callback in callbacks.items():
+        kind = type(callback).__name__
+        seen[kind] += 1
+        older = kind if seen[kind] == 1 else f"{kind} {seen[kind]}"
+        if name not in states and older in states:
+            states[name] = states.pop(older)
+    return states
+
+
+def _with_results(saved: dict[str, Any]) -> dict[str, Any]:
+    """A loss and a validation that two callbacks kept are those of `results` now."""
+    states = dict(saved)
+    last, curves = states.pop("LastEvaluation"), saved.get("Curves")
+    if not isinstance(last, dict):
+        raise CheckpointError("its state of LastEvaluation does not fit; use another checkpoint")
+    loss = curves.get("train_loss") if isinstance(curves, dict) else None
+    return {**states, "results": {"loss": loss, "evaluation": last.get("value")}}

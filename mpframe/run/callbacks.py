@@ -1,0 +1,72 @@
+"""All callbacks of a run: its own, around those of the group `callbacks`.
+
+    results, throughput    first: they count what others read
+    the group              in the order of its entries
+    skip_guard             ends a run that only skips, once the group has seen the step
+    checkpoints            saves what the others have become in the step
+    stop_on_signal         last: all else is done with the step
+
+The run's own are no entries of the group, so that nobody leaves them out: every run writes a
+summary and checkpoints, can be stopped, and ends if it only skips.
+"""
+
+from mpframe import build
+from mpframe.config.schema import Config
+from mpframe.errors import ConfigError
+from mpframe.training.callback import Callback
+from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
+from mpframe.training.callbacks.results import Results
+from mpframe.training.callbacks.skip_guard import SkipGuard
+from mpframe.training.callbacks.stop_on_signal import StopOnSignal
+from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.interruption import Interruption
+
+
+class RunCallbacks:
+    """The callbacks of one run.
+
+    Args:
+        config: the options.
+        began: when the run began, as `time.perf_counter` says it.
+        interruption: knows whether a signal came.
+
+    Attributes:
+        results, throughput: what the summary says comes from them.
+        checkpoints: saves the run.
+        by_name: all callbacks, in order.
+
+    Raises:
+        ConfigError: an entry of the group cannot be made, or has the name of one of these.
+    """
+
+    def __init__(self, config: Config, began: float, interruption: Interruption) -> None:
+        options = config.trainer
+        tried = config.loss_scaling.get("hysteresis", 1)
+        self.results = Results()
+        self.throughput = Throughput(config.data.batch_size, began)
+        self.checkpoints = Checkpoints(_save_plan(config))
+        first: dict[str, Callback] = {"results": self.results, "throughput": self.throughput}
+        last: dict[str, Callback] = {
+            "skip_guard": SkipGuard(options.max_consecutive_skips, tried),
+            "checkpoints": self.checkpoints,
+            "stop_on_signal": StopOnSignal(interruption),
+        }
+        group = build.build_callbacks(config)
+        for name in group.keys() & (first.keys() | last.keys()):
+            raise ConfigError(
+                f"callbacks.{name}: is one of the run's own callbacks, which every run has; "
+                "give yours another name"
+            )
+        self.by_name = {**first, **group, **last}
+
+
+def _save_plan(config: Config) -> SavePlan:
+    options = config.trainer
+    return SavePlan(
+        every=options.checkpoint_every,
+        minutes=options.checkpoint_minutes,
+        keep_last=options.keep_last,
+        keep_best=options.keep_best,
+        background=options.async_save,
+        on_error=options.on_save_error,
+    )

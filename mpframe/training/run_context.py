@@ -1,0 +1,32 @@
+"""What a run hands to each of its callbacks, once, before it trains."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpframe.data.loader import Loader
+from mpframe.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    from mpframe.training.callbacks.throughput import Throughput
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """A run, seen from its callbacks.
+
+    Attributes:
+        folder: the run's folder; exists, and a callback may write files into it.
+        config: the resolved options as YAML, without secrets.
+        identity: a name that no other run has; a resumed run keeps it.
+        tracker: writes to TensorBoard.
+        train: the loader of the training data, `len(train)` batches an epoch.
+        throughput: samples and seconds of the training so far.
+    """
+
+    folder: Path
+    config: str
+    identity: str
+    tracker: Tracker
+    train: Loader
+    throughput: "Throughput"
