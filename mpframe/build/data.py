@@ -3,6 +3,7 @@
 from typing import Any
 
 from mpframe.build.device import device_of
+from mpframe.build.objective import with_objective
 from mpframe.build.target import make
 from mpframe.config.schema import Config
 from mpframe.data.loader import Loader
@@ -13,7 +14,7 @@ from mpframe.training.evaluation import Metric
 
 
 def build_task(config: Config) -> Task:
-    """The dataset's samples, loss and metric."""
+    """The dataset's samples, objective and metric; the configuration's own objective instead."""
     task = make("dataset", config.dataset)
     if not isinstance(task, Task):
         raise ConfigError(
@@ -25,7 +26,7 @@ def build_task(config: Config) -> Task:
             f"dataset._target_={config.dataset['_target_']}: its metric is named loss, and "
             "val_loss is the validation loss; give the metric another name"
         )
-    return task
+    return with_objective(task, config)
 
 
 def build_loaders(config: Config, task: Task) -> tuple[Loader, Loader]:
@@ -36,6 +37,7 @@ def build_loaders(config: Config, task: Task) -> tuple[Loader, Loader]:
         "seed": config.run.seed,
         "workers": data.workers,
         "worker_timeout": data.worker_timeout,
+        "collate": task.collate,
         "pin": device_of(config.run.device).type == "cuda",
     }
     train = Loader(task.train, data.batch_size, shuffle=True, drop_last=True, **common)

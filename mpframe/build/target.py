@@ -34,6 +34,16 @@ def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
         raise UserCodeError(f"{section}: {target} raised {raised(error)}") from error
 
 
+def options_of(section: str, node: dict[str, Any]) -> dict[str, Any]:
+    """An open section's options, those with a `_target_` made, for a target that is not called.
+
+    Raises:
+        ConfigError: the target does not take these options, or one cannot be made.
+    """
+    _refuse_unknown_arguments(section, node["_target_"], node)
+    return dict(make(section, {**node, "_target_": "builtins.dict"}))
+
+
 def _refuse_unknown_arguments(section: str, target: str, node: dict[str, Any]) -> None:
     try:
         parameters = inspect.signature(found(section, target)).parameters

@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from mpframe.build.device import device_of
 from mpframe.build.model import build_model
+from mpframe.build.objective import to_device
 from mpframe.build.optimizer import build_ema, build_optimizers, build_schedule, joined
 from mpframe.build.precision import build_eval_precision, build_precision
 from mpframe.build.scaling import build_scalers
@@ -44,6 +45,8 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
     steps = max(1, plan.total_steps(batches))
     schedules = {name: build_schedule(config, own, steps, task) for name, own in optimizers.items()}
     precision = build_precision(config)
+    for objective in task.objectives.values():
+        to_device(objective, device)
     _trace(config, task, model, precision)
     masters = {name: precision.prepare(model, own)[1] for name, own in optimizers.items()}
     optimizer = joined(config, masters, task)

@@ -118,7 +118,8 @@ def _words(given: list[str]) -> set[str]:
 def _shipped(group: str) -> dict[str, Any]:
     """The targets of a group by choice, from the files of conf/."""
     files = sorted((CONF / group).glob("*.yaml"))
-    targets = {file.stem: yaml.safe_load(file.read_text()).get("_target_") for file in files}
+    nodes = {file.stem: yaml.safe_load(file.read_text()) or {} for file in files}
+    targets = {choice: node.get("_target_", "???") for choice, node in nodes.items()}
     return {choice: target for choice, target in targets.items() if target != "???"}
 
 

@@ -18,13 +18,12 @@ from mpframe.data.datasets.image_folder import image_folder
 from mpframe.data.datasets.images import ArrayImages, Images, Normalize
 from mpframe.data.loader import Loader
 from mpframe.data.metrics import RMSE, Accuracy
-from mpframe.data.task import Batch, Metric, Task, classification
+from mpframe.data.task import Metric, Task, classification
 
 __all__ = [
     "RMSE",
     "Accuracy",
     "ArrayImages",
-    "Batch",
     "Images",
     "Loader",
     "Metric",

@@ -7,14 +7,12 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from mpframe.data.fetch import Collate
 from mpframe.data.metrics import Accuracy
 from mpframe.errors import DataError
 from mpframe.objectives import Objective, Supervised
 from mpframe.objectives.supervised import Loss
 from mpframe.user_code import described, name_of
-
-Batch = tuple[Tensor, Tensor]
-"""(inputs, targets), both with the samples along dimension 0."""
 
 
 class Metric(Protocol):
@@ -44,6 +42,8 @@ class Task:
         val: map-style samples to measure on, never augmented.
         objective: objective(model, batch) -> StepOutput; several by name for several optimizers.
         metric: makes a fresh `Metric` for each validation pass.
+        collate: makes a batch, any tree of tensors, of a list of samples; None: torch's
+            default_collate.
         loss: in the place of an objective: loss(outputs, targets) -> 0-d tensor, the mean over the
             batch, for samples (input, target); short for `objective=supervised(loss)`.
 
@@ -55,6 +55,7 @@ class Task:
     val: Dataset[Any]
     objective: Objective | Mapping[str, Objective] = None  # type: ignore[assignment]
     metric: Callable[[], Metric] = None  # type: ignore[assignment]
+    collate: Collate | None = None
     loss: InitVar[Loss | None] = None
 
     def __post_init__(self, loss: Loss | None) -> None:
@@ -65,6 +66,8 @@ class Task:
                 "dataset: its Task has no objective; give it one, several by name, or a loss"
             )
         _require_callable("metric", self.metric)
+        if self.collate is not None:
+            _require_callable("collate", self.collate)
         several = isinstance(self.objective, Mapping)
         for name, own in self.objectives.items():
             _require_callable(f"objective {name}" if several else "objective", own)

@@ -3,15 +3,16 @@
     objective(model, batch) -> StepOutput(loss, outputs, targets, count)
 
 Begin with step_output.py, which holds the interface. `supervised(loss)` is for batches of inputs
-and targets, `model_loss` for models that return their own loss, and adversarial.py has the two of a
-generator and a discriminator. Whoever runs an objective (the trainer, the probe, the autopsy, the
-doctor) does so by `compute`, which checks what it gives.
+and targets (`cross_entropy` and `mse` are such), `model_loss` for models that return their own
+loss, and adversarial.py has the two of a generator and a discriminator. Whoever runs an objective
+(the trainer, the probe, the autopsy, the doctor) does so by `compute`, which checks what it gives.
 
 An objective is called inside the cast block of the run's precision. May import precision, and
 nothing that trains.
 """
 
 from mpframe.objectives.compute import compute, require_objective, samples_in
+from mpframe.objectives.losses import cross_entropy, mse
 from mpframe.objectives.model_loss import model_loss
 from mpframe.objectives.step_output import Objective, StepOutput
 from mpframe.objectives.supervised import Supervised, outside_casts, supervised
@@ -21,7 +22,9 @@ __all__ = [
     "StepOutput",
     "Supervised",
     "compute",
+    "cross_entropy",
     "model_loss",
+    "mse",
     "outside_casts",
     "require_objective",
     "samples_in",

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-Batch = tuple[Any, Any]
+Batch = Any
+"""Any tree of tensors that the run's objective takes, e.g. (inputs, targets) or a dict."""
 
 
 class Loader(Protocol):

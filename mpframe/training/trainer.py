@@ -396,7 +396,7 @@ class Trainer:
     def _on_device(self, batch: Batch) -> Batch:
         if self._device.type == "cpu":
             return batch
-        return map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)  # type: ignore[no-any-return]
+        return map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)
 
 
 def _by_name(given: Any) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class Patient:
     def batch(self) -> Batch:
         """The first batch of the first epoch, on the device."""
         first = next(self.loader.epoch(0))
-        return map_tensors(lambda tensor: tensor.to(self.device), first)  # type: ignore[no-any-return]
+        return map_tensors(lambda tensor: tensor.to(self.device), first)
 
     @cached_property
     def gradients(self) -> ExponentHistogram:
