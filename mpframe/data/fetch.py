@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
-from mpframe.data.finite import require_finite
+from mpframe.data.finite import require_finite, several
 from mpframe.data.keyed_random import keyed_state
 from mpframe.data.workers import CurrentSamples
 from mpframe.errors import DataError, MpframeError
@@ -96,7 +96,7 @@ class Fetcher(Dataset[Any]):
 
     def _whole(self, indices: list[int]) -> Any:
         self._current.note(indices[0])
-        with _blamed_on(f"samples {indices[0]} to {indices[-1]} cannot be read"):
+        with _blamed_on(f"{several(indices)} cannot be read"):
             return self._view.fetch_batch(indices)
 
     def _samples(self, indices: Sequence[int], epoch: int) -> list[Any]:
@@ -114,7 +114,7 @@ class Fetcher(Dataset[Any]):
     def _collated(self, samples: list[Any], indices: Sequence[int]) -> Any:
         if self._collate is None:
             return _stacked(samples, indices)
-        what = f"samples {indices[0]} to {indices[-1]} cannot be collated"
+        what = f"{several(indices)} cannot be collated"
         with _blamed_on(what, "fix the collate of its Task"):
             return self._collate(samples)
 
@@ -171,7 +171,7 @@ def _stacked(samples: list[Any], indices: Sequence[int]) -> Any:
     except Exception as error:  # The samples are whatever the dataset gave.
         reason = first_line(error)
         raise DataError(
-            f"dataset: samples {indices[0]} to {indices[-1]} do not stack into one batch "
+            f"dataset: {several(indices)} do not stack into one batch "
             f"({reason}); give every sample the same shapes, or give its Task a collate that "
             "makes a batch of a list of samples"
         ) from error
@@ -180,7 +180,7 @@ def _stacked(samples: list[Any], indices: Sequence[int]) -> Any:
 
 def _without_tensor(batch: Any, indices: Sequence[int]) -> str:
     return (
-        f"dataset: samples {indices[0]} to {indices[-1]} make {described(batch)}, which holds no "
+        f"dataset: {several(indices)} make {described(batch)}, which holds no "
         "tensor; return tensors, arrays or numbers, alone or in tuples, lists and dicts"
     )
 

@@ -44,6 +44,14 @@ def require_finite(
     )
 
 
+def several(indices: Sequence[int]) -> str:
+    """Words for the samples of a batch."""
+    if list(indices) == list(range(indices[0], indices[0] + len(indices))):
+        return f"samples {indices[0]} to {indices[-1]}"
+    more = f" and {len(indices) - 3} more" if len(indices) > 3 else ""
+    return f"samples {', '.join(map(str, indices[:3]))}{more}"
+
+
 def named_leaves(batch: Any) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a batch or a sample with its path; of a pair they are `inputs`, `targets`."""
     if type(batch) is tuple and len(batch) == 2:
@@ -67,7 +75,7 @@ def _in_samples(samples: Sequence[Any], indices: Sequence[int]) -> tuple[str, st
 def _by_row(tensor: Tensor, indices: Sequence[int]) -> str:
     """The bad sample, if the tensor has a row for each."""
     if tensor.shape[:1] != (len(indices),) or tensor.layout is not torch.strided:
-        return f"one of samples {indices[0]} to {indices[-1]}"
+        return f"one of {several(indices)}"
     rows = ~torch.isfinite(tensor).reshape(len(tensor), -1).all(dim=1)
     return f"sample {min(index for index, bad in zip(indices, rows, strict=True) if bad)}"
 

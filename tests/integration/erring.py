@@ -52,6 +52,8 @@ class Batches(Samples):
         """Inputs and targets of one batch."""
         inputs = torch.stack([torch.linspace(0, 1, 8) + index / 64 for index in indices])
         targets = torch.tensor([index % CLASSES for index in indices])
+        if self.fault == "words":
+            return "words"
         if self.fault == "fewer":
             return inputs, targets[1:]
         if self.fault == "one":

@@ -339,6 +339,12 @@ def test_a_collate_that_raises_is_one_line(workers: int) -> None:
     )
 
 
+def test_samples_of_a_shuffled_batch_are_listed() -> None:
+    loader = Loader(Samples(str), 5, seed=2, shuffle=True)
+    first = ", ".join(map(str, loader.batch_ids(0, 0).tolist()[:3]))
+    assert f"dataset: samples {first} and 2 more make a tuple" in error_of(loader.epoch(0))
+
+
 def test_a_batch_without_a_tensor() -> None:
     assert error_of(Loader(Samples(str), 2, shuffle=False).epoch(0)) == (
         "dataset: samples 0 to 1 make a tuple of a str, a str, which holds no tensor; return "
