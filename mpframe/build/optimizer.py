@@ -1,6 +1,7 @@
 """Optimizers, learning-rate schedules and the average of the weights."""
 
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,28 +10,83 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mpframe.build.target import found, make
-from mpframe.config.schema import Config
+from mpframe.config.schema import Config, Group, GroupOptions, PartOptions
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError
 from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.optim.ema import Ema
-from mpframe.optim.optimizer_parts import Selection, divided
+from mpframe.optim.selection import Selection, divided, grouped
 from mpframe.training.trainer import AnyOptimizer
+
+log = logging.getLogger(__name__)
 
 
 def build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
     """The optimizers by name; the only one is named ""."""
     if config.joint is None:
-        return {"": _optimizer("optimizer", config.optimizer, model.parameters())}
-    selections = {
-        name: Selection(part.options.parameters, part.options.without, part.options.ndim)
-        for name, part in config.joint.parts.items()
-    }
+        own = _with_groups(config, model) if config.groups else model.parameters()
+        return {"": _optimizer("optimizer", config.optimizer, own)}
+    selections = {name: _selection(part.options) for name, part in config.joint.parts.items()}
     parameters = divided(model, selections)
     return {
         name: _optimizer(f"optimizer.parts.{name}", part.node, parameters[name])
         for name, part in config.joint.parts.items()
     }
+
+
+def _selection(options: PartOptions | GroupOptions) -> Selection:
+    return Selection(options.parameters, options.without, options.ndim)
+
+
+def _with_groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
+    """The parameters by group, each with its name and settings; frozen ones are not among them."""
+    selections = {name: _selection(group.options) for name, group in config.groups.items()}
+    selected = grouped(model, selections)
+    groups = []
+    for name, parameters in selected.items():
+        group = config.groups.get(name)
+        settings = {} if group is None else _settings(config, name, group, parameters)
+        frozen = group is not None and group.options.frozen
+        shown = ["frozen"] if frozen else [f"{key} {value}" for key, value in settings.items()]
+        log.info("optimizer group %s", ", ".join([_counted(name, parameters), *shown]))
+        if frozen:
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+        else:
+            groups.append({"params": parameters, "name": name, **settings})
+    if not groups:
+        raise ConfigError("optimizer.groups: freeze every parameter; leave some to train")
+    return groups
+
+
+def _counted(name: str, parameters: list[nn.Parameter]) -> str:
+    return f"{name}: {len(parameters)} tensors of {sum(p.numel() for p in parameters):,} values"
+
+
+def _settings(
+    config: Config, name: str, group: Group, parameters: list[nn.Parameter]
+) -> dict[str, Any]:
+    """What the group has of its own, found good by an optimizer made with it.
+
+    torch itself takes any name and any value from a group.
+    """
+    path, settings = f"optimizer.groups.{name}", dict(group.settings)
+    if group.options.lr is not None:
+        settings["lr"] = group.options.lr
+    if group.options.lr_scale is not None:
+        if "lr" not in config.optimizer:
+            raise ConfigError(f"{path}.lr_scale: is a factor on optimizer.lr; set that, too")
+        settings["lr"] = config.optimizer["lr"] * group.options.lr_scale
+    if settings:
+        made = _optimizer(path, {**config.optimizer, **settings}, parameters)
+        for key in settings:
+            if key not in made.defaults:
+                known = ", ".join(made.defaults)
+                raise ConfigError(
+                    f"{path}.{key}={settings[key]}: is the same for all parameters; a group may "
+                    f"set {known}"
+                )
+    return settings
 
 
 def _optimizer(path: str, node: dict[str, Any], parameters: Any) -> Optimizer:

@@ -19,6 +19,8 @@ from mpframe.config.schema import (
     SECTIONS,
     Config,
     Dtype,
+    Group,
+    GroupOptions,
     Joint,
     JointOptions,
     NumericsOptions,
@@ -63,13 +65,44 @@ def check(composed: DictConfig) -> Config:
         model=_open(tree, "model"),
         dataset=_arguments("dataset", _open(tree, "dataset")),
         objective=_optional(tree, "objective"),
-        optimizer=_open(tree, "optimizer") if joint is None else optimizer,
+        optimizer=_without_groups(_open(tree, "optimizer")) if joint is None else optimizer,
+        groups=_groups(optimizer.get("groups") or {}),
         joint=joint,
         scheduler=_optional(tree, "scheduler"),
         callbacks=_named(tree, "callbacks"),
         metrics=_named(tree, "metrics"),
         flat=flatten(tree),
     )
+
+
+def _without_groups(node: Mapping[str, Any]) -> dict[str, Any]:
+    """What the optimizer is made with."""
+    return {key: value for key, value in node.items() if key != "groups"}
+
+
+def _groups(nodes: Mapping[str, Any]) -> dict[str, Group]:
+    """The groups of parameters of one optimizer; one that is null is left out."""
+    return {str(name): _group(str(name), node) for name, node in nodes.items() if node is not None}
+
+
+def _group(name: str, node: Any) -> Group:
+    path = f"optimizer.groups.{name}"
+    if not isinstance(node, dict):
+        raise ConfigError(f"{path}={_shown(node)}: must be a mapping; give it parameters")
+    if name == "default":
+        raise ConfigError(f"{path}: is the group of all other parameters; choose another name")
+    own = {f.name for f in dataclasses.fields(GroupOptions)}
+    options = _load(GroupOptions, path, {key: node[key] for key in node if key in own})
+    settings = {key: node[key] for key in node if key not in own}
+    if options.lr is not None and options.lr_scale is not None:
+        raise ConfigError(f"{path}.lr_scale={options.lr_scale}: goes without lr; give one of them")
+    given = [key for key in ("lr", "lr_scale", *settings) if node.get(key) is not None]
+    if options.frozen and given:
+        raise ConfigError(
+            f"{path}.{given[0]}={_shown(node[given[0]])}: has no meaning with frozen=true; leave "
+            "out one of them"
+        )
+    return Group(options, settings)
 
 
 def _joint(node: Mapping[str, Any]) -> Joint:

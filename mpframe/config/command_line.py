@@ -35,7 +35,7 @@ from mpframe.config.schema import OPEN, Config, use_instead
 from mpframe.errors import ConfigError, nearest
 
 _MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
-_MAPPINGS = ("ops.move", "ops.modules")
+_MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups")
 _JOBS_CHECKED = 512
 _COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
 

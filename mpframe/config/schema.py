@@ -281,6 +281,29 @@ class OptimizerOptions:
     """`optimizer`: options that belong to every optimizer, beside its own arguments."""
 
     lr: float = option(1e-3, "Learning rate.", above=0.0)
+    groups: dict[str, Any] = option({}, "Parameters with settings of their own, by a name.")
+
+
+@dataclass
+class GroupOptions:
+    """`optimizer.groups.NAME`: some of the parameters, beside any setting of the optimizer."""
+
+    parameters: list[str] = option(["*"], "Patterns of the parameter names it takes.")
+    without: list[str] = option([], "Patterns of names it leaves to later groups.")
+    ndim: int | None = option(
+        None, "Takes only tensors of so many dimensions; null: any.", unit="dimensions", low=0
+    )
+    lr: float | None = option(None, "Learning rate; null: optimizer.lr.", above=0.0)
+    lr_scale: float | None = option(None, "Factor on optimizer.lr, instead of lr.", above=0.0)
+    frozen: bool = option(False, "Its parameters are not trained.")
+
+
+@dataclass
+class Group:
+    """A checked group: its options, and its settings of the optimizer, as `weight_decay`."""
+
+    options: GroupOptions
+    settings: dict[str, Any]
 
 
 @dataclass
@@ -396,6 +419,7 @@ class Config:
     """A checked configuration. Open sections are plain mappings with their `_target_`.
 
     `joint` holds the optimizers where there are several; `optimizer` is then without `_target_`.
+    `groups` are the optimizer's groups of parameters, by name, in their order.
     `callbacks` and `metrics` hold such mappings by name, in the order of the configuration; one
     that is null is left out.
     """
@@ -411,6 +435,7 @@ class Config:
     dataset: dict[str, Any]
     objective: dict[str, Any] | None
     optimizer: dict[str, Any]
+    groups: dict[str, Group]
     joint: Joint | None
     scheduler: dict[str, Any] | None
     callbacks: dict[str, dict[str, Any]]

@@ -39,7 +39,7 @@ from mpframe.optim.gradients import (
     unscaled,
 )
 from mpframe.optim.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
-from mpframe.optim.param_group import ParamGroup
+from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult
 from mpframe.optim.verdict import Verdict, read
@@ -316,6 +316,7 @@ class MasterWeights(Optimizer):
         state = dict(state_dict)
         masters = state.pop("masters", [None for _ in self._masters])
         self._masters.check_listed(masters)
+        refuse_other_groups(state, self.optimizer.param_groups)
         try:
             self.optimizer.load_state_dict(state)
         except ValueError as error:

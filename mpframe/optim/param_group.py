@@ -1,11 +1,11 @@
 """A group of parameters, as those see it who set its learning rate or clip its gradients."""
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
 
-from mpframe.errors import ConfigError
+from mpframe.errors import CheckpointError, ConfigError
 
 
 class ParamGroup(MutableMapping[str, Any]):
@@ -39,6 +39,26 @@ class ParamGroup(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+
+def refuse_other_groups(saved: Mapping[str, Any], own: list[dict[str, Any]]) -> None:
+    """Refuse the saved state of an optimizer whose groups have other names; some have none.
+
+    torch compares their sizes alone, and would give one group the settings of another.
+
+    Raises:
+        CheckpointError: the names differ, or their order.
+    """
+    then, now = _names(saved.get("param_groups", ())), _names(own)
+    if then != now:
+        raise CheckpointError(
+            f"optimizer.groups: the checkpoint has {', '.join(then) or 'none'}, this run "
+            f"{', '.join(now) or 'none'}; resume with the groups it was made with"
+        )
+
+
+def _names(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [str(group["name"]) for group in groups if "name" in group]
 
 
 def _refuse_params(key: str) -> None:

@@ -4,12 +4,14 @@ Each is stepped once after every optimizer step that was not skipped. torch's `R
 stepped once after every validation, with the metric where that has a direction, else with the loss.
 """
 
+import math
 from collections.abc import Iterable
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
+    LambdaLR,
     LinearLR,
     LRScheduler,
     OneCycleLR,
@@ -33,7 +35,7 @@ def warmup_cosine(
         optimizer: whose groups are scheduled.
         total_steps: planned optimizer steps, >= 1.
         warmup: share of the steps spent rising, 0 to 1.
-        min_factor: the last learning rate as a fraction of the first group's, 0 to 1.
+        min_factor: the last learning rate of each group as a fraction of its own, 0 to 1.
 
     Raises:
         ConfigError: a share or fraction out of its range.
@@ -42,13 +44,23 @@ def warmup_cosine(
         if not 0.0 <= value <= 1.0:
             raise ConfigError(f"scheduler.{option}={value}: must be a fraction >= 0 and <= 1")
     rising = int(total_steps * warmup)
-    lowest = min_factor * float(optimizer.param_groups[0]["lr"])
     falling = max(1, total_steps - rising)
     if rising < 1:
-        return CosineAnnealingLR(optimizer, T_max=falling, eta_min=lowest)
+        return _cosine(optimizer, falling, min_factor)
     rise = LinearLR(optimizer, start_factor=1.0 / (rising + 1), total_iters=rising)
-    fall = CosineAnnealingLR(optimizer, T_max=falling, eta_min=lowest)
+    fall = _cosine(optimizer, falling, min_factor)
     return SequentialLR(optimizer, [rise, fall], milestones=[rising])
+
+
+def _cosine(optimizer: Optimizer, steps: int, min_factor: float) -> LRScheduler:
+    """Half a cosine from each group's learning rate down to a fraction of it."""
+    if not min_factor:
+        return CosineAnnealingLR(optimizer, T_max=steps)
+
+    def factor(step: int) -> float:
+        return min_factor + (1 - min_factor) * (1 + math.cos(math.pi * step / steps)) / 2
+
+    return LambdaLR(optimizer, factor)  # torch's own falls to one rate for all groups.
 
 
 def refuse_overrun(schedules: Iterable[LRScheduler], steps: int) -> None:

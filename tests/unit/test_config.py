@@ -17,6 +17,7 @@ from mpframe.config.options_page import options_page
 from mpframe.config.schema import (
     SECTIONS,
     Config,
+    GroupOptions,
     JointOptions,
     PartOptions,
     Range,
@@ -79,7 +80,7 @@ def test_a_scaling_file_states_every_argument_of_its_class(name: str) -> None:
 
 
 def test_every_option_has_a_sentence_and_a_default_within_its_range() -> None:
-    sections: list[Any] = [*SECTIONS.values(), JointOptions, PartOptions]
+    sections: list[Any] = [*SECTIONS.values(), GroupOptions, JointOptions, PartOptions]
     for section in sections:
         for option in dataclasses.fields(section):
             assert option.metadata["sentence"].endswith("."), option.name
@@ -100,7 +101,8 @@ WATCH = {
 ACT = {
     *("device", "init_from", "init_from_except", "seed"),
     *("dtype.compute", "dtype.half", "dtype.master_weights", "dtype.mode"),
-    *("ops.allow", "ops.deny", "ops.infer", "ops.modules", "ops.move", "optimizer.lr"),
+    *("ops.allow", "ops.deny", "ops.infer", "ops.modules", "ops.move"),
+    *("optimizer.groups", "optimizer.lr"),
     *("dataset.batch_size", "dataset.worker_timeout", "dataset.workers"),
     *(
         f"trainer.{name}"
@@ -118,7 +120,7 @@ def test_every_option_is_known_to_watch_or_to_act() -> None:
     assert known_paths() == WATCH | ACT
     assert not [
         option.name
-        for section in (JointOptions, PartOptions)
+        for section in (GroupOptions, JointOptions, PartOptions)
         for option in dataclasses.fields(section)
         if option.metadata["watches"]
     ]

@@ -49,3 +49,17 @@ def test_onecycle_peaks_at_the_learning_rate() -> None:
     assert seen.index(max(seen)) in (29, 30)
     assert seen[0] < 0.05
     assert seen[-1] < 0.01
+
+
+@pytest.mark.parametrize("make", [warmup_cosine, onecycle])
+def test_groups_keep_their_ratio(make: object) -> None:
+    groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.5, 0.05)]
+    optimizer = torch.optim.SGD(groups)
+    floor = {"min_factor": 0.2} if make is warmup_cosine else {}
+    schedule = make(optimizer, total_steps=20, **floor)  # type: ignore[operator]
+    for _ in range(20):
+        first, second = (group["lr"] for group in optimizer.param_groups)
+        # Each is a few float64 products away from its base rate: far fewer than 100 roundings.
+        assert second == pytest.approx(0.1 * first, rel=100 * 2.0**-53)
+        optimizer.step()
+        schedule.step()

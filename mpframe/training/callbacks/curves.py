@@ -71,6 +71,9 @@ class Curves(Callback):
             Tag.SKIPPED_TOTAL: trainer.progress.skipped,
             Tag.PEAK_BYTES: peak_memory(),
         }
+        for group in trainer.optimizer.param_groups:
+            if "name" in group:
+                values[Tag.LR.of(group["name"])] = group["lr"]
         if result.loss is not None:
             values[Tag.LOSS_TRAIN] = result.loss
         for name, part in (result.parts or {}).items():

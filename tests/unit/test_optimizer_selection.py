@@ -10,7 +10,7 @@ from mpframe.config.command_line import checked
 from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
 from mpframe.models import mlp
-from mpframe.optim.optimizer_parts import Selection, divided
+from mpframe.optim.selection import Selection, divided
 
 
 def names(model: nn.Module, parts: dict[str, list[nn.Parameter]]) -> dict[str, list[str]]:
