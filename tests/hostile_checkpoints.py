@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mpframe.checkpoint.digest import sha256_of
-from mpframe.checkpoint.manifest import Manifest, _seal
+from mpframe.checkpoint.manifest import Manifest, content_digest
 
 Change = Callable[[Path], None]
 
@@ -56,7 +56,7 @@ def named(name: str, size: Any = 0) -> Change:
             "files": {name: entry, **Manifest.read(folder).files},
             "facts": {},
         }
-        sealed = {"format": 2, "content": content, "sha256": _seal(2, content)}
+        sealed = {"format": 2, "content": content, "sha256": content_digest(2, content)}
         (folder / "manifest.json").write_text(json.dumps(sealed))
 
     return change

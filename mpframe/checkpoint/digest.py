@@ -1,6 +1,6 @@
 """SHA-256 of files, computed while they are written and verified piece by piece.
 
-Neither way holds a file in memory: a checkpoint may be larger than what is free.
+Neither keeps a whole file in memory: a checkpoint may be larger than the free memory.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ PIECE = 2**20  # bytes read at once
 class HashingFile:
     """Passes what is written on to a file, and digests it on the way.
 
-    After a failed write nothing more is written, and `raise_if_failed` tells why. It is not raised
-    at once: torch's writer would go on from a wrong position, and speak of that instead.
+    After a failed write nothing more is written, and `raise_if_failed` raises the error. It is not
+    raised at once: torch's writer would continue at a wrong position and report that instead.
 
     Args:
         file: open for binary writing.
@@ -43,7 +43,7 @@ class HashingFile:
         return len(content)
 
     def flush(self) -> None:
-        """Pass on what is buffered."""
+        """Flush the file."""
         self._file.flush()
 
     def raise_if_failed(self) -> None:

@@ -6,9 +6,9 @@ The values are the fp32 masters (or their averages), rounded once to the format 
 
     w = round_to_half(m),  |m| beyond the format's range -> its end
 
-so that no weight becomes inf; how many were held there is counted and said. Buffers that are
-floating are written in the same format, except in fp32, where nothing is changed but what was half;
-integer and boolean buffers are written as they are.
+so that no weight becomes inf; the number of such values is reported. Floating buffers are written
+in the same format, except that an export in fp32 changes only half buffers. Integer and boolean
+buffers are written as they are.
 """
 
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ FORMATS = {"fp32": torch.float32, "float16": torch.float16, "bfloat16": torch.bf
 
 @dataclass(frozen=True)
 class Exported:
-    """What became of the weights.
+    """Converted weights.
 
     Attributes:
         tensors: by name, in the format asked for, contiguous, each with memory of its own.
-        saturated: values held at the end of the format's range, by the name of their tensor.
+        saturated: values clamped to the format's range, by the name of their tensor.
     """
 
     tensors: dict[str, Tensor]
@@ -62,7 +62,7 @@ def converted(weights: Mapping[str, Tensor], form: str) -> Exported:
 
 
 def write(path: Path, exported: Exported, facts: Mapping[str, str]) -> None:
-    """Write a safetensors file that appears whole or not at all, and never over another.
+    """Write a safetensors file that appears whole or not at all, and never replaces another.
 
     Args:
         path: the file; must not exist.
@@ -84,12 +84,12 @@ def write(path: Path, exported: Exported, facts: Mapping[str, str]) -> None:
 
 
 def exists(path: Path) -> ConfigError:
-    """The error of an export onto a file that is there."""
+    """The error of an export to a file that exists."""
     return ConfigError(f"out={path}: exists, and nothing is overwritten; choose another file")
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """A copy in `dtype`, and how many values were held at the end of its range."""
+    """A copy in `dtype`, and how many values were clamped to its range."""
     if not tensor.is_floating_point():
         return tensor.clone(memory_format=torch.contiguous_format), 0
     limit = torch.finfo(dtype).max
@@ -102,7 +102,7 @@ def _rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
 def _refuse_unfit(name: str, tensor: Tensor) -> None:
     if tensor.is_complex() or tensor.dtype == torch.float64:
         raise CheckpointError(
-            f"{name} is {tensor.dtype}, which no format of an export holds; export fp32 weights"
+            f"{name} is {tensor.dtype}, which no export format holds; export fp32 weights"
         )
     if not bool(torch.isfinite(tensor).all()):
         raise CheckpointError(f"{name} holds nan or inf; export an older checkpoint")

@@ -1,8 +1,8 @@
-"""Whose checkpoint it is: each names its run, by a random word drawn when the run starts anew.
+"""Which run a checkpoint belongs to: each names its run by a random word, drawn at its start.
 
-A folder's checkpoints are told apart by their step alone, so those of two runs would replace and
-prune one another. A folder is one run's; what an older version saved names none, and is taken for
-the folder's own.
+A folder's checkpoints differ only in their step, so those of two runs would replace and delete each
+other. A folder belongs to one run. A checkpoint of an older version names no run, and counts as one
+of the folder's run.
 """
 
 import secrets
@@ -18,12 +18,12 @@ FACT = "run"
 
 
 def new_identity() -> str:
-    """An identity no other run has: 16 letters."""
+    """An identity that no other run has: 16 letters."""
     return secrets.token_hex(8)
 
 
 def identity_of(facts: Mapping[str, Any]) -> str | None:
-    """The identity among a checkpoint's facts; None where they name none."""
+    """The identity among a checkpoint's facts; None if they name none."""
     identity = facts.get(FACT)
     return identity if isinstance(identity, str) and identity else None
 
@@ -32,7 +32,7 @@ def refuse_mixed(folder: Path) -> None:
     """Refuse a run's folder with checkpoints of two runs.
 
     Raises:
-        CheckpointError: there are; one of each is named.
+        CheckpointError: it has; the message names one of each.
     """
     first: dict[str, Path] = {}
     for path in all_in(folder):
@@ -43,7 +43,7 @@ def refuse_mixed(folder: Path) -> None:
         one, other, *_ = first.values()
         raise CheckpointError(
             f"{folder}: holds checkpoints of two runs, {one.name} of one and {other.name} of "
-            "another; move those of one into a folder of their own"
+            "another; move those of one run to another folder"
         )
 
 
@@ -51,4 +51,4 @@ def _of(path: Path) -> str | None:
     try:
         return identity_of(Manifest.read(path).facts)
     except CheckpointError:
-        return None  # Damaged: passed over, or refused, where it is read.
+        return None  # Damaged: skipped or refused when it is read.

@@ -1,10 +1,10 @@
-"""Where checkpoints lie, and what their folders are called.
+"""The folders of checkpoints and their names.
 
-step_00001200                a checkpoint: its number is the steps tried so far
+step_00001200                a checkpoint, named after the global step
 .step_00001200.new           being written
-.step_00001200.replaced      about to make way for another of the same step
+.step_00001200.replaced      about to be replaced by another of the same step
 .step_00001200.dropped       about to be deleted
-step_00001200.set_aside      of a future the run did not take: kept, and never resumed from
+step_00001200.set_aside      newer than where the run continued: kept, never resumed from
 """
 
 import re
@@ -27,12 +27,12 @@ def step_of(path: Path) -> int:
 
 
 def hidden(path: Path, why: str) -> Path:
-    """The name under which a checkpoint's folder is not yet, or no longer, one."""
+    """The name of a checkpoint's folder while it is not yet, or no longer, complete."""
     return path.with_name(f".{path.name}.{why}")
 
 
 def newest(path: Path) -> Path:
-    """`path` itself, or its newest checkpoint where it is a run's folder that has one."""
+    """`path` itself, or its newest checkpoint if it is a run's folder that has one."""
     found = [] if (path / MANIFEST).exists() else all_in(path)
     return found[-1] if found else path
 

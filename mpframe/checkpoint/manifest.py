@@ -1,9 +1,9 @@
-"""The manifest: what a checkpoint's folder holds, sealed against change.
+"""The manifest: what a checkpoint's folder contains, with a digest of itself.
 
     {"format": 2, "content": {"files": {name: {"bytes", "sha256"}}, "facts": {...}}, "sha256": d}
 
-d is the SHA-256 of format and content as JSON with sorted keys and no spaces: a bit that flips in
-the manifest itself is found as surely as one in a file that it names.
+d is the SHA-256 of format and content as JSON with sorted keys and no spaces: it detects a flipped
+bit in the manifest itself.
 """
 
 import hashlib
@@ -25,25 +25,25 @@ _LARGEST = 2**20  # bytes; a manifest of ours has a few hundred
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint's folder holds.
+    """What a checkpoint's folder contains.
 
     Attributes:
         files: by name, size in `bytes` and `sha256`.
-        facts: what is told of the checkpoint beside its state, as JSON.
+        facts: what is known of the checkpoint besides its state, as JSON.
     """
 
     files: dict[str, dict[str, Any]]
     facts: dict[str, Any]
 
     def text(self) -> str:
-        """The manifest as its file holds it."""
+        """The content of the manifest's file."""
         content = {"files": self.files, "facts": self.facts}
-        sealed = {"format": FORMAT, "content": content, "sha256": _seal(FORMAT, content)}
+        sealed = {"format": FORMAT, "content": content, "sha256": content_digest(FORMAT, content)}
         return json.dumps(sealed, indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The manifest of a checkpoint's folder; its files are not looked at.
+        """The manifest of a checkpoint's folder; its files are not read.
 
         Raises:
             CheckpointError: there is none, it is damaged, or of another format.
@@ -73,12 +73,12 @@ class Manifest:
                 f"{path.parent}: format {stored}, this version reads {FORMAT}; "
                 "use the version of mpframe that wrote it"
             )
-        if digest != _seal(version, content):
+        if digest != content_digest(version, content):
             raise CheckpointError(f"{path}: damaged, its digest differs; use an older one")
         return cls(files, facts)
 
     def verify(self, folder: Path) -> None:
-        """Hold every file against its size and digest.
+        """Compare every file with its size and digest.
 
         Raises:
             CheckpointError: one is missing or differs.
@@ -91,13 +91,13 @@ def _verify(path: Path, expected: dict[str, Any]) -> None:
     try:
         with open_regular(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-        whole = size == expected["bytes"]
-        same = whole and sha256_of(path) == expected["sha256"]
+        complete = size == expected["bytes"]
+        same = complete and sha256_of(path) == expected["sha256"]
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); use an older one"
         ) from None
-    if not whole:
+    if not complete:
         raise CheckpointError(
             f"{path}: damaged, {size} bytes instead of {expected['bytes']}; use an older one"
         )
@@ -106,7 +106,7 @@ def _verify(path: Path, expected: dict[str, Any]) -> None:
 
 
 def _inside(name: str, path: Path) -> str:
-    """A file's name as the manifest has it: one of its own folder."""
+    """A file's name from the manifest, if the file is in its folder."""
     if name in ("", ".", "..") or not set(name).isdisjoint("/\\\0"):
         raise CheckpointError(
             f"{path}: damaged, it names {name!r:.80}, which is no file of its folder; "
@@ -115,6 +115,7 @@ def _inside(name: str, path: Path) -> str:
     return name
 
 
-def _seal(version: int, content: Any) -> str:
+def content_digest(version: int, content: Any) -> str:
+    """The SHA-256 of a manifest's format and content, in hexadecimal."""
     text = json.dumps([version, content], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -8,7 +8,7 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """Where torch's generators (CPU and every CUDA device), numpy's and python's stand."""
+    """The states of torch's generators (CPU and every CUDA device), numpy's and python's."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -19,7 +19,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put the random generators where `rng_state` found them, on the devices there are."""
+    """Set the random generators to what `rng_state` returned, on the available devices."""
     torch.set_rng_state(state["torch"])
     for number, cuda in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(cuda, number)

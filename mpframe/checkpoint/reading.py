@@ -1,6 +1,6 @@
 """Reads a checkpoint: digests first, and never any code.
 
-torch.load lets a flipped bit pass, so every file is held against the manifest before it is opened.
+torch.load does not notice a flipped bit, so every file is compared with the manifest first.
 """
 
 import pickle
@@ -13,7 +13,7 @@ from mpframe.checkpoint.identity import refuse_mixed
 from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, newest, step_of
 from mpframe.checkpoint.manifest import Manifest
 from mpframe.checkpoint.snapshot import Snapshot
-from mpframe.checkpoint.untrusted import damaged_if_raising, refuse_bomb, refuse_hollow
+from mpframe.checkpoint.untrusted import damaged_if_raising, refuse_bomb, refuse_oversized
 from mpframe.errors import CheckpointError
 from mpframe.files.plain_file import read_regular
 
@@ -60,5 +60,5 @@ def _state(path: Path) -> dict[str, Any]:
             ) from None
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a run's state")
-        refuse_hollow(path, state)
+        refuse_oversized(path, state)
     return state

@@ -1,7 +1,7 @@
-"""Which checkpoints of a run stay: the newest ones, and the best ones by validation.
+"""Which checkpoints of a run are kept: the newest ones, and the best ones by validation.
 
-Nothing goes before a newer one is durable, and a folder that goes is first renamed, so that what a
-crash leaves half-deleted never looks like a checkpoint.
+None is deleted before a newer one is durable. A folder is renamed before it is deleted, so that a
+half-deleted one never looks like a checkpoint after a crash.
 """
 
 import math
@@ -19,8 +19,8 @@ def prune(folder: Path, keep_last: int, keep_best: int) -> None:
 
     Args:
         folder: the run's folder.
-        keep_last: how many of the newest stay, >= 1.
-        keep_best: how many of the best by their validation stay besides, >= 0.
+        keep_last: how many of the newest to keep, >= 1.
+        keep_best: how many of the best by validation to keep as well, >= 0.
 
     Raises:
         OSError: one could not be deleted.
@@ -35,7 +35,7 @@ def prune(folder: Path, keep_last: int, keep_best: int) -> None:
 
 
 def best_in(folder: Path, count: int) -> list[Path]:
-    """The checkpoints with the best validation, the best first; of equals the older one."""
+    """The checkpoints with the best validation, the best first; of equal ones the older."""
     if count == 0:
         return []
     ranked = [(rank, path) for path in all_in(folder) if (rank := _rank_of(path)) is not None]
@@ -43,13 +43,13 @@ def best_in(folder: Path, count: int) -> list[Path]:
 
 
 def rank_to_beat(folder: Path, count: int) -> float:
-    """The worst rank among the `count` best checkpoints; inf where there are fewer."""
+    """The worst rank among the `count` best checkpoints; inf if there are fewer."""
     best = best_in(folder, count)
     return math.inf if len(best) < count else _rank_of(best[-1]) or 0.0
 
 
 def rank(validation: dict[str, Any]) -> float | None:
-    """A number that is lower for a better validation; None where its value is not finite."""
+    """A number that is lower for a better validation; None if its value is not finite."""
     if validation["value"] is None:
         return None
     value = float(validation["value"])
@@ -57,13 +57,13 @@ def rank(validation: dict[str, Any]) -> float | None:
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
-    """Put checkpoints newer than `step` out of the way of a run that goes on from there.
+    """Set aside the checkpoints newer than `step`, from which a run continues.
 
-    They are bad, or belong to a future the run now takes otherwise: they must not be resumed from,
-    nor count among the newest. What was set aside before under the same name is deleted.
+    They are bad, or the run will not repeat them: nothing may resume from them, and they do not
+    count among the newest. One that was set aside before under the same name is deleted.
 
     Returns:
-        Their new places.
+        Their new paths.
     """
     moved = []
     for path in all_in(folder):
@@ -75,7 +75,7 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
 
 
 def tidy(folder: Path) -> None:
-    """Clear away what a killed run left half-written or half-deleted.
+    """Remove what a killed run left half-written or half-deleted.
 
     Only the process that holds the run's lock may do so.
     """
@@ -90,7 +90,7 @@ def tidy(folder: Path) -> None:
 
 
 def _rank_of(path: Path) -> float | None:
-    """The rank of a checkpoint; None where it was not validated or cannot be read."""
+    """The rank of a checkpoint; None if it was not validated or cannot be read."""
     try:
         validation = Manifest.read(path).facts.get("validation")
         return None if validation is None else rank(validation)

@@ -4,8 +4,8 @@ A checkpoint may come from anybody: that it could be read does not mean that it 
 should. Parameters are fp32 (the masters, whatever the run's format), buffers as they are.
 
 So every dtype mode loads every other's checkpoints: it takes masters and optimizer state bit for
-bit, and the weights that it stores in half are the masters' rounding. Only the loss scale does not
-go everywhere: a mode without scaling has no use for one.
+bit, and rounds the masters to the weights that it stores in half. Only the loss scale is not taken
+everywhere: a mode without scaling has no use for one.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -27,12 +27,12 @@ def weights_of(state: Mapping[str, Any], kind: str, path: Path) -> dict[str, Ten
 
     Args:
         state: what `checkpoint.load` returned.
-        kind: `trained`, or `ema` for the averages in the place of the parameters they are of.
+        kind: `trained`, or `ema` for the averages instead of their parameters.
         path: the checkpoint, for messages.
 
     Raises:
         ConfigError: an unknown kind.
-        CheckpointError: the state holds no such weights.
+        CheckpointError: the state has no such weights.
     """
     if kind not in KINDS:
         raise ConfigError(f"weights={kind}: choose {' or '.join(KINDS)}")
@@ -41,7 +41,7 @@ def weights_of(state: Mapping[str, Any], kind: str, path: Path) -> dict[str, Ten
         return weights
     averages = averages_of(state, path)
     if not averages.keys() <= weights.keys():
-        raise CheckpointError(f"{path}: its averages are not of its weights; use another one")
+        raise CheckpointError(f"{path}: its averages do not belong to its weights; use another one")
     return {**weights, **averages}
 
 
@@ -62,16 +62,16 @@ def averages_of(state: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
 def fitted(
     saved: Mapping[str, Tensor], own: Mapping[str, Tensor], left_out: Sequence[str], source: str
 ) -> dict[str, Tensor]:
-    """The saved weights for a model whose own are `own`, but for those that are to differ.
+    """The saved weights for a model with the weights `own`, except those that may differ.
 
     Args:
         saved: the checkpoint's, by name.
-        own: the model's; where a name is left out, its own value stays.
+        own: the model's; a left-out name keeps this value.
         left_out: name patterns as in `head.*`.
         source: the value of `init_from`, for messages.
 
     Raises:
-        ConfigError: a pattern matches no name, or nothing is left.
+        ConfigError: a pattern matches no name, or no weight is left.
         CheckpointError: names are missing or unexpected, or shapes differ; all are listed.
     """
     _refuse_idle(left_out, {*saved, *own})
@@ -99,27 +99,29 @@ def fitted(
 
 
 def rounding(model: nn.Module, weights: Mapping[str, Tensor]) -> str:
-    """A clause on the weights of `model` that are half, and so the rounding of `weights`."""
+    """A clause about the half weights of `model`, which are rounded from `weights`."""
     half = {name: p.dtype for name, p in model.named_parameters() if p.dtype in HALF}
     if not half:
         return "no parameter is rounded"
-    held = sum(int((weights[n].abs() > torch.finfo(dtype).max).sum()) for n, dtype in half.items())
+    clamped = sum(
+        int((weights[n].abs() > torch.finfo(dtype).max).sum()) for n, dtype in half.items()
+    )
     formats = " and ".join(sorted({dtype_name(dtype) for dtype in half.values()}))
-    beyond = f", {held} values beyond its range held at its end" if held else ""
+    beyond = f", {clamped} values beyond its range clamped to it" if clamped else ""
     return f"{len(half)} parameters are rounded to {formats}{beyond}"
 
 
 def conversion(before: str, now: str, rounded: str, scaled: tuple[bool, bool]) -> str:
-    """The line that says what became of a checkpoint of another precision.
+    """The line that says how a checkpoint of another precision was loaded.
 
     Args:
         before, now: the precisions, e.g. `fp32` and `mixed(float16)`.
-        rounded: what `rounding` said.
-        scaled: whether the loss was scaled then, and is now.
+        rounded: what `rounding` returned.
+        scaled: whether the loss was scaled before, and is now.
     """
     scale = {
         (True, False): "; its loss scale is not used",
-        (False, True): "; the loss scale starts anew",
+        (False, True): "; the loss scale starts at its initial value",
     }.get(scaled, "")
     return (
         f"checkpoint of {before} taken into {now}: masters and optimizer state as they were, "
@@ -128,7 +130,7 @@ def conversion(before: str, now: str, rounded: str, scaled: tuple[bool, bool]) -
 
 
 def steps_tried(state: Mapping[str, Any], path: Path) -> int:
-    """Steps the run had tried when it was saved: the x of its curves.
+    """The global step at which the run was saved: the x of its curves.
 
     Raises:
         CheckpointError: the state does not say.

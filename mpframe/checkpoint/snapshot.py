@@ -1,4 +1,4 @@
-"""What one checkpoint is made of, and a copy of it that the run can no longer change."""
+"""What a checkpoint contains, and a copy of it that the run can no longer change."""
 
 import copy
 from dataclasses import dataclass, field, replace
@@ -12,10 +12,10 @@ class Snapshot:
     """A run between two steps.
 
     Attributes:
-        global_step: steps tried so far; names the checkpoint.
+        global_step: names the checkpoint.
         state: tensors, numbers, strings, and lists, tuples and dicts of them.
         config: the resolved options as YAML.
-        facts: what can be told without reading the state, as JSON: `validation`, `made_on`, `run`.
+        facts: what can be read without the state, as JSON: `validation`, `made_on`, `run`.
     """
 
     global_step: int
@@ -24,12 +24,12 @@ class Snapshot:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def detached(self) -> Self:
-        """The same with every tensor copied to the CPU: training may go on while it is written."""
+        """The same with every tensor copied to the CPU: training may continue."""
         return replace(self, state=_copied(self.state, {}))
 
 
 def _copied(value: Any, copies: dict[Any, Tensor]) -> Any:
-    """A deep copy; tensors that are one in memory stay one, so tied weights cost no more."""
+    """A deep copy; tensors that share memory still do, so tied weights take no more."""
     if isinstance(value, Tensor):
         place = (value.data_ptr(), value.dtype, value.device, value.shape, value.stride())
         if value.data_ptr() == 0 or place not in copies:

@@ -29,8 +29,8 @@ def refuse_bomb(path: Path) -> None:
     """Refuse a state file that is not as torch writes it, before anything of it is unpacked.
 
     Raises:
-        CheckpointError: an archive with entries that are compressed, overlap, or are named as if to
-            leave their folder, or with a pickle that would take minutes.
+        CheckpointError: an archive with entries that are compressed, overlap, or have names that
+            leave its folder, or with a pickle that would take minutes.
         Exception: not an archive; whatever zipfile raises.
     """
     with zipfile.ZipFile(path) as archive:
@@ -49,15 +49,15 @@ def refuse_bomb(path: Path) -> None:
         )
 
 
-def refuse_hollow(path: Path, state: Any) -> None:
-    """Refuse a state with more to it than its file has: in a tensor, or in lists held many times.
+def refuse_oversized(path: Path, state: Any) -> None:
+    """Refuse a state that is larger than its file: by a tensor, or by lists that repeat.
 
     Raises:
         CheckpointError: a tensor claims more bytes than the whole file has, or lists and dicts are
-            nested without end or unfold to millions.
+            nested without end or expand to millions.
     """
-    if _unfolded(state, {}) > _MOST_VALUES:
-        raise CheckpointError(f"{path}: refused, nested so that it unfolds to millions of values")
+    if _expanded(state, {}) > _MOST_VALUES:
+        raise CheckpointError(f"{path}: refused, nested so that it expands to millions of values")
     size = path.stat().st_size
     for tensor in _tensors(state):
         if tensor.numel() * tensor.element_size() > size:
@@ -94,20 +94,20 @@ def _is_odd(entry: zipfile.ZipInfo) -> bool:
     return entry.compress_type != zipfile.ZIP_STORED or leaves
 
 
-def _unfolded(value: Any, known: dict[int, int], depth: int = 0) -> int:
-    """How many values there are where what is held twice counts twice; endless is too many."""
+def _expanded(value: Any, known: dict[int, int], depth: int = 0) -> int:
+    """How many values there are if what occurs twice counts twice; endless is too many."""
     if not isinstance(value, dict | list | tuple | set):
         return 1
     if depth > _DEEPEST:
         return _MOST_VALUES + 1
     if id(value) not in known:
-        held = [*value, *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_unfolded(one, known, depth + 1) for one in held)
+        members = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_expanded(one, known, depth + 1) for one in members)
     return known[id(value)]
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    """Every tensor in a state, however deep it is nested and whether or not it holds itself."""
+    """Every tensor in a state, at any depth, also if the state contains itself."""
     waiting, seen = [state], set()
     while waiting:
         value = waiting.pop()

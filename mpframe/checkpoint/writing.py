@@ -1,7 +1,7 @@
-"""Writes a checkpoint beside its place, waits for the disk, and renames it.
+"""Writes a checkpoint under a hidden name, waits for the disk, and renames it.
 
-A kill, a full disk or a power cut at any moment leaves the older checkpoints whole, and of the new
-one either all or nothing.
+After a kill, a full disk or a power cut at any moment the older checkpoints are complete, and the
+new one is complete or absent.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: it could not be written, or could not be loaded again; the older ones are
-            whole.
+        CheckpointError: it could not be written, or not be loaded again; the older ones are
+            complete.
     """
     return save_as(path_of(folder, snapshot.global_step), snapshot)
 
@@ -72,22 +72,22 @@ class Background:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._under_way: Future[None] | None = None
+        self._pending: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Start `work`, after waiting for what is under way.
+        """Start `work`, after waiting for the work before.
 
         Raises:
-            Exception: what the work before raised; then `work` is not started.
+            Exception: what the work before raised; `work` is then not started.
         """
         self.wait()
-        self._under_way = self._threads.submit(work)
+        self._pending = self._threads.submit(work)
 
     def wait(self) -> None:
-        """Wait for what is under way, and raise what it raised."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        """Wait for the work to end, and raise what it raised."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def close(self) -> None:
         """Wait, raise, and end the thread."""
@@ -120,7 +120,7 @@ def _write(folder: Path, snapshot: Snapshot) -> None:
 
 
 def _refuse_unreadable(path: Path) -> None:
-    """A state that could never be loaded is found now, not when it is needed."""
+    """Refuse a state that cannot be loaded now, not when it is needed."""
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # Reads no tensor.
     except pickle.UnpicklingError as error:
@@ -132,7 +132,7 @@ def _refuse_unreadable(path: Path) -> None:
 
 
 def _written(path: Path, write: Callable[[Any], object]) -> dict[str, Any]:
-    """Write a file through to the disk; its size and digest, from what was meant to be written."""
+    """Write a file to the disk; its size and digest, computed from what is passed to it."""
     with path.open("wb") as file:
         hashing = HashingFile(file)
         write(hashing)

@@ -14,7 +14,7 @@ from mpframe.checkpoint.saved_weights import fitted, weights_of
 from mpframe.config.command_line import jobs
 from mpframe.config.schema import Config
 from mpframe.errors import ConfigError, one_line_exit
-from mpframe.numerics.doctor import Finding, Patient, Severity, examine
+from mpframe.numerics.doctor import Finding, Severity, Subject, examine
 from mpframe.training.trainer import Trainer
 
 
@@ -27,13 +27,13 @@ def main(arguments: list[str] | None = None) -> None:
     errors = 0
     with one_line_exit():
         for job in jobs(sys.argv[1:] if arguments is None else arguments):
-            findings = examine(patient_of(job.config, job.overrides))
+            findings = examine(subject_of(job.config, job.overrides))
             print(as_text(job.typed, findings))
             errors += any(finding.severity is Severity.ERROR for finding in findings)
     sys.exit(1 if errors else 0)
 
 
-def patient_of(config: Config, words: Sequence[str] = ()) -> Patient:
+def subject_of(config: Config, words: Sequence[str] = ()) -> Subject:
     """What the options build, before its first step.
 
     Args:
@@ -49,9 +49,9 @@ def patient_of(config: Config, words: Sequence[str] = ()) -> Patient:
     task = build.build_task(config)
     train, _ = build.build_loaders(config, task)
     trainer = build.build_trainer(config, task, len(train))
-    born_in = _take_weights(trainer, config) if config.run.init_from else None
+    trained_in = _take_weights(trainer, config) if config.run.init_from else None
     added = {word.lstrip("+").partition("=")[0] for word in words if word.startswith("+")}
-    return Patient(trainer, train, config.flat, added, born_in)
+    return Subject(trainer, train, config.flat, added, trained_in)
 
 
 def as_text(words: Sequence[str], findings: list[Finding]) -> str:

@@ -1,4 +1,4 @@
-"""Writing so that a crash meets the old content or the new one, and never a mixture.
+"""Writing so that after a crash a file has its old content or the new one, never a mixture.
 
 A file is on the disk only after fsync, and its name only after fsync of its folder.
 """
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Put `content` at `path` so that a reader or a crash meets the old content or the new one.
+    """Write a file so that a reader, or a crash, finds the old content or the new one.
 
-    A link at `path` is replaced, and what it leads to stays as it is.
+    A link at `path` is replaced; the file that it leads to is not changed.
 
     Raises:
         OSError: the folder cannot be written; `path` is as before and nothing is left behind.
@@ -31,7 +31,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def _write_atomically(path: Path, temporary: Path, content: str | bytes) -> None:
     try:
         temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # New: a link planted there is not followed.
+        with temporary.open("xb") as file:  # `x`: a link that was placed there is not followed.
             file.write(content.encode() if isinstance(content, str) else content)
             sync_file(file)
         temporary.replace(path)
@@ -41,7 +41,7 @@ def _write_atomically(path: Path, temporary: Path, content: str | bytes) -> None
 
 
 def append_whole(path: Path, piece: bytes) -> None:
-    """Append a piece to a regular file, or nothing of it; a missing file is made.
+    """Append a piece to a regular file, or nothing of it; a missing file is created.
 
     Raises:
         OSError: there is no room, or it is a link; the file is as before.
@@ -109,7 +109,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Let an OSError of the block name the file: a full disk's does not."""
+    """Let an OSError in the block name the file: that of a full disk does not."""
     try:
         yield
     except OSError as error:

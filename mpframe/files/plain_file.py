@@ -1,8 +1,8 @@
-"""Opens what lies in a folder that may come from anybody: regular files, and never through a link.
+"""Opens files in a folder that may come from anybody: regular files only, never through a link.
 
-To open a FIFO waits for its other end, a device never ends, and a link leads to any file of the
-user's, to be read or overwritten. Only the last part of a path is looked at: the links above it are
-the user's own.
+Opening a FIFO waits for its other end, a device never ends, and a link can lead to any file of the
+user, to be read or overwritten. Only the last part of a path is checked: the user made the links
+above it.
 """
 
 import errno
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows knows neither, nor FIFOs as files.
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither, and no FIFOs as files.
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 
 
@@ -26,7 +26,7 @@ def open_regular(path: Path, mode: str, *, follow: bool = False, **options: Any)
         options: of `open`.
 
     Raises:
-        OSError: it is a link or something else than a file, or cannot be opened.
+        OSError: it is a link or not a regular file, or cannot be opened.
     """
     return open(path, mode, opener=_opener(0 if follow else _NO_LINK), **options)
 
@@ -35,7 +35,7 @@ def read_regular(path: Path, most: int) -> bytes:
     """The content of a regular file of at most `most` bytes.
 
     Raises:
-        OSError: it is larger, a link or something else than a file, or cannot be read.
+        OSError: it is larger, a link or not a regular file, or cannot be read.
     """
     with open_regular(path, "rb") as file:
         content: bytes = file.read(most + 1)
@@ -60,7 +60,7 @@ def _opener(flag: int) -> Callable[[str, int], int]:
 
 def _explained(error: OSError, path: str) -> OSError:
     if error.errno == errno.ELOOP:
-        return OSError(errno.ELOOP, "A link, and none is followed", path)
-    if error.errno in (errno.ENXIO, errno.EISDIR):  # A FIFO nobody reads; a folder.
+        return OSError(errno.ELOOP, "A link, which is not followed", path)
+    if error.errno in (errno.ENXIO, errno.EISDIR):  # A FIFO without a reader; a folder.
         return OSError(errno.EINVAL, "Not a regular file", path)
     return error

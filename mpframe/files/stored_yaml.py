@@ -1,7 +1,7 @@
-"""Reads a run's stored options as plain values, for resuming, evaluating and reporting alike.
+"""Reads a run's stored options as plain values, for resuming, evaluating and reporting.
 
-They may come from anybody, and a few lines of YAML can unfold to more than the memory holds or take
-the parser hours: aliases, depth and length are bounded before anything is built.
+They may come from anybody, and a few lines of YAML can expand to more than the memory or take the
+parser hours: aliases, depth and length are limited before anything is built.
 """
 
 from pathlib import Path
@@ -17,11 +17,11 @@ _DEEPEST = 16
 
 
 def read_stored(path: Path) -> dict[str, Any]:
-    """The options a file holds; see `parsed`.
+    """The options in a file; see `parsed`.
 
     Raises:
         CheckpointError: as of `parsed`.
-        OSError: it cannot be read, is larger than a configuration, or no regular file.
+        OSError: it cannot be read, is larger than a configuration, or not a regular file.
     """
     return parsed(read_regular(path, 4 * _MOST_LETTERS).decode(errors="replace"), path)
 
@@ -34,15 +34,15 @@ def parsed(text: str, path: Path) -> dict[str, Any]:
         path: where it came from, for messages.
 
     Raises:
-        CheckpointError: it is not a configuration, or contrived to take hours or all memory.
+        CheckpointError: it is not a configuration, or made to take hours or all memory.
     """
     try:
-        contrived = _is_contrived(text)
-        tree = None if contrived else yaml.safe_load(text)
-    except Exception as error:  # Beside YAMLError what building an odd date or number raises.
+        hostile = _is_hostile(text)
+        tree = None if hostile else yaml.safe_load(text)
+    except Exception as error:  # YAMLError, and what building an odd date or number raises.
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path}: not a stored configuration ({reason:.200})") from None
-    if contrived:
+    if hostile:
         raise CheckpointError(
             f"{path}: refused, a stored configuration has no aliases, at most {_MOST_LETTERS} "
             f"letters and at most {_DEEPEST} levels"
@@ -52,8 +52,8 @@ def parsed(text: str, path: Path) -> dict[str, Any]:
     return tree
 
 
-def _is_contrived(text: str) -> bool:
-    """Whether it would take the parser hours, or unfold to more than the memory holds."""
+def _is_hostile(text: str) -> bool:
+    """Whether it would take the parser hours, or expand to more than the memory."""
     if len(text) > _MOST_LETTERS:
         return True
     depth = 0

@@ -28,7 +28,7 @@ from mpframe.errors import (
     RunInterrupted,
     UserCodeError,
 )
-from mpframe.numerics.doctor import Patient, hints_on
+from mpframe.numerics.doctor import Subject, hints_on
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.lock import RunLock
@@ -196,7 +196,7 @@ class Run:
         log.info("%s", trainer.precision.describe(trainer.model))
         for line in trainer.precision.warnings():
             log.warning("warning: %s", line)
-        for hint in hints_on(Patient(trainer, train, self.config.flat)):
+        for hint in hints_on(Subject(trainer, train, self.config.flat)):
             log.warning("%s", hint)
 
     def _describe(self, tracker: Tracker, trainer: Trainer) -> None:

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from mpframe.cli import doctor as doctor_command
-from mpframe.cli.doctor import patient_of
+from mpframe.cli.doctor import subject_of
 from mpframe.config.command_line import jobs
 from mpframe.config.locations import CONF
 from mpframe.numerics.doctor import (
     CHECKS,
     Finding,
-    Patient,
     Severity,
+    Subject,
     examine,
     hints,
     hints_on,
@@ -36,7 +36,7 @@ NET = "model._target_=planted.net"
 class Case(NamedTuple):
     """A fault: the words that plant it, those without it, and the line it gets."""
 
-    check: Callable[[Patient], Any]
+    check: Callable[[Subject], Any]
     fault: str
     sound: str
     line: str
@@ -72,7 +72,7 @@ CASES = [
          r"warning: head\.weight: small weights; in float16 100\.0% of head\.weight become 0 and 0\.0% subnormal; fix: 'ops\.modules=\{head:fp32\}'"),
     Case(weights_checks.check_small_weights, f"{NET} model.head=1e-4", NET,
          r"warning: head\.weight: small weights; in float16 0\.\d% of head\.weight become 0 and 100\.0% subnormal; .*"),
-    Case(weights_checks.check_birth, f"{NET} model.form=bfloat16", f"{NET} model.form=float16",
+    Case(weights_checks.check_training_format, f"{NET} model.form=bfloat16", f"{NET} model.form=float16",
          r"warning: head\.weight: all values are bfloat16 numbers; weights trained in bfloat16 may make activations beyond 65504, the largest float16 number; fix: dtype\.half=bfloat16"),
     Case(scaling.check_overflow, "model._target_=planted.loud model.gain=1e5", "model._target_=planted.loud",
          r"error: middle, op linear, forward pass on the first batch: its input reaches 100000 in fp32; float16 ends at 65504, 0\.\d bits below; fix: 'ops\.modules=\{middle:fp32\}'"),
@@ -139,16 +139,16 @@ CASES = [
 ]  # fmt: skip
 
 
-def patient(words: str) -> Patient:
+def subject(words: str) -> Subject:
     given = shlex.split(words)
     own = [group for group in ("model", "dataset") if f"{group}._target_=planted" in words]
     given += [*(f"{group}=own" for group in own), *(["scheduler=none"] if "dataset" in own else [])]
     (job,) = jobs(given)
-    return patient_of(job.config, job.overrides)
+    return subject_of(job.config, job.overrides)
 
 
-def found(check: Callable[[Patient], Any], words: str) -> list[Finding]:
-    return list(check(patient(words)))
+def found(check: Callable[[Subject], Any], words: str) -> list[Finding]:
+    return list(check(subject(words)))
 
 
 def planted_fault(case: Case) -> Finding:
@@ -173,17 +173,19 @@ def test_a_fault_is_one_line_and_what_it_says_to_type_mends_it(case: Case) -> No
 def test_weights_of_a_bfloat16_run_are_recognised(tmp_path: Path, start_run: Any) -> None:
     start_run(tmp_path, "experiment=digits_mlp", "dtype=mixed_bf16", "trainer.max_steps=1")
     words = f"experiment=digits_mlp init_from={tmp_path}"
-    (finding,) = found(weights_checks.check_birth, words)
+    (finding,) = found(weights_checks.check_training_format, words)
     assert str(finding) == (
         f"warning: init_from={tmp_path}: trained as mixed(bfloat16), whose activations may lie "
         "beyond 65504, the largest float16 number; fix: dtype.half=bfloat16"
     )
-    assert not found(weights_checks.check_birth, f"{words} {finding.fix[0]}")
+    assert not found(weights_checks.check_training_format, f"{words} {finding.fix[0]}")
 
 
 def test_weights_of_a_float16_run_are_not(tmp_path: Path, start_run: Any) -> None:
     start_run(tmp_path, "experiment=digits_mlp", "dtype=mixed", "trainer.max_steps=1")
-    assert not found(weights_checks.check_birth, f"experiment=digits_mlp init_from={tmp_path}")
+    assert not found(
+        weights_checks.check_training_format, f"experiment=digits_mlp init_from={tmp_path}"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp"])
@@ -192,7 +194,7 @@ def test_a_norm_without_weights_is_not_stored_in_half(dtype: str) -> None:
 
 
 def test_constant_weights_are_born_nowhere() -> None:
-    assert not found(weights_checks.check_birth, f"{NET} model.head=0")
+    assert not found(weights_checks.check_training_format, f"{NET} model.head=0")
 
 
 EXPERIMENTS = [
@@ -216,7 +218,7 @@ def test_shipped_experiments_have_no_errors(
     name: str, data: str, dtype: str, tiny_data: Path
 ) -> None:
     root = f"dataset.root={tiny_data / data}" if data else ""
-    examined = patient(f"experiment={name} device=cpu dtype={dtype} {root}")
+    examined = subject(f"experiment={name} device=cpu dtype={dtype} {root}")
     assert [str(f) for f in examine(examined) if f.severity is Severity.ERROR] == []
 
 
@@ -227,13 +229,13 @@ def test_shipped_configurations_start_without_a_hint(
 ) -> None:
     root = f"dataset.root={tiny_data / data}" if data else ""
     chosen = f"experiment={name}" if name else ""
-    started = patient(f"{chosen} device=cpu dtype={dtype} {root}")
+    started = subject(f"{chosen} device=cpu dtype={dtype} {root}")
     assert hints_on(started) == []
 
 
 @pytest.mark.parametrize("scaling", ["static", "Backoff", "LogMax"])
 def test_shipped_scalers_start_without_a_hint(scaling: str) -> None:
-    assert hints_on(patient(f"loss_scaling={scaling}")) == []
+    assert hints_on(subject(f"loss_scaling={scaling}")) == []
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp_bf16"])
@@ -266,7 +268,7 @@ def test_a_run_says_at_its_start_what_the_doctor_says(
     words = "model=mlp loss_scaling=none trainer.max_steps=1 trainer.clip_norm=1e-9"
     start_run(tmp_path, *words.split())
     said = [record.getMessage() for record in caplog.records if "fix:" in record.getMessage()]
-    assert said == [str(hint) for hint in hints_on(patient(words))]
+    assert said == [str(hint) for hint in hints_on(subject(words))]
     assert len(said) == 2
 
 
@@ -278,13 +280,13 @@ def test_the_words_typed_are_quoted(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("dtype", ["mixed", "mixed_bf16"])
 def test_a_model_stored_in_half_throughout_is_examined(dtype: str) -> None:
-    found_here = examine(patient(f"ops=none device=cpu dtype={dtype} trainer.epochs=1"))
+    found_here = examine(subject(f"ops=none device=cpu dtype={dtype} trainer.epochs=1"))
     assert found_here[0].what.startswith("stage1.norm1, stage1.norm2")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp", "mixed_bf16", "amp_bf16"])
 def test_a_module_with_parameters_of_its_own_is_examined(dtype: str) -> None:
-    found_here = examine(patient(f"model._target_=planted.Plain device=cpu dtype={dtype}"))
+    found_here = examine(subject(f"model._target_=planted.Plain device=cpu dtype={dtype}"))
     assert all(finding.severity is Severity.NOTE for finding in found_here)
 
 
@@ -292,7 +294,7 @@ def test_a_module_with_parameters_of_its_own_is_examined(dtype: str) -> None:
 @pytest.mark.parametrize("experiment", ["digits_mlp", "digits_gan"])
 def test_an_examination_changes_nothing(experiment: str, dtype: str) -> None:
     dropout = "model.dropout=0.5" if experiment == "digits_mlp" else ""
-    examined = patient(f"experiment={experiment} dtype={dtype} {dropout}")
+    examined = subject(f"experiment={experiment} dtype={dtype} {dropout}")
     trainer = examined.trainer
     state = copy.deepcopy(trainer.state_dict()["optimizer"])
     before = {name: tensor.clone() for name, tensor in trainer.weights().items()}

@@ -28,7 +28,7 @@ from time_limit import time_limit
 
 from mpframe import checkpoint
 from mpframe.checkpoint.digest import sha256_of
-from mpframe.checkpoint.manifest import Manifest, _seal
+from mpframe.checkpoint.manifest import Manifest, content_digest
 from mpframe.config.stored import config_of
 from mpframe.errors import MpframeError
 from mpframe.report import as_markdown, as_page, compared, find_runs
@@ -154,7 +154,7 @@ def test_manifests(cases: int, run: Path) -> None:
     def one(value: Any, seed: int) -> None:
         sealed = with_one_replaced(whole, value, seed)
         if seed % 2 and "content" in sealed:
-            sealed["sha256"] = _seal(sealed.get("format"), sealed["content"])
+            sealed["sha256"] = content_digest(sealed.get("format"), sealed["content"])
         (newest / "manifest.json").write_text(json.dumps(sealed))
         with ours_alone(run.parent, run):
             checkpoint.read(run)

@@ -119,7 +119,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         saved({"trainer": {"weights": {"a": 3}}}),
         "holds no weights of a run|unknown to the model",
     ),
-    "endless": (saved({"trainer": NESTED}), "refused, nested so that it unfolds to millions"),
+    "endless": (saved({"trainer": NESTED}), "refused, nested so that it expands to millions"),
     "a list": (saved([1, 2]), "holds a list, not a run's state"),
 }
 READERS: dict[str, Callable[[Path], Any]] = {

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.numerics.autopsy.case import Case, RandomState
-from mpframe.numerics.autopsy.lost import lost_share
 from mpframe.numerics.autopsy.replay import Setting, replay
+from mpframe.numerics.autopsy.underflow import underflow_share
 from mpframe.numerics.autopsy.verdict import Kind, judge
-from mpframe.numerics.autopsy.watch import OUTSIDE, Place
+from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
 from mpframe.objectives import StepOutput, supervised
 from mpframe.precision import OpLists, Precision
 from mpframe.training.named_objective import NamedObjective
@@ -110,7 +110,7 @@ class Twice(nn.Module):
 
 
 def conv(dimensions: int, transposed: bool = False) -> nn.Module:
-    """A convolution over 16 features seen as channels and places."""
+    """A convolution over 16 features seen as channels and calls."""
     name = f"Conv{'Transpose' * transposed}{dimensions}d"
     sizes = {1: (4, 4), 2: (4, 2, 2), 3: (2, 2, 2, 2)}[dimensions]
     layer = getattr(nn, name)(sizes[0], sizes[0], 1)
@@ -208,17 +208,17 @@ FAULTS = [
 def test_a_planted_fault_is_found(fault: Fault, mode: str, compute: str) -> None:
     case = case_of(net(fault.middle()), mode, compute, **fault.options)
     verdict = judge(case)
-    finding = verdict.finding
+    culprit = verdict.culprit
     assert verdict.kind is fault.kind
-    assert finding is not None
-    place = finding.origin or finding.place
-    assert finding.direction == fault.direction
-    assert place.module == (fault.module or place.module)
+    assert culprit is not None
+    call = culprit.origin or culprit.call
+    assert culprit.direction == fault.direction
+    assert call.module == (fault.module or call.module)
     if fault.op:
-        assert place.op == fault.op
+        assert call.op == fault.op
     if fault.kind is BEYOND:
         assert verdict.proven
-        assert finding.value > finding.limit == 65504.0
+        assert culprit.value > culprit.limit == 65504.0
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
@@ -230,9 +230,9 @@ def test_a_bad_sample_is_named_by_its_index(mode: str, bad: float) -> None:
     case = case_of(net(nn.Identity()), mode, batches=[(inputs, targets)], samples=samples)
     verdict = judge(case)
     assert verdict.kind is FP32
-    assert verdict.finding is not None
-    assert (verdict.finding.direction, verdict.finding.samples) == ("data", (103,))
-    assert verdict.finding.place.op == "inputs"
+    assert verdict.culprit is not None
+    assert (verdict.culprit.direction, verdict.culprit.samples) == ("data", (103,))
+    assert verdict.culprit.call.op == "inputs"
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
@@ -243,9 +243,9 @@ def test_a_weight_that_is_nan_is_named(mode: str) -> None:
         case.optimizer.master_of(case.model[2].bias)[1] = float("nan")
     verdict = judge(case)
     assert verdict.kind is FP32
-    assert verdict.finding is not None
-    place = verdict.finding.place
-    assert (place.module, place.op, verdict.finding.direction) == ("2", "bias", "weights")
+    assert verdict.culprit is not None
+    call = verdict.culprit.call
+    assert (call.module, call.op, verdict.culprit.direction) == ("2", "bias", "weights")
 
 
 def test_samples_that_overflow_are_named() -> None:
@@ -254,9 +254,9 @@ def test_samples_that_overflow_are_named() -> None:
     case = case_of(net(nn.Linear(16, 16)), batches=[(inputs, targets)], samples=[range(50, 58)])
     verdict = judge(case)
     assert verdict.kind is BEYOND
-    assert verdict.finding is not None
-    assert verdict.finding.place.module == "0"
-    assert verdict.finding.samples == (51, 56)
+    assert verdict.culprit is not None
+    assert verdict.culprit.call.module == "0"
+    assert verdict.culprit.samples == (51, 56)
 
 
 @pytest.mark.parametrize("mode", ["mixed", "amp"])
@@ -270,7 +270,7 @@ def test_weights_that_ran_away_are_not_a_matter_of_formats(
     verdict = judge(case)
     # Who does not know what the loss was can only see large activations.
     assert verdict.kind is (BEYOND if first_loss is None else Kind.DIVERGING)
-    assert verdict.finding is not None
+    assert verdict.culprit is not None
 
 
 def test_gradients_that_overflow_in_their_sum_are_told_from_one_that_does() -> None:
@@ -278,13 +278,13 @@ def test_gradients_that_overflow_in_their_sum_are_told_from_one_that_does() -> N
     case = case_of(net(Twice(1.0)), scale=1.0)
     full = replay(case, Setting(fp32=True))
     through = {
-        place.module: sight.gave.largest for place, sight in full.passes[0].trace.backward.items()
+        call.module: seen.outputs.largest for call, seen in full.passes[0].trace.backward.items()
     }
     factor = 0.75 * 65504.0 / through["2.left"]  # in steps of 2^-10 of it, half's unit there
     verdict = judge(case_of(net(Twice(factor)), scale=1.0))
-    birth = verdict.replays[1].passes[0].trace.born("backward")[0]
-    assert birth.summed
-    assert birth.place.module == "1"
+    first = verdict.replays[1].passes[0].trace.nonfinite_in("backward")[0]
+    assert first.summed
+    assert first.call.module == "1"
     assert verdict.kind is BEYOND
 
 
@@ -317,16 +317,16 @@ class Clamped(nn.Module):
 def test_an_infinity_that_does_no_harm_is_no_fault(harmless: Callable[[], nn.Module]) -> None:
     assert judge(case_of(net(harmless()))).kind is Kind.NO_FAULT
     beyond = judge(case_of(net(nn.Sequential(harmless(), Times(1e7), nn.Linear(16, 16)))))
-    assert beyond.finding is not None
-    place = beyond.finding.origin or beyond.finding.place
-    assert (beyond.kind, place.module) == (BEYOND, "2.1")
+    assert beyond.culprit is not None
+    call = beyond.culprit.origin or beyond.culprit.call
+    assert (beyond.kind, call.module) == (BEYOND, "2.1")
 
 
 @pytest.mark.parametrize("harmless", [Masked, MaskedByAdding])
 def test_a_mask_is_not_taken_for_what_fp32_cannot_hold(harmless: Callable[[], nn.Module]) -> None:
     verdict = judge(case_of(net(nn.Sequential(harmless(), Exp(100.0)))))
-    assert verdict.finding is not None
-    assert (verdict.kind, verdict.finding.place) == (FP32, Place("2.1", "exp"))
+    assert verdict.culprit is not None
+    assert (verdict.kind, verdict.culprit.call) == (FP32, OpCall("2.1", "exp"))
 
 
 def test_the_bad_micro_batch_is_named() -> None:
@@ -334,8 +334,8 @@ def test_the_bad_micro_batch_is_named() -> None:
     good, bad = (inputs, targets), (inputs * 1e6, targets)
     verdict = judge(case_of(net(nn.Identity()), batches=[good, bad, good]))
     assert verdict.kind is BEYOND
-    assert verdict.finding is not None
-    assert verdict.finding.batch == 1
+    assert verdict.culprit is not None
+    assert verdict.culprit.batch == 1
 
 
 def test_only_the_loss_that_was_skipped_is_judged() -> None:
@@ -354,8 +354,8 @@ def test_only_the_loss_that_was_skipped_is_judged() -> None:
         return replace(base, objectives=objectives, scales={"a": 8.0, "b": 8.0}, skipped=skipped)
 
     verdict = judge(case(None))
-    assert verdict.finding is not None
-    assert (verdict.finding.place.module, verdict.finding.objective) == ("b.2", "b")
+    assert verdict.culprit is not None
+    assert (verdict.culprit.call.module, verdict.culprit.objective) == ("b.2", "b")
     assert judge(case(frozenset("a"))).kind is Kind.NO_FAULT
 
 
@@ -408,11 +408,11 @@ def test_a_quarter_of_the_gradients_may_be_lost(mode: str) -> None:
     kinds = set()
     for exponent in range(6, -14, -1):
         lower = replace(case, scales={"": 2.0**exponent})
-        lost = lost_share(replay(lower, Setting()), full)
+        underflow = underflow_share(replay(lower, Setting()), full)
         verdict = judge(lower)
-        assert verdict.lost == lost
-        assert verdict.kind is (LOW if lost > 0.25 else Kind.NO_FAULT)
-        kinds.add((verdict.kind, lost > 0))
+        assert verdict.underflow == underflow
+        assert verdict.kind is (LOW if underflow > 0.25 else Kind.NO_FAULT)
+        kinds.add((verdict.kind, underflow > 0))
     assert kinds == {(Kind.NO_FAULT, False), (Kind.NO_FAULT, True), (LOW, True)}
 
 
@@ -420,7 +420,7 @@ def test_a_quarter_of_the_gradients_may_be_lost(mode: str) -> None:
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_a_step_without_fault_is_called_so(mode: str, compute: str, half: str) -> None:
     verdict = judge(case_of(net(nn.Dropout(0.5)), mode, compute, half))
-    assert (verdict.kind, verdict.finding) == (Kind.NO_FAULT, None)
+    assert (verdict.kind, verdict.culprit) == (Kind.NO_FAULT, None)
 
 
 def test_a_step_of_an_fp32_run_with_nothing_wrong() -> None:

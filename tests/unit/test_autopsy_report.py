@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from mpframe.numerics.autopsy.case import Case
+from mpframe.numerics.autopsy.culprit import Culprit
 from mpframe.numerics.autopsy.evidence import Evidence
-from mpframe.numerics.autopsy.findings import Finding
 from mpframe.numerics.autopsy.replay import Pass, Replay, Setting
 from mpframe.numerics.autopsy.report import Report, report_on
 from mpframe.numerics.autopsy.verdict import Kind, Verdict
-from mpframe.numerics.autopsy.watch import Place, Trace
+from mpframe.numerics.autopsy.watch import OpCall, Trace
 from mpframe.objectives import supervised
 from mpframe.precision import Precision
 from mpframe.training.named_objective import NamedObjective
 
-FOUND = Finding(Place("0", "linear"), "forward", 1e5, "result", 65504.0, "float16")
+FOUND = Culprit(OpCall("0", "linear"), "forward", 1e5, "result", 65504.0, "float16")
 STEP = Evidence(
     12, "the loss is nan", [], [range(100, 120)], 2, 5, {"": 1024.0}, {"": 1.0}, "Backoff"
 )
@@ -32,7 +32,7 @@ def report(kind: Kind, scaling: str = "Backoff", floor: float = 1.0, **more: obj
     objective = NamedObjective("", supervised(nn.MSELoss()))
     case = Case(model, masters, precision, [objective], [], {"": 1024.0}, {"": floor}, scaling)
     replays = (Replay(Setting(fp32=True), [Pass(0, "", 1.0, 1e7, Trace(), True)]),)
-    arguments: dict[str, object] = {"finding": FOUND, "replays": replays, **more}
+    arguments: dict[str, object] = {"culprit": FOUND, "replays": replays, **more}
     verdict = Verdict(kind, **arguments)  # type: ignore[arg-type]
     return report_on(verdict, case, replace(STEP, first_loss=2.0))
 
@@ -72,9 +72,11 @@ def test_a_scale_that_is_too_high(scaling: str, floor: float, said: str) -> None
     ],
 )
 def test_a_scale_that_is_too_low(scaling: str, said: str) -> None:
-    made = report(Kind.UNDERFLOW, scaling, octaves=3, lost=0.9, lost_then=0.02, proven=True)
+    made = report(
+        Kind.UNDERFLOW, scaling, octaves=3, underflow=0.9, underflow_then=0.02, proven=True
+    )
     assert advice(made).startswith(said)
-    assert "90% of all gradients lie below" in dict(made.facts)["value"]
+    assert "90% of all gradients are below it" in dict(made.facts)["value"]
 
 
 def test_a_remedy_that_does_not_help_is_not_sold_as_one() -> None:
@@ -86,16 +88,16 @@ def test_a_remedy_that_does_not_help_is_not_sold_as_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("direction", "place", "said"),
+    ("direction", "call", "said"),
     [
-        ("data", Place("", "inputs"), "correct or remove the samples"),
-        ("weights", Place("0", "bias"), "start from a checkpoint whose weights are finite"),
-        ("forward", Place("0", "linear"), "no format helps: lower optimizer.lr"),
+        ("data", OpCall("", "inputs"), "correct or remove the samples"),
+        ("weights", OpCall("0", "bias"), "start from a checkpoint whose weights are finite"),
+        ("forward", OpCall("0", "linear"), "no format helps: lower optimizer.lr"),
     ],
 )
-def test_what_fp32_cannot_hold_either(direction: str, place: Place, said: str) -> None:
-    finding = replace(FOUND, direction=direction, place=place, value=math.nan, samples=(103, 104))
-    made = report(Kind.NOT_FINITE_IN_FP32, finding=finding)
+def test_what_fp32_cannot_hold_either(direction: str, call: OpCall, said: str) -> None:
+    culprit = replace(FOUND, direction=direction, call=call, value=math.nan, samples=(103, 104))
+    made = report(Kind.NOT_FINITE_IN_FP32, culprit=culprit)
     assert advice(made).startswith(said)
     assert dict(made.facts)["samples"] == "103, 104 (2 of 20), epoch 2, batch 5"
 

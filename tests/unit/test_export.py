@@ -95,8 +95,8 @@ def test_tied_and_sliced_weights_are_written_each_for_itself(tmp_path: Path) -> 
     [
         (torch.tensor([1.0, torch.nan]), "w holds nan or inf; export an older checkpoint"),
         (torch.tensor([torch.inf]), "w holds nan or inf"),
-        (torch.ones(1, dtype=torch.complex64), "w is torch.complex64, which no format"),
-        (torch.ones(1, dtype=torch.float64), "w is torch.float64, which no format"),
+        (torch.ones(1, dtype=torch.complex64), "w is torch.complex64, which no export format"),
+        (torch.ones(1, dtype=torch.float64), "w is torch.float64, which no export format"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(tensor: Tensor, text: str) -> None:
@@ -204,7 +204,7 @@ GOOD = {"weights": {"a": torch.ones(2)}, "ema": None, "progress": {"steps": 1, "
         ({"trainer": {"weights": {"a": 3}}}, "trained", "holds no weights of a run"),
         ({"trainer": {"weights": {3: torch.ones(1)}}}, "trained", "holds no weights of a run"),
         ({"trainer": GOOD}, "ema", "holds no averages, trainer.ema_decay was off"),
-        ({"trainer": {**GOOD, "ema": {"b": torch.ones(2)}}}, "ema", "not of its weights"),
+        ({"trainer": {**GOOD, "ema": {"b": torch.ones(2)}}}, "ema", "do not belong to its weights"),
         ({"trainer": {**GOOD, "ema": [torch.ones(2)]}}, "ema", "holds no ema of a run"),
     ],
 )

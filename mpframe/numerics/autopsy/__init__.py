@@ -1,11 +1,13 @@
-"""The autopsy: why a step failed, found by running it again.
+"""The autopsy: replays a failed step to find out why it failed.
 
-callback    notices that a run is in trouble
-evidence    what is saved of the failing step, and read back
-case        the step, ready to be run again
-replay      runs it: as it was, at other scales, with more in fp32, all in fp32
-watch       sees every op of a replay, forward and backward
-findings    the first place out of range; lost: what falls out at the small end
-verdict     one of six, and a remedy that was tried
-report      says so
+    callback    notices a failed step during a run
+    evidence    saves the step, and reads it back; plain_batch: its batches without classes
+    case        the step, ready to be replayed
+    replay      replays it: as it was, at other scales, with more in fp32, all in fp32
+    watch       observes every op of a replay, forward and backward; magnitudes: as few numbers
+    culprit     where a value first left the range; underflow: gradients below the normal range
+    verdict     one of six, with a remedy that was tried
+    report      puts the verdict into words
+
+Begin with verdict.py.
 """

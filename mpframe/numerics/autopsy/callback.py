@@ -1,13 +1,13 @@
-"""The autopsy of a run in trouble: evidence, replays, a verdict, a report.
+"""The autopsy during a run: evidence, replays, a verdict, a report.
 
-A step is looked into where
+A step is examined if
 
     its loss is not finite
-    it was skipped at the scaler's floor, or without a scaler: no lower scale will come
+    it was skipped at the scaler's floor, or without a scaler: there is no lower scale
     it is the last of so many skipped ones in a row
 
-Until then all there is to do is to remember which batch came and where the random generators
-stood; a skipped step leaves weights and buffers as they were.
+Until then the callback only keeps the batch and the random states of the present step; a skipped
+step leaves weights and buffers as they were.
 """
 
 import logging
@@ -21,7 +21,7 @@ from torch import Tensor
 from mpframe.errors import DivergedError, MpframeError
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.autopsy import evidence as evidence_of
-from mpframe.numerics.autopsy.case import RandomState, device_of
+from mpframe.numerics.autopsy.case import RandomState
 from mpframe.numerics.autopsy.evidence import Evidence
 from mpframe.numerics.autopsy.report import Report, report_on
 from mpframe.numerics.autopsy.verdict import judge
@@ -30,23 +30,24 @@ from mpframe.training.callback import Callback
 from mpframe.training.loader import Batch
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
+from mpframe.tree import device_of
 
 log = logging.getLogger(__name__)
 
 REPORT = "report.md"
-_MOST = 3  # Reports in a run: a model that keeps failing in one way needs no fourth.
+_MOST = 3  # Reports in a run: a model that fails again and again needs no fourth.
 
 
 class Autopsy(Callback):
-    """Looks into a step that failed, once in a row of failures.
+    """Examines a failed step, once in a row of skipped steps.
 
     Args:
         when: `on_trouble`, or `off`.
-        after: skipped steps in a row after which the last of them is looked into.
-        limit: skipped steps in a row that end the run: the last of them is looked into, too.
+        after: skipped steps in a row after which the last of them is examined.
+        limit: skipped steps in a row that end the run: the last of them is examined, too.
 
     Attributes:
-        written: the report on the present row of failures; None where there is none.
+        written: the report on the present row of skipped steps; None if there is none.
     """
 
     _context: RunContext
@@ -57,19 +58,19 @@ class Autopsy(Callback):
         self._device: torch.device | None = None
         self._step: tuple[Sequence[Batch], RandomState, int, int] | None = None
         self._first_loss: float | Tensor | None = None
-        self._reports, self._looked = 0, False
+        self._reports, self._examined = 0, False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Take the folder for reports, and the loader that knows which samples a batch has."""
         self._context = context
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Let the error that ended the run lead to the report."""
+        """Let the error that ended the run name the report."""
         if isinstance(error, DivergedError) and self.written is not None:
             error.args = (f"{error}; see {self.written}",)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        """Remember what the step starts from."""
+        """Keep what the step starts from."""
         if not self._enabled:
             return
         if self._device is None:
@@ -78,20 +79,20 @@ class Autopsy(Callback):
         self._step = (batches, RandomState.now(self._device), progress.epoch, progress.batch)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Look into the step where that is due."""
+        """Examine the step if that is due."""
         if not self._enabled:
             return
         if self._first_loss is None:
             self._first_loss = result.loss
         if not trainer.progress.skipped_in_a_row:
-            self.written, self._looked = None, False
-        elif not self._looked and self._reports < _MOST:
+            self.written, self._examined = None, False
+        elif not self._examined and self._reports < _MOST:
             reason = self._reason(trainer, result)
             if reason is not None:
-                self._looked = True
+                self._examined = True
                 self._reports += 1
-                self._look(trainer, result, reason)
-        self._step = None  # A batch is not kept longer than it is needed.
+                self._examine(trainer, result, reason)
+        self._step = None  # A batch is not kept longer than needed.
 
     def state_dict(self) -> dict[str, Any]:
         """The loss of the run's first step."""
@@ -103,8 +104,8 @@ class Autopsy(Callback):
 
     def _reason(self, trainer: Trainer, result: StepResult) -> str | None:
         if trainer.spikes is not None and bool(trainer.spikes.spiked):
-            return None  # Left out for its height, not for its format.
-        # Of an accumulated step it is nan where all was dropped, for whatever cause.
+            return None  # Skipped because the loss is high, not because of its format.
+        # The loss of an accumulated step is nan if all was dropped, for any reason.
         if result.dropped is None and not _finite(result.loss):
             return f"the loss is {float(result.loss):g}"  # type: ignore[arg-type]
         floors = evidence_of.floors_of(trainer)
@@ -116,7 +117,7 @@ class Autopsy(Callback):
         in_a_row = trainer.progress.skipped_in_a_row
         return f"{in_a_row} steps in a row were skipped" if in_a_row >= self._after else None
 
-    def _look(self, trainer: Trainer, result: StepResult, reason: str) -> None:
+    def _examine(self, trainer: Trainer, result: StepResult, reason: str) -> None:
         try:
             step = self._evidence(trainer, result, reason)
             folder = evidence_of.save(
@@ -124,9 +125,9 @@ class Autopsy(Callback):
             )
             report = examine(step, trainer)
             self.written = write_report(folder, report)
-        except (MpframeError, OSError, RuntimeError) as error:  # Memory for replays, above all.
+        except (MpframeError, OSError, RuntimeError) as error:  # Most often no memory for replays.
             first = str(error).splitlines()[0]
-            log.warning("warning: the autopsy of a failed step failed itself: %s", first)
+            log.warning("warning: the autopsy of a failed step failed: %s", first)
             return
         log.warning("warning: %s\n%s", reason, report.text(self.written))
 
@@ -149,7 +150,7 @@ class Autopsy(Callback):
             random=random,
             first_loss=first,
             skipped=evidence_of.skipped_of(trainer, result),
-            lost_eps=evidence_of.lost_eps_of(trainer),
+            zero_eps=evidence_of.zero_eps_of(trainer),
         )
 
 
@@ -158,7 +159,7 @@ def _finite(loss: Tensor | None) -> bool:
 
 
 def examine(step: Evidence, trainer: Trainer) -> Report:
-    """Replay a step with a trainer that holds its weights, and say what is wrong with it."""
+    """Replay a step with a trainer that has its weights, and say what is wrong with it."""
     case = step.case(trainer)
     return report_on(judge(case), case, step)
 

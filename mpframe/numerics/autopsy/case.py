@@ -1,4 +1,4 @@
-"""A training step to look into: everything its forward and backward pass went by."""
+"""A training step to examine: everything that its forward and backward pass depend on."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,15 +23,15 @@ class Case:
         model: prepared by `precision`, holding the weights and buffers the step began with.
         optimizer: has the fp32 masters of the weights.
         precision: the dtype mode of the run.
-        objectives: the losses, in their order; their scalers are not asked.
+        objectives: the losses, in their order; their scalers are not used.
         batches: each micro-batch as the objectives take it, on the model's device.
         scales: the loss scale of each objective, by its name.
-        floors: the least scale each scaler may take; absent where there is none.
+        floors: the least scale of each scaler that has a floor, by the name of its loss.
         scaling: `static`, `Backoff`, `LogMax`, or `none`.
-        samples: the dataset's indices of each micro-batch's samples; empty where unknown.
+        samples: the dataset's indices of each micro-batch's samples; empty if unknown.
         random: the states of torch's generators before the step; None: as they are now.
         first_loss: the unscaled loss of the run's first steps, to tell divergence; None: unknown.
-        skipped: the objectives whose step was skipped; None: all are of interest.
+        skipped: the objectives whose step was skipped; None: all count.
     """
 
     model: nn.Module
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def room_below(self) -> int:
-        """Octaves to the floor, or to 1 where that is lower: a higher floor the user may lower."""
+        """Octaves down to the floor, or to 1 if that is lower: a user can lower a higher floor."""
         lowest = {name: min(1.0, self.floors.get(name, 1.0)) for name in self.scales}
         rooms = (max(0.0, math.log2(scale / lowest[name])) for name, scale in self.scales.items())
         return int(min(rooms, default=0.0))
@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True)
 class RandomState:
-    """Where torch's generators stand; a model draws from no others of ours.
+    """The states of torch's generators, from which models draw.
 
     Attributes:
         cpu: state of the CPU's generator.
@@ -80,12 +80,7 @@ class RandomState:
         return cls(torch.get_rng_state(), own)
 
     def restore(self, device: torch.device) -> None:
-        """Put the generators there."""
+        """Set the generators to these states."""
         torch.set_rng_state(self.cpu)
         if self.device is not None and device.type == "cuda":
             torch.cuda.set_rng_state(self.device, device)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model's parameters are; the CPU for one without."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))

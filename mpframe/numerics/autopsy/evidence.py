@@ -1,12 +1,12 @@
-"""The evidence of a failed step: all it takes to run the step again, in a folder of its own.
+"""The evidence of a failed step: all that a replay needs, in a folder of its own.
 
-    autopsy/step_00000012/state.pt        weights from before the step (a skipped one moves none),
+    autopsy/step_00000012/state.pt        weights before the step (a skipped one changes none),
                                           batches, random states, scales
                           config.yaml     the run's resolved options
                           manifest.json   digests
-                          report.md       what was found
+                          report.md       the verdict
 
-It is written and verified as a checkpoint is, and trusted as little.
+It is written and verified like a checkpoint, and trusted as little.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.errors import CheckpointError
 from mpframe.loss_scaling.interface import name_of
-from mpframe.numerics.autopsy.case import Case, RandomState, device_of
+from mpframe.numerics.autopsy.case import Case, RandomState
 from mpframe.numerics.autopsy.plain_batch import as_in, is_plain, plain
 from mpframe.numerics.optimizer_numbers import misheld_numbers
 from mpframe.optim import MultiOptimizer
 from mpframe.optim.step_result import StepResult
 from mpframe.training.loader import Batch
 from mpframe.training.trainer import Trainer
-from mpframe.tree import map_tensors, tensors_in
+from mpframe.tree import device_of, map_tensors, tensors_in
 
 FOLDER = "autopsy"
 
@@ -39,19 +39,19 @@ class Evidence:
 
     Attributes:
         step: its number, counting skipped ones.
-        reason: why it is looked into.
+        reason: why it is examined.
         batches: its micro-batches.
         samples: the dataset's indices of each micro-batch's samples.
-        epoch, batch: where the first micro-batch stands in the data.
+        epoch, batch: the position of the first micro-batch in the data.
         scales, floors: loss scale and the scaler's floor of each loss, by name.
         scaling: the kind of scaler.
         random: torch's generators before the step; None: unknown.
         first_loss: unscaled, of the run's first step; None: unknown.
-        skipped: the losses whose step was skipped; None: all are of interest.
+        skipped: the losses whose step was skipped; None: all count.
         plain: False if the batches come from a file that lacks the classes of their containers;
             see `like`.
-        lost_eps: the optimizer's eps where its format makes it 0, which is why weights are not
-            finite: an update is then 0 / 0; else empty.
+        zero_eps: the optimizer's eps if its format rounds it to 0, so that an update is 0 / 0 and
+            weights are not finite; else empty.
     """
 
     step: int
@@ -66,7 +66,7 @@ class Evidence:
     random: RandomState | None = None
     first_loss: float | None = None
     skipped: frozenset[str] | None = None
-    lost_eps: str = ""
+    zero_eps: str = ""
     plain: bool = True
 
     def like(self, example: Batch) -> "Evidence":
@@ -126,7 +126,7 @@ def skipped_of(trainer: Trainer, result: StepResult) -> frozenset[str]:
     )
 
 
-def lost_eps_of(trainer: Trainer) -> str:
+def zero_eps_of(trainer: Trainer) -> str:
     """The eps of an optimizer that is 0 in the format it works in, in words; else empty."""
     optimizer = trainer.optimizer
     parts = optimizer.parts.values() if isinstance(optimizer, MultiOptimizer) else [optimizer]
@@ -135,7 +135,7 @@ def lost_eps_of(trainer: Trainer) -> str:
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Where the evidence of a step lies in a run's folder."""
+    """The folder of the evidence of a step, in a run's folder."""
     return run / FOLDER / f"step_{step:08d}"
 
 
@@ -207,7 +207,7 @@ def _evidence(state: dict[str, Any]) -> Evidence:
         random=None if random is None else _random(*random),
         first_loss=None if first is None else float(first),
         skipped=None if skipped is None else frozenset(map(str, skipped)),
-        lost_eps=str(state.get("lost_eps", "")),
+        zero_eps=str(state.get("zero_eps", "")),
         plain=bool(state.get("plain", True)),
     )
 

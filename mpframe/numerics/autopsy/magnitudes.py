@@ -1,4 +1,4 @@
-"""What some tensors hold, as a few numbers: the largest finite magnitude, whether any is not."""
+"""Tensors as a few numbers: the largest finite magnitude, and whether a value is not finite."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Magnitudes:
     """Of some tensors together.
 
     Attributes:
-        largest: the largest finite |x|; 0 where there is none.
+        largest: the largest finite |x|; 0 if there is none.
         infinite, nan: whether any x is.
     """
 
@@ -26,7 +26,7 @@ class Magnitudes:
 
     @property
     def finite(self) -> bool:
-        """True where every x is."""
+        """True if every x is."""
         return not (self.infinite or self.nan)
 
     def __or__(self, other: "Magnitudes") -> "Magnitudes":
@@ -54,7 +54,7 @@ def floats_in(node: object) -> Iterable[Tensor]:
 
 
 def bad_rows(node: object, rows: int) -> list[int]:
-    """The places along dimension 0, of length `rows`, at which a value is inf or NaN."""
+    """The calls along dimension 0, of length `rows`, at which a value is inf or NaN."""
     bad: set[int] = set()
     for values in floats_in(node):
         if values.dim() and len(values) == rows:

@@ -1,9 +1,9 @@
-"""Runs a saved step again, in another format or at another scale, and watches every op of it.
+"""Replays a saved step, in another format or at another scale, and observes every op of it.
 
-Nothing moves: no optimizer steps, and gradients, buffers and the random generators are put back.
-The fp32 replay computes with the masters and without any cast, so what is not finite there is not
-precision's doing. It is not scaled; the magnitudes seen in its backward pass times the scale are
-what the run's own pass would have met, had its format no end.
+Nothing changes: no optimizer steps, and gradients, buffers and random generators are restored. The
+fp32 replay computes with the masters and without casts, so what is not finite there is not caused
+by precision. It is not scaled: its gradients times the scale are what the run's own pass would have
+had in a format without limits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from mpframe.numerics.autopsy.case import Case, RandomState, device_of
+from mpframe.numerics.autopsy.case import Case, RandomState
 from mpframe.numerics.autopsy.magnitudes import magnitudes_of
 from mpframe.numerics.autopsy.watch import Trace, Watch
 from mpframe.objectives import compute, samples_in
@@ -22,6 +22,7 @@ from mpframe.precision.storage import formats_of
 from mpframe.training.buffers import Buffers
 from mpframe.training.evaluation import fp32_weights
 from mpframe.training.named_objective import NamedObjective
+from mpframe.tree import HALF, device_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Setting:
 
     @property
     def own(self) -> bool:
-        """True where the lists and pins are those of the run."""
+        """True if the lists and pins are those of the run."""
         return not (self.pins or self.denied)
 
 
@@ -55,7 +56,7 @@ class Pass:
         objective: name of the loss.
         scale: the loss scale.
         loss: unscaled.
-        trace: what was seen.
+        trace: what was observed.
         weights_finite: whether the gradients of all weights are.
     """
 
@@ -68,12 +69,12 @@ class Pass:
 
     @property
     def loss_finite(self) -> bool:
-        """Whether the forward pass ended well."""
+        """Whether the loss is finite."""
         return abs(self.loss) < float("inf")
 
     @property
     def finite(self) -> bool:
-        """Whether the step could have been made."""
+        """Whether the optimizer could have taken the step."""
         return self.loss_finite and self.weights_finite
 
 
@@ -96,14 +97,14 @@ class Replay:
 
 
 def replay(case: Case, setting: Setting) -> Replay:
-    """Run a step's forward and backward passes again.
+    """Repeat a step's forward and backward passes.
 
     Args:
         case: the step; left as it was.
         setting: how.
     """
     precision = _precision(case.precision, setting)
-    with _left_as_it_was(case), ExitStack() as stack:
+    with _restored(case), ExitStack() as stack:
         if setting.fp32 or not setting.own:
             stack.enter_context(fp32_weights(case.optimizer, case.model, _narrow(case, precision)))
             stack.enter_context(precision.attached(case.model))
@@ -146,15 +147,15 @@ def _precision(run: Precision, setting: Setting) -> Precision:
 
 
 def _narrow(case: Case, precision: Precision) -> set[nn.Parameter]:
-    """The weights that would be stored in half: pinned to fp32 they would not."""
+    """The weights that `precision` stores in half."""
     formats = formats_of(case.model, precision.policy, case.precision.reads(case.model))
     return {parameter for parameter, dtype in formats.items() if dtype != torch.float32}
 
 
 @contextmanager
 def _fp32_buffers(model: nn.Module) -> Iterator[None]:
-    """Within the block statistics kept in half are fp32, as their weights are."""
-    half = {b: b.data for b in model.buffers() if b.dtype in (torch.float16, torch.bfloat16)}
+    """Within the block half buffers are fp32, like the weights."""
+    half = {b: b.data for b in model.buffers() if b.dtype in HALF}
     try:
         for buffer in half:
             buffer.data = buffer.data.float()
@@ -165,7 +166,7 @@ def _fp32_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _left_as_it_was(case: Case) -> Iterator[None]:
+def _restored(case: Case) -> Iterator[None]:
     model, device = case.model, device_of(case.model)
     buffers, before = Buffers(model), RandomState.now(device)
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
@@ -178,10 +179,10 @@ def _left_as_it_was(case: Case) -> Iterator[None]:
     finally:
         buffers.restore_where(True)
         before.restore(device)
-        _put_back(gradients, modes)
+        _restore(gradients, modes)
 
 
-def _put_back(gradients: dict[nn.Parameter, Tensor | None], modes: dict[nn.Module, bool]) -> None:
+def _restore(gradients: dict[nn.Parameter, Tensor | None], modes: dict[nn.Module, bool]) -> None:
     for parameter, gradient in gradients.items():
         parameter.grad = gradient
     for module, training in modes.items():

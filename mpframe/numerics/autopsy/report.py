@@ -1,4 +1,4 @@
-"""What an autopsy says, to be understood in ten seconds: what, where, how much, what to do."""
+"""What an autopsy says, in ten seconds of reading: what, where, how much, what to do."""
 
 import math
 import shlex
@@ -9,11 +9,11 @@ from pathlib import Path
 from torch import nn
 
 from mpframe.numerics.autopsy.case import Case
+from mpframe.numerics.autopsy.culprit import Culprit
 from mpframe.numerics.autopsy.evidence import Evidence
-from mpframe.numerics.autopsy.findings import Finding
 from mpframe.numerics.autopsy.replay import Replay, Setting
 from mpframe.numerics.autopsy.verdict import Kind, Verdict
-from mpframe.numerics.autopsy.watch import OUTSIDE, Place
+from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
 from mpframe.numerics.overrides import deny_words, pin_words
 
 _FEW = 8
@@ -34,108 +34,109 @@ class Report:
     replays: Sequence[Sequence[str]]
 
     def text(self, path: Path | None = None) -> str:
-        """For a terminal, a line a fact."""
+        """For a terminal, one line for each fact."""
         facts = [*self.facts, *([("report", str(path))] if path else [])]
         width = max(len(word) for word, _ in facts)
         lines = [f"  {word.ljust(width)}  {sentence}" for word, sentence in facts]
         return "\n".join([self.title, *lines])
 
     def markdown(self) -> str:
-        """For a reader who wants the replays as well."""
+        """As Markdown, with the replays."""
         facts = [f"- **{word}**: {sentence}" for word, sentence in self.facts]
         head, *rows = (f"| {' | '.join(row)} |" for row in self.replays)
         rule = "|" + "---|" * len(self.replays[0])
-        table = ["The step, run again; no weight moved:", "", head, rule, *rows]
+        table = ["The replays of the step (no weight changed):", "", head, rule, *rows]
         return "\n".join([f"# {self.title}", "", *facts, "", *table, ""])
 
 
 def report_on(verdict: Verdict, case: Case, step: Evidence) -> Report:
-    """Word a verdict.
+    """Put a verdict into words.
 
     Args:
         verdict: on the step.
         case: the step.
-        step: what else is known of it.
+        step: what else is known about it.
     """
-    finding = verdict.finding
+    culprit = verdict.culprit
     facts = [("why", step.reason)]
-    if finding is not None:
-        facts += _where(finding, verdict, case)
-        facts += _samples(finding, step)
+    if culprit is not None:
+        facts += _where(culprit, verdict, case)
+        facts += _samples(culprit, step)
     facts += [("do", line) for line in _advice(verdict, case, step)]
     title = f"autopsy of step {step.step}: {_title(verdict, case)}"
     return Report(title, facts, _table(verdict.replays))
 
 
 def _title(verdict: Verdict, case: Case) -> str:
-    finding = verdict.finding
+    culprit = verdict.culprit
     if verdict.kind is Kind.SCALE_TOO_HIGH and not _scaler_goes_there(verdict, case):
         return "scale too high, and the scaler does not go lower"
-    if verdict.kind is Kind.BEYOND_FORMAT and finding is not None:
-        what = "gradient" if finding.direction == "backward" else "activation"
-        return f"{what} beyond {finding.half} in {_module(finding.place)}"
+    if verdict.kind is Kind.BEYOND_FORMAT and culprit is not None:
+        what = "gradient" if culprit.direction == "backward" else "activation"
+        return f"{what} beyond {culprit.half} in {_module(culprit.call)}"
     return verdict.kind.value
 
 
-def _where(finding: Finding, verdict: Verdict, case: Case) -> list[tuple[str, str]]:
-    if finding.direction == "data":
-        return [("where", f"the {finding.place.op} of the batch hold {_number(finding.value)}")]
-    if finding.direction == "weights":
-        name = ".".join(part for part in (finding.place.module, finding.place.op) if part)
-        return [("where", f"weight or buffer {name} holds {_number(finding.value)}")]
-    facts = [("where", f"{_place(finding.place, case)}, {finding.direction} pass")]
-    facts.append(("value", value_of(finding, verdict)))
-    if finding.origin is not None:
-        facts.append(("from", f"{_place(finding.origin, case)}: so large first there"))
-    if finding.objective:
-        facts.append(("loss", finding.objective))
+def _where(culprit: Culprit, verdict: Verdict, case: Case) -> list[tuple[str, str]]:
+    if culprit.direction == "data":
+        return [("where", f"the {culprit.call.op} of the batch hold {_number(culprit.value)}")]
+    if culprit.direction == "weights":
+        name = ".".join(part for part in (culprit.call.module, culprit.call.op) if part)
+        return [("where", f"weight or buffer {name} holds {_number(culprit.value)}")]
+    facts = [("where", f"{_described(culprit.call, case)}, {culprit.direction} pass")]
+    facts.append(("value", value_of(culprit, verdict)))
+    if culprit.origin is not None:
+        facts.append(("from", f"{_described(culprit.origin, case)}: so large first there"))
+    if culprit.objective:
+        facts.append(("loss", culprit.objective))
     return facts
 
 
-def _place(place: Place, case: Case) -> str:
-    if place.module == OUTSIDE:
-        return f"the loss and the model's output, op {place.op}"
+def _described(call: OpCall, case: Case) -> str:
+    if call.module == OUTSIDE:
+        return f"the loss and the model's output, op {call.op}"
     modules: dict[str, nn.Module] = dict(case.model.named_modules())
-    kind = type(modules[place.module]).__name__ if place.module in modules else "?"
-    return f"{_module(place)} ({kind}), op {place.op}"
+    kind = type(modules[call.module]).__name__ if call.module in modules else "?"
+    return f"{_module(call)} ({kind}), op {call.op}"
 
 
-def where_of(finding: Finding) -> str:
-    """Where the first value out of range is, in a few words."""
-    place = finding.place
-    if finding.direction in ("data", "weights"):
-        return ".".join(part for part in (place.module, place.op) if part)
-    module = "the loss" if place.module == OUTSIDE else _module(place)
-    return f"{module}, op {place.op}, {finding.direction} pass"
+def where_of(culprit: Culprit) -> str:
+    """Where a value first left the range, in a few words."""
+    call = culprit.call
+    if culprit.direction in ("data", "weights"):
+        return ".".join(part for part in (call.module, call.op) if part)
+    module = "the loss" if call.module == OUTSIDE else _module(call)
+    return f"{module}, op {call.op}, {culprit.direction} pass"
 
 
-def _module(place: Place) -> str:
-    return place.module or "the model itself"
+def _module(call: OpCall) -> str:
+    return call.module or "the model itself"
 
 
-def value_of(finding: Finding, verdict: Verdict) -> str:
-    """How large the first value out of range is, beside the limit of its format."""
+def value_of(culprit: Culprit, verdict: Verdict) -> str:
+    """How large that value is, compared with the limit of its format."""
     if verdict.kind is Kind.UNDERFLOW:
         return (
-            f"its largest gradient is {finding.value:.3g} at this scale; {finding.half} has full "
-            f"precision down to {finding.limit:.3g}; {verdict.lost:.0%} of all gradients lie below"
+            f"its largest gradient is {culprit.value:.3g} at this scale; {culprit.half} has full "
+            f"precision down to {culprit.limit:.3g}; {verdict.underflow:.0%} of all gradients are "
+            "below it"
         )
-    if not math.isfinite(finding.value):
-        return f"its {finding.what} is {_number(finding.value)} in float32"
-    if finding.value <= finding.limit:
-        return f"its {finding.what} reaches {finding.value:.6g} in fp32, yet is not finite here"
+    if not math.isfinite(culprit.value):
+        return f"its {culprit.what} is {_number(culprit.value)} in float32"
+    if culprit.value <= culprit.limit:
+        return f"its {culprit.what} reaches {culprit.value:.6g} in fp32, yet is not finite here"
     return (
-        f"its {finding.what} reaches {finding.value:.6g} in fp32; {finding.half} ends at "
-        f"{finding.limit:.6g}, {finding.bits_beyond:.1f} bits below"
+        f"its {culprit.what} reaches {culprit.value:.6g} in fp32; {culprit.half} ends at "
+        f"{culprit.limit:.6g}, {culprit.bits_beyond:.1f} bits below"
     )
 
 
-def _samples(finding: Finding, step: Evidence) -> list[tuple[str, str]]:
-    size = len(step.samples[finding.batch]) if finding.batch < len(step.samples) else 0
-    where = f"epoch {step.epoch}, batch {step.batch + finding.batch}"
-    if finding.samples:
-        return [("samples", f"{_few(finding.samples)} ({len(finding.samples)} of {size}), {where}")]
-    ids = step.samples[finding.batch] if size else []
+def _samples(culprit: Culprit, step: Evidence) -> list[tuple[str, str]]:
+    size = len(step.samples[culprit.batch]) if culprit.batch < len(step.samples) else 0
+    where = f"epoch {step.epoch}, batch {step.batch + culprit.batch}"
+    if culprit.samples:
+        return [("samples", f"{_few(culprit.samples)} ({len(culprit.samples)} of {size}), {where}")]
+    ids = step.samples[culprit.batch] if size else []
     return [("batch", f"{where}: samples {_few(ids)}" if size else where)]
 
 
@@ -152,7 +153,7 @@ def _advice(verdict: Verdict, case: Case, step: Evidence) -> list[str]:
     if verdict.kind is Kind.UNDERFLOW:
         return [_raise(verdict, case)]
     if verdict.kind is Kind.NOT_FINITE_IN_FP32:
-        return [_of_fp32(verdict.finding, step)]
+        return [_of_fp32(verdict.culprit, step)]
     if verdict.kind is Kind.DIVERGING:
         loss = verdict.replays[0].loss
         return [
@@ -196,18 +197,18 @@ def _scaler_goes_there(verdict: Verdict, case: Case) -> bool:
 
 def _raise(verdict: Verdict, case: Case) -> str:
     fits = 2.0 ** math.floor(math.log2(max(case.scales.values())) + verdict.octaves)
-    then = f"at scale {fits:g} it is {verdict.lost_then:.0%}"
+    then = f"at scale {fits:g} it is {verdict.underflow_then:.0%}"
     option = {"static": "loss_scaling.scale", "none": "loss_scaling=static loss_scaling.scale"}
     return f"{option.get(case.scaling, 'loss_scaling.init_scale')}={fits:g}: {then}"
 
 
-def _of_fp32(finding: Finding | None, step: Evidence) -> str:
-    if finding is not None and finding.direction == "data":
+def _of_fp32(culprit: Culprit | None, step: Evidence) -> str:
+    if culprit is not None and culprit.direction == "data":
         return "correct or remove the samples: no format holds them"
-    if finding is not None and finding.direction == "weights":
-        if step.lost_eps:
+    if culprit is not None and culprit.direction == "weights":
+        if step.zero_eps:
             return (
-                f"start again with dtype.master_weights=true: the optimizer's {step.lost_eps}, "
+                f"start again with dtype.master_weights=true: the optimizer's {step.zero_eps}, "
                 "the format it works in"
             )
         return "start from a checkpoint whose weights are finite; see resume and init_from"

@@ -3,13 +3,13 @@
     the fp32 replay is not finite                                          NOT_FINITE_IN_FP32
     fp32 is finite and its loss is 1000 times what the run began with      DIVERGING
     the run's replay is not finite:
-        it is at a scale the scaler may still take                         SCALE_TOO_HIGH
-        it is not, or that scale would lose many gradients                 BEYOND_FORMAT
+        it is finite at a scale that the scaler may still take             SCALE_TOO_HIGH
+        it is not, or at that scale many gradients underflow               BEYOND_FORMAT
     it is finite:
-        many gradients are lost, and fewer at a higher scale               UNDERFLOW
+        many gradients underflow, and fewer at a higher scale              UNDERFLOW
         otherwise                                                          NO_FAULT
 
-A remedy is not guessed but tried: modules are pinned to fp32, the first culprit and then the next,
+A remedy is tried, not guessed: modules are pinned to fp32, the first culprit and then the next,
 until the replay is finite.
 """
 
@@ -19,18 +19,23 @@ from enum import Enum
 
 from mpframe.loss_scaling.powers import safe_scale
 from mpframe.numerics.autopsy.case import Case
-from mpframe.numerics.autopsy.findings import (
-    Finding,
-    first_bad_input,
-    first_of,
-    first_of_fp32,
+from mpframe.numerics.autopsy.culprit import (
+    Culprit,
+    culprit_of,
+    culprit_of_fp32,
+    culprit_of_inputs,
 )
-from mpframe.numerics.autopsy.lost import largest_gradient, lost_share, most_lost
 from mpframe.numerics.autopsy.replay import Replay, Setting, replay
+from mpframe.numerics.autopsy.underflow import (
+    culprit_of_underflow,
+    largest_gradient,
+    underflow_share,
+)
 from mpframe.numerics.autopsy.watch import OUTSIDE
 from mpframe.precision.spellings import known_ops
 
-LOST = 0.25  # Share of gradients below the normal range from which on a scale counts as too low.
+UNDERFLOW_LIMIT = 0.25
+"""Share of gradients below the normal range above which a scale counts as too low."""
 _GAIN = 0.5  # A better scale must at least halve that share.
 _DIVERGED = 1000.0  # Times the first loss.
 _MOST_PINS = 16
@@ -53,23 +58,23 @@ class Verdict:
 
     Attributes:
         kind: the verdict.
-        finding: the first place out of range; None where there is none.
-        remedy: modules to pin and ops to move to fp32; empty where that is no way out.
+        culprit: where a value first left the range; None if none did.
+        remedy: modules to pin and ops to move to fp32; empty if that does not help.
         proven: the step is finite with the remedy.
-        octaves: by which the scale must change for the step to be finite (< 0), or to lose fewer
-            gradients (> 0); 0 where that does not help.
-        lost: share of half gradients below half's normal range at the present scale, and
-            `lost_then` at the changed one; nan where not known.
-        replays: all that were made, in order.
+        octaves: by which the scale must change for the step to be finite (< 0), or for fewer
+            gradients to underflow (> 0); 0 if that does not help.
+        underflow: share of half gradients below half's normal range at the present scale, and
+            `underflow_then` at the changed one; nan if unknown.
+        replays: all of them, in order.
     """
 
     kind: Kind
-    finding: Finding | None
+    culprit: Culprit | None
     remedy: Setting = field(default_factory=Setting)
     proven: bool = False
     octaves: int = 0
-    lost: float = math.nan
-    lost_then: float = math.nan
+    underflow: float = math.nan
+    underflow_then: float = math.nan
     replays: tuple[Replay, ...] = ()
 
 
@@ -88,51 +93,59 @@ class _Examination:
     def verdict(self) -> Verdict:
         full, own = self._replay(Setting(fp32=True)), self._replay(Setting())
         if not full.finite:
-            finding = first_bad_input(self._case) or first_of_fp32(self._case, full)
-            return self._verdict(Kind.NOT_FINITE_IN_FP32, finding)
+            culprit = culprit_of_inputs(self._case) or culprit_of_fp32(self._case, full)
+            return self._verdict(Kind.NOT_FINITE_IN_FP32, culprit)
         if own.finite:
             return self._of_finite(own, full)
-        finding = first_of(self._case, own, full)
+        culprit = culprit_of(self._case, own, full)
         if self._diverging(full):
-            return self._verdict(Kind.DIVERGING, finding)
-        return self._of_overflow(finding, full)
+            return self._verdict(Kind.DIVERGING, culprit)
+        return self._of_overflow(culprit, full)
 
     def _diverging(self, full: Replay) -> bool:
         first = self._case.first_loss
         return first is not None and abs(full.loss) > _DIVERGED * max(abs(first), 1e-6)
 
-    def _of_overflow(self, finding: Finding | None, full: Replay) -> Verdict:
+    def _of_overflow(self, culprit: Culprit | None, full: Replay) -> Verdict:
         down = self._octaves_down()
         if down:
             lower = self._replay(Setting(octaves=-down))
-            lost = lost_share(lower, full)
-            if lost > LOST:
+            underflow = underflow_share(lower, full)
+            if underflow > UNDERFLOW_LIMIT:
                 pinned = self._pinned(0)
-                if pinned.proven and lost_share(self._replay(pinned.setting), full) < lost * _GAIN:
+                if (
+                    pinned.proven
+                    and underflow_share(self._replay(pinned.setting), full) < underflow * _GAIN
+                ):
                     return self._verdict(
-                        Kind.BEYOND_FORMAT, finding, remedy=pinned.setting, proven=True
+                        Kind.BEYOND_FORMAT, culprit, remedy=pinned.setting, proven=True
                     )
             return self._verdict(
-                Kind.SCALE_TOO_HIGH, finding, octaves=-down, lost_then=lost, proven=True
+                Kind.SCALE_TOO_HIGH, culprit, octaves=-down, underflow_then=underflow, proven=True
             )
         pinned = self._pinned(-self._case.room_below)
         return self._verdict(
-            Kind.BEYOND_FORMAT, finding, remedy=pinned.setting, proven=pinned.proven
+            Kind.BEYOND_FORMAT, culprit, remedy=pinned.setting, proven=pinned.proven
         )
 
     def _of_finite(self, own: Replay, full: Replay) -> Verdict:
-        lost, up = lost_share(own, full), self._octaves_up(full)
-        if lost > LOST and up > 0:
-            then = lost_share(self._replay(Setting(octaves=up)), full)
-            if then < lost * _GAIN:
-                finding = most_lost(self._case, own, full)
+        underflow, up = underflow_share(own, full), self._octaves_up(full)
+        if underflow > UNDERFLOW_LIMIT and up > 0:
+            then = underflow_share(self._replay(Setting(octaves=up)), full)
+            if then < underflow * _GAIN:
+                culprit = culprit_of_underflow(self._case, own, full)
                 return self._verdict(
-                    Kind.UNDERFLOW, finding, octaves=up, lost=lost, lost_then=then, proven=True
+                    Kind.UNDERFLOW,
+                    culprit,
+                    octaves=up,
+                    underflow=underflow,
+                    underflow_then=then,
+                    proven=True,
                 )
-        return self._verdict(Kind.NO_FAULT, None, lost=lost)
+        return self._verdict(Kind.NO_FAULT, None, underflow=underflow)
 
     def _octaves_down(self) -> int:
-        """The least number of octaves that make the step finite; 0 where none allowed does."""
+        """The least number of octaves that make the step finite; 0 if no allowed number does."""
         low, high = 0, self._case.room_below
         if high == 0 or not self._replay(Setting(octaves=-high)).finite:
             return 0
@@ -145,7 +158,7 @@ class _Examination:
         return high
 
     def _octaves_up(self, full: Replay) -> int:
-        """By how much the scale could grow, with an octave to spare; 0 where it cannot."""
+        """By how many octaves the scale could grow, with one to spare; 0 if it cannot."""
         scale = max(self._case.scales.values())
         octaves = math.log2(safe_scale(largest_gradient(full) * scale, self._case.half) or 1.0)
         up = min(int(octaves), 126 - math.ceil(math.log2(scale)))
@@ -161,16 +174,16 @@ class _Examination:
             now = self._replay(setting)
             if now.finite:
                 return _Remedy(setting, setting != Setting(octaves=octaves))
-            finding = first_of(self._case, now, full)
-            more = None if finding is None else _with(setting, finding)
+            culprit = culprit_of(self._case, now, full)
+            more = None if culprit is None else _with(setting, culprit)
             if more is None:
                 break
             setting = more
         return _Remedy(setting, False)
 
-    def _verdict(self, kind: Kind, finding: Finding | None, **more: object) -> Verdict:
+    def _verdict(self, kind: Kind, culprit: Culprit | None, **more: object) -> Verdict:
         replays = tuple(self._made.values())
-        return Verdict(kind, finding, replays=replays, **more)  # type: ignore[arg-type]
+        return Verdict(kind, culprit, replays=replays, **more)  # type: ignore[arg-type]
 
     def _replay(self, setting: Setting) -> Replay:
         if setting not in self._made:
@@ -184,16 +197,16 @@ class _Remedy:
     proven: bool
 
 
-def _with(setting: Setting, finding: Finding) -> Setting | None:
-    """The setting with one more module or op in fp32; None where that is nothing new.
+def _with(setting: Setting, culprit: Culprit) -> Setting | None:
+    """The setting with one more module or op in fp32; None if that is nothing new.
 
-    A pinned module hands its gradient on through a cast: who receives it is then the next.
+    A pinned module passes its gradient on through a cast: the receiver is then the next.
     """
-    for place in (finding.place, finding.receiver):
-        if place is None or place.module == OUTSIDE:
+    for call in (culprit.call, culprit.receiver):
+        if call is None or call.module == OUTSIDE:
             continue
-        if place.module and place.module not in setting.pins:
-            return replace(setting, pins=(*setting.pins, place.module))
-        if not place.module and place.op in known_ops() - set(setting.denied):
-            return replace(setting, denied=(*setting.denied, place.op))
+        if call.module and call.module not in setting.pins:
+            return replace(setting, pins=(*setting.pins, call.module))
+        if not call.module and call.op in known_ops() - set(setting.denied):
+            return replace(setting, denied=(*setting.denied, call.op))
     return None

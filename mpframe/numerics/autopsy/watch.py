@@ -1,15 +1,14 @@
-"""Watches every op of one pass, forward and backward, and notes where a number left the range.
+"""Observes every op of one pass, forward and backward, and where a value first leaves the range.
 
-A value is *born* out of range in an op whose inputs were finite and whose result is not. Ops that
-only pass it on are innocent. In the forward pass a `TorchFunctionMode` sees each call as the model
-wrote it; standing inside the cast block, it sees results as the casts left them. In the backward
-pass each node of the graph reports what came in and what goes out, and belongs to the op whose
-call made it:
+A value leaves the range in an op whose inputs are finite and whose result is not; the ops after it
+only pass it on. In the forward pass a `TorchFunctionMode` sees each call as the model wrote it;
+inside the cast block, it sees results as the casts left them. In the backward pass each node of the
+graph reports what comes in and what goes out, and belongs to the op whose call made it:
 
     dL/dx = (dy/dx)^T dL/dy        finite dL/dy, infinite dL/dx: the op's backward made it
 
-Where the incoming gradient is not finite and none before it was, it is a sum that overflowed: of
-the gradients from several users of one tensor.
+If the incoming gradient is the first that is not finite, it is a sum that overflowed: of the
+gradients from several users of one tensor.
 """
 
 from collections import Counter
@@ -29,49 +28,49 @@ from mpframe.numerics.autopsy.magnitudes import Magnitudes, bad_rows, floats_in,
 from mpframe.precision.spellings import op_name
 from mpframe.tree import tensors_in
 
-OUTSIDE = "the loss"  # What runs after the model: widening its outputs, and the loss.
+OUTSIDE = "the loss"  # What runs after the model: its outputs to fp32, and the loss.
 _READS = frozenset({"__get__", "__getitem__", "detach", "register_hook"})
 
 
 @dataclass(frozen=True)
-class Place:
-    """An op of a pass, the same in every replay of it.
+class OpCall:
+    """One call of an op in a pass, the same in every replay.
 
     Attributes:
         module: qualified name of the innermost module; empty for the model, `OUTSIDE` after it.
         op: PyTorch's name.
-        call: counts the calls of that op in that module, from 0.
+        number: counts the calls of that op in that module, from 0.
     """
 
     module: str
     op: str
-    call: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What one op was given and gave, in one direction."""
+class Observation:
+    """The magnitudes that went into and came out of one call, in one direction."""
 
-    given: Magnitudes
-    gave: Magnitudes
+    inputs: Magnitudes
+    outputs: Magnitudes
 
-    def __or__(self, other: "Sight") -> "Sight":
-        return Sight(self.given | other.given, self.gave | other.gave)
+    def __or__(self, other: "Observation") -> "Observation":
+        return Observation(self.inputs | other.inputs, self.outputs | other.outputs)
 
 
 @dataclass(frozen=True)
-class Birth:
-    """Where a value left the range.
+class FirstNonFinite:
+    """A call in which a value first left the range.
 
     Attributes:
-        place: the op.
+        call: of the op.
         direction: `forward` or `backward`.
         nan: the value is NaN, and not infinite.
-        rows: samples of the batch in whose part of the result it stands, where that can be told.
-        summed: it came as the sum of finite gradients.
+        rows: the samples of the batch in whose part of the result it is; empty if unknown.
+        summed: it is the sum of finite gradients.
     """
 
-    place: Place
+    call: OpCall
     direction: str
     nan: bool
     rows: tuple[int, ...] = ()
@@ -80,7 +79,7 @@ class Birth:
 
 @dataclass(frozen=True)
 class Count:
-    """Elements of a gradient: how many are not 0, how many stand in half's normal range.
+    """Elements of a gradient: how many are not 0, how many are in half's normal range.
 
     Attributes:
         narrow: the gradient is stored in half.
@@ -93,28 +92,28 @@ class Count:
 
 @dataclass
 class Trace:
-    """All that was seen in one pass, in the order it ran."""
+    """All that was observed in one pass, in the order it ran."""
 
-    forward: dict[Place, Sight] = field(default_factory=dict)
-    backward: dict[Place, Sight] = field(default_factory=dict)
-    births: list[Birth] = field(default_factory=list)
+    forward: dict[OpCall, Observation] = field(default_factory=dict)
+    backward: dict[OpCall, Observation] = field(default_factory=dict)
+    nonfinite: list[FirstNonFinite] = field(default_factory=list)
     gradients: dict[tuple[str, str, int, int], Count] = field(default_factory=dict)
 
-    def sights(self, direction: str) -> dict[Place, Sight]:
-        """Those of a direction."""
+    def observations(self, direction: str) -> dict[OpCall, Observation]:
+        """The observations of a direction."""
         return self.forward if direction == "forward" else self.backward
 
-    def born(self, direction: str) -> list[Birth]:
-        """The births of a direction."""
-        return [birth for birth in self.births if birth.direction == direction]
+    def nonfinite_in(self, direction: str) -> list[FirstNonFinite]:
+        """The first non-finite values of a direction."""
+        return [first for first in self.nonfinite if first.direction == direction]
 
 
 class Watch(TorchFunctionMode):
-    """Fills a `Trace`. Open it within the cast block for the forward pass and around the loss.
+    """Fills a `Trace`. Enter it within the cast block.
 
     Args:
         model: its modules are hooked within `modules()`.
-        half: the run's half format, by whose normal range gradients are counted.
+        half: the run's half format, whose normal range counts.
         rows: samples in the batch.
     """
 
@@ -125,7 +124,7 @@ class Watch(TorchFunctionMode):
         self._half, self._rows = half, rows
         self._inside = [OUTSIDE]
         self._calls: Counter[tuple[str, str]] = Counter()
-        self._owners: dict[Node, Place] = {}
+        self._owners: dict[Node, OpCall] = {}
         self._backward_finite = True
 
     def __torch_function__(
@@ -135,17 +134,17 @@ class Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _READS:
             return func(*args, **kwargs)
-        with _unseen():
-            given = magnitudes_of((args, kwargs))
+        with _unobserved():
+            inputs = magnitudes_of((args, kwargs))
         result = func(*args, **kwargs)
-        with _unseen():
+        with _unobserved():
             if any(True for _ in floats_in(result)):
-                self._see(op_name(func) or name, (args, kwargs), given, result)
+                self._observe(op_name(func) or name, (args, kwargs), inputs, result)
         return result
 
     @contextmanager
     def modules(self) -> Iterator[None]:
-        """Within the block every op is known by the module it runs in."""
+        """Within the block every op is assigned to the module that it runs in."""
         handles = []
         for name, module in self._model.named_modules():
             handles += self._follow(name, module)
@@ -163,11 +162,11 @@ class Watch(TorchFunctionMode):
 
     def _follow(self, name: str, module: nn.Module) -> list[Any]:
         def enter(_: nn.Module, args: Any) -> None:
-            self._claim(args, self._inside[-1], "")
+            self._attribute(args, self._inside[-1], "")
             self._inside.append(name)
 
         def leave(_: nn.Module, args: Any, result: Any) -> None:
-            self._claim(result, name, "")
+            self._attribute(result, name, "")
             if self._inside[-1] == name:
                 self._inside.pop()
 
@@ -176,46 +175,46 @@ class Watch(TorchFunctionMode):
             module.register_forward_hook(leave, always_call=True),
         ]
 
-    def _see(self, op: str, arguments: Any, given: Magnitudes, result: Any) -> None:
+    def _observe(self, op: str, arguments: Any, inputs: Magnitudes, result: Any) -> None:
         module = self._inside[-1]
-        place = Place(module, op, self._calls[module, op])
+        call = OpCall(module, op, self._calls[module, op])
         self._calls[module, op] += 1
-        gave = magnitudes_of(result)
-        self.trace.forward[place] = Sight(given, gave)
-        if _is_birth(op, arguments, given, gave):
+        outputs = magnitudes_of(result)
+        self.trace.forward[call] = Observation(inputs, outputs)
+        if _makes_nonfinite(op, arguments, inputs, outputs):
             rows = tuple(bad_rows(result, self._rows))
-            self.trace.births.append(Birth(place, "forward", not gave.infinite, rows))
-        self._claim(result, module, op, place.call)
+            self.trace.nonfinite.append(FirstNonFinite(call, "forward", not outputs.infinite, rows))
+        self._attribute(result, module, op, call.number)
         for number, tensor in enumerate(tensors_in(result)):
             if tensor.requires_grad:
-                count = partial(self._count, (module, op, place.call, number))
+                count = partial(self._count, (module, op, call.number, number))
                 tensor.register_hook(count)  # type: ignore[no-untyped-call]
 
-    def _claim(self, results: Any, module: str, op: str, call: int = 0) -> None:
-        """Let every new node of the results' graph report as part of this op."""
+    def _attribute(self, results: Any, module: str, op: str, call: int = 0) -> None:
+        """Let every new node of the results' graph report as part of this call."""
         waiting = [tensor.grad_fn for tensor in tensors_in(results)]
         while waiting:
             node = waiting.pop()
             if node is None or node in self._owners or "AccumulateGrad" in node.name():
                 continue
-            # A function of the user's own shows itself in the graph alone.
-            own = node.name().removesuffix("Backward") if _is_users(node) or not op else op
-            self._owners[node] = Place(module, own, call)
-            node.register_hook(partial(self._see_backward, node))
+            # An autograd function of the user's own is visible only in the graph.
+            own = node.name().removesuffix("Backward") if _is_custom(node) or not op else op
+            self._owners[node] = OpCall(module, own, call)
+            node.register_hook(partial(self._observe_backward, node))
             waiting += [before for before, _ in node.next_functions]
 
     @torch.no_grad()
-    def _see_backward(self, node: Node, outgoing: Any, incoming: Any) -> None:
-        place = self._owners[node]
-        sight = Sight(magnitudes_of(incoming), magnitudes_of(outgoing))
-        seen = self.trace.backward.get(place)
-        self.trace.backward[place] = sight if seen is None else seen | sight
-        if not self._backward_finite or (sight.given.finite and sight.gave.finite):
+    def _observe_backward(self, node: Node, outgoing: Any, incoming: Any) -> None:
+        call = self._owners[node]
+        seen = Observation(magnitudes_of(incoming), magnitudes_of(outgoing))
+        before = self.trace.backward.get(call)
+        self.trace.backward[call] = seen if before is None else before | seen
+        if not self._backward_finite or (seen.inputs.finite and seen.outputs.finite):
             return
         self._backward_finite = False
-        summed = not sight.given.finite
-        nan = not (sight.given if summed else sight.gave).infinite
-        self.trace.births.append(Birth(place, "backward", nan, summed=summed))
+        summed = not seen.inputs.finite
+        nan = not (seen.inputs if summed else seen.outputs).infinite
+        self.trace.nonfinite.append(FirstNonFinite(call, "backward", nan, summed=summed))
 
     @torch.no_grad()
     def _count(self, key: tuple[str, str, int, int], gradient: Tensor) -> None:
@@ -230,20 +229,20 @@ class Watch(TorchFunctionMode):
         )
 
 
-def _is_users(node: Node) -> bool:
+def _is_custom(node: Node) -> bool:
     return isinstance(node, BackwardCFunction)
 
 
-def _is_birth(op: str, arguments: Any, given: Magnitudes, gave: Magnitudes) -> bool:
-    """True where inf or NaN came out of what had none, and nobody asked for it."""
-    if gave.nan and not given.nan and "empty" not in op:
+def _makes_nonfinite(op: str, arguments: Any, inputs: Magnitudes, outputs: Magnitudes) -> bool:
+    """True if inf or NaN came out of finite values, and the call did not ask for it."""
+    if outputs.nan and not inputs.nan and "empty" not in op:
         return not _names_nonfinite(arguments)
-    made = gave.infinite and given.finite and "empty" not in op
+    made = outputs.infinite and inputs.finite and "empty" not in op
     return made and not _names_nonfinite(arguments)
 
 
 def _names_nonfinite(node: Any) -> bool:
-    """True where a plain number among the arguments is inf or NaN: a mask's, not an accident."""
+    """True if a plain number among the arguments is inf or NaN: a mask, no accident."""
     if isinstance(node, float):
         return node != node or node in (float("inf"), float("-inf"))
     if isinstance(node, (tuple, list)):
@@ -252,7 +251,7 @@ def _names_nonfinite(node: Any) -> bool:
 
 
 @contextmanager
-def _unseen() -> Iterator[None]:
-    """Within the block no mode sees what is computed, and no graph is made of it."""
+def _unobserved() -> Iterator[None]:
+    """Within the block no mode sees the ops, and autograd records none."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         yield

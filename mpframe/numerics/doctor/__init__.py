@@ -1,11 +1,11 @@
 """Says before training what will go wrong, and which option fixes it.
 
-Each check looks at a `Patient`, a trainer built as for training, and answers with findings. Nothing
-is written, and whatever a check tried is undone.
+Each check examines a `Subject`, a trainer built as for training, and returns findings. Nothing is
+written, and what a check tried is restored. Begin with subject.py, then any of the checks.
 
-    hints      options that are allowed and most likely not meant; a run says them, too
+    hints      options that are allowed, but probably not intended; a run reports them, too
     numbers    eps, learning rate, betas in the optimizer's format
-    weights    their range in half, and where they were trained
+    weights    their range in half, and the format they were trained in
     scaling    does the first step overflow, and at which scale does it not
     ops        BCELoss, norms, dimensions
     speed      emulation, waits for the data
@@ -21,12 +21,16 @@ from mpframe.numerics.doctor.ops import (
     check_dimensions,
     check_norms,
 )
-from mpframe.numerics.doctor.patient import Patient
 from mpframe.numerics.doctor.scaling import check_overflow, check_small_scale
 from mpframe.numerics.doctor.speed import check_emulation, check_loading
-from mpframe.numerics.doctor.weights import check_birth, check_small_weights, check_weight_range
+from mpframe.numerics.doctor.subject import Subject
+from mpframe.numerics.doctor.weights import (
+    check_small_weights,
+    check_training_format,
+    check_weight_range,
+)
 
-Check = Callable[[Patient], Iterable[Finding]]
+Check = Callable[[Subject], Iterable[Finding]]
 
 HINTS: tuple[Check, ...] = (
     hints.check_unscaled,
@@ -46,7 +50,7 @@ CHECKS: tuple[Check, ...] = (
     *HINTS,
     check_weight_range,
     check_small_weights,
-    check_birth,
+    check_training_format,
     check_overflow,
     check_small_scale,
     check_binary_cross_entropy,
@@ -56,19 +60,19 @@ CHECKS: tuple[Check, ...] = (
     check_loading,
 )
 
-__all__ = ["CHECKS", "HINTS", "Finding", "Patient", "Severity", "examine", "hints_on"]
+__all__ = ["CHECKS", "HINTS", "Finding", "Severity", "Subject", "examine", "hints_on"]
 
 
-def examine(patient: Patient) -> list[Finding]:
+def examine(subject: Subject) -> list[Finding]:
     """The findings of all checks, the worst first."""
-    return _found(CHECKS, patient)
+    return _found(CHECKS, subject)
 
 
-def hints_on(patient: Patient) -> list[Finding]:
-    """What a run says at its start: the findings that nothing is computed for."""
-    return _found(HINTS, patient)
+def hints_on(subject: Subject) -> list[Finding]:
+    """What a run reports at its start: the findings that need no computation."""
+    return _found(HINTS, subject)
 
 
-def _found(checks: Iterable[Check], patient: Patient) -> list[Finding]:
-    found = [finding for check in checks for finding in check(patient)]
+def _found(checks: Iterable[Check], subject: Subject) -> list[Finding]:
+    found = [finding for check in checks for finding in check(subject)]
     return sorted(found, key=lambda finding: finding.severity)

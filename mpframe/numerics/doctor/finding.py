@@ -1,4 +1,4 @@
-"""What the doctor says: one line each, with the words for the command line that fix it."""
+"""What the doctor reports: one line each, with the command-line words that fix it."""
 
 import shlex
 from collections.abc import Iterable
@@ -23,8 +23,8 @@ class Finding:
 
     Attributes:
         severity: how bad it is.
-        what: the option or the modules, its value, and what comes of it; one line.
-        fix: words of the command line that end it; empty where no option does.
+        what: the option or the modules, its value, and the consequence; one line.
+        fix: words for the command line; empty if no option helps.
     """
 
     severity: Severity
@@ -37,7 +37,7 @@ class Finding:
 
 
 def error(what: str, *fix: str) -> Finding:
-    """A finding that ends the doctor with exit code 1."""
+    """A finding with which the doctor ends with exit code 1."""
     return Finding(Severity.ERROR, what, fix)
 
 

@@ -1,6 +1,6 @@
-"""Options that are allowed, and most likely not meant: seen before the first step, at no cost.
+"""Options that are allowed, but probably not intended; these checks compute nothing.
 
-A run says these lines at its start, the doctor says the same. Nothing is computed for them.
+A run reports these lines at its start, and so does the doctor.
 """
 
 from collections.abc import Iterator
@@ -11,42 +11,42 @@ from torch import Tensor
 
 from mpframe.errors import nearest
 from mpframe.numerics.doctor.finding import Finding, note, warning
-from mpframe.numerics.doctor.patient import Patient
+from mpframe.numerics.doctor.subject import Subject
 from mpframe.optim import MasterWeights
 
 ADAPTIVE = ("Backoff", "LogMax")
 # Their updates are about as large as the learning rate, whatever the gradients are.
 _STEPS_OF_LR = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
-_SAMPLED = 4096  # values of each weight that stand for all of them
+_SAMPLED = 4096  # values of each weight that represent all of them
 _SMALL_SCALE = 2.0**-3
 _SMALL_NORM = 1e-3
 
 
-def check_unscaled(patient: Patient) -> Iterator[Finding]:
+def check_unscaled(subject: Subject) -> Iterator[Finding]:
     """float16 without loss scaling."""
-    if patient.half == torch.float16 and not patient.trainer.scalers:
+    if subject.half == torch.float16 and not subject.trainer.scalers:
         yield warning(
             "loss_scaling=none with float16: gradients of at most 3e-08 become 0",
             "loss_scaling=Backoff",
         )
 
 
-def check_needless_scaling(patient: Patient) -> Iterator[Finding]:
-    """An adaptive scaler where the format has the range of fp32."""
-    kind = patient.scaling
-    if kind in ADAPTIVE and patient.half != torch.float16:
-        form = "fp32" if patient.half is None else patient.policy.half
-        reason = "" if patient.half is None else f", and {form} has the range of fp32"
+def check_needless_scaling(subject: Subject) -> Iterator[Finding]:
+    """An adaptive scaler for a format with the range of fp32."""
+    kind = subject.scaling
+    if kind in ADAPTIVE and subject.half != torch.float16:
+        form = "fp32" if subject.half is None else subject.policy.half
+        reason = "" if subject.half is None else f", and {form} has the range of fp32"
         yield note(
-            f"loss_scaling={kind} with dtype={patient.policy.mode}{reason}: no gradient needs a "
+            f"loss_scaling={kind} with dtype={subject.policy.mode}{reason}: no gradient needs a "
             "scale",
             "loss_scaling=none",
         )
 
 
-def check_growth(patient: Patient) -> Iterator[Finding]:
+def check_growth(subject: Subject) -> Iterator[Finding]:
     """A scale that grows after every clean step."""
-    if patient.options.get("loss_scaling.growth_interval") == 1:
+    if subject.options.get("loss_scaling.growth_interval") == 1:
         yield warning(
             "loss_scaling.growth_interval=1: the scale doubles after each clean step, so about "
             "every second step overflows and is skipped",
@@ -54,9 +54,9 @@ def check_growth(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def check_static_scale(patient: Patient) -> Iterator[Finding]:
+def check_static_scale(subject: Subject) -> Iterator[Finding]:
     """A static scale that makes small gradients smaller."""
-    scale = patient.options.get("loss_scaling.scale")
+    scale = subject.options.get("loss_scaling.scale")
     if scale is not None and float(scale) < _SMALL_SCALE:
         yield warning(
             f"loss_scaling.scale={scale:g}: below 1 it makes small gradients smaller; usual are "
@@ -65,28 +65,28 @@ def check_static_scale(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def check_learning_rate(patient: Patient) -> Iterator[Finding]:
+def check_learning_rate(subject: Subject) -> Iterator[Finding]:
     """A learning rate that the format of the weights cannot add to most of them."""
-    for path, optimizer in patient.optimizers.items():
+    for path, optimizer in subject.optimizers.items():
         rate = optimizer.optimizer.defaults.get("lr")
         if not isinstance(optimizer.optimizer, _STEPS_OF_LR) or not isinstance(rate, float):
             continue
         half_unit, form = _half_unit(optimizer)
         if 0.0 < rate < half_unit:
-            masters = patient.trainer.precision.master_weights
+            masters = subject.trainer.precision.master_weights
             word = str(form).removeprefix("torch.")
             yield warning(
                 f"{path}.lr={rate:g}: below {half_unit:.2g}, half a unit in the last place of most "
                 f"{word} weights, which therefore do not move",
-                patient.typed(f"{path}.lr", 1e-3)
+                subject.typed(f"{path}.lr", 1e-3)
                 if masters or form == torch.float32
                 else "dtype.master_weights=true",
             )
 
 
-def check_clip_norm(patient: Patient) -> Iterator[Finding]:
-    """A norm that leaves nothing of any gradient."""
-    norm = patient.trainer.plan.clip_norm
+def check_clip_norm(subject: Subject) -> Iterator[Finding]:
+    """A norm that makes every gradient tiny."""
+    norm = subject.trainer.plan.clip_norm
     if norm is not None and norm < _SMALL_NORM:
         yield warning(
             f"trainer.clip_norm={norm:g}: each step's gradients are cut down to this norm; usual "
@@ -95,10 +95,10 @@ def check_clip_norm(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def check_average(patient: Patient) -> Iterator[Finding]:
+def check_average(subject: Subject) -> Iterator[Finding]:
     """An average over more steps than the run has."""
-    ema = patient.trainer.ema
-    steps = patient.trainer.plan.total_steps(len(patient.loader))
+    ema = subject.trainer.ema
+    steps = subject.trainer.plan.total_steps(len(subject.loader))
     if ema is not None and steps and 1.0 / (1.0 - ema.decay) > steps:
         fits = f"{max(0.5, 1.0 - 10.0 / steps):.3g}"
         yield warning(
@@ -108,9 +108,9 @@ def check_average(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def check_accumulation(patient: Patient) -> Iterator[Finding]:
-    """More micro-batches to a step than an epoch has."""
-    wanted, batches = patient.trainer.plan.accumulate, len(patient.loader)
+def check_accumulation(subject: Subject) -> Iterator[Finding]:
+    """More micro-batches in a step than in an epoch."""
+    wanted, batches = subject.trainer.plan.accumulate, len(subject.loader)
     if wanted > batches:
         yield warning(
             f"trainer.accumulate={wanted}: an epoch has {batches} batches, all that a step takes",
@@ -118,9 +118,9 @@ def check_accumulation(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def check_classes(patient: Patient) -> Iterator[Finding]:
+def check_classes(subject: Subject) -> Iterator[Finding]:
     """More outputs than the data has classes."""
-    outputs, classes = (patient.options.get(f"{part}.classes") for part in ("model", "dataset"))
+    outputs, classes = (subject.options.get(f"{part}.classes") for part in ("model", "dataset"))
     if isinstance(outputs, int) and isinstance(classes, int) and outputs > classes:
         yield warning(
             f"model.classes={outputs}: the data set has {classes}, so {outputs - classes} outputs "
@@ -129,10 +129,10 @@ def check_classes(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def check_layers(patient: Patient) -> Iterator[Finding]:
-    """A pattern of layers to draw that names none."""
-    names = [name for name, _ in patient.trainer.model.named_modules()]
-    for pattern in patient.options.get("numerics.layers") or ():
+def check_layers(subject: Subject) -> Iterator[Finding]:
+    """A pattern of layers to draw that matches none."""
+    names = [name for name, _ in subject.trainer.model.named_modules()]
+    for pattern in subject.options.get("numerics.layers") or ():
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = nearest(pattern, names)
             yield warning(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from mpframe.numerics.doctor.finding import Finding, error, few, note, warning
-from mpframe.numerics.doctor.patient import Patient
+from mpframe.numerics.doctor.subject import Subject
 from mpframe.numerics.overrides import deny_words, pin_words
 from mpframe.precision.dtype_map import Row
 from mpframe.precision.module_ops import op_of
@@ -21,57 +21,57 @@ NORMS = (
 _TILE = 8  # half values that a tensor core takes at once: 16 bytes
 
 
-def check_binary_cross_entropy(patient: Patient) -> Iterator[Finding]:
-    """A BCELoss that is given half probabilities: between 1 - 2^-11 and 1 there is nothing."""
-    half = patient.half
+def check_binary_cross_entropy(subject: Subject) -> Iterator[Finding]:
+    """A BCELoss of half probabilities: half has no number between 1 - 2^-11 and 1."""
+    half = subject.half
     if half is None:
         return
-    given = [values for values in patient.rehearsal.probabilities if _rounded_to(half, values)]
+    given = [values for values in subject.dry_run.probabilities if _rounded_to(half, values)]
     if given:
         seen = given[0].dtype == half
-        fix = ("ops=default",) if patient.policy.ops.empty else ()
+        fix = ("ops=default",) if subject.policy.ops.empty else ()
         ops = "binary_cross_entropy,sigmoid" if seen else "sigmoid"
         text = (
-            f"binary_cross_entropy: its probabilities are {patient.policy.half} numbers, none of "
+            f"binary_cross_entropy: its probabilities are {subject.policy.half} numbers, none of "
             f"them between {1 - torch.finfo(half).eps / 2:g} and 1; use BCEWithLogitsLoss, or"
         )
         make = error if seen else warning
         yield make(f"{text} compute in fp32", *fix, f"ops.deny+=[{ops}]")
 
 
-def check_norms(patient: Patient) -> Iterator[Finding]:
+def check_norms(subject: Subject) -> Iterator[Finding]:
     """Norms that run in half."""
-    if patient.half is None:
+    if subject.half is None:
         return
-    half = patient.policy.half
-    norms = [(row, op) for row in patient.rows if (op := _op(patient, row)) in NORMS]
-    stored = [row.module for row, _ in norms if row.storage == patient.half]
+    half = subject.policy.half
+    norms = [(row, op) for row in subject.rows if (op := _op(subject, row)) in NORMS]
+    stored = [row.module for row, _ in norms if row.storage == subject.half]
     computed = {op: row.module for row, op in norms if row.compute == half}
     if stored:
         yield warning(
             f"{few(stored)}: norms stored and computed in {half}; their sums lose small terms",
-            *(("ops=default",) if patient.policy.ops.empty else _unlisted(patient, norms)),
+            *(("ops=default",) if subject.policy.ops.empty else _unlisted(subject, norms)),
         )
     elif computed:
         yield note(
             f"{few(computed.values())}: norms with {half} inputs and outputs; the kernels sum in "
             "fp32 and each output is rounded once",
-            *_unlisted(patient, norms),
+            *_unlisted(subject, norms),
         )
 
 
-def check_dimensions(patient: Patient) -> Iterator[Finding]:
-    """Dimensions of half products that an option sets and tensor cores pad."""
-    half = patient.policy.half
-    products = [row for row in patient.rows if row.compute == half]
-    sizes = {size for row in products for size in _sizes(patient, row)}
+def check_dimensions(subject: Subject) -> Iterator[Finding]:
+    """Dimensions of half products, set by an option, that tensor cores pad."""
+    half = subject.policy.half
+    products = [row for row in subject.rows if row.compute == half]
+    sizes = {size for row in products for size in _sizes(subject, row)}
     options = {
         path: value
-        for path, value in patient.options.items()
+        for path, value in subject.options.items()
         if isinstance(value, int) and not isinstance(value, bool) and value % _TILE
         if (path.startswith("model.") and value in sizes) or path == "dataset.batch_size"
     }
-    fixed = {patient.options.get("dataset.classes"), patient.options.get("dataset.channels")}
+    fixed = {subject.options.get("dataset.classes"), subject.options.get("dataset.channels")}
     options = {path: value for path, value in options.items() if value not in fixed}
     if options and products:
         yield note(
@@ -81,12 +81,12 @@ def check_dimensions(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def _op(patient: Patient, row: Row) -> str:
-    return op_of(patient.trainer.model.get_submodule(row.module)) or ""
+def _op(subject: Subject, row: Row) -> str:
+    return op_of(subject.trainer.model.get_submodule(row.module)) or ""
 
 
-def _sizes(patient: Patient, row: Row) -> list[int]:
-    module = patient.trainer.model.get_submodule(row.module)
+def _sizes(subject: Subject, row: Row) -> list[int]:
+    module = subject.trainer.model.get_submodule(row.module)
     return [size for p in module.parameters(recurse=False) if p.ndim >= 2 for size in p.shape[:2]]
 
 
@@ -95,13 +95,13 @@ def _rounded_to(half: torch.dtype, values: torch.Tensor) -> bool:
     return values.dtype == half or torch.equal(wide, wide.to(half).float())
 
 
-def _unlisted(patient: Patient, norms: list[tuple[Row, str]]) -> tuple[str, ...]:
-    """What takes these norms to fp32: out of `allow`, and out of their pins to half."""
+def _unlisted(subject: Subject, norms: list[tuple[Row, str]]) -> tuple[str, ...]:
+    """The words that run these norms in fp32: out of `allow`, and out of their pins to half."""
     concerned = [
         (row, op)
         for row, op in norms
-        if row.compute == patient.policy.half or row.storage == patient.half
+        if row.compute == subject.policy.half or row.storage == subject.half
     ]
-    pins = [row.module for row, _ in concerned if patient.policy.pin_of(row.module)]
+    pins = [row.module for row, _ in concerned if subject.policy.pin_of(row.module)]
     listed = sorted({op for row, op in concerned if row.module not in pins})
     return (*deny_words(listed), *pin_words(pins))

@@ -1,7 +1,7 @@
 """Does the first step overflow, and is the loss scale right for it?
 
-The first step is judged as a failed one is by the autopsy: it is run as the run would run it, pins
-and lists and scale included, and what is said to help has been tried on it.
+The first step is judged like a failed one by the autopsy: it runs as the run would run it, with its
+pins, lists and scale, and each fix has been tried on it.
 """
 
 import math
@@ -12,17 +12,17 @@ from mpframe.loss_scaling.powers import safe_scale
 from mpframe.numerics.autopsy.report import value_of, where_of
 from mpframe.numerics.autopsy.verdict import Kind, Verdict
 from mpframe.numerics.doctor.finding import Finding, error, note, warning
-from mpframe.numerics.doctor.patient import Patient
+from mpframe.numerics.doctor.subject import Subject
 from mpframe.numerics.overrides import deny_words, pin_words
 
 _MANY_LOST = 0.05
 
 
-def check_overflow(patient: Patient) -> Iterator[Finding]:
+def check_overflow(subject: Subject) -> Iterator[Finding]:
     """What is not finite in the first step's forward and backward pass."""
-    verdict = patient.verdict
+    verdict = subject.verdict
     if verdict.kind is Kind.NOT_FINITE_IN_FP32:
-        where = "" if verdict.finding is None else f" (first {where_of(verdict.finding)})"
+        where = "" if verdict.culprit is None else f" (first {where_of(verdict.culprit)})"
         yield error(
             f"model, dataset: the first batch is not finite in fp32 either{where}; look for a "
             "division by zero, a logarithm of zero, or first weights that are too large"
@@ -30,15 +30,15 @@ def check_overflow(patient: Patient) -> Iterator[Finding]:
     elif verdict.kind is Kind.BEYOND_FORMAT:
         yield error(_beyond(verdict), *_remedy(verdict))
     elif verdict.kind is Kind.SCALE_TOO_HIGH:
-        yield _too_high(patient, verdict)
+        yield _too_high(subject, verdict)
 
 
-def check_small_scale(patient: Patient) -> Iterator[Finding]:
-    """A static scale at which more gradients than need be become 0."""
-    half, scale = patient.half, patient.options.get("loss_scaling.scale")
-    if half is None or scale is None or not math.isfinite(patient.gradients.amax):
+def check_small_scale(subject: Subject) -> Iterator[Finding]:
+    """A static scale at which more gradients become 0 than at another."""
+    half, scale = subject.half, subject.options.get("loss_scaling.scale")
+    if half is None or scale is None or not math.isfinite(subject.gradients.amax):
         return
-    gradients = patient.gradients
+    gradients = subject.gradients
     best = safe_scale(gradients.amax, half) or DEFAULT_SCALE
     lost, least = (gradients.lost_fraction(s, half) for s in (float(scale), best))
     if lost > _MANY_LOST and least < lost / 2:
@@ -50,29 +50,29 @@ def check_small_scale(patient: Patient) -> Iterator[Finding]:
 
 
 def _beyond(verdict: Verdict) -> str:
-    finding = verdict.finding
-    assert finding is not None  # A step that is finite in fp32 and not in half has a first place.
-    return f"{where_of(finding)} on the first batch: {value_of(finding, verdict)}"
+    culprit = verdict.culprit
+    assert culprit is not None  # A step that is finite in fp32 and not in half has one.
+    return f"{where_of(culprit)} on the first batch: {value_of(culprit, verdict)}"
 
 
 def _remedy(verdict: Verdict) -> tuple[str, ...]:
-    """What was tried and made the step finite; fp32 did, where nothing less does."""
+    """What was tried and made the step finite; if nothing else did, fp32."""
     if not verdict.proven:
         return ("dtype=fp32",)
     return (*pin_words(verdict.remedy.pins), *deny_words(verdict.remedy.denied))
 
 
-def _too_high(patient: Patient, verdict: Verdict) -> Finding:
-    first = verdict.replays[1].passes[0].scale  # Behind the replay in fp32 comes the run's own.
+def _too_high(subject: Subject, verdict: Verdict) -> Finding:
+    first = verdict.replays[1].passes[0].scale  # After the replay in fp32 comes the run's own.
     # An octave below what was tried and is finite: the next batch may be larger.
     fits = 2.0 ** (math.floor(math.log2(first) + verdict.octaves) - 1)
-    if patient.scaling == "static":
+    if subject.scaling == "static":
         return error(
             f"loss_scaling.scale={first:g}: too large, the first batch overflows at it",
             f"loss_scaling.scale={_exactly(fits)}",
         )
-    floor = float(patient.options.get("loss_scaling.min_scale", 1.0))
-    probed = (*_named(patient), "loss_scaling.init_scale=probe")
+    floor = float(subject.options.get("loss_scaling.min_scale", 1.0))
+    probed = (*_named(subject), "loss_scaling.init_scale=probe")
     if floor > first * 2.0**verdict.octaves:
         return error(
             f"loss_scaling.min_scale={floor:g}: too large, the first batch overflows at it",
@@ -86,10 +86,10 @@ def _too_high(patient: Patient, verdict: Verdict) -> Finding:
     )
 
 
-def _named(patient: Patient) -> tuple[str, ...]:
-    """The word that names a scaler chosen by `auto`, whose options are not there to be set."""
-    name = patient.scaling
-    return () if "loss_scaling.init_scale" in patient.options else (f"loss_scaling={name}",)
+def _named(subject: Subject) -> tuple[str, ...]:
+    """The word that names a scaler chosen by `auto`, which has no options to set."""
+    name = subject.scaling
+    return () if "loss_scaling.init_scale" in subject.options else (f"loss_scaling={name}",)
 
 
 def _exactly(power: float) -> str:

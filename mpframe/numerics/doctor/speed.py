@@ -1,4 +1,4 @@
-"""What will cost time: emulated half, waits for the data."""
+"""What costs time: emulated half, and waits for data."""
 
 import math
 import os
@@ -11,21 +11,21 @@ from typing import Any
 import torch
 
 from mpframe.numerics.doctor.finding import Finding, note, warning
-from mpframe.numerics.doctor.patient import Patient
-from mpframe.numerics.doctor.undoing import undone
+from mpframe.numerics.doctor.restored import restored
+from mpframe.numerics.doctor.subject import Subject
 from mpframe.precision.policy import has_native_half
 
 _MEASURED = 4  # batches
 _MUCH = 1 / 3  # of the time of a step
-_SECONDS = 10.0  # of the whole run, below which nothing is worth mending
+_SECONDS = 10.0  # of the whole run, below which no warning is worth it
 
 
-def check_emulation(patient: Patient) -> Iterator[Finding]:
-    """Half on a CPU: emulated, or in kernels that are far slower than fp32's."""
-    policy = patient.policy
-    if patient.half is None or patient.device.type != "cpu":
+def check_emulation(subject: Subject) -> Iterator[Finding]:
+    """Half on a CPU: emulated, or in kernels that are much slower than fp32's."""
+    policy = subject.policy
+    if subject.half is None or subject.device.type != "cpu":
         return
-    if policy.emulates(patient.device):
+    if policy.emulates(subject.device):
         yield note(
             f"dtype.half={policy.half} on cpu is emulated: the numbers are a tensor core's, the "
             "speed and memory are not",
@@ -39,28 +39,28 @@ def check_emulation(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def check_loading(patient: Patient) -> Iterator[Finding]:
-    """Data that come slower than the steps that use them; measured on a few batches."""
-    steps = patient.trainer.plan.total_steps(len(patient.loader))
-    pace = measure(patient)
+def check_loading(subject: Subject) -> Iterator[Finding]:
+    """Data that loads slower than the steps that use it; measured on a few batches."""
+    steps = subject.trainer.plan.total_steps(len(subject.loader))
+    pace = measure(subject)
     if pace is None or pace.waits <= _MUCH * (pace.step + pace.waits):
         return
-    whole = pace.waits * steps * patient.trainer.plan.accumulate
+    whole = pace.waits * steps * subject.trainer.plan.accumulate
     if whole > _SECONDS:
         yield warning(
             f"dataset.workers={pace.workers}: loading is the bottleneck, {pace.load * 1e3:.0f} ms "
             f"a batch for steps of {pace.step * 1e3:.1f} ms, about {whole:.0f} s of waiting in all",
-            *_faster(patient, pace),
+            *_faster(subject, pace),
         )
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds a batch.
+    """Seconds for each batch.
 
     Attributes:
-        load: to load one, with the workers there are.
-        step: to train on one.
+        load: to load it, with the workers there are.
+        step: to train on it.
         workers: processes that load.
     """
 
@@ -74,14 +74,14 @@ class Pace:
         return max(0.0, self.load - self.step) if self.workers else self.load
 
 
-def measure(patient: Patient) -> Pace | None:
-    """Time a few batches and as many steps on them; None where an epoch is too short.
+def measure(subject: Subject) -> Pace | None:
+    """Time a few batches and as many steps on them; None if an epoch is too short.
 
-    The trainer is afterwards what it was.
+    The trainer is restored.
     """
-    workers = int(patient.options.get("dataset.workers", 0))
-    ahead = 1 + 2 * workers  # what workers loaded while nobody asked
-    stream = patient.loader.epoch(0)
+    workers = int(subject.options.get("dataset.workers", 0))
+    ahead = 1 + 2 * workers  # what workers loaded in advance
+    stream = subject.loader.epoch(0)
     for _ in islice(stream, ahead):
         pass
     started = time.perf_counter()
@@ -89,18 +89,18 @@ def measure(patient: Patient) -> Pace | None:
     load = time.perf_counter() - started
     if not batches:
         return None
-    with undone(patient.trainer):
-        patient.trainer.train_step(batches[0])
-        step = _seconds(patient, batches)
+    with restored(subject.trainer):
+        subject.trainer.train_step(batches[0])
+        step = _seconds(subject, batches)
     return Pace(load / len(batches), step / len(batches), workers)
 
 
-def _seconds(patient: Patient, batches: Iterable[Any]) -> float:
-    _wait(patient.device)
+def _seconds(subject: Subject, batches: Iterable[Any]) -> float:
+    _wait(subject.device)
     started = time.perf_counter()
     for batch in batches:
-        patient.trainer.train_step(batch)
-    _wait(patient.device)
+        subject.trainer.train_step(batch)
+    _wait(subject.device)
     return time.perf_counter() - started
 
 
@@ -109,13 +109,13 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _faster(patient: Patient, pace: Pace) -> tuple[str, ...]:
-    """More workers, up to the number of cores; past that, no augmentation."""
+def _faster(subject: Subject, pace: Pace) -> tuple[str, ...]:
+    """More workers, up to the number of cores; then no augmentation."""
     cores = os.cpu_count() or 1
     wanted = math.ceil(pace.load * max(pace.workers, 1) / max(pace.step, 1e-6))
     if pace.workers < cores:
         return (f"dataset.workers={min(cores, max(wanted, pace.workers + 1))}",)
-    augmented = patient.options.get("dataset.augment", "none") != "none"
+    augmented = subject.options.get("dataset.augment", "none") != "none"
     return ("dataset.augment=none",) if augmented else ()
 
 

@@ -1,8 +1,8 @@
-"""Do the weights exist in the half format they are stored in or computed with?
+"""Does the half format in which weights are stored or computed hold them?
 
 float16 holds magnitudes from 2^-24 to 65504, with all of its bits from 2^-14 on; bfloat16 has the
-range of fp32. Weights that were trained in bfloat16 may lie anywhere in that range, and so may the
-activations they make.
+range of fp32. Weights that were trained in bfloat16 may be anywhere in that range, and so may their
+activations.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpframe.numerics.doctor.finding import Finding, error, few, warning
-from mpframe.numerics.doctor.patient import Patient
+from mpframe.numerics.doctor.subject import Subject
 from mpframe.numerics.overrides import pin_words
 
 _MANY_SUBNORMAL = 0.05
@@ -19,56 +19,56 @@ _MANY_LOST = 0.01
 _TELLING = 64  # values, and a quarter as many different ones: fewer may be short by chance
 
 
-def check_weight_range(patient: Patient) -> Iterator[Finding]:
+def check_weight_range(subject: Subject) -> Iterator[Finding]:
     """Weights beyond the half format's largest number."""
-    if patient.half is None:
+    if subject.half is None:
         return
-    limit = torch.finfo(patient.half).max
+    limit = torch.finfo(subject.half).max
     beyond = {
         module: (name, float(values.abs().max()))
-        for module, name, values in patient.half_weights()
+        for module, name, values in subject.half_weights()
         if values.numel() and bool((values.abs() > limit).any())
     }
     if beyond:
         name, largest = next(iter(beyond.values()))
         yield error(
             f"{few(n for n, _ in beyond.values())}: weights beyond {limit:g}, the largest "
-            f"{patient.policy.half} number ({name} reaches {largest:.4g})",
+            f"{subject.policy.half} number ({name} reaches {largest:.4g})",
             *pin_words(beyond),
         )
 
 
-def check_small_weights(patient: Patient) -> Iterator[Finding]:
-    """Weights that are 0 or short of bits in half."""
+def check_small_weights(subject: Subject) -> Iterator[Finding]:
+    """Weights that are 0 or have fewer bits in half."""
     small = {
         module: (name, lost, subnormal)
-        for module, name, values in patient.half_weights()
-        for lost, subnormal in [_small(values, patient.half)]
+        for module, name, values in subject.half_weights()
+        for lost, subnormal in [_small(values, subject.half)]
         if lost > _MANY_LOST or subnormal > _MANY_SUBNORMAL
     }
     if small:
         name, lost, subnormal = max(small.values(), key=lambda entry: entry[1:])
         yield warning(
-            f"{few(n for n, *_ in small.values())}: small weights; in {patient.policy.half} "
+            f"{few(n for n, *_ in small.values())}: small weights; in {subject.policy.half} "
             f"{lost:.1%} of {name} become 0 and {subnormal:.1%} subnormal",
             *pin_words(small),
         )
 
 
-def check_birth(patient: Patient) -> Iterator[Finding]:
+def check_training_format(subject: Subject) -> Iterator[Finding]:
     """Weights that were trained in bfloat16, in a float16 run."""
-    if patient.half != torch.float16:
+    if subject.half != torch.float16:
         return
     fix = ("dtype.half=bfloat16",)
-    source = patient.options.get("init_from")
-    if patient.born_in and "bfloat16" in patient.born_in:
+    source = subject.options.get("init_from")
+    if subject.trained_in and "bfloat16" in subject.trained_in:
         yield warning(
-            f"init_from={source}: trained as {patient.born_in}, whose activations may lie beyond "
+            f"init_from={source}: trained as {subject.trained_in}, whose activations may be beyond "
             "65504, the largest float16 number",
             *fix,
         )
         return
-    born = [name for _, name, values in patient.half_weights() if _bfloat16_born(values)]
+    born = [name for _, name, values in subject.half_weights() if _all_bfloat16(values)]
     if born:
         yield warning(
             f"{few(born)}: all values are bfloat16 numbers; weights trained in bfloat16 may make "
@@ -88,10 +88,10 @@ def _small(values: Tensor, half: torch.dtype | None) -> tuple[float, float]:
     return float(lost.float().mean()), float(subnormal.float().mean())
 
 
-def _bfloat16_born(values: Tensor) -> bool:
-    """All values are short, and there are too many of them for chance.
+def _all_bfloat16(values: Tensor) -> bool:
+    """All values are bfloat16 numbers, and there are too many of them for chance.
 
-    A value with bits to spare (a power of two, a whole number up to 2^8) says nothing.
+    A few powers of two or whole numbers up to 2^8, which every format has, say nothing.
     """
     if values.numel() < _TELLING or not torch.equal(values, values.bfloat16().float()):
         return False

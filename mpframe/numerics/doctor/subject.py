@@ -1,7 +1,7 @@
-"""What is examined: a trainer built as for training, its data, and what was tried on them.
+"""What the doctor examines: a trainer built as for training, its data, and trials on them.
 
-Whatever is tried here is undone: weights, buffers, optimizer state and random numbers are
-afterwards bit for bit what they were.
+Every trial is restored: weights, buffers, optimizer state and random numbers are afterwards bit for
+bit what they were.
 """
 
 import copy
@@ -18,7 +18,7 @@ from mpframe.loss_scaling.interface import LossScaler, wants_probe
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.evidence import floors_of, scaling_of
 from mpframe.numerics.autopsy.verdict import Verdict, judge
-from mpframe.numerics.doctor.rehearsal import Rehearsal, rehearse
+from mpframe.numerics.doctor.dry_run import DryRun, dry_run
 from mpframe.numerics.exponents import ExponentHistogram
 from mpframe.optim import MasterWeights
 from mpframe.optim.multi_optimizer import MultiOptimizer
@@ -27,27 +27,27 @@ from mpframe.precision.policy import Policy
 from mpframe.training.loader import Batch
 from mpframe.training.probe import probe
 from mpframe.training.trainer import Trainer
-from mpframe.tree import map_tensors
+from mpframe.tree import device_of, map_tensors
 
 
 @dataclass
-class Patient:
-    """What is examined.
+class Subject:
+    """What the doctor examines.
 
     Attributes:
         trainer: as built for the run, `init_from` taken, before its first step.
         loader: the training data.
         options: every option of the run by its dotted path.
         added: the paths that the command line added with `+`.
-        born_in: the precision that trained the weights of `init_from`, e.g. `mixed(bfloat16)`; None
-            where there are none.
+        trained_in: the precision that trained the weights of `init_from`, e.g. `mixed(bfloat16)`;
+            None if there are none.
     """
 
     trainer: Trainer
     loader: Loader
     options: Mapping[str, Any]
     added: Set[str] = frozenset()
-    born_in: str | None = None
+    trained_in: str | None = None
 
     @property
     def policy(self) -> Policy:
@@ -56,13 +56,13 @@ class Patient:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The half format of the run; None where nothing is half."""
+        """The half format of the run; None if nothing is half."""
         return None if self.policy.mode == "fp32" else self.policy.half_dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
-        return next((p.device for p in self.trainer.model.parameters()), torch.device("cpu"))
+        """The device of the model."""
+        return device_of(self.trainer.model)
 
     @property
     def scaling(self) -> str:
@@ -106,7 +106,7 @@ class Patient:
 
     @cached_property
     def gradients(self) -> ExponentHistogram:
-        """How the gradients of the first batch spread, in fp32."""
+        """How the gradients of the first batch spread over the exponents, in fp32."""
         self.trainer.model.train()
         seen = ExponentHistogram()
         for own in self.trainer.objectives:
@@ -116,7 +116,7 @@ class Patient:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """What an autopsy says of the first step, its remedies tried on the first batch."""
+        """The autopsy's verdict on the first step, its remedies tried on the first batch."""
         trainer = self.trainer
         return judge(
             Case(
@@ -132,7 +132,7 @@ class Patient:
         )
 
     def _first_scale(self, scaler: LossScaler | None) -> float:
-        """What the first loss is multiplied by; that of a probe is still to be taken."""
+        """The scale of the first loss; for a scaler that probes, what the probe gives."""
         if scaler is None:
             return 1.0
         tried = copy.deepcopy(scaler)
@@ -141,6 +141,6 @@ class Patient:
         return float(tried.scale)
 
     @cached_property
-    def rehearsal(self) -> Rehearsal:
+    def dry_run(self) -> DryRun:
         """The forward pass of the first batch, in the run's precision."""
-        return rehearse(self.trainer, self.batch)
+        return dry_run(self.trainer, self.batch)

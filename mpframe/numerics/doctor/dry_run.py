@@ -1,4 +1,4 @@
-"""One forward pass of the first batch, watched: what a loss is given."""
+"""A forward pass of the first batch that records what losses are called with."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,32 +16,32 @@ from mpframe.training.trainer import Trainer
 
 
 @dataclass
-class Rehearsal:
-    """What was seen.
+class DryRun:
+    """What was recorded.
 
     Attributes:
-        probabilities: what each binary cross-entropy was given, as it was given.
+        probabilities: the input of each binary cross-entropy.
     """
 
     probabilities: list[Tensor] = field(default_factory=list)
 
 
 @torch.no_grad()
-def rehearse(trainer: Trainer, batch: Batch) -> Rehearsal:
+def dry_run(trainer: Trainer, batch: Batch) -> DryRun:
     """Run the objectives as a step would; the model is left as it was."""
-    model, seen = trainer.model, Rehearsal()
+    model, seen = trainer.model, DryRun()
     model.train()
-    # Outside of the cast: it sees what an op is given after its arguments were cast.
-    with undisturbed(model), _Losses(seen), trainer.precision.cast():
+    # Outside the cast block: it sees the arguments of an op after they were cast.
+    with undisturbed(model), _Probabilities(seen), trainer.precision.cast():
         for own in trainer.objectives:
             compute(own.objective, model, batch)
     return seen
 
 
-class _Losses(TorchFunctionMode):
-    """Keeps what binary cross-entropies are given."""
+class _Probabilities(TorchFunctionMode):
+    """Records the inputs of binary cross-entropies."""
 
-    def __init__(self, seen: Rehearsal) -> None:
+    def __init__(self, seen: DryRun) -> None:
         super().__init__()
         self._seen = seen
 

@@ -1,4 +1,4 @@
-"""Steps that never were."""
+"""Training steps that leave no trace."""
 
 import copy
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from mpframe.training.trainer import Trainer
 
 
 @contextmanager
-def undone(trainer: Trainer) -> Iterator[None]:
-    """The block trains; afterwards all that trains is bit for bit what it was."""
+def restored(trainer: Trainer) -> Iterator[None]:
+    """Within the block the trainer may step; afterwards its state is bit for bit restored."""
     before = copy.deepcopy(trainer.state_dict())
     trainer.model.train()
     with undisturbed(trainer.model):
