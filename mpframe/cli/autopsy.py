@@ -12,6 +12,7 @@ from typing import Any
 
 from mpframe import build, checkpoint
 from mpframe.checkpoint.saved_weights import steps_tried, weights_of
+from mpframe.cli.program import program
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
@@ -20,7 +21,6 @@ from mpframe.errors import (
     CheckpointError,
     ConfigError,
     UserCodeError,
-    one_line_exit,
     take_options,
 )
 from mpframe.files.durable import write_atomically
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: `run=RUN_OR_CHECKPOINT_OR_EVIDENCE`, `step=N` for one of several, and options of
             the run to change; the command line if None.
     """
-    with one_line_exit():
+    with program():
         _main(sys.argv[1:] if arguments is None else arguments)
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from mpframe import build, checkpoint
 from mpframe.checkpoint.saved_weights import fitted, weights_of
+from mpframe.cli.program import program
 from mpframe.config.command_line import jobs
 from mpframe.config.schema import Config
-from mpframe.errors import ConfigError, one_line_exit
+from mpframe.errors import ConfigError
 from mpframe.numerics.doctor import Finding, Severity, Subject, examine
 from mpframe.training.trainer import Trainer
 
@@ -25,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: as for training; the command line if None.
     """
     errors = 0
-    with one_line_exit():
+    with program():
         for job in jobs(sys.argv[1:] if arguments is None else arguments):
             findings = examine(subject_of(job.config, job.overrides))
             print(as_text(job.typed, findings))

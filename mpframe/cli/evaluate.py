@@ -12,10 +12,11 @@ from typing import Any
 
 from mpframe import build, checkpoint
 from mpframe.checkpoint.saved_weights import KINDS, averages_of, steps_tried, weights_of
+from mpframe.cli.program import program
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
-from mpframe.errors import ConfigError, nearest, one_line_exit, printable, take_options
+from mpframe.errors import ConfigError, nearest, printable, take_options
 from mpframe.files.durable import write_atomically
 from mpframe.tracking.summary import strict_json
 from mpframe.training.evaluation import Evaluation
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: `checkpoint=RUN_OR_CHECKPOINT`, `weights=trained|ema`, `out=FILE.json`, and
             options of the run to change; the command line if None.
     """
-    with one_line_exit():
+    with program():
         _main(sys.argv[1:] if arguments is None else arguments)
 
 

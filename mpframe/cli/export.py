@@ -6,7 +6,8 @@ from pathlib import Path
 from mpframe import checkpoint
 from mpframe.checkpoint.export import FORMATS, Exported, converted, exists, write
 from mpframe.checkpoint.saved_weights import KINDS, steps_tried, weights_of
-from mpframe.errors import ConfigError, nearest, one_line_exit, printable, take_options
+from mpframe.cli.program import program
+from mpframe.errors import ConfigError, nearest, printable, take_options
 
 _DEFAULTS = {"checkpoint": "", "out": "", "format": "fp32", "weights": "trained"}
 
@@ -18,7 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: `checkpoint=RUN_OR_CHECKPOINT`, `out=FILE.safetensors`,
             `format=fp32|float16|bfloat16`, `weights=trained|ema`; the command line if None.
     """
-    with one_line_exit():
+    with program():
         _main(sys.argv[1:] if arguments is None else arguments)
 
 

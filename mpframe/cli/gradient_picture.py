@@ -8,9 +8,10 @@ import torch
 from mpframe import build, checkpoint
 from mpframe.checkpoint.saved_weights import steps_tried, weights_of
 from mpframe.cli.evaluate import run_folder
+from mpframe.cli.program import program
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
-from mpframe.errors import ConfigError, one_line_exit, take_options
+from mpframe.errors import ConfigError, take_options
 from mpframe.loss_scaling import Static
 from mpframe.numerics.gradient_picture import Losses, best_scale, draw, losses_at
 from mpframe.numerics.ranges import RangeProbe, Ranges
@@ -24,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: `run=RUN_OR_CHECKPOINT`, `out=FILE.png`, and options of the run to change; the
             command line if None.
     """
-    with one_line_exit():
+    with program():
         _main(sys.argv[1:] if arguments is None else arguments)
 
 

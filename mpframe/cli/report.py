@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
+from mpframe.cli.program import program
 from mpframe.config.command_line import refuse_unwritable
-from mpframe.errors import ConfigError, one_line_exit, take_options
+from mpframe.errors import ConfigError, take_options
 from mpframe.files.durable import write_atomically
 from mpframe.report import as_markdown, as_page, compared, find_runs
 
@@ -18,7 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: folders of runs or of sweeps, and `out=FOLDER` (the first of them where
             absent, or beside it where it is a run); the command line if None.
     """
-    with one_line_exit():
+    with program():
         _main(sys.argv[1:] if arguments is None else arguments)
 
 

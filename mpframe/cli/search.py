@@ -18,11 +18,12 @@ import yaml
 from tqdm import tqdm
 
 from mpframe import build
+from mpframe.cli.program import program
 from mpframe.config.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.data.loader import Loader
 from mpframe.data.task import Task
-from mpframe.errors import ConfigError, DivergedError, one_line_exit, take_options
+from mpframe.errors import ConfigError, DivergedError, take_options
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.overrides import pin_words
 from mpframe.numerics.search import Error, Found, Pins, Search, Suspect
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: as for training, and `target=ERROR`, `batches=N` (4), `prove=STEPS` (100; 0: do
             not), `seeds=N` (3) of the proof, `out=FOLDER`; the command line if None.
     """
-    with one_line_exit():
+    with program():
         _main(sys.argv[1:] if arguments is None else arguments)
 
 

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hydra import compose, initialize_config_dir
 
 from mpframe.build import build_scaler
-from mpframe.config.command_line import checked, prepare
-from mpframe.config.locations import CONF
-from mpframe.errors import ConfigError, one_line_exit
+from mpframe.cli.program import program
+from mpframe.config.command_line import checked, compose_named
+from mpframe.errors import ConfigError
 from mpframe.loss_scaling.interface import LossScaler, name_of
 from mpframe.numerics.simulation import as_table, draw, replay
 from mpframe.tracking.amax_record import read_amax
@@ -26,7 +25,7 @@ def simulate(arguments: list[str] | None = None) -> None:
             `loss_scaling._target_=my_pkg.MyScaler`, `dtype.half=...`, `loss_scaling.OPTION=VALUE`,
             `out=PICTURE`; the command line if None.
     """
-    with one_line_exit():
+    with program():
         _simulate(sys.argv[1:] if arguments is None else arguments)
 
 
@@ -53,9 +52,8 @@ def _simulate(arguments: list[str]) -> None:
 
 
 def _scaler(name: str, options: list[str]) -> LossScaler:
-    overrides = prepare([f"loss_scaling={name}", *options])
-    with initialize_config_dir(str(CONF), version_base="1.3", job_name="simulate"):
-        scaler = build_scaler(checked(compose("config", overrides=overrides)))
+    _, composed = compose_named([f"loss_scaling={name}", *options])
+    scaler = build_scaler(checked(composed))
     if scaler is None:
         raise ConfigError(f"loss_scaling={name}: has no scale to replay; choose {', '.join(_ALL)}")
     return scaler

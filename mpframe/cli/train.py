@@ -1,28 +1,28 @@
-"""The program behind `scripts/train.py`: Hydra composes, the command line is checked, a run starts.
+"""The program behind `scripts/train.py`: Hydra composes, the composed job is checked, a run starts.
 
 A mistake ends in one line on stderr and exit code 1; `HYDRA_FULL_ERROR=1` shows the traceback.
-torch is imported only once the command line has been found good.
+torch is imported only once the configuration has been found good.
 """
 
 import os
 import sys
-from pathlib import Path
-from typing import cast
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
-from mpframe.config.command_line import checked, prepare
+from mpframe.cli.job import JobError, Jobs, print_error
+from mpframe.cli.program import current_folder_importable
+from mpframe.config.command_line import prepare
+from mpframe.config.composing import PRIMARY, one_line
+from mpframe.config.flags import parsed_flags
 from mpframe.config.locations import CONF
-from mpframe.config.redaction import hide, secrets_of, values_of
-from mpframe.errors import MpframeError, RunInterrupted, printable
+from mpframe.config.refusal import refusal_of
+from mpframe.errors import ConfigError, MpframeError
 
-
-class JobError(CompactHydraException):
-    """A job of a sweep that ended in an error; Hydra prints its text and goes on."""
+_FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def main() -> None:
@@ -30,46 +30,54 @@ def main() -> None:
 
     The exit code is 1 where it could not, and 128 + the signal's number where one stopped it.
     """
+    current_folder_importable()
+    full = os.environ.get(_FULL_ERROR) == "1"
     try:
-        sys.argv[1:] = prepare(sys.argv[1:])
-        failures: list[MpframeError] = []
-        _hydra_main(failures)
-        if failures:
-            raise failures[0]
+        _train()
     except MpframeError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        if full:
             raise
-        sys.exit(_printed(error))
+        sys.exit(print_error(error))
     except KeyboardInterrupt:  # Before there was a run that could be saved.
         sys.exit(130)
 
 
-def _hydra_main(failures: list[MpframeError]) -> None:
-    """Run Hydra; the error of a single run is kept in `failures`, for one clean line.
+def _train() -> None:
+    """Let Hydra run the jobs.
 
-    A job of a sweep raises instead, as Hydra's launchers expect: the sweep goes on, and its exit
-    code is 1 in the end.
+    Raises:
+        MpframeError: Hydra or the check refused the command line, or the only job failed.
     """
+    arguments = sys.argv[1:]
+    sys.argv[1:] = prepare(arguments)
+    jobs = Jobs()
+    try:
+        with _errors_raised():
+            hydra.main(config_path=str(CONF), config_name=PRIMARY, version_base="1.3")(jobs)()
+    except SystemExit as ended:
+        if isinstance(ended.__cause__, MpframeError):  # From the callback that checks the job.
+            raise ended.__cause__ from None
+        raise
+    except JobError as error:
+        raise MpframeError(str(error)) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise refusal_of(error, *parsed_flags(arguments)) from error
+    except Exception as error:  # Whatever Hydra, a sweeper or a launcher raises.
+        raise ConfigError(
+            f"Hydra: {one_line(error)}; {_FULL_ERROR}=1 shows the traceback"
+        ) from error
+    jobs.end()
 
-    def job(composed: DictConfig) -> None:
-        try:
-            config = checked(composed)
-            from mpframe.run.run import Run  # torch comes in here, and not before.
 
-            own = cast(DictConfig, HydraConfig.get())
-            Run(config, composed, Path(own.runtime.output_dir), own).train()
-        except MpframeError as error:
-            error.args = (hide(str(error), secrets_of(values_of(composed), os.environ)),)
-            if HydraConfig.get().mode is RunMode.MULTIRUN:
-                if isinstance(error, RunInterrupted):
-                    sys.exit(_printed(error))  # The jobs that are left are not started either.
-                raise JobError(str(error)) from error
-            failures.append(error)
-
-    hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(job)()
-
-
-def _printed(error: MpframeError) -> int:
-    said = hide(str(error), secrets_of(sys.argv, os.environ))
-    print(f"mpframe: {printable(said)}", file=sys.stderr)
-    return error.exit_code
+@contextmanager
+def _errors_raised() -> Iterator[None]:
+    """Within the block Hydra raises its errors; otherwise it would print them and end."""
+    before = os.environ.get(_FULL_ERROR)
+    os.environ[_FULL_ERROR] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_FULL_ERROR]
+        else:
+            os.environ[_FULL_ERROR] = before

@@ -146,6 +146,20 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def refuse_bad_value(path: str, value: Any) -> None:
+    """Refuse a value of the option at `path`, if that is one of ours and stands alone.
+
+    Raises:
+        ConfigError: it is of the wrong type or out of its range.
+    """
+    section, dot, name = path.rpartition(".")
+    holder: Any = SECTIONS.get(section) if dot else Run
+    options = {f.name: f for f in dataclasses.fields(holder)} if holder is not None else {}
+    refers = isinstance(value, str) and ("${" in value or value == "???")
+    if name in options and not refers:
+        _refuse_bad(path, value, options[name])
+
+
 def known_paths() -> set[str]:
     """The dotted path of every option of a closed section."""
     paths = set(RUN_OPTIONS)

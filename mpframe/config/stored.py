@@ -23,7 +23,7 @@ import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from mpframe.config.command_line import checked, compose_named, is_group
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.locations import CONF
 from mpframe.config.schema import OPEN, Config
 from mpframe.errors import CheckpointError, ConfigError
@@ -62,11 +62,11 @@ def config_of(text: str, path: Path, given: list[str]) -> Config:
     overrides, composed = compose_named([*_choices_of(stored, given), *given])
     _refuse_unfit(overrides)
     fresh = _without_hydra(composed)
-    named = {o.key_or_group for o in overrides if is_group(o.key_or_group)} & _words(given)
+    named = {o.key_or_group for o in overrides if _is_group(o.key_or_group)} & _words(given)
     for group in named:
         if not _same_target(stored, fresh, group):
             stored[group] = {}
-    taken = [o.key_or_group for o in overrides if not is_group(o.key_or_group)]
+    taken = [o.key_or_group for o in overrides if not _is_group(o.key_or_group)]
     for key in taken:
         _drop(stored, key)
     _refuse_unsafe(path, {**stored, "optimizer": joint}, named)
@@ -90,8 +90,11 @@ def _parts(optimizer: Any) -> dict[Any, Any]:
 
 def _without_hydra(composed: DictConfig) -> dict[str, Any]:
     """The composed options as plain values, interpolations left as they are."""
-    own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-    return cast(dict[str, Any], OmegaConf.to_container(own, resolve=False))
+    return cast(dict[str, Any], OmegaConf.to_container(without_hydra(composed), resolve=False))
+
+
+def _is_group(key: str) -> bool:
+    return (CONF / key).is_dir()
 
 
 def _choices_of(stored: Mapping[str, Any], given: list[str]) -> list[str]:

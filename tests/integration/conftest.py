@@ -7,12 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mpframe.config.command_line import checked, prepare
-from mpframe.config.locations import CONF
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 
@@ -22,10 +20,9 @@ StartRun = Callable[..., Summary]
 def train(folder: Path, *overrides: str) -> Summary:
     """Train as a command line would, in this process and into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    arguments = prepare(["trainer.progress=false", *overrides])
-    with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
-        composed = compose("config", overrides=arguments)
-    return Run(checked(composed), composed, folder).train()
+    _, composed = compose_named(["trainer.progress=false", *overrides])
+    own = without_hydra(composed)
+    return Run(checked(own), own, folder).train()
 
 
 @pytest.fixture

@@ -1,13 +1,44 @@
-"""What becomes of a command line before Hydra sees it."""
+"""What becomes of a command line: what Hydra sees of it, which jobs it makes, what is refused."""
 
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra._internal import hydra as hydra_core
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from omegaconf import DictConfig, OmegaConf
 
+from mpframe.cli import job as job_module
+from mpframe.cli import train
 from mpframe.config.command_line import prepare
 from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
+
+Started = Callable[..., list[DictConfig]]
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+    """The jobs that a command line starts, composed by `hydra.main`; none of them trains."""
+    composed: list[DictConfig] = []
+
+    def keep(config: DictConfig, hydra: DictConfig) -> float:
+        OmegaConf.resolve(config)
+        composed.append(config)
+        return 0.5
+
+    def start(*words: str) -> list[DictConfig]:
+        composed.clear()
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        train._train()
+        return list(composed)
+
+    monkeypatch.setattr(job_module, "_trained", keep)
+    monkeypatch.chdir(tmp_path)
+    return start
 
 
 @pytest.mark.parametrize(
@@ -23,58 +54,131 @@ from mpframe.errors import ConfigError
             ["model=own", "++model._target_=my.Net", "++model.width=3", "seed=1"],
         ),
         (["ops.modules={head:fp32}"], ["++ops.modules={head:fp32}"]),
-        (["seed=1", "-m", "dtype=fp32,amp"], ["-m", "seed=1", "dtype=fp32,amp"]),
-        (["-m", "dtype=fp32,amp", "seed=1,2"], ["-m", "dtype=fp32,amp", "seed=1,2"]),
+        (["seed=1", "-m", "dtype=fp32,amp"], ["seed=1", "dtype=fp32,amp", "-m"]),
         (
             ["-m", "loss_scaling=Backoff,LogMax", "loss_scaling.init_scale=1024"],
-            ["-m", "loss_scaling=Backoff,LogMax", "++loss_scaling.init_scale=1024"],
+            ["loss_scaling=Backoff,LogMax", "++loss_scaling.init_scale=1024", "-m"],
         ),
-        (["-m", "dtype=glob(*bf16)"], ["-m", "dtype=glob(*bf16)"]),
-        (["-m", "seed=range(1,4)"], ["-m", "seed=range(1,4)"]),
-        (["-m", "seed=choice(1,2)"], ["-m", "seed=choice(1,2)"]),
+        (["-m", "dtype=glob(*bf16)"], ["dtype=glob(*bf16)", "-m"]),
         (["--help"], ["--help"]),
         (["-h", "model=mlp"], ["model=mlp", "-h"]),
         (["--shell-completion", "query=bash"], ["--shell-completion", "query=bash"]),
+        (["--config-path=pkg://elsewhere", "a=b"], ["a=b", "--config-path=pkg://elsewhere"]),
     ],
 )
 def test_what_hydra_sees(given: list[str], seen: list[str]) -> None:
     assert prepare(given) == seen
 
 
+@pytest.mark.parametrize(
+    ("words", "option", "values"),
+    [
+        (["seed=3"], "seed", [3]),
+        (["-m", "seed=1,2"], "seed", [1, 2]),
+        (["-m", "seed=range(1,4)"], "seed", [1, 2, 3]),
+        (["-m", "seed=choice(2,1)"], "seed", [2, 1]),
+        (["hydra.mode=MULTIRUN", "seed=1,2"], "seed", [1, 2]),
+        (["-m", "dtype=glob(*bf16)"], "dtype.mode", ["amp", "mixed"]),
+        (["seed=${hydra:job.num}", "-m", "optimizer.lr=1,2"], "seed", [0, 1]),
+        (
+            ["-m", "loss_scaling=Backoff,LogMax", "loss_scaling.init_scale=1024"],
+            "loss_scaling.init_scale",
+            [1024, 1024],
+        ),
+    ],
+)
+def test_the_jobs_of_a_command_line(
+    words: list[str], option: str, values: list[Any], started: Started
+) -> None:
+    assert [OmegaConf.select(config, option) for config in started(*words)] == values
+
+
+def test_a_sweep_begins_at_once(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many jobs there are: the command line twice by Hydra, the first job once by us."""
+    calls: list[list[str]] = []
+    real = hydra_core.Hydra.compose_config
+
+    def counted(self: Any, config_name: str, overrides: list[str], **rest: Any) -> DictConfig:
+        calls.append(overrides)
+        return real(self, config_name, overrides, **rest)
+
+    monkeypatch.setattr(hydra_core.Hydra, "compose_config", counted)
+    before: list[int] = []
+    sweep = ConfigLoaderImpl.load_sweep_config
+
+    def job(self: Any, *arguments: Any, **named: Any) -> DictConfig:
+        before.append(len(calls))
+        return sweep(self, *arguments, **named)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", job)
+    trained: list[int] = []
+    monkeypatch.setattr(job_module, "_trained", lambda config, own: trained.append(len(before)))
+    started("-m", "seed=range(0,9)", "hydra.sweep.subdir=same")
+    assert len(trained) == 9
+    assert before[0] == len(calls) == 3
+    # Hydra composes a job once to try it and once to run it, and none of the later ones before.
+    assert trained == [2 * number + 2 for number in range(9)]
+
+
 @pytest.fixture
 def own_folder(tmp_path: Path) -> Path:
-    """A folder of a user's own with a primary configuration and a choice of `dtype`."""
-    (tmp_path / "mine.yaml").write_text("defaults:\n  - config\n  - _self_\nseed: 3\n")
-    (tmp_path / "dtype").mkdir()
+    """A folder of a user's own with a primary configuration, a choice of `dtype` and a group."""
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n  - config\n  - _self_\nseed: 3\n"
+        "hydra:\n  sweeper:\n    params:\n      seed: choice(7,8)\n"
+    )
+    for group in ("dtype", "recipe"):
+        (tmp_path / group).mkdir()
     shutil.copy(CONF / "dtype" / "amp.yaml", tmp_path / "dtype" / "special.yaml")
+    (tmp_path / "recipe" / "short.yaml").write_text("# @package _global_\ntrainer: {epochs: 1}\n")
     return tmp_path
 
 
-def test_a_folder_of_ones_own_is_checked_too(own_folder: Path) -> None:
-    flags = [f"--config-dir={own_folder}", "--config-name=mine"]
-    assert prepare([*flags, "dtype=special"]) == [*flags, "dtype=special"]
-    assert prepare([flags[0], "-m", "dtype=glob(s*)"]) == [flags[0], "-m", "dtype=glob(s*)"]
+@pytest.mark.parametrize("place", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+def test_a_folder_of_ones_own_has_its_choices(
+    place: str, own_folder: Path, started: Started
+) -> None:
+    flag = place.format(own_folder)
+    (config,) = started(flag, "dtype=special", "+recipe=short", "seed=9")
+    assert (config.dtype.mode, config.trainer.epochs, config.seed) == ("amp", 1, 9)
+    assert len(started(flag, "-m", "dtype=glob(s*)")) == 1
     with pytest.raises(ConfigError, match=r"^dtype=glob\(x\*\): matches no choice; .* special$"):
-        prepare([flags[0], "-m", "dtype=glob(x*)"])
+        started(flag, "-m", "dtype=glob(x*)")
     with pytest.raises(ConfigError, match=r"^dtype=speciak: choose .*; nearest: special$"):
-        prepare([*flags, "dtype=speciak"])
+        started(flag, "dtype=speciak")
     with pytest.raises(ConfigError, match=r"^trainer.max_stepz: no such option; nearest: trainer."):
-        prepare([*flags, "trainer.max_stepz=3"])
+        started(flag, "trainer.max_stepz=3", "+recipe=short")
+    with pytest.raises(ConfigError, match=r"^recipe=shorr: choose short; nearest: short$"):
+        started(flag, "+recipe=shorr")
 
 
-def test_a_package_of_configurations_is_hydras_business() -> None:
-    words = ["--config-path=pkg://elsewhere", "model=theirs"]
-    assert prepare(words) == words
+def test_a_primary_configuration_of_ones_own(own_folder: Path, started: Started) -> None:
+    flags = [f"--config-dir={own_folder}", "--config-name=mine"]
+    assert [config.seed for config in started(*flags)] == [3]
+    assert [config.seed for config in started(*flags, "-m", "dtype=special")] == [7, 8]
+    with pytest.raises(ConfigError, match=r"^dtype=speciak: choose .*; nearest: special$"):
+        started(*flags, "dtype=speciak")
+    with pytest.raises(
+        ConfigError, match=r"^--config-name=mien: no mien\.yaml in .*; add --config"
+    ):
+        started(flags[0], "--config-name=mien")
 
 
-def test_every_job_of_a_sweep_is_checked() -> None:
-    """An option that only some of the scalers take is refused before the first job starts."""
+def test_an_option_that_some_choices_of_a_sweep_lack_is_refused(started: Started) -> None:
     with pytest.raises(ConfigError, match=r"loss_scaling\.growth_interval: no such option"):
-        prepare(["-m", "loss_scaling=Backoff,LogMax", "loss_scaling.growth_interval=5"])
+        started("-m", "loss_scaling=Backoff,LogMax", "loss_scaling.growth_interval=5")
 
 
-def test_an_argument_of_ones_own_class_may_be_added() -> None:
-    assert prepare(["+model.depth=3"]) == ["+model.depth=3"]
+def test_the_other_jobs_of_a_sweep_are_checked_by_key(started: Started) -> None:
+    with pytest.raises(ConfigError, match=r"^optimizer\.lr=nan: must be a number > 0$"):
+        started("-m", "dtype=fp32,amp", "optimizer.lr=1e-3,nan")
+    with pytest.raises(ConfigError, match=r"^dtype=mixd: choose "):
+        started("-m", "dtype=fp32,mixd")
+
+
+def test_an_argument_of_ones_own_class_may_be_added(started: Started) -> None:
+    (config,) = started("+model.stride=3")
+    assert config.model.stride == 3
 
 
 MODES = "choose amp, amp_bf16, fp32, mixed, mixed_bf16"
@@ -92,19 +196,21 @@ MODES = "choose amp, amp_bf16, fp32, mixed, mixed_bf16"
     ],
 )
 def test_another_librarys_name_of_a_mode_is_answered_with_ours(
-    names: tuple[str, ...], words: str
+    names: tuple[str, ...], words: str, started: Started
 ) -> None:
     for name in names:
         for arguments in ([f"dtype={name}"], ["-m", f"dtype=fp32,{name}"]):
             with pytest.raises(ConfigError) as error:
-                prepare(arguments)
+                started(*arguments)
             assert str(error.value) == f"dtype={name}: {MODES}; use {words}"
 
 
 @pytest.mark.parametrize("sign", ["+", "++"])
-def test_a_choice_with_a_plus_is_answered_with_the_word_to_write(sign: str) -> None:
+def test_a_choice_with_a_plus_is_answered_with_the_word_to_write(
+    sign: str, started: Started
+) -> None:
     with pytest.raises(ConfigError) as error:
-        prepare([f"{sign}experiment=digits_mlp"])
+        started(f"{sign}experiment=digits_mlp")
     assert str(error.value) == (
         f"{sign}experiment=digits_mlp: a choice takes no +; write experiment=digits_mlp"
     )
@@ -124,6 +230,9 @@ def test_a_choice_with_a_plus_is_answered_with_the_word_to_write(sign: str) -> N
         (["--experimental-rer=x.pickle"], "--experimental-rerun=x.pickle: reads a pickle, which"),
     ],
 )
-def test_what_would_harm_is_refused(words: list[str], says: str) -> None:
+def test_what_would_harm_is_refused(
+    words: list[str], says: str, started: Started, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=says):
-        prepare(words)
+        started(*words)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,97 @@
+"""The function that Hydra calls for each job, and what becomes of a job that fails.
+
+A job returns its monitored validation metric, so that a sweeper can search for the best one.
+
+    one run                    its error ends the program with one line
+    a sweep in this process    one line, the jobs after it run, exit code 1 in the end
+    another process            raised: the launcher hands it back, exit code 1 in the end
+    a search (Optuna)          raised: the sweeper counts the trial as failed and goes on
+"""
+
+import math
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import cast
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from mpframe.cli.program import current_folder_importable
+from mpframe.config.command_line import checked
+from mpframe.config.redaction import hide, secrets_of, values_of
+from mpframe.errors import MpframeError, RunInterrupted, printable
+
+
+class JobError(CompactHydraException):
+    """A job that ended in an error, as Hydra's launchers and sweepers take it."""
+
+
+class Jobs:
+    """Runs one job after another, and keeps the errors of those that failed in this process."""
+
+    def __init__(self) -> None:
+        self._home = os.getpid()
+        self._failures: list[Exception] = []
+        self._sweep = False
+
+    def __call__(self, composed: DictConfig) -> float | None:
+        """Train one job; its monitored metric, None if it has none or failed."""
+        own = cast(DictConfig, HydraConfig.get())
+        self._sweep = own.mode is RunMode.MULTIRUN
+        current_folder_importable(own.runtime.cwd)
+        try:
+            return _trained(composed, own)
+        except Exception as error:
+            _hide_secrets(error, composed)
+            self._fail(error, own)
+            return None
+
+    def end(self) -> None:
+        """End the program as the jobs ended.
+
+        Raises:
+            Exception: that of the only job.
+            SystemExit: a job of a sweep failed.
+        """
+        if self._failures and self._sweep:
+            sys.exit(1)
+        if self._failures:
+            raise self._failures[0]
+
+    def _fail(self, error: Exception, own: DictConfig) -> None:
+        if self._sweep and isinstance(error, RunInterrupted):
+            sys.exit(print_error(error))  # The jobs that are left are not started either.
+        searches = own.runtime.choices["hydra/sweeper"] != "basic"
+        if self._sweep and (searches or os.getpid() != self._home):
+            raise JobError(f"job {own.job.num}: {error}") from error
+        self._failures.append(error)
+        if self._sweep and isinstance(error, MpframeError):
+            print_error(error, f"job {own.job.num}: ")
+        elif self._sweep:
+            traceback.print_exception(error)
+
+
+def print_error(error: MpframeError, place: str = "") -> int:
+    """Print an error on stderr in one line without secrets; returns its exit code."""
+    said = hide(f"{place}{error}", secrets_of(sys.argv, os.environ))
+    print(f"mpframe: {printable(said)}", file=sys.stderr)
+    return error.exit_code
+
+
+def _trained(composed: DictConfig, own: DictConfig) -> float | None:
+    config = checked(composed)
+    from mpframe.run.run import Run  # torch comes in here, and not before.
+
+    summary = Run(config, composed, Path(own.runtime.output_dir), own).train()
+    metric = summary.val_loss if summary.val_metric is None else summary.val_metric
+    # A sweeper takes no nan for a result.
+    return None if metric is None or math.isnan(metric) else metric
+
+
+def _hide_secrets(error: Exception, composed: DictConfig) -> None:
+    if isinstance(error, MpframeError):
+        error.args = (hide(str(error), secrets_of(values_of(composed), os.environ)),)

@@ -1,0 +1,180 @@
+"""Composes one job's configuration by Hydra, and says in one line why Hydra could not.
+
+Hydra answers a misspelt key with the hint to add `+`, and a key added so would train with the
+default and say nothing. So where Hydra refuses, the words are looked through again, one by one: the
+first that names no choice or option, or has a value that is not allowed, is named with what is.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mpframe.config.check import check, refuse_bad_value
+from mpframe.config.locations import CONF
+from mpframe.config.overrides import MAPPINGS, parsed
+from mpframe.config.schema import OPEN, Config, use_instead
+from mpframe.errors import ConfigError, nearest
+
+PRIMARY = "config"
+"""The name of the shipped primary configuration."""
+
+
+@contextmanager
+def hydra_over(folder: Path = CONF) -> Iterator[None]:
+    """Within the block Hydra composes from a folder."""
+    with initialize_config_dir(str(folder), version_base="1.3", job_name="train"):
+        yield
+
+
+def composed(words: list[str], name: str = PRIMARY) -> DictConfig:
+    """What the words of one job compose, Hydra's own section with it; Hydra is initialised.
+
+    Args:
+        words: as Hydra takes them.
+        name: of the primary configuration.
+
+    Raises:
+        ConfigError: Hydra refuses them, or a value among them is not allowed.
+    """
+    overrides = parsed(words)
+    for override in overrides:
+        refuse_bad_override(override)
+    try:
+        return compose(name, overrides=words, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise refusal(error, words, name) from None
+
+
+def checked(config: DictConfig) -> Config:
+    """The typed configuration behind a composed one that may still hold Hydra's own section."""
+    return check(without_hydra(config))
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    """A composed configuration without Hydra's own section, interpolations left as they are."""
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+
+
+def refusal(error: Exception, words: list[str], name: str = PRIMARY) -> ConfigError:
+    """Why Hydra, which is initialised, could not compose the words, in one line."""
+    try:
+        overrides = parsed(words)
+        for override in overrides:
+            _refuse_several_values(override)
+            _refuse_unknown_choice(override, words, name)
+        choices = [str(o.input_line) for o in overrides if _decides(o.key_or_group, words, name)]
+        base = compose(name, overrides=choices, return_hydra_config=True)
+        for override in overrides:
+            _refuse_unknown_key(override, base)
+            refuse_bad_override(override)
+    except ConfigError as refused:
+        return refused
+    except (HydraException, OmegaConfBaseException):
+        pass  # A choice's own file is at fault.
+    return ConfigError(one_line(error))
+
+
+def refuse_bad_override(override: Override) -> None:
+    """Refuse a value on the command line that is not allowed, whatever else it is given with."""
+    if override.type is OverrideType.DEL or override.is_sweep_override():
+        return
+    refuse_bad_value(override.key_or_group, override.value())
+
+
+def choices_of(group: str, words: list[str], name: str = PRIMARY) -> list[str]:
+    """The choices of a group, sorted, for Hydra as it is initialised; none if it is no group."""
+    places = [word for word in words if word.lstrip("+").startswith("hydra.searchpath=")]
+    loader = GlobalHydra.instance().config_loader()
+    return sorted(loader.get_group_options(group, config_name=name, overrides=places))
+
+
+def one_line(error: Exception) -> str:
+    """What Hydra or OmegaConf says on several lines, without where it looked."""
+    said = str(error) or str(error.__cause__ or type(error).__name__)
+    lines = [line.strip() for line in said.partition("Config search path")[0].splitlines()]
+    lines = [line for line in lines if line]
+    listed = ", ".join(lines[2:]) if len(lines) > 2 and lines[1].endswith(":") else ""
+    return f"{'; '.join(lines[:2])} {listed}".strip()
+
+
+def _decides(key: str, words: list[str], name: str) -> bool:
+    """True if a word with this key decides which options there are."""
+    return key == "hydra.searchpath" or bool(_may_be_group(key) and choices_of(key, words, name))
+
+
+def _may_be_group(key: str) -> bool:
+    return "." not in key
+
+
+def _refuse_several_values(override: Override) -> None:
+    if override.is_sweep_override():
+        raise ConfigError(f"{override.input_line}: several values make a sweep; add -m")
+
+
+def _refuse_unknown_choice(override: Override, words: list[str], name: str) -> None:
+    group = override.key_or_group
+    choices = choices_of(group, words, name) if _may_be_group(group) else []
+    if not choices or override.type is OverrideType.DEL:
+        return
+    value = override.value()
+    if override.type is not OverrideType.CHANGE and group in OPEN | {"experiment": None}:
+        text = str(override.input_line)
+        raise ConfigError(f"{text}: a choice takes no +; write {text.lstrip('+')}")
+    if value is not None:
+        refuse_unknown_choice(group, str(value), choices)
+
+
+def refuse_unknown_choice(group: str, choice: str, choices: list[str]) -> None:
+    """Refuse what is no choice of a group, naming the nearest ones."""
+    if choice not in choices:
+        hint = (use_instead(choice) if group == "dtype" else "") or nearest(choice, choices)
+        raise ConfigError(
+            f"{group}={choice}: choose {', '.join(choices)}" + (f"; {hint}" if hint else "")
+        )
+
+
+def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
+    key = override.key_or_group
+    if (_may_be_group(key) and key in base.hydra.runtime.choices) or "/" in key:
+        return
+    if key.startswith("hydra."):
+        _refuse_unknown_hydra_key(override, base)
+        return
+    section, _, rest = key.partition(".")
+    known = {path for path in _paths(base) if not path.startswith("hydra")}
+    adds = override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)
+    inside_mapping = key.startswith(tuple(f"{mapping}." for mapping in MAPPINGS))
+    if key in known or inside_mapping or (adds and section in OPEN and rest):
+        return
+    hint = nearest(key, known)
+    advice = hint or "known: " + ", ".join(sorted({path.split(".")[0] for path in known}))
+    if section in OPEN and rest and not adds:
+        advice += f"; an argument of your own class: +{key}=..."
+    raise ConfigError(f"{key}: no such option; {advice}")
+
+
+def _refuse_unknown_hydra_key(override: Override, base: DictConfig) -> None:
+    key = override.key_or_group
+    known = {path for path in _paths(base) if path.startswith("hydra")}
+    if override.type is OverrideType.CHANGE and key not in known:
+        raise ConfigError(f"{key}: no such option of Hydra; {nearest(key, known)}".rstrip("; "))
+
+
+def _paths(config: DictConfig) -> set[str]:
+    """The dotted path of every option of a composed configuration, sections included."""
+    return set(_walked(cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))))
+
+
+def _walked(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _walked(value, f"{prefix}{key}.")

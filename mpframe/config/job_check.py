@@ -1,0 +1,120 @@
+"""Checks what Hydra has composed before anything starts: a Hydra callback, wired in conf/.
+
+torch has not been imported by then, no folder has been made, and what is refused ends the program
+with one line.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from mpframe.config.composing import PRIMARY, checked, composed, refuse_bad_override
+from mpframe.config.output_folder import refuse_unwritable
+from mpframe.config.overrides import parsed
+from mpframe.config.sweep import axes, first_job, refuse_unfit_choices
+from mpframe.errors import ConfigError, MpframeError
+
+
+class JobCheck(Callback):
+    """Refuses a run, or a whole sweep, before it starts.
+
+    Raises:
+        SystemExit: with the `ConfigError` as its cause; of other errors in a callback Hydra only
+            warns.
+    """
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        with _ended():
+            for override in parsed(_words(config, "task")):
+                refuse_bad_override(override)
+            _check(config, "hydra.run.dir")
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        with _ended():
+            _check_sweep(config, str(kwargs.get("config_name") or PRIMARY))
+        _start_at_once(config)
+        _let_trials_fail(config)
+
+
+@contextmanager
+def _ended() -> Iterator[None]:
+    try:
+        yield
+    except MpframeError as error:
+        raise SystemExit(error.exit_code) from error
+
+
+def _check_sweep(config: DictConfig, name: str) -> None:
+    given = _words(config, "hydra")
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+    words = [*(f"{key}={value}" for key, value in params.items()), *_words(config, "task")]
+    swept = axes(words, given, draws=not _is_basic(config, "sweeper"), name=name)
+    first = composed([*given, *first_job(swept)], name)
+    _check(first, "hydra.sweep.dir")
+    refuse_unfit_choices(swept, given, name)
+
+
+def _check(config: DictConfig, option: str) -> None:
+    """Check a composed job; its options may refer to Hydra's, as in ${hydra:job.num}."""
+    job = copy.deepcopy(config)
+    before = HydraConfig.instance().cfg
+    try:
+        folder = _folder(job, option)
+        with read_write(job.hydra), open_dict(job.hydra):
+            job.hydra.job.num, job.hydra.job.id = 0, "0"
+            job.hydra.runtime.output_dir = str(folder.absolute())
+        HydraConfig.instance().set_config(job)
+        checked(job)
+        refuse_unwritable(option, folder)
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+def _words(config: DictConfig, kind: str) -> list[str]:
+    """The words of the command line for Hydra (`hydra`) or for the jobs (`task`)."""
+    overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+    return list(overrides[kind])
+
+
+def _folder(config: DictConfig, option: str) -> Path:
+    try:
+        folder = str(OmegaConf.select(config, option) or "").strip()
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{option}: {str(error).splitlines()[0]}; set {option}=FOLDER") from None
+    if not folder:
+        raise ConfigError(
+            f"{option}=: is empty, perhaps from a shell variable that is not set; name a folder, "
+            "and . for this one"
+        )
+    return Path(folder)
+
+
+def _is_basic(config: DictConfig, kind: str) -> bool:
+    return bool(config.hydra.runtime.choices.get(f"hydra/{kind}") == "basic")
+
+
+def _start_at_once(config: DictConfig) -> None:
+    """Let Hydra compose each job just before it runs, where they run one after the other.
+
+    It would compose all of them first, a hundred jobs in about ten seconds.
+    """
+    basic = _is_basic(config, "sweeper") and _is_basic(config, "launcher")
+    if basic and config.hydra.sweeper.max_batch_size is None:
+        with read_write(config.hydra):
+            config.hydra.sweeper.max_batch_size = 1
+
+
+def _let_trials_fail(config: DictConfig) -> None:
+    """Let a search go on where a trial diverges: Optuna's sweeper stops at the first by default."""
+    option = "max_failure_rate"
+    given = any(option in word for word in _words(config, "hydra"))
+    if option in config.hydra.sweeper and not given:
+        with read_write(config.hydra):
+            config.hydra.sweeper[option] = 1.0

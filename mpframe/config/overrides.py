@@ -1,0 +1,88 @@
+"""The `option=value` words of a command line: parsed by Hydra, a few of them rewritten for it.
+
+    ops.allow+=[softmax]       ->  ++ops.move.softmax=allow
+    ops.deny-=[exp]            ->  ++ops.move.exp=none
+    ops.modules={head:fp32}    ->  ++ops.modules={head:fp32}
+    model._target_=my.Net      ->  model=own ++model._target_=my.Net   (likewise dataset, ...)
+
+In a sweep over a group, options of that group are added (`++`): Hydra first composes the command
+line without the sweep, and the default choice may lack them.
+"""
+
+import re
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from mpframe.config.schema import OPEN
+from mpframe.errors import ConfigError
+
+MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups")
+"""Options that are mappings and hold no entry at first."""
+_MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
+
+
+def rewritten(words: list[str]) -> list[str]:
+    """The words as Hydra takes them.
+
+    Raises:
+        ConfigError: a word is not of the form option=value.
+    """
+    words = [move for word in words for move in _moves(word)]
+    words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
+    return _with_options_of_swept_groups(_with_own_targets(words))
+
+
+def parsed(words: list[str]) -> list[Override]:
+    """The words as Hydra understands them.
+
+    Raises:
+        ConfigError: a word is not of the form option=value.
+    """
+    parser = OverridesParser.create()
+    overrides = []
+    for word in words:
+        try:
+            overrides.append(parser.parse_override(word))
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            shown = word or "''"
+            raise ConfigError(f"{shown}: not of the form option=value; {reason}") from None
+    return overrides
+
+
+def _moves(word: str) -> list[str]:
+    """An addition to an op list, or a removal, as moves of single ops."""
+    match = _MOVE.match(word)
+    if match is None:
+        return [word]
+    name, sign, ops = match.groups()
+    to = name if sign == "+" else "none"
+    return [f"++ops.move.{op.strip()}={to}" for op in ops.split(",")]
+
+
+def _with_own_targets(words: list[str]) -> list[str]:
+    """Let a user's own class stand alone: none of the shipped choice's arguments go with it."""
+    groups = [group for group, section in OPEN.items() if not section.named]
+    own = {g for g in groups for word in words if word.lstrip("+").startswith(f"{g}._target_=")}
+    chosen = {g for g in groups for word in words if word.startswith(f"{g}=")}
+    written = [f"{group}=own" for group in sorted(own - chosen)]
+    for word in words:
+        free = any(word.startswith(f"{group}.") for group in own)
+        written.append(f"++{word}" if free else word)
+    return written
+
+
+def _with_options_of_swept_groups(words: list[str]) -> list[str]:
+    overrides = parsed(words)
+    swept = {o.key_or_group for o in overrides if o.is_sweep_override()}
+
+    def free(override: Override, word: str) -> bool:
+        group, dot, _ = override.key_or_group.partition(".")
+        return bool(dot) and group in swept and word[0] not in "+~"
+
+    return [
+        f"++{word}" if free(override, word) else word
+        for override, word in zip(overrides, words, strict=True)
+    ]

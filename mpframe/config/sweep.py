@@ -1,0 +1,109 @@
+"""A sweep's jobs: the values of each option it sweeps over, and what is refused before the first.
+
+Hydra's sweepers make the jobs. Here the first job is composed and checked whole; of the others each
+value is held against its option alone, which takes no time however many jobs there are.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.errors import HydraException
+
+from mpframe.config.check import refuse_bad_value
+from mpframe.config.composing import (
+    PRIMARY,
+    checked,
+    choices_of,
+    composed,
+    refuse_unknown_choice,
+)
+from mpframe.config.overrides import parsed
+from mpframe.errors import ConfigError
+
+_VALUES_CHECKED = 512
+
+
+def axes(
+    words: Sequence[str], given: Sequence[str] = (), draws: bool = False, name: str = PRIMARY
+) -> list[list[str]]:
+    """For each word, one word for each of the values it sweeps over; Hydra is initialised.
+
+    Args:
+        words: as Hydra takes them, with sweeps among them.
+        given: the words for Hydra itself, which may tell where groups lie.
+        draws: the sweeper draws values from intervals; then an interval's ends stand for it.
+        name: of the primary configuration.
+
+    Raises:
+        ConfigError: a word sweeps over nothing, or over a choice or value that is not allowed.
+    """
+    return [_words_of(override, [*given, *words], draws, name) for override in parsed(list(words))]
+
+
+def first_job(swept: list[list[str]]) -> list[str]:
+    """The words of a sweep's first job."""
+    return [words[0] for words in swept]
+
+
+def refuse_unfit_choices(swept: list[list[str]], given: Sequence[str], name: str = PRIMARY) -> None:
+    """Refuse an option that not every choice of its group takes, as in
+    `loss_scaling=Backoff,LogMax loss_scaling.growth_interval=5`.
+
+    Args:
+        swept: the axes of the sweep.
+        given: the words that each job has besides, for Hydra itself.
+        name: of the primary configuration.
+    """
+    keys = {words[0].lstrip("+").partition("=")[0] for words in swept}
+    for place, words in enumerate(swept):
+        group = words[0].partition("=")[0]
+        if len(words) == 1 or not any(key.startswith(f"{group}.") for key in keys):
+            continue
+        for word in words[1:]:
+            job = [*first_job(swept[:place]), word, *first_job(swept[place + 1 :])]
+            checked(composed([*given, *job], name))
+
+
+def _words_of(override: Override, words: list[str], draws: bool, name: str) -> list[str]:
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    group = override.key_or_group
+    choices = choices_of(group, words, name) if "." not in group else []
+    values = _values(override, draws, choices)
+    if not values:
+        raise ConfigError(
+            f"{override.input_line}: holds no value, so the sweep would have no job; give at "
+            "least one"
+        )
+    jobs = [f"{override.get_key_element()}={value}" for value in values]
+    for value, job in zip(values, jobs, strict=True):
+        if choices:
+            refuse_unknown_choice(group, value, choices)
+        else:
+            refuse_bad_value(group, parsed([job])[0].value())
+    return jobs
+
+
+def _values(override: Override, draws: bool, choices: list[str]) -> list[str]:
+    """The values of a sweep over one option; of an interval its ends."""
+    text = override.input_line
+    value: Any = override.value()
+    if isinstance(value, Glob):
+        matching = value.filter(choices)
+        if not matching:
+            known = ", ".join(choices) or "none: glob() is for groups"
+            raise ConfigError(f"{text}: matches no choice; there are {known}")
+        return list(matching)
+    if isinstance(value, IntervalSweep):
+        if not draws:
+            raise ConfigError(
+                f"{text}: needs a sweeper that draws values, as hydra/sweeper=optuna; without one "
+                "give a list, range() or choice()"
+            )
+        return [str(value.start), str(value.end)]
+    try:
+        return list(itertools.islice(override.sweep_string_iterator(), _VALUES_CHECKED))
+    except (HydraException, ValueError) as error:
+        raise ConfigError(f"{text}: {str(error).splitlines()[0]}; give other values") from None
