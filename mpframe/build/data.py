@@ -10,7 +10,6 @@ from mpframe.data.loader import Loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
 from mpframe.errors import ConfigError
-from mpframe.training.evaluation import Metric
 
 
 def build_task(config: Config) -> Task:
@@ -20,11 +19,6 @@ def build_task(config: Config) -> Task:
         raise ConfigError(
             f"dataset._target_={config.dataset['_target_']}: must return a mpframe.data.Task, "
             f"got {type(task).__name__}"
-        )
-    if Metric(task.metric).name == "loss":
-        raise ConfigError(
-            f"dataset._target_={config.dataset['_target_']}: its metric is named loss, and "
-            "val_loss is the validation loss; give the metric another name"
         )
     return with_objective(task, config)
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from mpframe.build.metrics import monitored
 from mpframe.build.target import found, make
 from mpframe.config.schema import Config, Group, GroupOptions, PartOptions
 from mpframe.data.task import Task
@@ -108,7 +109,7 @@ def joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> Any
 
 
 def build_schedule(
-    config: Config, optimizer: Optimizer, total_steps: int, task: Task
+    config: Config, optimizer: Optimizer, total_steps: int, metrics: Mapping[str, Any]
 ) -> LRScheduler | None:
     if config.scheduler is None:
         return None
@@ -117,18 +118,17 @@ def build_schedule(
     if "total_steps" in inspect.signature(target).parameters:
         node.setdefault("total_steps", total_steps)
     if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
-        _set_direction(node, task.metric())
+        _set_direction(node, *monitored(metrics, config.trainer.monitor))
     return make("scheduler", node, optimizer)  # type: ignore[no-any-return]
 
 
-def _set_direction(node: dict[str, Any], metric: Any) -> None:
-    """Let a schedule that watches validation look for the metric's better values.
+def _set_direction(node: dict[str, Any], name: str, higher: bool | None) -> None:
+    """Let a schedule that watches validation look for the better values of what is monitored.
 
     Raises:
         ConfigError: it was told to look for the worse ones.
     """
-    higher = getattr(metric, "higher_is_better", None)
-    watched = "val_loss" if higher is None else f"val_{metric.name}"
+    watched = "val_loss" if higher is None else f"val_{name}"
     mode = "max" if higher else "min"
     if node.setdefault("mode", mode) != mode:
         raise ConfigError(

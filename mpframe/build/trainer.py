@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mpframe.build.device import device_of
+from mpframe.build.metrics import build_metrics
 from mpframe.build.model import build_model
 from mpframe.build.objective import to_device
 from mpframe.build.optimizer import build_ema, build_optimizers, build_schedule, joined
@@ -34,7 +35,7 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
 
     Args:
         config: the options.
-        task: gives the objective and the metric.
+        task: gives the objective and metrics.
         batches: micro-batches per epoch, for the schedule.
     """
     _refuse_unwatchable(config)
@@ -43,7 +44,10 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
     optimizers = build_optimizers(config, model)
     plan = build_plan(config)
     steps = max(1, plan.total_steps(batches))
-    schedules = {name: build_schedule(config, own, steps, task) for name, own in optimizers.items()}
+    metrics = build_metrics(config, task)
+    schedules = {
+        name: build_schedule(config, own, steps, metrics) for name, own in optimizers.items()
+    }
     precision = build_precision(config)
     for objective in task.objectives.values():
         to_device(objective, device)
@@ -59,7 +63,8 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
         schedule={name: own for name, own in schedules.items() if own is not None},
         ema=build_ema(config, model, optimizer),
         plan=plan,
-        metric=task.metric,
+        metrics=metrics,
+        monitor=config.trainer.monitor,
         eval_precision=build_eval_precision(config),
         spikes=_build_spikes(config),
     )

@@ -139,7 +139,7 @@ def _write(out: Path, path: Path, done: Evaluated) -> None:
         "step": done.step,
         "weights": done.weights,
         "val_loss": done.evaluation.loss,
-        f"val_{done.evaluation.metric}": done.evaluation.value,
+        **{f"val_{name}": value for name, value in done.evaluation.metrics.items()},
         "precision": done.precision,
         "device": done.device,
         "batch_size": done.batch_size,
@@ -155,8 +155,9 @@ def _write(out: Path, path: Path, done: Evaluated) -> None:
 
 def _text(path: Path, done: Evaluated, out: Path) -> str:
     result = done.evaluation
+    metrics = "".join(f", val_{name} {value:.6g}" for name, value in result.metrics.items())
     return (
-        f"{path}, step {done.step}: val_loss {result.loss:.6g}, val_{result.metric} "
-        f"{result.value:.6g} ({done.samples} samples, {done.precision} on {done.device}, "
+        f"{path}, step {done.step}: val_loss {result.loss:.6g}{metrics} "
+        f"({done.samples} samples, {done.precision} on {done.device}, "
         f"weights {done.weights}); written to {out}"
     )

@@ -125,7 +125,7 @@ def _trained(config: Config, steps: int, seed: int) -> Evaluation:
     try:
         trainer.fit(train)
     except DivergedError:
-        return Evaluation(math.nan, "none", math.nan)
+        return Evaluation(math.nan)
     return trainer.evaluate(val)
 
 
@@ -199,7 +199,7 @@ def report(config: Config, found: Found, proof: Proof | None) -> str:
 
 def _proved(proof: Proof) -> list[str]:
     """What training gave, and whether the found set is within the noise of fp32's seeds."""
-    name = proof["fp32"][0].metric
+    name = proof["fp32"][0].monitor
     lines = [
         "## Proof",
         "",

@@ -172,6 +172,12 @@ class TrainerOptions:
         low=1,
         watches=True,
     )
+    monitor: str | None = option(
+        None,
+        "The metric that keep_best, early stopping and ReduceLROnPlateau go by, or loss; null: the "
+        "first metric.",
+        watches=True,
+    )
     checkpoint_every: int | None = option(
         None, "Save every so many steps; null: after each epoch.", unit="steps", low=1, watches=True
     )

@@ -1,7 +1,7 @@
 """Validation metrics that count on the device.
 
 An `update` only queues work: the sums are 0-d tensors on the outputs' device and nothing is read
-back before `value`. They start as the number 0, so that the first batch decides the device.
+back before `compute`. They start as the number 0, so that the first batch decides the device.
 """
 
 import torch
@@ -35,7 +35,7 @@ class Accuracy:
         self._hits = self._hits + (chosen == targets).sum()
         self._seen += targets.numel()
 
-    def value(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Hits over samples, 0-d float64; nan before the first update."""
         return torch.as_tensor(self._hits, dtype=torch.float64) / self._seen
 
@@ -64,7 +64,7 @@ class RMSE:
         self._squares = self._squares + (outputs.double() - targets.double()).square().sum()
         self._seen += targets.numel()
 
-    def value(self) -> Tensor:
+    def compute(self) -> Tensor:
         """The error so far, 0-d float64; nan before the first update."""
         return (torch.as_tensor(self._squares, dtype=torch.float64) / self._seen).sqrt()
 

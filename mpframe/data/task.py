@@ -19,7 +19,7 @@ class Metric(Protocol):
     """A running value over one validation pass.
 
     Attributes:
-        name: one word; its tag is `metric/<name>/val`.
+        name: one word, unless the metric is given by name; its tag is `metric/<name>/val`.
         higher_is_better: which of two values `trainer.keep_best` keeps.
     """
 
@@ -29,7 +29,7 @@ class Metric(Protocol):
     def update(self, outputs: Any, targets: Tensor) -> None:
         """Take in one batch; must not wait for the device."""
 
-    def value(self) -> Tensor:
+    def compute(self) -> Tensor:
         """The metric so far: 0-d float64 on the device of the outputs."""
 
 
@@ -41,7 +41,8 @@ class Task:
         train: map-style samples to learn from.
         val: map-style samples to measure on, never augmented.
         objective: objective(model, batch) -> StepOutput; several by name for several optimizers.
-        metric: makes a fresh `Metric` for each validation pass.
+        metric: makes a fresh `Metric` for each validation pass; several by name. A torchmetrics
+            object stands as it is, by name.
         collate: makes a batch, any tree of tensors, of a list of samples; None: torch's
             default_collate.
         loss: in the place of an objective: loss(outputs, targets) -> 0-d tensor, the mean over the
@@ -54,7 +55,7 @@ class Task:
     train: Dataset[Any]
     val: Dataset[Any]
     objective: Objective | Mapping[str, Objective] = None  # type: ignore[assignment]
-    metric: Callable[[], Metric] = None  # type: ignore[assignment]
+    metric: Callable[[], Metric] | Mapping[str, Any] = None  # type: ignore[assignment]
     collate: Collate | None = None
     loss: InitVar[Loss | None] = None
 
@@ -65,7 +66,8 @@ class Task:
             raise DataError(
                 "dataset: its Task has no objective; give it one, several by name, or a loss"
             )
-        _require_callable("metric", self.metric)
+        if not isinstance(self.metric, Mapping):
+            _require_callable("metric", self.metric)
         if self.collate is not None:
             _require_callable("collate", self.collate)
         several = isinstance(self.objective, Mapping)

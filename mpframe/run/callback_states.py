@@ -77,4 +77,18 @@ def _with_results(saved: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(last, dict):
         raise CheckpointError("its state of LastEvaluation does not fit; use another checkpoint")
     loss = curves.get("train_loss") if isinstance(curves, dict) else None
-    return {**states, "results": {"loss": loss, "evaluation": last.get("value")}}
+    evaluation = _with_metrics(last.get("value"))
+    return {**states, "results": {"loss": loss, "evaluation": evaluation}}
+
+
+def _with_metrics(evaluation: Any) -> Any:
+    """A validation from when there was one metric."""
+    if not isinstance(evaluation, dict) or "metric" not in evaluation:
+        return evaluation
+    name = str(evaluation["metric"])
+    return {
+        "loss": evaluation.get("loss"),
+        "metrics": {name: evaluation.get("value")},
+        "higher_is_better": {name: evaluation.get("higher_is_better")},
+        "monitor": name,
+    }

@@ -65,7 +65,7 @@ def differences(then: Options, now: Options) -> list[str]:
 def _passed_over(schedule: str) -> set[str]:
     """The options that change none of a run's numbers under its schedule, a `_target_` or ""."""
     if schedule.endswith("ReduceLROnPlateau"):  # Fed by validations, and sized by nothing.
-        return (watching() | _ELSEWHERE | _LENGTH) - {"trainer.eval_every"}
+        return (watching() | _ELSEWHERE | _LENGTH) - {"trainer.eval_every", "trainer.monitor"}
     return watching() | _ELSEWHERE | (set() if schedule else _LENGTH)
 
 

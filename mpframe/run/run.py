@@ -40,7 +40,7 @@ from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tag, Tracker, metric_tag
 from mpframe.training.callback import set_up
 from mpframe.training.callbacks.results import Results
-from mpframe.training.evaluation import Metric
+from mpframe.training.evaluation import Evaluation
 from mpframe.training.interruption import Interruption
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
@@ -200,12 +200,11 @@ class Run:
             log.warning("%s", hint)
 
     def _describe(self, tracker: Tracker, trainer: Trainer) -> None:
-        name = Metric(trainer.metric).name if trainer.metric else "none"
         tracker.text(Tag.TEXT_CONFIG, f"```yaml\n{self.config_text}\n```")
         tracker.text(Tag.TEXT_DTYPE_MAP, f"```\n{trainer.precision.describe(trainer.model)}\n```")
         tracker.text(Tag.TEXT_ENVIRONMENT, environment_text())
-        tracker.layout([name])
-        results = [Tag.LOSS_TRAIN, Tag.LOSS_VAL, metric_tag(name)]
+        tracker.layout(trainer.metrics)
+        results = [Tag.LOSS_TRAIN, Tag.LOSS_VAL, *map(metric_tag, trainer.metrics)]
         tracker.hparams(redacted(self._hparams(), self.secrets), results)
 
     def _hparams(self) -> dict[str, str | float | int]:
@@ -246,11 +245,8 @@ class Run:
             log.info("the record in %s stays as it was", self.folder)
             return summary
         self._write(summary)
-        metric = (
-            f"val_{summary.metric} {summary.val_metric:.4f}, "
-            if summary.val_metric is not None
-            else ""
-        )
+        value = summary.monitored
+        metric = f"val_{summary.monitor} {value:.4f}, " if value is not None else ""
         log.info(
             "%s: %s%d steps, %d skipped, %.1f s, in %s",
             status.value,
@@ -291,8 +287,7 @@ class Run:
             epochs=progress.epoch if progress else 0,
             train_loss=None if train_loss is None else float(train_loss),
             val_loss=evaluation.loss if evaluation else None,
-            metric=evaluation.metric if evaluation else None,
-            val_metric=evaluation.value if evaluation else None,
+            **_metrics_of(evaluation),
             seconds=throughput.seconds if throughput else time.perf_counter() - self.started,
             samples=throughput.samples if throughput else 0,
             train_seconds=throughput.train_seconds if throughput else None,
@@ -307,6 +302,21 @@ class Run:
             device=str(build.device_of(config.run.device)) if trainer else config.run.device,
             torch=torch.__version__,
         )
+
+
+def _metrics_of(evaluation: Evaluation | None) -> dict[str, Any]:
+    """The metrics of the last validation, as the fields of a summary."""
+    if evaluation is None:
+        return {}
+    metrics = dict(evaluation.metrics)
+    name = evaluation.monitor if evaluation.monitor in metrics else next(iter(metrics), None)
+    value = None if name is None else metrics.pop(name)
+    return {
+        "monitor": evaluation.monitor,
+        "metric": name,
+        "val_metric": value,
+        "other_metrics": metrics,
+    }
 
 
 def _final_scale(trainer: Trainer) -> float | dict[str, float] | None:

@@ -7,7 +7,7 @@ a number that is not finite is written as the string "nan", "inf" or "-inf"; nul
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self, get_args, get_origin, get_type_hints
@@ -18,6 +18,7 @@ from mpframe.files.plain_file import read_regular
 
 FILE_NAME = "summary.json"
 _LARGEST = 2**20  # bytes
+_VAL = "val_"
 
 
 class Status(StrEnum):
@@ -31,19 +32,21 @@ class Status(StrEnum):
 
 @dataclass(kw_only=True)
 class Summary:
-    """A run's last word. None stands for what the run never measured.
+    """How a run ended. None stands for what the run never measured.
 
     Attributes:
-        status: why the run stopped; `reason` says more where that is not `finished`, or where most
-            steps were skipped, in one line.
+        status: why the run stopped; `reason` says more in one line if that is not `finished`, if
+            most steps were skipped, or if a callback ended the run early.
         steps: optimizer steps that moved the weights.
         skipped_steps: steps whose gradients were not finite; they are not among `steps`.
         epochs: whole passes over the training data.
         train_loss: unscaled mean loss of the last logged step.
         val_loss: mean loss of the last validation.
-        metric: name of the validation metric, e.g. `accuracy`; the file calls the value
-            `val_<metric>`.
+        monitor: what tells progress: the name of a metric, or `loss`.
+        metric: name of the monitored metric, e.g. `accuracy`, or else of the first one; the file
+            calls the value `val_<metric>`.
         val_metric: its value at the last validation.
+        other_metrics: the values of the others, by name; `val_<name>` in the file.
         seconds: wall time of the run, validation included, over all its starts.
         samples: training samples in the steps tried, over all starts.
         train_seconds: what those steps took, without validating and saving; `samples_per_second`
@@ -61,8 +64,10 @@ class Summary:
     epochs: int
     train_loss: float | None = None
     val_loss: float | None = None
+    monitor: str | None = None
     metric: str | None = None
     val_metric: float | None = None
+    other_metrics: dict[str, float] = field(default_factory=dict)
     seconds: float
     samples: int | None = None
     train_seconds: float | None = None
@@ -78,6 +83,11 @@ class Summary:
     torch: str
     reason: str | None = None
 
+    @property
+    def monitored(self) -> float | None:
+        """The value at the last validation of what tells progress."""
+        return self.val_loss if self.monitor == "loss" else self.val_metric
+
     def write(self, folder: Path) -> None:
         """Write `summary.json` into `folder`: after a crash there is the old file or the new one.
 
@@ -86,8 +96,9 @@ class Summary:
         """
         entries = asdict(self)
         name, value = entries.pop("metric"), entries.pop("val_metric")
-        if name is not None:
-            entries[f"val_{name}"] = value
+        metrics = {} if name is None else {name: value}
+        metrics |= entries.pop("other_metrics")
+        entries |= {f"val_{name}": value for name, value in metrics.items()}
         write_atomically(folder / FILE_NAME, strict_json(entries))
 
     @classmethod
@@ -103,10 +114,9 @@ class Summary:
         content = read_regular(path, _LARGEST)
         try:
             entries = {k: _from_json(v) for k, v in json.loads(content).items()}
-            metrics = [key for key in entries if key.startswith("val_") and key != "val_loss"]
-            for key in metrics:
-                entries |= {"metric": key.removeprefix("val_"), "val_metric": entries.pop(key)}
-            return cls(**_typed(cls, entries | {"status": Status(entries["status"])}))
+            own = {k: v for k, v in entries.items() if k == "val_loss" or not k.startswith(_VAL)}
+            own |= _metrics_in(entries) | {"status": Status(entries["status"])}
+            return cls(**_typed(cls, own))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             raise MpframeError(
@@ -117,6 +127,17 @@ class Summary:
 def strict_json(entries: Mapping[str, Any]) -> str:
     """`entries` as a JSON object, one entry a line; numbers that are not finite become words."""
     return json.dumps({key: _to_json(value) for key, value in entries.items()}, indent=2) + "\n"
+
+
+def _metrics_in(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a file, as the fields of a summary."""
+    keys = [key for key in entries if key.startswith(_VAL) and key != "val_loss"]
+    values = {key.removeprefix(_VAL): entries[key] for key in keys}
+    if not values:
+        return {}
+    monitor = entries.get("monitor")
+    name = monitor if monitor in values else next(iter(values))
+    return {"metric": name, "val_metric": values.pop(name), "other_metrics": values}
 
 
 def _typed(summary: type[Summary], entries: dict[str, Any]) -> dict[str, Any]:

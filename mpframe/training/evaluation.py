@@ -1,8 +1,8 @@
-"""What a validation gives, the metric it takes, and the fp32 weights it may be made with."""
+"""What a validation gives, the metrics it takes, and the fp32 weights it may be made with."""
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -13,50 +13,67 @@ from mpframe.errors import UserCodeError
 from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.user_code import UserCode, described, name_of
 
+LOSS = "loss"
+"""What `monitor` calls the validation loss; no metric has this name."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One validation: the mean loss per sample, and the metric by name.
+    """One validation: the mean loss per sample, and the metrics by name.
 
     Attributes:
         loss: mean loss per sample.
-        metric: the metric's name; `none` without one.
-        value: its value; nan without one.
-        higher_is_better: the metric's direction; None where it does not tell.
+        metrics: the value of each metric.
+        higher_is_better: the direction of each metric; None if it does not tell.
+        monitor: the name of the metric that tells progress, or `loss`.
     """
 
     loss: float
-    metric: str
-    value: float
-    higher_is_better: bool | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    higher_is_better: Mapping[str, bool | None] = field(default_factory=dict)
+    monitor: str = LOSS
+
+    @property
+    def value(self) -> float:
+        """The value of the monitored metric, or the loss."""
+        return self.loss if self.monitor == LOSS else self.metrics[self.monitor]
 
     @property
     def watched(self) -> float:
-        """What tells progress: the metric where it has a direction, else the loss."""
-        return self.loss if self.higher_is_better is None else self.value
+        """What tells progress: the monitored metric if it has a direction, else the loss."""
+        return self.loss if self.direction(self.monitor) is None else self.value
+
+    def direction(self, name: str) -> bool | None:
+        """Whether more is better of a metric or of `loss`; None if the metric does not tell."""
+        return False if name == LOSS else self.higher_is_better.get(name)
 
 
 class Metric:
-    """A user's metric over one validation.
+    """A user's metric over one validation: `update(outputs, targets)`, then `compute()`.
 
     Args:
-        make: makes it, fresh.
+        name: its own.
+        code: makes it, fresh; or a metric with `reset()`, as torchmetrics', which is used again.
+        device: where it computes, if it can be moved.
 
     Raises:
-        UserCodeError: it cannot be made or has no name; here and below, it raised.
+        UserCodeError: it cannot be made, or is no metric; here and below, it raised.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._code = make
-        with UserCode("dataset: the metric", make):
-            self._metric = make()
-        name = getattr(self._metric, "name", None)
-        if not isinstance(name, str) or not name:
-            raise UserCodeError(
-                f"dataset: the metric {name_of(make)} has {name!r} for a name; it must be a word, "
-                "as in name = 'accuracy'"
-            )
+    def __init__(self, name: str, code: Any, device: torch.device | None = None) -> None:
+        self._option, self._code = f"metrics.{name}:", code
+        with UserCode(self._option, code):
+            self._metric = _fresh(code)
+            if device is not None and hasattr(self._metric, "to"):
+                self._metric = self._metric.to(device)
+        for method in ("update", "compute"):
+            if not callable(getattr(self._metric, method, None)):
+                raise UserCodeError(
+                    f"{self._option} {name_of(code)} has no {method}(); a metric has "
+                    "update(outputs, targets) and compute()"
+                )
         self.name = name
+        self.higher_is_better: bool | None = getattr(self._metric, "higher_is_better", None)
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Take in one batch.
@@ -69,25 +86,59 @@ class Metric:
                 f"objective: gave no outputs, and the metric {self.name} measures them; let it "
                 "return StepOutput(loss, outputs, targets)"
             )
-        with UserCode("dataset: the metric", self._code, outputs=outputs, targets=targets):
+        with UserCode(self._option, self._code, outputs=outputs, targets=targets):
             self._metric.update(outputs, targets)
 
-    def evaluation(self, loss: float) -> Evaluation:
-        """The validation's result, beside its loss.
+    def compute(self) -> float:
+        """The value over all batches.
 
         Raises:
-            UserCodeError: the metric's value is not one number.
+            UserCodeError: it is not one number.
         """
-        with UserCode("dataset: the metric", self._code):
-            value = self._metric.value()
+        with UserCode(self._option, self._code):
+            value = self._metric.compute()
         one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
         if not one:
             raise UserCodeError(
-                f"dataset: the metric {name_of(self._code)} gave {described(value)} as its value; "
+                f"{self._option} {name_of(self._code)} gave {described(value)} as its value; "
                 "it must be one number"
             )
-        higher = getattr(self._metric, "higher_is_better", None)
-        return Evaluation(loss, self.name, float(value), higher)
+        return float(value)
+
+
+class Metrics:
+    """The metrics of one validation.
+
+    Args:
+        codes: what makes each, by name, as `Metric` takes it.
+        monitor: the name of the one that tells progress, or `loss`; None: the first one.
+        device: where they compute.
+    """
+
+    def __init__(self, codes: Mapping[str, Any], monitor: str | None, device: torch.device) -> None:
+        self._metrics = [Metric(name, code, device) for name, code in codes.items()]
+        self._monitor = next(iter(codes), LOSS) if monitor is None else monitor
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Give each metric one batch."""
+        for metric in self._metrics:
+            metric.update(outputs, targets)
+
+    def evaluation(self, loss: float) -> Evaluation:
+        """The validation's result, beside its loss."""
+        return Evaluation(
+            loss,
+            {metric.name: metric.compute() for metric in self._metrics},
+            {metric.name: metric.higher_is_better for metric in self._metrics},
+            self._monitor,
+        )
+
+
+def _fresh(code: Any) -> Any:
+    if isinstance(code, type) or not hasattr(code, "reset"):
+        return code()
+    code.reset()
+    return code
 
 
 @contextmanager

@@ -10,8 +10,7 @@ trainer of several losses is in multi_objective.py, that of LBFGS in closure_tra
 """
 
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -32,7 +31,7 @@ from mpframe.optim.step_result import StepResult, largest, verdicts_of
 from mpframe.precision import Precision
 from mpframe.training.buffers import Buffers
 from mpframe.training.callback import Callbacks, call
-from mpframe.training.evaluation import Evaluation, Metric, fp32_weights
+from mpframe.training.evaluation import Evaluation, Metrics, fp32_weights
 from mpframe.training.loader import Batch, Loader
 from mpframe.training.loss_spike import LossSpikes
 from mpframe.training.named_objective import NamedObjective
@@ -62,7 +61,8 @@ class Trainer:
             validation; of several optimizers one each.
         ema: averaged after every step that was not skipped, and validated with.
         plan: how long to train and how often to look.
-        metric: makes the validation metric.
+        metrics: what makes each metric of a validation, by name; see `evaluation.Metric`.
+        monitor: the name of the metric that tells progress, or `loss`; None: the first metric.
         spikes: judges each loss before its step; None: none is judged.
         callbacks: by name, called in this order.
         stop_reason: why the run is to end before its plan does; None: it is not.
@@ -82,7 +82,8 @@ class Trainer:
     schedule: LRScheduler | Mapping[str, LRScheduler] | None = None
     ema: Ema | None = None
     plan: Plan = field(default_factory=Plan)
-    metric: Callable[[], Any] | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    monitor: str | None = None
     eval_precision: Precision | None = None
     spikes: LossSpikes | None = None
     callbacks: Callbacks = field(default_factory=dict)
@@ -197,23 +198,22 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, loader: Loader) -> Evaluation:
-        """The mean loss per sample and the metric over one pass; the model is left as it was.
+        """The mean loss per sample and the metrics over one pass; the model is left as it was.
 
         Each batch's loss counts as often as its objective says (`StepOutput.count`). Of several
-        losses it is their sum; the count, and what the metric sees, are those of the first.
+        losses it is their sum; the count, and what the metrics see, are those of the first.
         """
-        metric = Metric(self.metric) if self.metric else None
+        metrics = Metrics(self.metrics, self.monitor, self._device)
         total, samples = torch.zeros((), dtype=torch.float64, device=self._device), 0
         with self._weights_for_evaluation(), _mode_restored(self.model):
             self.model.eval()
             for number, batch in enumerate(loader.epoch(0)):
                 self._call("on_prediction_step")
                 with InBatch("validation", 0, number):
-                    summed, count = self._evaluate_batch(self._on_device(batch), metric)
+                    summed, count = self._evaluate_batch(self._on_device(batch), metrics)
                 total += summed
                 samples += count
-        mean = float(total) / max(samples, 1)
-        return metric.evaluation(mean) if metric else Evaluation(mean, "none", math.nan)
+        return metrics.evaluation(float(total) / max(samples, 1))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that can change the run's future; weights as their fp32 masters."""
@@ -294,15 +294,14 @@ class Trainer:
         with self.precision.cast():
             return compute(objective, self._model, batch).loss
 
-    def _evaluate_batch(self, batch: Batch, metric: Metric | None) -> tuple[Tensor, int]:
+    def _evaluate_batch(self, batch: Batch, metrics: Metrics) -> tuple[Tensor, int]:
         """The losses times the samples that they are the mean of, 0-d float64; and the samples."""
         precision = self.eval_precision or self.precision
         model = self._model if self.eval_precision is None else self.model
         with precision.cast():
             computed = [compute(own.objective, model, batch) for own in self.objectives]
         first = computed[0]
-        if metric is not None:
-            metric.update(first.outputs, first.targets)
+        metrics.update(first.outputs, first.targets)
         count = samples_in(batch) if first.count is None else first.count
         return torch.stack([output.loss.double() * count for output in computed]).sum(), count
 

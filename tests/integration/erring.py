@@ -166,7 +166,7 @@ class Raises(Accuracy):
 class Words(Accuracy):
     """Tells how it went."""
 
-    def value(self) -> Any:
+    def compute(self) -> Any:
         """A word."""
         return "good"
 
@@ -174,7 +174,7 @@ class Words(Accuracy):
 class Many(Accuracy):
     """Has a value for each class."""
 
-    def value(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Three numbers."""
         return torch.zeros(CLASSES)
 

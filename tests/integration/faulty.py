@@ -37,7 +37,7 @@ class Loss:
     def update(self, outputs: Any, targets: Tensor) -> None:
         """Nothing is measured."""
 
-    def value(self) -> float:
+    def compute(self) -> float:
         """No number of its own."""
         return 0.0
 

@@ -19,7 +19,7 @@ def test_accuracy_over_uneven_batches(dtype: torch.dtype) -> None:
     metric.update(logits[:4], targets[:4])
     metric.update(logits[4:], targets[4:])
     assert metric.name == "accuracy"
-    assert torch.equal(metric.value(), torch.tensor(0.6, dtype=torch.float64))
+    assert torch.equal(metric.compute(), torch.tensor(0.6, dtype=torch.float64))
 
 
 def test_accuracy_of_dense_predictions() -> None:
@@ -29,7 +29,7 @@ def test_accuracy_of_dense_predictions() -> None:
     targets = torch.full((2, 4, 4), 2)
     targets[0, 0, 0] = 1
     metric.update(logits, targets)
-    assert metric.value().item() == 31 / 32
+    assert metric.compute().item() == 31 / 32
 
 
 def test_counts_are_whole_numbers_beyond_what_float32_holds() -> None:
@@ -48,21 +48,21 @@ def test_rmse_over_uneven_batches(dtype: torch.dtype) -> None:
     metric.update(outputs[:1], torch.tensor([[0.0]]))
     metric.update(outputs[1:], torch.tensor([[0.0], [0.0]]))
     assert metric.name == "rmse"
-    assert metric.value().dtype == torch.float64
-    assert metric.value().item() == math.sqrt(21 / 3)
+    assert metric.compute().dtype == torch.float64
+    assert metric.compute().item() == math.sqrt(21 / 3)
 
 
 def test_rmse_squares_in_float64() -> None:
     # 300² = 90,000 is above float16's largest number, 65,504.
     metric = RMSE()
     metric.update(torch.tensor([300.0]).half(), torch.tensor([0.0]).half())
-    assert metric.value().item() == 300.0
+    assert metric.compute().item() == 300.0
 
 
 @pytest.mark.parametrize("metric", [Accuracy(), RMSE()])
 def test_no_update_is_nan(metric: Metric) -> None:
-    assert metric.value().isnan()
-    assert metric.value().shape == ()
+    assert metric.compute().isnan()
+    assert metric.compute().shape == ()
 
 
 @pytest.mark.parametrize("make", [Accuracy, RMSE])

@@ -35,7 +35,7 @@ class Fooled:
         self._fooled = self._fooled + (made > 0).sum()
         self._seen += made.numel()
 
-    def value(self) -> Tensor:
+    def compute(self) -> Tensor:
         """0-d float64; nan before the first update."""
         return torch.as_tensor(self._fooled, dtype=torch.float64) / self._seen
 

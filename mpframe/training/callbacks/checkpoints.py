@@ -197,17 +197,13 @@ class Checkpoints(Callback):
         return known[1] if known is not None and known[0] == global_step else None
 
     def _facts_of(self, evaluation: Evaluation) -> dict[str, Any]:
-        if evaluation.metric == "none":
-            return _facts("loss", evaluation.loss, False)
-        if evaluation.higher_is_better is None and self._plan.keep_best:
+        name, value = evaluation.monitor, evaluation.value
+        higher = evaluation.direction(name)
+        if higher is None and self._plan.keep_best:
             raise MpframeError(
-                f"trainer.keep_best={self._plan.keep_best}: metric {evaluation.metric} does not "
-                "say which value is better; give it higher_is_better = True or False"
+                f"trainer.keep_best={self._plan.keep_best}: metric {name} does not say which value "
+                "is better; give it higher_is_better = True or False, or use trainer.monitor=loss"
             )
-        return _facts(evaluation.metric, evaluation.value, bool(evaluation.higher_is_better))
-
-
-def _facts(metric: str, value: float, higher_is_better: bool) -> dict[str, Any]:
-    # JSON has no nan, and nothing is better or worse than it.
-    number = value if math.isfinite(value) else None
-    return {"metric": metric, "value": number, "higher_is_better": higher_is_better}
+        # JSON has no nan, and nothing is better or worse than it.
+        number = value if math.isfinite(value) else None
+        return {"metric": name, "value": number, "higher_is_better": bool(higher)}

@@ -47,7 +47,8 @@ class Curves(Callback):
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Log the validation."""
-        values = {Tag.LOSS_VAL: evaluation.loss, metric_tag(evaluation.metric): evaluation.value}
+        values: dict[str, float] = {Tag.LOSS_VAL: evaluation.loss}
+        values |= {metric_tag(name): value for name, value in evaluation.metrics.items()}
         self._tracker.scalars(trainer.progress.global_step, values)
 
     def on_save(self, trainer: Trainer) -> None:

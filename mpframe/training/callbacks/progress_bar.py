@@ -45,7 +45,7 @@ class ProgressBar(Callback):
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Show the validation's result from now on."""
-        self._validated = {f"val_{evaluation.metric}": f"{evaluation.value:.4f}"}
+        self._validated = {f"val_{evaluation.monitor}": f"{evaluation.value:.4f}"}
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
         """Take the bar off the screen."""

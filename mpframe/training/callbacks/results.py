@@ -44,5 +44,9 @@ class Results(Callback):
         self.loss = None if state["loss"] is None else float(state["loss"])
         held = state["evaluation"]
         if held is not None:
-            numbers = {name: float(held[name]) for name in ("loss", "value")}
-            self.evaluation = Evaluation(**{**held, **numbers})
+            self.evaluation = Evaluation(
+                float(held["loss"]),
+                {str(name): float(value) for name, value in held["metrics"].items()},
+                dict(held["higher_is_better"]),
+                str(held["monitor"]),
+            )

@@ -1,0 +1,82 @@
+"""A run's numbers as a table: `metrics.csv` in its folder, one row for a step.
+
+    step,epoch,train_loss,...,val_loss,val_accuracy
+    10,0,2.1840832,...,,
+    22,1,,...,1.7234567,0.61388888
+
+A cell is empty if the step has no such number. The columns are those of the first start and, behind
+them, those that a later start added.
+"""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mpframe.files.durable import AppendLog, write_atomically
+from mpframe.files.plain_file import open_regular
+
+FILE_NAME = "metrics.csv"
+Row = Mapping[str, float | int]
+
+
+class MetricsCsv:
+    """Appends to a run's table.
+
+    Args:
+        folder: the run's folder.
+        columns: names, the first of them `step`.
+        before: rows of an older table stay if their step is below this.
+        on_error: `stop` if the disk is full, or `warn` and write what waits once there is room.
+
+    Raises:
+        OSError: the table cannot be written.
+    """
+
+    def __init__(
+        self, folder: Path, columns: Sequence[str], before: int = 0, on_error: str = "stop"
+    ) -> None:
+        path = folder / FILE_NAME
+        older, rows = _read(path) if before else ([], [])
+        self._columns = list(dict.fromkeys([*older, *columns]))
+        kept = [row for row in rows if int(row["step"]) < before]
+        lines = [_line(self._columns), *(self._cells(row) for row in kept)]
+        write_atomically(path, "".join(lines))
+        self._log = AppendLog(path, on_error)
+
+    def add(self, row: Row) -> None:
+        """Append a row.
+
+        Raises:
+            OSError: there is no room, and that is to stop the run.
+        """
+        self._log.append(self._cells({name: _text(value) for name, value in row.items()}).encode())
+
+    def _cells(self, row: Mapping[str, str]) -> str:
+        return _line([row.get(name, "") for name in self._columns])
+
+
+def _line(cells: Sequence[str]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()
+
+
+def _text(value: float | int) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.9g}"  # 9 digits tell a float32.
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of an older table; none if there is no such file, or it is no table."""
+    try:
+        with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except FileNotFoundError:
+        return [], []
+    whole = text[: text.rfind("\n") + 1]  # A kill may have cut the last line.
+    reader = csv.DictReader(io.StringIO(whole), restkey="", restval="")
+    try:
+        rows = [row for row in reader if str(row.get("step", "")).isdecimal()]
+    except csv.Error:  # Anything may lie there.
+        return [], []
+    return list(reader.fieldnames or []) if rows else [], rows

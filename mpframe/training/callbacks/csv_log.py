@@ -1,0 +1,94 @@
+"""Writes a run's numbers to metrics.csv."""
+
+from typing import Any
+
+from mpframe.optim.step_result import StepResult
+from mpframe.tracking.metrics_csv import MetricsCsv
+from mpframe.training.callback import Callback
+from mpframe.training.evaluation import Evaluation
+from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
+
+_COLUMNS = (
+    *("step", "epoch", "train_loss", "learning_rate", "grad_norm", "grad_amax"),
+    *("loss_scale", "skipped_steps", "val_loss"),
+)
+
+
+class CsvLog(Callback):
+    """Writes a row for every step that is logged or validated; losses and gradients unscaled.
+
+    A row is complete, and written, at the end of its step. A checkpoint holds the last one, because
+    a run may be stopped in the validation that belongs to it.
+
+    Args:
+        log_every: steps between two rows of the training's numbers.
+        on_error: `stop` or `warn` if the disk is full.
+    """
+
+    _file: MetricsCsv
+
+    def __init__(self, log_every: int, on_error: str = "stop") -> None:
+        self._log_every = log_every
+        self._on_error = on_error
+        self._last: dict[str, float | int] = {}
+        self._pending = False
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Open the table; rows of steps that a resumed run takes again are cut off."""
+        global_step = trainer.progress.global_step
+        columns = [*_COLUMNS, *(f"val_{name}" for name in trainer.metrics)]
+        self._file = MetricsCsv(context.folder, columns, global_step, self._on_error)
+        self._pending = bool(global_step) and self._last.get("step") == global_step
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Note the step's numbers if they are due."""
+        if trainer.progress.global_step % self._log_every == 0:
+            loss = {} if result.loss is None else {"train_loss": float(result.loss)}
+            self._note(
+                trainer,
+                **loss,
+                learning_rate=float(trainer.optimizer.param_groups[0]["lr"]),
+                grad_norm=float(result.grad_norm),
+                grad_amax=float(result.amax),
+                loss_scale=float(result.scale),
+                skipped_steps=trainer.progress.skipped,
+            )
+
+    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Note the validation's numbers."""
+        metrics = {f"val_{name}": value for name, value in evaluation.metrics.items()}
+        self._note(trainer, val_loss=evaluation.loss, **metrics)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Write the step's row, if it has one."""
+        self._write()
+
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
+        """Write the row of a step that the run was stopped in."""
+        self._write()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last row."""
+        return {"row": dict(self._last)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the last row: its step may be validated again."""
+        self._last = {str(name): _number(value) for name, value in state["row"].items()}
+
+    def _note(self, trainer: Trainer, **values: float | int) -> None:
+        progress = trainer.progress
+        if self._last.get("step") != progress.global_step:
+            self._write()
+            self._last = {"step": progress.global_step, "epoch": progress.epoch}
+        self._last |= values
+        self._pending = True
+
+    def _write(self) -> None:
+        if self._pending:
+            self._pending = False
+            self._file.add(self._last)
+
+
+def _number(value: Any) -> float | int:
+    return value if type(value) is int else float(value)
