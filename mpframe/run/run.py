@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
