@@ -87,6 +87,7 @@ def name_of(code: Any) -> str:
     """The name of a function or class, or of an object's class."""
     if isinstance(code, functools.partial):
         return name_of(code.func)
+    code = getattr(code, "_orig_mod", code)  # what was compiled
     return str(getattr(code, "__name__", None) or type(code).__name__)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mpframe import Backoff, Precision, Trainer
 from mpframe.errors import UserCodeError
 from mpframe.objectives import StepOutput, compute, model_loss, supervised
 from mpframe.training.multi_objective import MultiObjectiveTrainer
+from mpframe.training.plan import Plan
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
 WORDS, LENGTH = 17, 6
@@ -40,7 +42,8 @@ class Classifier(nn.Module):
     def forward(self, input_ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Output:
         """Logits [N, 3] of words [N, length]."""
         hidden = self.hidden(self.norm(self.embed(input_ids)))
-        self.formats.append(hidden.dtype)
+        if not torch.compiler.is_compiling():
+            self.formats.append(hidden.dtype)
         pooled = (F.gelu(hidden) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         logits = self.head(pooled)
         return Output(None if labels is None else F.cross_entropy(logits, labels), logits)
@@ -58,11 +61,14 @@ def dicts(count: int, size: int = 8) -> list[dict[str, Tensor]]:
     ]
 
 
-def trainer_of(model: nn.Module, objective: Any, mode: str, half: str = "float16") -> Trainer:
+def trainer_of(
+    model: nn.Module, objective: Any, mode: str, half: str = "float16", plan: Plan | None = None
+) -> Trainer:
     precision = Precision(mode, half)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = precision.prepare(model, plain)
-    return Trainer(model, optimizer, objective, precision, scaler=Backoff(2.0**8))
+    scaler = Backoff(2.0**8)
+    return Trainer(model, optimizer, objective, precision, scaler=scaler, plan=plan or Plan())
 
 
 @pytest.mark.parametrize(("mode", "half"), MODES)
@@ -194,3 +200,33 @@ def test_several_objectives_are_for_the_trainer_of_several() -> None:
     model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UserCodeError, match=r"objective.one=MSELoss: a loss, and an objective is"):
         MultiObjectiveTrainer(model, optimizer, {"one": nn.MSELoss()}, precision)
+
+
+@pytest.mark.parametrize(("mode", "half"), [MODES[0], MODES[1], MODES[4]])
+def test_a_compiled_model_is_one_graph_under_the_casts(
+    mode: str, half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The objective around it runs as it is written; the steps are those of eager, bit for bit."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = partial(torch.compile, backend=keep, fullgraph=True)
+    monkeypatch.setattr(torch, "compile", compiled)
+    losses = []
+    for plan in (Plan(), Plan(compile=True)):
+        trainer = trainer_of(Classifier(), model_loss, mode, half, plan)
+        steps = [trainer.train_step(batch).loss for batch in dicts(4)]
+        losses.append([*steps, torch.tensor(trainer.evaluate(Data(dicts(2))).loss)])
+    assert all(map(torch.equal, *losses))
+    assert len(graphs) == 2  # in training and in evaluation
+    torch._dynamo.reset()
+
+
+def test_an_error_names_the_compiled_model() -> None:
+    trainer = trainer_of(nn.Linear(4, 2), supervised(nn.MSELoss()), "fp32", plan=Plan(compile=True))
+    with pytest.raises(UserCodeError, match=r"^model: Linear raised"):
+        trainer.train_step((torch.ones(2, 3), torch.ones(2, 2)))
