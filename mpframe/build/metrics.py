@@ -42,8 +42,8 @@ def monitored(metrics: Mapping[str, Any], monitor: str | None) -> tuple[str, boo
 
 
 def _of_dataset(task: Task) -> dict[str, Any]:
-    if isinstance(task.metric, Mapping):
-        return dict(task.metric)
+    if task.metric is None or isinstance(task.metric, Mapping):
+        return dict(task.metric or {})
     with UserCode("dataset: the metric", task.metric):
         name = getattr(task.metric(), "name", None)
     if not isinstance(name, str) or not name:

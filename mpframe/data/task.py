@@ -1,4 +1,4 @@
-"""What a dataset hands to a trainer: the samples, the objective and the metric to report."""
+"""What a dataset hands to a trainer: the samples, the objective and the metrics."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
@@ -42,7 +42,7 @@ class Task:
         val: map-style samples to measure on, never augmented.
         objective: objective(model, batch) -> StepOutput; several by name for several optimizers.
         metric: makes a fresh `Metric` for each validation pass; several by name. A torchmetrics
-            object stands as it is, by name.
+            object stands as it is, by name. None: the loss alone is measured.
         collate: makes a batch, any tree of tensors, of a list of samples; None: torch's
             default_collate.
         loss: in the place of an objective: loss(outputs, targets) -> 0-d tensor, the mean over the
@@ -55,7 +55,7 @@ class Task:
     train: Dataset[Any]
     val: Dataset[Any]
     objective: Objective | Mapping[str, Objective] = None  # type: ignore[assignment]
-    metric: Callable[[], Metric] | Mapping[str, Any] = None  # type: ignore[assignment]
+    metric: Callable[[], Metric] | Mapping[str, Any] | None = None
     collate: Collate | None = None
     loss: InitVar[Loss | None] = None
 
@@ -66,7 +66,7 @@ class Task:
             raise DataError(
                 "dataset: its Task has no objective; give it one, several by name, or a loss"
             )
-        if not isinstance(self.metric, Mapping):
+        if self.metric is not None and not isinstance(self.metric, Mapping):
             _require_callable("metric", self.metric)
         if self.collate is not None:
             _require_callable("collate", self.collate)

@@ -145,7 +145,7 @@ def _fresh(code: Any) -> Any:
 def fp32_weights(
     optimizer: MasterWeights | MultiOptimizer, model: nn.Module, but: Container[nn.Parameter] = ()
 ) -> Iterator[None]:
-    """Within the block half weights are replaced by copies of their fp32 masters, save `but`."""
+    """Within the block half weights are replaced by copies of their fp32 masters, except `but`."""
     narrow = (p for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16))
     half = {p: p.data for p in narrow if p not in but}
     try:

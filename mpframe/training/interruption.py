@@ -1,12 +1,12 @@
-"""Signals that ask a run to stop, noted when they come and obeyed where nothing is torn.
+"""Signals that ask a run to stop: noted when they come, obeyed between two steps.
 
     SIGTERM  the system asks: shutdown, `kill`, a cluster's time limit
     SIGINT   the user asks, by Ctrl-C
     SIGUSR1  a cluster warns before its time limit; with trainer.requeue the job is put back
 
 While a run trains, the first signal is only noted, and the run stops at the next point between two
-steps. Before that there is nothing to save, and it stops at once. Further signals change nothing: a
-checkpoint that is being written is finished.
+steps. Before training starts there is nothing to save, and it stops at once. Further signals change
+nothing: a checkpoint that is being written is finished.
 """
 
 import os
@@ -29,7 +29,7 @@ class Interruption:
 
     Attributes:
         received: the first signal that came, or None.
-        raised: whether it raised where it came, and was not only noted.
+        raised: whether the signal raised at once, and was not only noted.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Interruption:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within the block a signal is noted for `raise_if_received`; elsewhere it raises."""
+        """Within the block a signal is noted for `raise_if_received`; outside it raises."""
         self._deferring = True
         try:
             yield
@@ -58,7 +58,7 @@ class Interruption:
             self._deferring = False
 
     def raise_if_received(self) -> None:
-        """Raise RunInterrupted where a signal came."""
+        """Raise RunInterrupted if a signal came."""
         if self.received is not None:
             raise RunInterrupted(self.received)
 

@@ -2,13 +2,13 @@
 
     spike:  L > factor * median(L of the last 50 applied steps)
 
-The median, not the mean: one spike must not hide the next. Nothing is judged before ten steps have
-been applied, nor where the median is not positive, for then a factor over it means nothing. A loss
-that is nan or inf is no spike but an overflow, and its step is skipped anyway.
+It is the median and not the mean, so that one spike does not hide the next. No loss is judged
+before ten steps have been applied, or if the median is not positive, because a factor of it means
+nothing then. A loss that is nan or inf is an overflow and no spike, and its step is skipped anyway.
 
-What follows is the policy's: `warn` says so, `skip` leaves the step out as an overflow is left out
-(nothing changes but the loss scale), `stop` leaves it out and ends the run. A loss whose step was
-left out never enters the median, so a model that broke stays above it and the guard against
+The policy decides what follows: `warn` only reports the spike, `skip` skips the step as after an
+overflow (nothing changes but the loss scale), `stop` skips it and ends the run. The loss of a
+skipped step never enters the median, so a model that broke stays above it, and the guard against
 endless skips ends the run.
 """
 
@@ -31,7 +31,7 @@ class LossSpikes:
         factor: how many times the median a loss may be, > 1.
 
     Attributes:
-        median: 0-d float32, what the last loss was held against; nan where too few were known.
+        median: 0-d float32, what the last loss was compared with; nan if too few were known.
         spiked: 0-d bool, the verdict on it.
     """
 
@@ -43,10 +43,10 @@ class LossSpikes:
         self._losses = torch.empty(0)
 
     def judge(self, loss: Tensor) -> Tensor | None:
-        """Hold a loss (0-d) against the median, without waiting for the device.
+        """Compare a loss (0-d) with the median, without waiting for the device.
 
         Returns:
-            0-d bool, True where the step is to be left out; None where the policy never does.
+            0-d bool, True if the step is to be skipped; None if the policy never skips.
         """
         known = self._losses.to(loss.device)
         few = len(known) < LEAST

@@ -1,7 +1,7 @@
 """One backward pass before step 1 that tells how large the gradients are.
 
-A first scale by trial costs a skipped step for every octave it is too high. The probe runs the
-first batch once in fp32, where nothing overflows, and measures
+To find a first scale by trial costs a skipped step for every octave that it is too high. The probe
+runs the first batch once in fp32, which does not overflow, and measures
 
     a = max |dL/dy|, |dL/dw|      over the outputs y of all modules and all weights w
 
@@ -68,7 +68,7 @@ def probe(
 def _wide_weights(model: nn.Module) -> Iterator[None]:
     """Within the block half weights and buffers are fp32, and so are the weights' gradients.
 
-    An op that no list holds, as a batch norm beside half weights, would else mix formats.
+    Otherwise an op in no list, such as a batch norm beside half weights, would mix formats.
     """
     half = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in HALF]
     stored = [tensor.data for tensor in half]
