@@ -369,7 +369,7 @@ class Trainer:
             self.ema.update(None if verdict else result.skipped)
         self._unread.append(result)
         self.progress.pending += 1
-        if verdict:
+        if verdict or self.progress.pending >= _MOST_PENDING:
             self.read_verdicts()
 
     def _move_schedules(self, result: StepResult) -> None:
@@ -389,7 +389,7 @@ class Trainer:
             self.progress.count_batches(len(window), len(train))
             with place:
                 self.train_step(*window)
-            if self._unread and self._verdicts_due():
+            if self._validation_due() or self._at_pause():
                 self.read_verdicts()
             if self._validation_due():
                 self._validate(val)
@@ -407,11 +407,6 @@ class Trainer:
         known, pending = self.progress.steps, self.progress.pending
         last = self.plan.max_steps is not None and known + pending >= self.plan.max_steps
         return last or self.stop_reason is not None
-
-    def _verdicts_due(self) -> bool:
-        """Whether the loop goes by verdicts that are not read yet."""
-        due = self._validation_due() or self._at_pause()
-        return due or self.progress.pending >= _MOST_PENDING
 
     def _at_pause(self) -> bool:
         """True after the last step of an epoch or of the run."""
