@@ -55,6 +55,8 @@ def named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def widened(node: Any) -> Any:
     """`node` with every half tensor in fp32."""
+    if isinstance(node, Tensor):
+        return node.float() if node.dtype in HALF else node
     return map_tensors(lambda t: t.float() if t.dtype in HALF else t, node)
 
 

@@ -12,11 +12,12 @@ mpframe's own errors pass as they are. SystemExit is an error like any other: wh
 
 import functools
 import importlib
+import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 import torch
@@ -49,14 +50,27 @@ class UserCode:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, Exception | SystemExit) or isinstance(error, MpframeError):
-            return
-        given = " and ".join(f"{name} {described(own)}" for name, own in self._given.items())
-        raise UserCodeError(
-            f"{self._option} {name_of(self._code)} raised {raised(error)}"
-            + (f", given {given}" if given else "")
-            + f"; {_advice(error, self._given)}"
-        ) from error
+        if error is not None:
+            blame(self._option, self._code, **self._given)
+
+
+def blame(option: str, code: Any, **given: Any) -> NoReturn:
+    """Raise the present error again, a user's as a `UserCodeError`.
+
+    For an `except` clause: the step runs users' code so, as it costs nothing while nothing fails.
+
+    Args:
+        option, code, given: as for `UserCode`.
+    """
+    error = sys.exception()
+    if not isinstance(error, Exception | SystemExit) or isinstance(error, MpframeError):
+        raise
+    described_ones = " and ".join(f"{name} {described(own)}" for name, own in given.items())
+    raise UserCodeError(
+        f"{option} {name_of(code)} raised {raised(error)}"
+        + (f", given {described_ones}" if given else "")
+        + f"; {_advice(error, given)}"
+    ) from error
 
 
 class InBatch:

@@ -72,7 +72,10 @@ class RangeWatch(Callback):
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Attach to the model where a report is due. No earlier: others may run it in between."""
-        self._probe = self._armed(trainer)
+        self._probe = None
+        if self._every is not None and (trainer.progress.global_step + 1) % self._every == 0:
+            trainer.read_verdicts()  # So that the next step it is told of is this one.
+            self._probe = RangeProbe(trainer, self._half)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Report the step where it was due."""
@@ -81,6 +84,11 @@ class RangeWatch(Callback):
             self._record.add(self._last)
             self._tracker.scalars(self._last.step, self._scalars(self._last))
             self._probe = None
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Report before the trainer moves on."""
+        if self._probe is not None:
+            trainer.read_verdicts()
 
     def on_epoch_end(self, trainer: Trainer) -> None:
         """Draw, where the last pictures are old."""
@@ -126,11 +134,6 @@ class RangeWatch(Callback):
                 draw_time(reports, kind, layer, self._half, path)
                 tag = f"numerics/{kind}/exponents_by_step/{layer}"
                 self._tracker.image(tag, path.read_bytes(), step)
-
-    def _armed(self, trainer: Trainer) -> RangeProbe | None:
-        if self._every is None or (trainer.progress.global_step + 1) % self._every:
-            return None
-        return RangeProbe(trainer, self._half)
 
     def _scalars(self, ranges: Ranges) -> dict[str, float]:
         """The worst layers of each kind, in bits and fractions."""

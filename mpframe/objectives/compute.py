@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mpframe.errors import UserCodeError
 from mpframe.objectives.step_output import Objective, StepOutput
 from mpframe.tree import HALF, tensors_in
-from mpframe.user_code import UserCode, described, name_of
+from mpframe.user_code import blame, described, name_of
 
 
 def compute(objective: Objective, model: nn.Module, batch: Any) -> StepOutput:
@@ -24,8 +24,10 @@ def compute(objective: Objective, model: nn.Module, batch: Any) -> StepOutput:
         UserCodeError: the objective raised, gave no `StepOutput`, a loss that is not one
             floating-point number or (if gradients are on) has no gradient, or no valid count.
     """
-    with UserCode("objective:", objective, batch=batch):
+    try:
         output = objective(model, batch)
+    except BaseException:
+        blame("objective:", objective, batch=batch)
     if not isinstance(output, StepOutput):
         raise UserCodeError(
             f"{_source(objective)} gave {described(output)}; it must give a StepOutput, as in "
@@ -34,7 +36,8 @@ def compute(objective: Objective, model: nn.Module, batch: Any) -> StepOutput:
     loss = _one_number(output.loss, objective)
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UserCodeError(_without_gradient(objective, model, output))
-    _require_count(output.count, objective)
+    if output.count is not None:
+        _require_count(output.count, objective)
     return output if loss is output.loss else replace(output, loss=loss)
 
 
@@ -73,7 +76,7 @@ def _one_number(loss: Any, objective: Objective) -> Tensor:
 
 
 def _require_count(count: Any, objective: Objective) -> None:
-    if count is not None and not (type(count) is int and count >= 1):
+    if type(count) is not int or count < 1:
         raise UserCodeError(
             f"{_source(objective)} gave {count!r:.40} as its count; it must be a whole number of "
             "samples >= 1, or None for the batch's own"

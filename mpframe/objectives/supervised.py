@@ -10,7 +10,7 @@ from mpframe.errors import UserCodeError
 from mpframe.objectives.step_output import StepOutput
 from mpframe.precision.casting.blocks import block
 from mpframe.tree import widened
-from mpframe.user_code import UserCode, described, name_of
+from mpframe.user_code import blame, described, name_of
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -40,12 +40,16 @@ class Supervised:
             UserCodeError: the batch is no pair, or model or loss raised.
         """
         inputs, targets = _pair(batch)
-        with UserCode("model:", model, inputs=inputs):
+        try:
             outputs = model(inputs)
+        except BaseException:
+            blame("model:", model, inputs=inputs)
         with outside_casts():
             outputs = widened(outputs)
-            with UserCode(self._option, self.loss, outputs=outputs, targets=targets):
+            try:
                 loss = self.loss(outputs, targets)
+            except BaseException:
+                blame(self._option, self.loss, outputs=outputs, targets=targets)
         return StepOutput(loss, outputs, targets)
 
 

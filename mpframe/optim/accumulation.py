@@ -32,14 +32,6 @@ class StepGradients:
     dropped: Tensor | None = None
     spent: bool = False
 
-    def found_inf(self, skip_if_dropped: bool) -> Tensor:
-        """0-d bool, the verdict: the gradients are not finite.
-
-        Args:
-            skip_if_dropped: one dropped micro-batch is enough; otherwise all must be bad.
-        """
-        return not_finite(self.largest if skip_if_dropped else self.gradients.amax)
-
 
 class Accumulator:
     """Sums of the gradients of the micro-batches of one optimizer step, in fp32."""

@@ -71,13 +71,13 @@ def norm_of(values: list[Tensor], device: torch.device) -> Tensor:
     return norm.float()
 
 
-def check_max_norm(max_norm: float | None) -> None:
+def check_max_norm(max_norm: float) -> None:
     """Refuse a norm that gradients cannot be clipped to.
 
     Raises:
         ConfigError: it is not a finite number > 0.
     """
-    if max_norm is not None and not 0.0 < max_norm < math.inf:
+    if not 0.0 < max_norm < math.inf:
         raise ConfigError(
             f"max_norm={max_norm}: must be a finite number > 0; None leaves the gradients as "
             "they are"

@@ -36,8 +36,8 @@ from mpframe.optim.gradients import (
     clip,
     norm_of,
     not_finite,
-    unscaled,
 )
+from mpframe.optim.master import copy_from_params, copy_to_params
 from mpframe.optim.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
 from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
@@ -203,14 +203,16 @@ class MasterWeights(Optimizer):
                 that is missing, or beside half weights, a scaler, clipping or a skip_mask; a sparse
                 gradient that the optimizer does not take. Nothing has moved.
         """
-        check_max_norm(max_norm)
+        if max_norm is not None:
+            check_max_norm(max_norm)
         if closure is not None or self.needs_closure:
             return self._step_with_closure(closure, scaler, max_norm, skip_mask)
         scale = 1.0 if scaler is None else scaler.scale
         gathered = self.gather(scale)
         if gathered.spent:
             raise no_new_gradients()
-        gradients, skipped = gathered.gradients, gathered.found_inf(skip_if_dropped)
+        gradients = gathered.gradients
+        skipped = not_finite(gathered.largest if skip_if_dropped else gradients.amax)
         norm = norm_of(gradients.values, self._masters.device)
         if max_norm is not None:
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
@@ -234,7 +236,7 @@ class MasterWeights(Optimizer):
         Raises:
             ConfigError: the optimizer does not take a gradient, as it is sparse.
         """
-        gradients = self.take(scale)
+        gradients = self._masters.take_gradients(scale)
         if self._accumulator is None:
             spent = self._consumed and not gradients.by_master
             gathered = StepGradients(gradients, gradients.amax, spent=spent)
@@ -249,7 +251,7 @@ class MasterWeights(Optimizer):
 
     def take(self, scale: Tensor | float) -> Gradients:
         """The gradients, fp32 and unscaled; parameters and masters are left without."""
-        return unscaled(self._masters.take_gradients(), scale, self._masters.device)
+        return self._masters.take_gradients(scale)
 
     @torch.no_grad()
     def apply(self, gradients: Gradients, skipped: Tensor, verdict: Verdict | None) -> None:
@@ -263,9 +265,9 @@ class MasterWeights(Optimizer):
         self._consumed = bool(gradients.by_master)
         if verdict is not None and verdict.skipped:
             return
-        masters = self._masters
-        if masters.half:
-            masters.copy_from_params()
+        half = self._masters.half
+        if half:
+            copy_from_params(half.items())
         for master, gradient in gradients.by_master.items():
             master.grad = gradient.to(master.dtype)
         if verdict is None:
@@ -278,8 +280,8 @@ class MasterWeights(Optimizer):
             master.grad = None
         # Fused kernels do not raise the counters by which a kept cast knows that it is old.
         torch.autograd.graph.increment_version(list(gradients.by_master))
-        if masters.half:
-            masters.copy_to_params()
+        if half:
+            copy_to_params(half.items())
 
     def saturated(self) -> Tensor:
         """How many half weights are held at the end of their range (0-d int64, on the device)."""
@@ -357,7 +359,7 @@ class MasterWeights(Optimizer):
             vetoed=skip_mask is not None,
         )
         result = step_with_closure(self.optimizer, closure)
-        self._masters.take_gradients()
+        self._masters.take_gradients(1.0)
         return result
 
     def _try_sparse(self, sparse: list[Tensor]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpframe.errors import CheckpointError, ConfigError
+from mpframe.optim.gradients import Gradients, unscaled
 from mpframe.optim.master import (
     Master,
     copy_from_params,
@@ -92,11 +93,13 @@ class Masters:
                 kept = optimizer.state.pop(parameter)
                 optimizer.state[master] = {k: widened(v) for k, v in kept.items()}
 
-    def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """(master, gradient) of each parameter that has one, as backward passes left it.
+    def take_gradients(self, scale: Tensor | float) -> Gradients:
+        """The gradients, fp32 and unscaled; parameters and masters are left without.
 
         What a user's own backward pass has left at a half parameter's master counts, in fp32.
-        Parameters and masters are left without gradients.
+
+        Args:
+            scale: what the loss was multiplied by, > 0.
         """
         taken = []
         for parameter, master in self._masters.items():
@@ -106,15 +109,7 @@ class Masters:
             if gradient is not None:
                 taken.append((master, gradient))
                 parameter.grad = master.grad = None
-        return taken
-
-    def copy_from_params(self) -> None:
-        """Take over what others have written into half weights since they were last copied to."""
-        copy_from_params(self.half.items())
-
-    def copy_to_params(self) -> None:
-        """Round the masters into the half weights; beyond the format's range, to its end."""
-        copy_to_params(self.half.items())
+        return unscaled(taken, scale, self.device)
 
     def saturated(self) -> Tensor:
         """How many half weights are held at the end of their range (0-d int64, on the device)."""
@@ -159,12 +154,12 @@ class Masters:
 
     def load_listed(self, listed: list[Tensor | None]) -> None:
         """Take what `listed` gave; where it has None the master stays as it is."""
-        self.copy_from_params()
+        copy_from_params(self.half.items())
         for own, loaded in zip(self._masters.values(), listed, strict=True):
             if loaded is not None:
                 own.copy_(loaded)
         if any(loaded is not None for loaded in listed):
-            self.copy_to_params()
+            copy_to_params(self.half.items())
 
     def _behind(self, parameter: Tensor) -> Tensor | None:
         """The master of a parameter in a group, or of one that no group has yet."""

@@ -23,7 +23,7 @@ from mpframe.loss_scaling.interface import Scaling, scale_of
 from mpframe.optim.accumulation import StepGradients
 from mpframe.optim.gradients import check_max_norm, clip, norm_of, not_finite
 from mpframe.optim.master_weights import MasterWeights, load_masters_of, no_new_gradients
-from mpframe.optim.step_result import StepResult, any_of, largest
+from mpframe.optim.step_result import StepResult, any_of, joined_verdict, largest
 from mpframe.optim.verdict import Verdict, read
 
 SKIPS = ("all", "each")
@@ -117,7 +117,8 @@ class MultiOptimizer:
             ConfigError: a second step without new gradients in any part; `max_norm` out of its
                 range.
         """
-        check_max_norm(max_norm)
+        if max_norm is not None:
+            check_max_norm(max_norm)
         scales = {name: scale_of(_of(scaler, name)) for name in self.parts}
         gathered = {name: part.gather(scales[name]) for name, part in self.parts.items()}
         if all(own.spent for own in gathered.values()):
@@ -197,7 +198,11 @@ class MultiOptimizer:
         skip_if_dropped: bool,
     ) -> dict[str, Tensor]:
         """Which parts skip. A norm beyond fp32's range would clip every gradient to zero."""
-        bad = {name: own.found_inf(skip_if_dropped) for name, own in gathered.items()}
+        amaxes = {
+            name: own.largest if skip_if_dropped else own.gradients.amax
+            for name, own in gathered.items()
+        }
+        bad = {name: not_finite(amax) for name, amax in amaxes.items()}
         bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
         return bad if self.skip == "each" else dict.fromkeys(bad, any_of(list(bad.values())))
 
@@ -227,6 +232,7 @@ def joined(results: Mapping[str, StepResult]) -> StepResult:
         scale=parts[0].scale,
         dropped=largest(dropped) if dropped else None,
         loss=torch.stack(losses).sum() if losses else None,
+        verdict=joined_verdict(results),
         parts=dict(results),
     )
 

@@ -1,7 +1,7 @@
 """What one optimizer step did."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,17 @@ class StepResult:
     verdict: Verdict | None = None
     parts: "Mapping[str, StepResult] | None" = None
 
+    @property
+    def known(self) -> Verdict:
+        """The verdict, of a step that was read; what a callback is told of always was.
+
+        Raises:
+            RuntimeError: it was not read.
+        """
+        if self.verdict is None:
+            raise RuntimeError("the verdict on this step was not read yet: Trainer.read_verdicts")
+        return self.verdict
+
     def each(self) -> "Mapping[str, StepResult]":
         """The parts by name; of a step with one optimizer itself, under the empty name."""
         return {"": self} if self.parts is None else self.parts
@@ -60,9 +71,30 @@ def largest(magnitudes: list[Tensor]) -> Tensor:
     return magnitudes[0] if len(magnitudes) == 1 else torch.stack(magnitudes).max()
 
 
-def verdicts_of(results: Sequence[StepResult]) -> list[dict[str, Verdict]]:
-    """The verdicts on some steps, of each optimizer by name; those not known yet are read."""
-    parts = [result.each() for result in results]
-    unread = [own for step in parts for own in step.values() if own.verdict is None]
-    now = iter(read([(own.skipped, own.dropped) for own in unread]) if unread else [])
-    return [{name: own.verdict or next(now) for name, own in step.items()} for step in parts]
+def with_verdicts(results: list[StepResult]) -> list[StepResult]:
+    """The same steps with their verdicts on the host; those not known yet are read at once."""
+    unread: list[StepResult] = []
+    for own in results:
+        if own.verdict is None:
+            unread += own.each().values()
+    if not unread:
+        return results
+    verdicts = iter(read([(part.skipped, part.dropped) for part in unread]))
+    return [own if own.verdict else _told(own, verdicts) for own in results]
+
+
+def _told(result: StepResult, verdicts: Iterator[Verdict]) -> StepResult:
+    """A step and its parts with the next of the verdicts."""
+    if result.parts is None:
+        return replace(result, verdict=next(verdicts))
+    parts = {name: replace(own, verdict=next(verdicts)) for name, own in result.parts.items()}
+    return replace(result, parts=parts, verdict=joined_verdict(parts))
+
+
+def joined_verdict(parts: Mapping[str, StepResult]) -> Verdict | None:
+    """The verdict on all parts of a step: skipped if all of them are; None if one is not known."""
+    known = [part.verdict for part in parts.values() if part.verdict is not None]
+    if len(known) < len(parts):
+        return None
+    skipped = all(verdict.skipped for verdict in known)
+    return Verdict(skipped, max(verdict.dropped for verdict in known))

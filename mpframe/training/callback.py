@@ -27,7 +27,16 @@ log = logging.getLogger(__name__)
 
 
 class Callback:
-    """Watches a run; each method is called after what it names and does nothing here."""
+    """Watches a run; each method is called after what it names and does nothing here.
+
+    All but one are called at once. `on_optimizer_step` has to know whether the step was skipped,
+    and an optimizer that skips on the device (a fused one) does not tell that at once. What it may
+    rely on: it is called for every step, in order, and `trainer.progress` then stands as it did
+    after that step, but for `epoch` and `batch`. All else of the trainer (weights, scaler, next
+    batch) may be some steps further; the schedule may not. A callback that needs these as the step
+    left them calls `trainer.read_verdicts()` in its `on_step_end`; in every step, if it needs every
+    step, at the price of a wait for the device each time.
+    """
 
     def setup(self, trainer: "Trainer", context: "RunContext") -> None:
         """The run is about to train; `load_state_dict` was called before, if it is resumed."""
@@ -44,7 +53,7 @@ class Callback:
         """A step is about to be tried on these micro-batches."""
 
     def on_optimizer_step(self, trainer: "Trainer", result: StepResult) -> None:
-        """A step was tried; `trainer.progress` already counts it."""
+        """A step was tried, and `result.known` says whether it was skipped; see above for when."""
 
     def on_prediction_step(self, trainer: "Trainer") -> None:
         """A batch is about to be validated; raising abandons the validation, to be redone."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from mpframe.errors import CheckpointError, ConfigError
+from mpframe.optim.step_result import StepResult
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class Progress:
 
     Attributes:
         steps: optimizer steps that were applied.
-        skipped: steps that were not; `global_step` is the sum and the x axis of every curve.
+        skipped: steps that were not.
+        pending: steps of which the host does not know yet whether they were applied; 0 while the
+            callbacks are told of a step, and in a checkpoint.
         skipped_in_a_row: skipped steps since the last applied one; of several optimizers, of the
             one that skipped most.
         dropped: micro-batches left out of an accumulated step.
@@ -66,6 +69,7 @@ class Progress:
 
     steps: int = 0
     skipped: int = 0
+    pending: int = 0
     skipped_in_a_row: int = 0
     dropped: int = 0
     epoch: int = 0
@@ -76,8 +80,8 @@ class Progress:
 
     @property
     def global_step(self) -> int:
-        """Steps tried, applied or skipped."""
-        return self.steps + self.skipped
+        """Steps tried, whatever came of them: the x axis of every curve."""
+        return self.steps + self.skipped + self.pending
 
     @property
     def mostly_skipped(self) -> str | None:
@@ -111,25 +115,21 @@ class Progress:
         if self.batch >= per_epoch:
             self.epoch, self.batch = self.epoch + 1, 0
 
-    def tried(self, skips: Mapping[str, bool], dropped: int) -> None:
-        """Count a step.
-
-        Args:
-            skips: whether it was skipped, by optimizer; a step counts as applied where one moved.
-            dropped: micro-batches it left out.
-        """
-        skipped = all(skips.values())
+    def count_step(self, result: StepResult) -> None:
+        """Count a step whose verdict is known; it is applied if one of its optimizers moved."""
+        skipped, dropped = result.known
         self.steps += not skipped
         self.skipped += skipped
         self.dropped += dropped
-        if len(skips) > 1:
-            self._count_parts(skips)
-            self.skipped_in_a_row = max(self.part_skips_in_a_row.values())
-        else:
+        if result.parts is None:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        else:
+            self._count_parts(result.parts)
+            self.skipped_in_a_row = max(self.part_skips_in_a_row.values())
 
-    def _count_parts(self, skips: Mapping[str, bool]) -> None:
-        for name, skipped in skips.items():
+    def _count_parts(self, parts: Mapping[str, StepResult]) -> None:
+        for name, part in parts.items():
+            skipped = part.known.skipped
             self.part_skips[name] = self.part_skips.get(name, 0) + skipped
             before = self.part_skips_in_a_row.get(name, 0)
             self.part_skips_in_a_row[name] = before + 1 if skipped else 0

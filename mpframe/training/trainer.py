@@ -27,7 +27,7 @@ from mpframe.objectives import Objective, compute, require_objective, samples_in
 from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.optim.ema import Ema
 from mpframe.optim.schedules import refuse_overrun
-from mpframe.optim.step_result import StepResult, largest, verdicts_of
+from mpframe.optim.step_result import StepResult, largest, with_verdicts
 from mpframe.precision import Precision
 from mpframe.training.buffers import Buffers
 from mpframe.training.callback import Callbacks, call
@@ -38,9 +38,11 @@ from mpframe.training.named_objective import NamedObjective
 from mpframe.training.plan import Plan, Progress
 from mpframe.training.probe import probe_amax
 from mpframe.tree import map_tensors
-from mpframe.user_code import InBatch, UserCode, name_of, raised
+from mpframe.user_code import InBatch, UserCode, blame, name_of, raised
 
 log = logging.getLogger(__name__)
+
+_MOST_PENDING = 100  # A run that only skips is not to go on unseen.
 
 AnyOptimizer = MasterWeights | MultiOptimizer
 
@@ -96,6 +98,7 @@ class Trainer:
         self._plateaus = [s for s in schedules.values() if isinstance(s, ReduceLROnPlateau)]
         self._schedules = {n: s for n, s in schedules.items() if s not in self._plateaus}
         self._buffers = Buffers(self.model)
+        self._unread: list[StepResult] = []
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         if self.eval_precision is not None:
             self.eval_precision.attach(self.model)
@@ -129,8 +132,11 @@ class Trainer:
             loss = self._forward_backward(batches[0])
         else:
             loss = self._accumulate(batches)
+        if self._unread and (self._schedules or self.spikes is not None):
+            # They have to know the step before; the device has this one's passes queued by now.
+            self.read_verdicts()
         skip_mask = None if self.spikes is None else self.spikes.judge(loss)
-        with UserCode("optimizer:", getattr(self.optimizer, "optimizer", self.optimizer)):
+        try:
             # Gradients to fp32, unscale, check, clip, update or skip, tell the scaler.
             result = self.optimizer.step(
                 self.scaler,  # type: ignore[arg-type]
@@ -138,10 +144,33 @@ class Trainer:
                 skip_if_dropped=self.plan.whole_windows,
                 skip_mask=skip_mask,
             )
+        except BaseException:
+            blame("optimizer:", getattr(self.optimizer, "optimizer", self.optimizer))
         self._buffers.restore_where(result.any_skipped())
         result = replace(result, loss=loss)
         self._advance(result)
         return result
+
+    def read_verdicts(self) -> None:
+        """Let the host know which of the steps so far were skipped, and act on it.
+
+        The one place where what depends on the verdict happens: the counts, the schedule and the
+        callbacks, for one step after the other. An optimizer that steps by the host's command has
+        read its verdict already, and each step comes here at once. One that skips on the device
+        reads nothing, and its steps wait for this call: the host waits for the device once for all
+        of them. `fit` calls it when something is due that depends on them, and before the next
+        update where there is a schedule; `state_dict` does, and so may a callback.
+        """
+        results, self._unread = self._unread, []
+        self.progress.pending = 0
+        for result in with_verdicts(results):
+            self.progress.count_step(result)
+            if self._schedules:
+                self._move_schedules(result)
+            if self.spikes is not None and result.loss is not None and not result.known.skipped:
+                self.spikes.remember(result.loss)
+            if self.callbacks:
+                self._call("on_optimizer_step", result)
 
     def fit(self, train: Loader, val: Loader | None = None) -> None:
         """Train as planned, from where `progress` stands."""
@@ -217,6 +246,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that can change the run's future; weights as their fp32 masters."""
+        self.read_verdicts()
         return {
             "weights": self.weights(),
             "optimizer": self.optimizer.inner_state_dict(),  # Masters stand among the weights.
@@ -245,7 +275,7 @@ class Trainer:
             self.ema.load_by_name(self.model, state["ema"], updates)
         if self.spikes is not None and state["spikes"] is not None:
             self.spikes.load_state_dict(state["spikes"])
-        self.progress = Progress.saved(state["progress"])
+        self.progress, self._unread = Progress.saved(state["progress"]), []
         if state["precision"] != str(self.precision):
             rounded = rounding(self.model, state["weights"])
             scaled = bool(state["scaler"]), self.scaler is not None
@@ -272,8 +302,10 @@ class Trainer:
         """Forward and scaled backward; the unscaled loss, detached."""
         loss = self._forward(self.objective, self._on_device(batch))
         scaler: Any = self.scaler
-        with UserCode("model: the backward pass of", self.model):
+        try:
             (loss if scaler is None else loss * scaler.scale).backward()
+        except BaseException:
+            blame("model: the backward pass of", self.model)
         return loss.detach()
 
     def _accumulate(self, batches: Sequence[Batch]) -> Tensor:
@@ -330,30 +362,34 @@ class Trainer:
             yield
 
     def _advance(self, result: StepResult) -> None:
-        """Count the step, and move schedules and average along unless it was skipped."""
-        (verdicts,) = verdicts_of([result])
-        skips = {name: own.skipped for name, own in verdicts.items()}
-        self.progress.tried(skips, max(own.dropped for own in verdicts.values()))
+        """Go on after a step: the average at once, all else when the verdict is known."""
+        verdict = result.verdict
+        if self.ema is not None and not (verdict and verdict.skipped):
+            self.ema.update(None if verdict else result.skipped)
+        self._unread.append(result)
+        self.progress.pending += 1
+        if verdict or self.progress.pending >= _MOST_PENDING:
+            self.read_verdicts()
+
+    def _move_schedules(self, result: StepResult) -> None:
+        """A schedule moves with its optimizer's step, unless that was skipped."""
+        parts = result.each()
         for name, schedule in self._schedules.items():
-            if not skips[name]:
+            if not parts[name].known.skipped:
                 with UserCode("scheduler:", schedule):
                     schedule.step()
-        if all(skips.values()):
-            return
-        if self.ema is not None:
-            self.ema.update()
-        if self.spikes is not None and result.loss is not None:
-            self.spikes.remember(result.loss)
 
     def _run_epoch(self, train: Loader, val: Loader | None) -> None:
         self.model.train()
         batches = train.epoch(self.progress.epoch, start=self.progress.batch)
         for window in _windows(batches, self.plan.accumulate):
             self._call("on_step_begin", window)
-            with InBatch("training", self.progress.epoch, self.progress.batch, len(window)):
-                result = self.train_step(*window)
+            place = InBatch("training", self.progress.epoch, self.progress.batch, len(window))
             self.progress.count_batches(len(window), len(train))
-            self._call("on_optimizer_step", result)
+            with place:
+                self.train_step(*window)
+            if self._validation_due() or self._at_pause():
+                self.read_verdicts()
             if self._validation_due():
                 self._validate(val)
             if self._at_pause():
@@ -366,7 +402,9 @@ class Trainer:
         return self.progress.epoch >= self.plan.epochs or self._at_last_step()
 
     def _at_last_step(self) -> bool:
-        last = self.plan.max_steps is not None and self.progress.steps >= self.plan.max_steps
+        """True after the last step; while steps are pending, if it may be one of them."""
+        known, pending = self.progress.steps, self.progress.pending
+        last = self.plan.max_steps is not None and known + pending >= self.plan.max_steps
         return last or self.stop_reason is not None
 
     def _at_pause(self) -> bool:

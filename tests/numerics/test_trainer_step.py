@@ -175,28 +175,6 @@ def test_a_step_starts_without_the_gradients_that_others_left(mode: str) -> None
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_step_is_read_once(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
-    """By an optimizer that cannot skip by itself, else by the trainer; dropped batches included."""
-    model = nn.Linear(3, 1)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    model, optimizer = Precision().prepare(model, plain)
-    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), scaler=Static(2.0))
-    window = [(torch.ones(4, 3), torch.zeros(4, 1))] * 2
-    trainer.train_step(*window)  # In the first step no optimizer skips by itself.
-    seen: list[str] = []
-    for name in ("__bool__", "__int__", "__float__", "item", "tolist"):
-        read = getattr(Tensor, name)
-
-        def counted(tensor: Tensor, name: str = name, read: Any = read) -> Any:
-            seen.append(name)
-            return read(tensor)
-
-        monkeypatch.setattr(Tensor, name, counted)
-    trainer.train_step(*window)
-    assert len(seen) == 1, seen
-
-
 @pytest.mark.parametrize("scale", [1.0, 2.0**12, 2.0**-4])
 @pytest.mark.parametrize(("mode", "half"), MODES)
 def test_amax_and_norm_are_unscaled(mode: str, half: str, scale: float) -> None:

@@ -204,6 +204,9 @@ def without_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_rivals")
 def test_tiny_model_rows(tmp_path: Path) -> None:
     logged, silent, calls = tiny_model.tables(rounds=1, folder=tmp_path, steps=10)
+    counts = dict(note.split(": ") for note in calls.notes)
+    assert list(counts) == ["fp32", "mixed"]
+    assert all(0 < int(count) <= 37 for count in counts.values()), counts  # once 113 and 159
     names = ["by hand", "by hand, gradients checked", "mpframe"]
     assert list(logged.times) == list(silent.times) == names
     assert [claim.limit for claim in logged.claims] == [1.08, 1.08]

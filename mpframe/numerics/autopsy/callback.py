@@ -94,6 +94,10 @@ class Autopsy(Callback):
                 self._examine(trainer, result, reason)
         self._step = None  # A batch is not kept longer than needed.
 
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Have every step judged before the next: evidence is of the step as it was left."""
+        trainer.read_verdicts()
+
     def state_dict(self) -> dict[str, Any]:
         """The loss of the run's first step."""
         return {"first_loss": None if self._first_loss is None else float(self._first_loss)}

@@ -82,8 +82,10 @@ class Checkpoints(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Save where it is due, but never from a step that was skipped: the last good one stays."""
-        if self._due(trainer) and not trainer.progress.skipped_in_a_row:
-            self.save(trainer)
+        if self._due(trainer):
+            trainer.read_verdicts()
+            if not trainer.progress.skipped_in_a_row:
+                self.save(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """The last validation: a resumed run may save its step again."""
@@ -106,6 +108,7 @@ class Checkpoints(Callback):
         stands = trainer.progress.global_step, trainer.progress.validated
         if self._saved == stands:
             return
+        trainer.read_verdicts()
         with self._context.throughput.paused():
             call(trainer.callbacks, "on_save", trainer)
             snapshot = self._snapshot(trainer)

@@ -45,6 +45,11 @@ class Curves(Callback):
         if global_step % self._log_every == 0 or trainer.progress.skipped_in_a_row:
             self._tracker.scalars(global_step, self._of_step(trainer, result))
 
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Log a step that is due before the trainer moves on."""
+        if trainer.progress.global_step % self._log_every == 0:
+            trainer.read_verdicts()
+
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Log the validation."""
         values: dict[str, float] = {Tag.LOSS_VAL: evaluation.loss}

@@ -1,5 +1,6 @@
 """The progress bar."""
 
+import time
 from typing import Any
 
 from tqdm import tqdm
@@ -42,6 +43,11 @@ class ProgressBar(Callback):
             words = {"loss": f"{float(result.loss):.4g}", "scale": f"{float(result.scale):g}"}
             words["skipped"] = str(trainer.progress.skipped)
             self._bar.set_postfix({**words, **self._validated}, refresh=False)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Learn of the last steps as often as the bar is drawn."""
+        if self._shown and time.time() - self._bar.last_print_t >= self._bar.mininterval:
+            trainer.read_verdicts()
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Show the validation's result from now on."""

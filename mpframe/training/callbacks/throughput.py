@@ -11,7 +11,7 @@ so that a run of any length keeps few numbers.
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +50,7 @@ class Throughput(Callback):
         self._lap_began = clock()
         self._began = self._lap_began if began is None else began
         self._paused: float | None = None
-        self._window = 0
+        self._untold: deque[int] = deque()
         self._step_times: Counter[int] = Counter()
         self._earlier, self._idle = 0.0, False
         self._asked = 0, 0.0
@@ -84,13 +84,13 @@ class Throughput(Callback):
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Note how much the step is computed from."""
-        self._window = len(batches) * self._batch_size
+        self._untold.append(len(batches) * self._batch_size)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Count the step and its time."""
-        now = self._clock()
-        lap, self._lap_began = max(now - self._lap_began, _SHORTEST), now
-        self.samples += self._window
+        """Count the step and its time; steps told of together share the time evenly."""
+        lap = max((self._clock() - self._lap_began) / len(self._untold), _SHORTEST)
+        self._lap_began += lap
+        self.samples += self._untold.popleft()
         self.train_seconds += lap
         self._step_times[round(math.log(lap) / _BIN)] += 1
         self._idle = False
