@@ -84,7 +84,9 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
     """
     if not precision.policy.stores_by_op and not any(map(is_lazy, model.parameters())):
         return
-    train = Loader(task.train, config.data.batch_size, seed=config.run.seed, shuffle=True)
+    train = Loader(
+        task.train, config.data.batch_size, seed=config.run.seed, shuffle=True, collate=task.collate
+    )
     device = device_of(config.run.device)
     model.train()
     try:

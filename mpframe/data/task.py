@@ -44,7 +44,7 @@ class Task:
         metric: makes a fresh `Metric` for each validation pass; several by name. A torchmetrics
             object stands as it is, by name. None: the loss alone is measured.
         collate: makes a batch, any tree of tensors, of a list of samples; None: torch's
-            default_collate.
+            default_collate. It is sent to the workers.
         loss: in the place of an objective: loss(outputs, targets) -> 0-d tensor, the mean over the
             batch, for samples (input, target); short for `objective=supervised(loss)`.
 

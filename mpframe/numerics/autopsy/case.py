@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpframe.objectives import samples_in
 from mpframe.precision import Precision
 from mpframe.training.named_objective import NamedObjective
 from mpframe.training.trainer import AnyOptimizer
@@ -46,6 +47,11 @@ class Case:
     random: "RandomState | None" = None
     first_loss: float | None = None
     skipped: frozenset[str] | None = None
+
+    def count(self, number: int) -> int:
+        """How many samples a micro-batch holds."""
+        known = self.samples[number] if number < len(self.samples) else ()
+        return len(known) or samples_in(self.batches[number])
 
     @property
     def half(self) -> torch.dtype:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mpframe.data.finite import named_leaves
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.magnitudes import bad_rows, magnitudes_of
 from mpframe.numerics.autopsy.replay import Pass, Replay
@@ -55,12 +56,12 @@ class Culprit:
 
 def culprit_of_inputs(case: Case) -> Culprit | None:
     """A sample or a weight that is not finite before anything has run; None if all are."""
-    for number, (inputs, targets) in enumerate(case.batches):
-        for name, node in (("inputs", inputs), ("targets", targets)):
-            seen = magnitudes_of(node)
+    for number, batch in enumerate(case.batches):
+        for name, tensor in named_leaves(batch):
+            seen = magnitudes_of(tensor)
             if not seen.finite:
-                rows = bad_rows(node, len(targets))
-                call = OpCall("", name)
+                rows = bad_rows(tensor, case.count(number))
+                call = OpCall("", name or "values")
                 return _found(case, call, "data", seen.nan, (number, _ids(case, number, rows), ""))
     masks = {name for name, buffer in case.model.named_buffers() if _is_mask(buffer)}
     for name, weight in [*case.model.named_parameters(), *case.model.named_buffers()]:

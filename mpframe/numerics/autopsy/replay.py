@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mpframe.numerics.autopsy.case import Case, RandomState
 from mpframe.numerics.autopsy.magnitudes import magnitudes_of
 from mpframe.numerics.autopsy.watch import Trace, Watch
-from mpframe.objectives import compute, samples_in
+from mpframe.objectives import compute
 from mpframe.precision import OpLists, Precision
 from mpframe.precision.storage import formats_of
 from mpframe.training.buffers import Buffers
@@ -125,7 +125,7 @@ def _pass(
     number, own = which
     case.model.zero_grad()
     scale = 1.0 if setting.fp32 else case.scales[own.name] * 2.0**setting.octaves
-    watch = Watch(case.model, case.half, samples_in(case.batches[number]))
+    watch = Watch(case.model, case.half, case.count(number))
     with watch.modules(), precision.cast(), watch:
         loss = compute(own.objective, case.model, case.batches[number]).loss
     (loss * scale).backward(inputs=own.parameters)  # type: ignore[no-untyped-call]
