@@ -7,19 +7,23 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mpframe.build.metrics import monitored
 from mpframe.build.target import found, make
+from mpframe.config.planned import filled_in
 from mpframe.config.schema import Config, Group, GroupOptions, PartOptions
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError
 from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.optim.ema import Ema
+from mpframe.optim.schedules import CountedSchedule, Schedule
 from mpframe.optim.selection import Selection, divided, grouped
 from mpframe.training.trainer import AnyOptimizer
 
 log = logging.getLogger(__name__)
+
+_OF_A_SCHEDULE = ("step", "state_dict", "load_state_dict")
 
 
 def build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
@@ -109,17 +113,37 @@ def joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> Any
 
 
 def build_schedule(
-    config: Config, optimizer: Optimizer, total_steps: int, metrics: Mapping[str, Any]
-) -> LRScheduler | None:
+    config: Config, optimizer: Optimizer, plan: Mapping[str, int], metrics: Mapping[str, Any]
+) -> Schedule | None:
+    """The schedule; None where there is none.
+
+    Args:
+        config: the options.
+        optimizer: whose groups are scheduled.
+        plan: how long the run is planned: `total_steps`, `epochs`, `steps_per_epoch`.
+        metrics: by name; a `ReduceLROnPlateau` watches the monitored one.
+
+    Raises:
+        ConfigError: an argument is not allowed, or what is made is not a schedule.
+    """
     if config.scheduler is None:
         return None
-    node = dict(config.scheduler)
+    node = filled_in(config.scheduler, plan)
     target = found("scheduler", node["_target_"])
     if "total_steps" in inspect.signature(target).parameters:
-        node.setdefault("total_steps", total_steps)
+        node.setdefault("total_steps", plan["total_steps"])
     if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
         _set_direction(node, *monitored(metrics, config.trainer.monitor))
-    return make("scheduler", node, optimizer)  # type: ignore[no-any-return]
+    schedule = make("scheduler", node, optimizer)
+    missing = [name for name in _OF_A_SCHEDULE if not callable(getattr(schedule, name, None))]
+    if missing:
+        raise ConfigError(
+            f"scheduler._target_={node['_target_']}: has no {' and no '.join(missing)}; see "
+            "docs/optimizer.md"
+        )
+    if hasattr(schedule, "step_update"):
+        return CountedSchedule(schedule, plan["steps_per_epoch"])
+    return schedule  # type: ignore[no-any-return]
 
 
 def _set_direction(node: dict[str, Any], name: str, higher: bool | None) -> None:

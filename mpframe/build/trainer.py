@@ -43,10 +43,9 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
     model = build_model(config).to(device)
     optimizers = build_optimizers(config, model)
     plan = build_plan(config)
-    steps = max(1, plan.total_steps(batches))
-    metrics = build_metrics(config, task)
+    numbers, metrics = plan.numbers(batches), build_metrics(config, task)
     schedules = {
-        name: build_schedule(config, own, steps, metrics) for name, own in optimizers.items()
+        name: build_schedule(config, own, numbers, metrics) for name, own in optimizers.items()
     }
     precision = build_precision(config)
     for objective in task.objectives.values():

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mpframe.config import planned  # noqa: F401 - ${plan:...} is resolved here
 from mpframe.config.schema import (
     OPEN,
     RUN_OPTIONS,

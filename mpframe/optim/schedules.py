@@ -2,10 +2,12 @@
 
 Each is stepped once after every optimizer step that was not skipped. torch's `ReduceLROnPlateau` is
 stepped once after every validation, with the metric where that has a direction, else with the loss.
+`CountedSchedule` tells those of timm how many updates and epochs there were.
 """
 
 import math
 from collections.abc import Iterable
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
@@ -19,6 +21,52 @@ from torch.optim.lr_scheduler import (
 )
 
 from mpframe.errors import ConfigError
+
+
+class Schedule(Protocol):
+    """Sets the learning rates of an optimizer's groups, as torch's schedules do."""
+
+    def step(self) -> None:
+        """One optimizer step was applied."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decides its future, as tensors, numbers and text."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from there."""
+
+
+class CountedSchedule:
+    """Steps a schedule of timm's interface: `step_update(updates)` and `step(epochs)`.
+
+    An epoch is as many applied steps as the data has; skipped steps move no schedule.
+
+    Args:
+        schedule: has both methods, `state_dict` and `load_state_dict`.
+        steps_per_epoch: >= 1.
+    """
+
+    def __init__(self, schedule: Any, steps_per_epoch: int) -> None:
+        self.schedule = schedule
+        self._steps_per_epoch = steps_per_epoch
+        self._updates = 0
+        self.__name__ = type(schedule).__name__  # What errors in it are told by.
+
+    def step(self) -> None:
+        """One optimizer step was applied."""
+        self._updates += 1
+        self.schedule.step_update(self._updates)
+        if self._updates % self._steps_per_epoch == 0:
+            self.schedule.step(self._updates // self._steps_per_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule's state and the number of updates."""
+        return {"updates": self._updates, "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from there."""
+        self.schedule.load_state_dict(state_dict["schedule"])
+        self._updates = int(state_dict["updates"])
 
 
 def constant(optimizer: Optimizer) -> LRScheduler:
@@ -63,7 +111,7 @@ def _cosine(optimizer: Optimizer, steps: int, min_factor: float) -> LRScheduler:
     return LambdaLR(optimizer, factor)  # torch's own falls to one rate for all groups.
 
 
-def refuse_overrun(schedules: Iterable[LRScheduler], steps: int) -> None:
+def refuse_overrun(schedules: Iterable[Schedule], steps: int) -> None:
     """Refuse a schedule that raises when it is stepped as often as a run is planned.
 
     A resumed one has the length that it was made with.

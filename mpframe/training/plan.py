@@ -47,6 +47,19 @@ class Plan:
         planned = self.epochs * math.ceil(batches / self.accumulate)
         return planned if self.max_steps is None else min(planned, self.max_steps)
 
+    def numbers(self, batches: int) -> dict[str, int]:
+        """What a schedule may be made for, each at least 1.
+
+        Args:
+            batches: micro-batches per epoch.
+
+        Returns:
+            `total_steps`, `epochs` (the last one perhaps in part) and `steps_per_epoch`.
+        """
+        total = max(1, self.total_steps(batches))
+        each = max(1, math.ceil(batches / self.accumulate))
+        return {"total_steps": total, "epochs": math.ceil(total / each), "steps_per_epoch": each}
+
 
 @dataclass
 class Progress:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mpframe.checkpoint.saved_weights import conversion, rounding
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
@@ -26,7 +26,7 @@ from mpframe.loss_scaling.interface import LossScaler, Scaling, scale_of, wants_
 from mpframe.objectives import Objective, compute, require_objective, samples_in
 from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.optim.ema import Ema
-from mpframe.optim.schedules import refuse_overrun
+from mpframe.optim.schedules import Schedule, refuse_overrun
 from mpframe.optim.step_result import StepResult, largest, with_verdicts
 from mpframe.precision import Precision
 from mpframe.training.buffers import Buffers
@@ -81,7 +81,7 @@ class Trainer:
     objective: Objective
     precision: Precision = field(default_factory=Precision)
     scaler: Scaling = None
-    schedule: LRScheduler | Mapping[str, LRScheduler] | None = None
+    schedule: Schedule | Mapping[str, Schedule] | None = None
     ema: Ema | None = None
     plan: Plan = field(default_factory=Plan)
     metrics: Mapping[str, Any] = field(default_factory=dict)

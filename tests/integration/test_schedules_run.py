@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import StartRun, scalars
 from sameness import assert_same_run
 from test_resume import cut
 
 from mpframe import checkpoint
+from mpframe.config.command_line import prepare
+from mpframe.config.planned import filled_in
 from mpframe.errors import ConfigError
 from mpframe.tracking.summary import Summary
 
@@ -95,3 +98,124 @@ def test_lbfgs_trains_and_resumes_bit_for_bit(start_run: StartRun, tmp_path: Pat
     start_run(resumed, *options, "resume=auto")
     assert_same_run(tmp_path / "whole", resumed)
     assert Summary.read(resumed).train_loss == done.train_loss
+
+
+PLAN = {"total_steps": 22, "epochs": 2, "steps_per_epoch": 11}
+
+
+@pytest.mark.parametrize(
+    ("written", "filled"),
+    [
+        ("${plan:total_steps}", 22),
+        ("${plan:total_steps,0.1}", 2),
+        ("${plan:epochs}", 2),
+        ({"each": ["${plan:steps_per_epoch}", 3], "word": "cos"}, {"each": [11, 3], "word": "cos"}),
+        ("of ${plan:epochs}", "of ${plan:epochs}"),
+    ],
+)
+def test_numbers_are_filled_in(written: object, filled: object) -> None:
+    assert filled_in(written, PLAN) == filled
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("${plan:total_step}", "the plan has no total_step: nearest: total_steps"),
+        ("${plan:total_steps,2}", "a share of the plan is a number from 0 to 1, not 2"),
+        ("${plan:total_steps,x}", "a share of the plan is a number from 0 to 1, not x"),
+    ],
+)
+def test_a_number_that_the_plan_does_not_have_is_refused_at_once(value: str, line: str) -> None:
+    words = ["scheduler._target_=torch.optim.lr_scheduler.CosineAnnealingLR", "model=mlp"]
+    with pytest.raises(ConfigError) as refused:
+        prepare([*words, f"scheduler.T_max={value}"])
+    assert line in str(refused.value)
+    assert str(refused.value).startswith("scheduler.T_max: ")
+    assert "\n" not in str(refused.value)
+
+
+def rates(folder: Path) -> list[float]:
+    return [rate for _, rate in scalars(folder)["optim/lr"]]
+
+
+def by_hand(make: object, steps: int, lr: float = 0.1) -> list[float]:
+    """The rate after each step of a loop by hand, 11 steps to an epoch."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+    schedule, seen = make(optimizer), []  # type: ignore[operator]
+    for step in range(steps):
+        optimizer.step()
+        if hasattr(schedule, "step_update"):
+            schedule.step_update(step + 1)
+            if (step + 1) % 11 == 0:
+                schedule.step((step + 1) // 11)
+        else:
+            schedule.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+    return seen
+
+
+def torch_cosine(optimizer: torch.optim.Optimizer) -> object:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=22)
+
+
+def hugging_face(optimizer: torch.optim.Optimizer) -> object:
+    transformers = pytest.importorskip("transformers")
+    return transformers.get_cosine_schedule_with_warmup(
+        optimizer, num_warmup_steps=2, num_training_steps=22
+    )
+
+
+def timm_by_updates(optimizer: torch.optim.Optimizer) -> object:
+    scheduler = pytest.importorskip("timm.scheduler")
+    return scheduler.CosineLRScheduler(optimizer, t_initial=22, warmup_t=2, t_in_epochs=False)
+
+
+def timm_by_epochs(optimizer: torch.optim.Optimizer) -> object:
+    return pytest.importorskip("timm.scheduler").StepLRScheduler(
+        optimizer, decay_t=1, decay_rate=0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (torch_cosine, "torch.optim.lr_scheduler.CosineAnnealingLR scheduler.T_max=${plan:total_steps}"),
+        (hugging_face, "transformers.get_cosine_schedule_with_warmup "
+         "scheduler.num_warmup_steps=${plan:total_steps,0.1} "
+         "scheduler.num_training_steps=${plan:total_steps}"),
+        (timm_by_updates, "timm.scheduler.CosineLRScheduler scheduler.t_initial=${plan:total_steps} "
+         "scheduler.warmup_t=2 scheduler.t_in_epochs=false"),
+        (timm_by_epochs, "timm.scheduler.StepLRScheduler scheduler.decay_t=1 "
+         "scheduler.decay_rate=0.5"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_schedules_of_others_are_those_of_a_loop_by_hand_and_resume(
+    start_run: StartRun, tmp_path: Path, make: object, words: str
+) -> None:
+    wanted = by_hand(make, 22)
+    assert len(set(wanted)) > 1
+    target, *arguments = words.split()
+    options = [*SMALL, f"scheduler._target_={target}", *arguments, "optimizer.lr=0.1",
+               "trainer.epochs=2", "trainer.accumulate=2", "trainer.checkpoint_every=4",
+               "trainer.keep_last=10"]  # fmt: skip
+    start_run(tmp_path / "whole", *options)
+    assert rates(tmp_path / "whole") == torch.tensor(wanted).tolist()  # As float32, in the file.
+    resumed = cut(tmp_path / "whole", tmp_path / "resumed", 12)
+    start_run(resumed, *options, "resume=auto")
+    assert_same_run(tmp_path / "whole", resumed)
+
+
+class Stepless:
+    """Lacks what a run calls."""
+
+    def __init__(self, optimizer: object) -> None: ...
+
+
+def test_what_is_no_schedule_is_refused(start_run: StartRun, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        start_run(tmp_path, *SMALL, "scheduler._target_=test_schedules_run.Stepless")
+    assert str(refused.value) == (
+        "scheduler._target_=test_schedules_run.Stepless: has no step and no state_dict and no "
+        "load_state_dict; see docs/optimizer.md"
+    )

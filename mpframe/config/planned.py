@@ -1,0 +1,57 @@
+"""How long the run is planned, in a configuration: `${plan:total_steps}`.
+
+A schedule is made for a number of steps, whatever its argument for it is called:
+
+    T_max: ${plan:total_steps}                 planned optimizer steps
+    num_warmup_steps: ${plan:total_steps,0.1}  a tenth of them, rounded down
+    epochs: ${plan:epochs}                     passes over the data, the last one perhaps in part
+    steps_per_epoch: ${plan:steps_per_epoch}
+
+The numbers are known once the data set is loaded, long after the options have been checked. So a
+resolved configuration still holds the words, and `filled_in` puts the numbers in where the schedule
+is made.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from mpframe.errors import nearest
+
+NAMES = ("total_steps", "epochs", "steps_per_epoch")
+_WORDS = re.compile(r"\$\{plan:(\w+)(?:,([\d.e+-]+))?\}")
+
+
+def _kept(name: str, share: float | None = None) -> str:
+    """The words themselves, if they are allowed."""
+    if name not in NAMES:
+        hint = nearest(str(name), NAMES) or f"choose {', '.join(NAMES)}"
+        raise ValueError(f"the plan has no {name}: {hint}")
+    if share is None:
+        return f"${{plan:{name}}}"
+    if not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ValueError(f"a share of the plan is a number from 0 to 1, not {share}")
+    return f"${{plan:{name},{share}}}"
+
+
+OmegaConf.register_new_resolver("plan", _kept, replace=True)
+
+
+def filled_in(node: Any, plan: Mapping[str, int]) -> Any:
+    """`node` with the numbers of `plan` for its words.
+
+    Args:
+        node: resolved options: mappings, lists and values.
+        plan: each of NAMES, as a whole number.
+    """
+    if isinstance(node, Mapping):
+        return {key: filled_in(value, plan) for key, value in node.items()}
+    if isinstance(node, list):
+        return [filled_in(value, plan) for value in node]
+    words = _WORDS.fullmatch(node) if isinstance(node, str) else None
+    if words is None:
+        return node
+    name, share = words.groups()
+    return plan[name] if share is None else int(plan[name] * float(share))
