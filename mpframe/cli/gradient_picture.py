@@ -16,6 +16,7 @@ from mpframe.loss_scaling import Static
 from mpframe.numerics.gradient_picture import ScaledGradients, best_scale, draw, scaled_gradients
 from mpframe.numerics.ranges import RangeProbe, Ranges
 from mpframe.training.trainer import Trainer
+from mpframe.tree import device_of
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -74,7 +75,7 @@ def _measured(
 
 def _scaled(trainer: Trainer, scale: float) -> Trainer:
     """The same trainer with a fixed loss scale."""
-    scaler = Static(scale).to(next(trainer.model.parameters()).device)
+    scaler = Static(scale).to(device_of(trainer.model))
     parts = trainer.model, trainer.optimizer, trainer.objective, trainer.precision
     return type(trainer)(*parts, scaler=scaler)
 
