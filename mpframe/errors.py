@@ -66,6 +66,15 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     return "nearest: " + ", ".join(folded[match] for match in close) if close else ""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line: its first, and the second if the first ends in a colon.
+
+    The name of its class if it says nothing.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
+
+
 def printable(text: str, keep: str = "") -> str:
     """`text` with what would steer a terminal, or break a line, written out as in `\\x1b`.
 

@@ -6,8 +6,8 @@
     model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Byte and Float)
     at own.py:12, given inputs uint8 [64, 8] of 0 to 255; ...
 
-mpframe's own errors pass as they are. SystemExit is an error like any other: where a layer calls
-`sys.exit(0)` nothing has been trained to its end.
+mpframe's own errors pass unchanged. SystemExit is an error like any other: if a layer calls
+`sys.exit(0)`, the training has not finished.
 """
 
 import functools
@@ -23,7 +23,7 @@ import hydra
 import torch
 from torch import Tensor
 
-from mpframe.errors import MpframeError, UserCodeError
+from mpframe.errors import MpframeError, UserCodeError, first_line
 
 _PACKAGES = (torch.__file__, hydra.__file__, importlib.__file__, __file__)
 _NOT_THEIRS = ("<frozen importlib", *(str(Path(file).parent) for file in _PACKAGES))
@@ -35,9 +35,9 @@ class UserCode:
     """Within the block a user's code runs; what it raises becomes a `UserCodeError`.
 
     Args:
-        option: what it was chosen by, e.g. `model` or `dataset: the loss`.
+        option: that chose it, e.g. `model` or `dataset: the loss`.
         code: the object or function that is called.
-        given: what it is called with, for the message.
+        given: its arguments, for the message.
     """
 
     def __init__(self, option: str, code: Any, **given: Any) -> None:
@@ -74,13 +74,13 @@ def blame(option: str, code: Any, **given: Any) -> NoReturn:
 
 
 class InBatch:
-    """Within the block errors in users' code are told which batch they met.
+    """Within the block errors in users' code name the batch.
 
     Args:
         split: `training` or `validation`.
         epoch: its number.
         number: the batch's number in it.
-        count: how many batches there are to one step.
+        count: how many batches a step has.
     """
 
     def __init__(self, split: str, epoch: int, number: int, count: int = 1) -> None:
@@ -107,18 +107,12 @@ def name_of(code: Any) -> str:
 
 def raised(error: BaseException) -> str:
     """An error as a clause: its class, the first line of its text, and where in whose file."""
-    text = first_line(error).rstrip(".")
+    text = first_line(error).rstrip(".") if str(error).strip() else ""
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)][:1]
     where = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in theirs)
     return f"{type(error).__name__}" + (f" ({text})" if text else "") + where
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error, and the second where the first ends in a colon."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 
 
 def described(value: Any) -> str:
@@ -142,13 +136,13 @@ def _with_article(noun: str) -> str:
 def _range_of(value: Tensor) -> str:
     if value.is_floating_point() or value.is_complex() or not value.numel():
         return ""
-    with suppress(RuntimeError):  # An accelerator on which something failed answers no more.
+    with suppress(RuntimeError):  # After a failure an accelerator may not answer.
         return f" of {int(value.min())} to {int(value.max())}"
     return ""
 
 
 def _advice(error: BaseException, given: dict[str, Any]) -> str:
-    """The way out, where what was given tells."""
+    """The way out, if the arguments show one."""
     outputs, targets = given.get("outputs"), given.get("targets")
     if "inputs" in given and "dtype" in str(error):
         return (
@@ -161,13 +155,13 @@ def _advice(error: BaseException, given: dict[str, Any]) -> str:
     if classes is not None and isinstance(outputs, Tensor):
         return (
             f"the targets name {classes} classes, the outputs have {outputs.shape[1]}: set "
-            f"model.classes={classes}, or mend the labels"
+            f"model.classes={classes}, or correct the labels"
         )
     return "HYDRA_FULL_ERROR=1 shows the traceback"
 
 
 def _classes_wanted(outputs: Any, targets: Any) -> int | None:
-    """How many classes the labels name, where that is more than the outputs have."""
+    """How many classes the labels name, if that is more than the outputs have."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.dim() < 2:
         return None
     if targets.is_floating_point() or targets.is_complex() or not targets.numel():

@@ -5,7 +5,7 @@ Nothing else instantiates a `_target_`, and no part below reads an option.
 
 from mpframe.build.callbacks import build_callbacks
 from mpframe.build.data import build_loaders, build_task
-from mpframe.build.device import device_of, seed_everything
+from mpframe.build.device import resolve_device, seed_everything
 from mpframe.build.precision import build_precision, in_fp32
 from mpframe.build.scaling import build_scaler, scaling_name
 from mpframe.build.target import make
@@ -19,9 +19,9 @@ __all__ = [
     "build_scaler",
     "build_task",
     "build_trainer",
-    "device_of",
     "in_fp32",
     "make",
+    "resolve_device",
     "scaling_name",
     "seed_everything",
 ]

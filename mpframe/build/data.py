@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mpframe.build.device import device_of
+from mpframe.build.device import resolve_device
 from mpframe.build.objective import with_objective
 from mpframe.build.target import make
 from mpframe.config.schema import Config
@@ -32,7 +32,7 @@ def build_loaders(config: Config, task: Task) -> tuple[Loader, Loader]:
         "workers": data.workers,
         "worker_timeout": data.worker_timeout,
         "collate": task.collate,
-        "pin": device_of(config.run.device).type == "cuda",
+        "pin": resolve_device(config.run.device).type == "cuda",
     }
     train = Loader(task.train, data.batch_size, shuffle=True, drop_last=True, **common)
     val = Loader(task.val, data.batch_size, shuffle=False, split="validation", **common)

@@ -15,7 +15,7 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def device_of(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """The device an option names; `auto` takes CUDA, then MPS, then the CPU.
 
     Raises:

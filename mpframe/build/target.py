@@ -6,8 +6,8 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
-from mpframe.errors import ConfigError, MpframeError, UserCodeError, nearest
-from mpframe.user_code import first_line, raised
+from mpframe.errors import ConfigError, MpframeError, UserCodeError, first_line, nearest
+from mpframe.user_code import raised
 
 
 def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:

@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mpframe.build.device import device_of
+from mpframe.build.device import resolve_device
 from mpframe.build.metrics import build_metrics
 from mpframe.build.model import build_model
 from mpframe.build.objective import to_device
@@ -17,7 +17,7 @@ from mpframe.build.scaling import build_scalers
 from mpframe.config.schema import Config
 from mpframe.data.loader import Loader
 from mpframe.data.task import Task
-from mpframe.errors import ConfigError, RunInterrupted
+from mpframe.errors import ConfigError, RunInterrupted, first_line
 from mpframe.precision import Precision
 from mpframe.training.closure_trainer import ClosureTrainer
 from mpframe.training.loss_spike import LossSpikes
@@ -25,7 +25,6 @@ from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import AnyOptimizer, Trainer
 from mpframe.tree import map_tensors
-from mpframe.user_code import first_line
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
         batches: micro-batches per epoch, for the schedule.
     """
     _refuse_unwatchable(config)
-    device = device_of(config.run.device)
+    device = resolve_device(config.run.device)
     model = build_model(config).to(device)
     optimizers = build_optimizers(config, model)
     plan = build_plan(config)
@@ -86,7 +85,7 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
     train = Loader(
         task.train, config.data.batch_size, seed=config.run.seed, shuffle=True, collate=task.collate
     )
-    device = device_of(config.run.device)
+    device = resolve_device(config.run.device)
     model.train()
     try:
         batch = map_tensors(lambda tensor: tensor.to(device), next(train.epoch(0)))

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpframe.errors import CheckpointError, MpframeError
+from mpframe.errors import CheckpointError, MpframeError, first_line
 
 _LARGEST_PICKLE = 2**24  # bytes; a thousand parameters with their optimizer state take 1 MB
 _DEEPEST = 50
@@ -84,7 +84,7 @@ def damaged_if_raising(path: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{path}: damaged, {what} ({_first_line(error)}); use an older one"
+            f"{path}: damaged, {what} ({first_line(error):.120}); use an older one"
         ) from None
 
 
@@ -116,9 +116,3 @@ def _tensors(state: Any) -> Iterator[Tensor]:
         elif isinstance(value, dict | list | tuple | set) and id(value) not in seen:
             seen.add(id(value))
             waiting += [*value, *value.values()] if isinstance(value, dict) else value
-
-
-def _first_line(error: BaseException) -> str:
-    """What an exception says, on one line of at most 120 letters, or else its name."""
-    lines = str(error).splitlines()
-    return lines[0][:120] if lines else type(error).__name__

@@ -21,6 +21,7 @@ from mpframe.files.durable import write_atomically
 from mpframe.tracking.summary import strict_json
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.trainer import Trainer
+from mpframe.tree import device_of
 
 _OPTIONS = ("checkpoint", "out", "weights")
 
@@ -126,7 +127,7 @@ def _described(
     config: Config, trainer: Trainer, evaluation: Evaluation, facts: tuple[int, str, int]
 ) -> Evaluated:
     step, kind, samples = facts
-    device = next(trainer.model.parameters()).device
+    device = device_of(trainer.model)
     precision = trainer.eval_precision or trainer.precision
     return Evaluated(
         evaluation, step, kind, str(precision), str(device), config.data.batch_size, samples

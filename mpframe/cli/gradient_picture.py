@@ -13,9 +13,10 @@ from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.errors import ConfigError, take_options
 from mpframe.loss_scaling import Static
-from mpframe.numerics.gradient_picture import Losses, best_scale, draw, losses_at
+from mpframe.numerics.gradient_picture import ScaledGradients, best_scale, draw, scaled_gradients
 from mpframe.numerics.ranges import RangeProbe, Ranges
 from mpframe.training.trainer import Trainer
+from mpframe.tree import device_of
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,14 +48,14 @@ def _main(arguments: list[str]) -> None:
 
 def _losses(
     config: Config, weights: dict[str, torch.Tensor], present: float | None, half: torch.dtype
-) -> list[Losses]:
+) -> list[ScaledGradients]:
     """At no scale, at the run's present one where it has one, and at the best."""
     plain = _measured(config, weights, 1.0, half)
     best = best_scale(plain, half)
-    losses = [losses_at("no loss scaling", plain)]
+    losses = [scaled_gradients("no loss scaling", plain)]
     if present is not None:
-        losses.append(losses_at("present scale", _measured(config, weights, present, half)))
-    return [*losses, losses_at("best scale", _measured(config, weights, best, half))]
+        losses.append(scaled_gradients("present scale", _measured(config, weights, present, half)))
+    return [*losses, scaled_gradients("best scale", _measured(config, weights, best, half))]
 
 
 def _measured(
@@ -74,7 +75,7 @@ def _measured(
 
 def _scaled(trainer: Trainer, scale: float) -> Trainer:
     """The same trainer with a fixed loss scale."""
-    scaler = Static(scale).to(next(trainer.model.parameters()).device)
+    scaler = Static(scale).to(device_of(trainer.model))
     parts = trainer.model, trainer.optimizer, trainer.objective, trainer.precision
     return type(trainer)(*parts, scaler=scaler)
 

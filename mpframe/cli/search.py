@@ -25,8 +25,8 @@ from mpframe.data.loader import Loader
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError, DivergedError, take_options
 from mpframe.files.durable import write_atomically
-from mpframe.numerics.overrides import pin_words
-from mpframe.numerics.search import Error, Found, Pins, Search, Suspect
+from mpframe.numerics.remedies import pin_words
+from mpframe.numerics.search import Pins, RelativeError, Search, SearchResult, Sensitivity
 from mpframe.precision.module_ops import op_of
 from mpframe.training.callbacks.skip_guard import SkipGuard
 from mpframe.training.evaluation import Evaluation
@@ -66,7 +66,7 @@ def _main(arguments: list[str]) -> None:
     _write(out, config, found, proof)
 
 
-def search(config: Config, target: float, batches: int) -> Found:
+def search(config: Config, target: float, batches: int) -> SearchResult:
     """The smallest fp32 set of a configuration.
 
     Args:
@@ -145,7 +145,7 @@ def _ops_of(trainer: Trainer) -> set[str]:
     return {op for op in map(op_of, trainer.model.modules()) if op is not None}
 
 
-def _write(out: Path, config: Config, found: Found, proof: Proof | None) -> None:
+def _write(out: Path, config: Config, found: SearchResult, proof: Proof | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "ops.yaml", ops_yaml(config, found))
     text = report(config, found, proof)
@@ -154,7 +154,7 @@ def _write(out: Path, config: Config, found: Found, proof: Proof | None) -> None
     print(f"written: {out / 'search.md'}; {out / 'ops.yaml'}: as conf/ops/NAME.yaml it is ops=NAME")
 
 
-def ops_yaml(config: Config, found: Found) -> str:
+def ops_yaml(config: Config, found: SearchResult) -> str:
     """Lists and pins as a file of `conf/ops/`."""
     modules = {**config.ops.modules, **dict.fromkeys(found.pinned, "fp32")}
     head = (
@@ -167,7 +167,7 @@ def ops_yaml(config: Config, found: Found) -> str:
     return head + str(yaml.safe_dump(body, sort_keys=False))
 
 
-def report(config: Config, found: Found, proof: Proof | None) -> str:
+def report(config: Config, found: SearchResult, proof: Proof | None) -> str:
     """The evidence as Markdown."""
     pins = shlex.join(pin_words(found.pinned))
     lines = [
@@ -224,18 +224,18 @@ def _spread(values: Sequence[float]) -> str:
     return f"{fmean(values):.5g} ({min(values):.5g} to {max(values):.5g})"
 
 
-def _table(title: str, suspects: Sequence[Suspect]) -> list[str]:
-    if not suspects:
+def _table(title: str, sensitivities: Sequence[Sensitivity]) -> list[str]:
+    if not sensitivities:
         return []
     head = [f"## {title}", "", "| name | kind | gradients | loss |", "|---|---|---|---|"]
     rows = [
         f"| `{own.name}` | {own.kind} | {own.error.gradients:.3g} | {own.error.loss:.3g} |"
-        for own in suspects
+        for own in sensitivities
     ]
     return [*head, *rows, ""]
 
 
-def _shown(error: Error) -> str:
+def _shown(error: RelativeError) -> str:
     return f"gradients {error.gradients:.3g}, loss {error.loss:.3g}"
 
 

@@ -18,7 +18,7 @@ _ALL = ("static", "Backoff", "LogMax")
 
 
 def simulate(arguments: list[str] | None = None) -> None:
-    """Replay the record of `run=...` through the scalers of `loss_scaling=...`; print and draw.
+    """Simulation the record of `run=...` through the scalers of `loss_scaling=...`; print and draw.
 
     Args:
         arguments: `run=FOLDER_OR_FILE`, `loss_scaling=NAME[,NAME...]` (all of ours if absent) or

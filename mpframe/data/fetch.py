@@ -30,9 +30,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 from mpframe.data.finite import require_finite, several
 from mpframe.data.keyed_random import keyed_state
 from mpframe.data.workers import CurrentSamples
-from mpframe.errors import DataError, MpframeError
+from mpframe.errors import DataError, MpframeError, first_line
 from mpframe.tree import map_tensors, tensors_in
-from mpframe.user_code import described, first_line, raised
+from mpframe.user_code import described, raised
 
 Collate = Callable[[list[Any]], Any]
 

@@ -1,9 +1,9 @@
-"""Where the magnitudes of a tensor lie: a count for each power of two, and for each half limit.
+"""How large the values of a tensor are: a count for each power of two, and for each half limit.
 
-    exponent of x    floor(log2 |x|), zeros apart
+    exponent of x    floor(log2 |x|), of values other than 0
 
 A half format with smallest normal number 2^e, f bits behind the point and largest number M meets a
-scaled value y = s x. It loses y altogether at |y| <= 2^(e-f-1), half its smallest number (the tie
+scaled value y = s x. It loses y completely at |y| <= 2^(e-f-1), half its smallest number (the tie
 goes to the even zero); keeps fewer than its bits of it below 2^e; cannot hold it above M. All
 counting is done on the tensor's device, in fp32; only `ExponentHistogram` waits for it.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 LOWEST, HIGHEST = -127, 127
-"""Exponents counted apart. Below 2^-126 lie fp32's own subnormal numbers, together in one bin."""
+"""The exponents that are counted. All subnormal fp32 numbers, below 2^-126, share one bin."""
 BINS = HIGHEST - LOWEST + 1
 
 FIELDS = (
@@ -29,7 +29,7 @@ FIELDS = (
     "over",
     "amax",
 )
-"""What stands before the bins in a row of `measured`."""
+"""The numbers before the bins in a row of `measured`."""
 WIDTH = len(FIELDS) + BINS
 
 
@@ -60,15 +60,14 @@ def measured(values: Tensor, limits: Limits, scale: Tensor | float = 1.0) -> Ten
     Args:
         values: any shape, floating, on any device.
         limits: of the half format.
-        scale: s, what the values are multiplied by where they meet the format: 0-d or a number,
-            a power of two.
+        scale: s, by which the values are multiplied in the format: 0-d or a number, a power of two.
 
     Returns:
         [WIDTH] float64 on the tensor's device: the counts of `FIELDS`, then of each exponent from
-        LOWEST to HIGHEST. `count` holds all values, `bad` those that are inf or nan, `lost` and
+        LOWEST to HIGHEST. `count` counts all values, `bad` those that are inf or nan, `lost` and
         its neighbours those that are not zero and round to zero at that multiple of the scale,
         `subnormal` those that do not and are below the smallest normal number, `over` finite ones
-        above the largest; `amax` is the largest finite |s x|, 0 where there is none.
+        above the largest; `amax` is the largest finite |s x|, 0 if there is none.
     """
     wide = values.detach().reshape(-1).float()
     magnitudes = wide.abs()

@@ -1,10 +1,10 @@
 """What a half format loses of a run's gradients: unscaled, at the present scale, at the best.
 
-The gradients of all activations and weights are taken on one batch in fp32, where nothing is lost,
-and counted by exponent. A loss scale s = 2^k moves them k octaves to the right. What then lies at
-or below half the format's smallest number is lost, what lies below its smallest normal number keeps
-fewer bits, what lies above its largest number is inf. The best scale is the largest power of two
-at which nothing is inf.
+The gradients of all activations and weights on one batch are computed in fp32, where nothing is
+lost, and counted by exponent. A loss scale s = 2^k moves them k octaves to the right. What is then
+at or below half the format's smallest number is lost, what is below its smallest normal number
+keeps fewer bits, what is above its largest number is inf. The best scale is the largest power of
+two at which nothing is inf.
 """
 
 import io
@@ -20,11 +20,12 @@ from mpframe.files.durable import write_atomically
 from mpframe.loss_scaling.powers import safe_scale
 from mpframe.numerics.exponents import FIELDS, HIGHEST, LOWEST, Limits
 from mpframe.numerics.ranges import KINDS, SCALED, Counts, Ranges
+from mpframe.tree import dtype_name
 
 
 @dataclass(frozen=True)
-class Losses:
-    """What the format takes at one scale.
+class ScaledGradients:
+    """The gradients at one scale, and what the format loses of them.
 
     Attributes:
         title: which scale it is.
@@ -48,12 +49,12 @@ class Losses:
         )
 
 
-def losses_at(title: str, ranges: Ranges) -> Losses:
-    """The figures of a report taken in fp32 at its scale."""
+def scaled_gradients(title: str, ranges: Ranges) -> ScaledGradients:
+    """The figures of a report that was measured in fp32, at its scale."""
     rows = ranges.rows[[KINDS.index(kind) for kind in SCALED]].sum(axis=(0, 1))
     counts = dict(zip(FIELDS, rows, strict=False))
     present = max(counts["count"] - counts["zeros"] - counts["bad"], 1.0)
-    return Losses(
+    return ScaledGradients(
         title,
         ranges.scale,
         rows[len(FIELDS) :],
@@ -69,13 +70,13 @@ def best_scale(ranges: Ranges, half: torch.dtype) -> float:
     return safe_scale(float(amax), half, octaves=0) or 1.0
 
 
-def draw(losses: Sequence[Losses], half: torch.dtype, step: int, path: Path) -> None:
+def draw(losses: Sequence[ScaledGradients], half: torch.dtype, step: int, path: Path) -> None:
     """A panel for each scale, one above the other, over the exponent of the scaled gradient.
 
     Args:
         losses: of the same gradients at several scales.
         half: the format.
-        step: steps tried by the run.
+        step: global step of the run.
         path: where the PNG goes.
     """
     from matplotlib.figure import Figure
@@ -85,7 +86,7 @@ def draw(losses: Sequence[Losses], half: torch.dtype, step: int, path: Path) -> 
     for axes, own in zip(panels, losses, strict=True):
         _panel(axes, own, half)
     panels[-1].set_xlabel("exponent of the scaled gradient, floor(log2 |s g|)")
-    name = str(half).removeprefix("torch.")
+    name = dtype_name(half)
     figure.suptitle(f"Gradients of activations and weights after {step} steps, held in {name}")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +95,7 @@ def draw(losses: Sequence[Losses], half: torch.dtype, step: int, path: Path) -> 
     write_atomically(path, png.getvalue())
 
 
-def _panel(axes: Any, losses: Losses, half: torch.dtype) -> None:
+def _panel(axes: Any, losses: ScaledGradients, half: torch.dtype) -> None:
     limits = Limits.of(half)
     shift = np.log2(losses.scale)
     shown = np.flatnonzero(losses.bins)

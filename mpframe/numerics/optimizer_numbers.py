@@ -1,11 +1,11 @@
-"""Do the optimizer's numbers exist in the format of the tensors they meet?
+"""Does the format of an optimizer's tensors hold the optimizer's numbers?
 
-An optimizer adds eps to, and multiplies by lr and the betas, tensors of one format, and what it
-computes is rounded to that format. In float16 (smallest number 2^-24) eps = 1e-8 is 0 and Adam
+An optimizer adds eps to tensors of one format, and multiplies them by lr and the betas; the results
+are rounded to that format. In float16 (smallest number 2^-24) eps = 1e-8 is 0 and Adam
 divides by 0; in bfloat16 (8 bits) beta = 0.999 is 1 and an average never forgets. So
 
-    small numbers    lost where round(x) = 0, bad where |round(x) - x| > 1 % of x
-    decays           lost where round(x) = 1, bad where 1 - x is off by more than 1 %
+    small numbers    lost if round(x) = 0, bad if |round(x) - x| > 1 % of x
+    decays           lost if round(x) = 1, bad if 1 - x is off by more than 1 %
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mpframe.optim import MasterWeights
+from mpframe.tree import dtype_name
 
 SMALL = ("eps", "lr", "weight_decay")
 DECAYS = ("betas", "momentum", "alpha", "rho")
@@ -21,13 +22,13 @@ _BADLY = 0.01
 
 
 @dataclass(frozen=True)
-class Misheld:
-    """A number that the format of an optimizer's tensors does not hold.
+class RoundedNumber:
+    """A number that the format of an optimizer's tensors loses or rounds badly.
 
     Attributes:
-        name: the optimizer's argument; `index` is `[i]` where that is a tuple, else empty.
-        value: as it was given.
-        held: what the format makes of it.
+        name: the optimizer's argument; `index` is `[i]` if that is a tuple, else empty.
+        value: as it was passed.
+        rounded: in the format.
         form: the format.
         lost: 0 instead of a small number, or 1 instead of a decay.
     """
@@ -35,29 +36,29 @@ class Misheld:
     name: str
     index: str
     value: float
-    held: float
+    rounded: float
     form: torch.dtype
     lost: bool
 
     def __str__(self) -> str:
-        becomes = f"is {self.held:g}" if self.lost else f"becomes {self.held:.6g}"
+        becomes = f"is {self.rounded:g}" if self.lost else f"becomes {self.rounded:.6g}"
         return f"{self.name}{self.index}={self.value:.10g} {becomes} in {self.format}"
 
     @property
     def format(self) -> str:
         """The format's name: `float16`, `bfloat16` or `float32`."""
-        return str(self.form).removeprefix("torch.")
+        return dtype_name(self.form)
 
 
-def misheld_numbers(optimizer: MasterWeights) -> Iterator[Misheld]:
-    """The numbers an optimizer was made with that its format loses or holds badly."""
+def rounded_numbers(optimizer: MasterWeights) -> Iterator[RoundedNumber]:
+    """The numbers an optimizer was made with that its format loses or rounds badly."""
     form = _format_of(optimizer)
     for name, index, value in _numbers(optimizer):
-        held = float(torch.tensor(value, dtype=torch.float64).to(form))
-        kept, given = (1.0 - held, 1.0 - value) if name in DECAYS else (held, value)
+        rounded = float(torch.tensor(value, dtype=torch.float64).to(form))
+        kept, given = (1.0 - rounded, 1.0 - value) if name in DECAYS else (rounded, value)
         lost = kept == 0.0 < given
         if lost or abs(kept - given) > _BADLY * abs(given):
-            yield Misheld(name, index, value, held, form, lost)
+            yield RoundedNumber(name, index, value, rounded, form, lost)
 
 
 def _format_of(optimizer: MasterWeights) -> torch.dtype:

@@ -1,8 +1,8 @@
 """Pictures of ranges: layers over exponents, and exponents over time.
 
-A cell's colour is the share of a layer's values at that exponent, on a logarithmic scale from one
-in a million to all. Dashed lines are the limits of the half format at the scale that counts: left
-of the first a value is lost, left of the second it keeps fewer bits, right of the third it is inf.
+The colour of a cell is the share of a layer's values with that exponent, on a logarithmic scale
+from one in a million to all. The lines are the limits of the half format at the loss scale: left of
+the first a value is lost, left of the second it keeps fewer bits, right of the third it is inf.
 """
 
 import io
@@ -16,6 +16,7 @@ import torch
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.exponents import HIGHEST, LOWEST, Limits
 from mpframe.numerics.ranges import SCALED, Counts, Ranges
+from mpframe.tree import dtype_name
 
 LEAST = 1e-6
 _DPI = 110
@@ -31,7 +32,7 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
         path: where the PNG goes.
 
     Returns:
-        False, and no picture, where the report has no value of this kind.
+        False, and no picture, if the report has no value of this kind.
     """
     has = ranges.field(kind, "count") > 0
     if not has.any():
@@ -52,7 +53,9 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
     axes.set_xlabel("exponent of the value, floor(log2 |x|)")
     axes.set_ylabel("layer, share of zeros")
     at = f" at loss scale 2^{np.log2(scale):g}" if kind in SCALED else ""
-    axes.set_title(f"{kind.replace('_', ' ')} of step {ranges.step}; limits of {_name(half)}{at}")
+    axes.set_title(
+        f"{kind.replace('_', ' ')} of step {ranges.step}; limits of {dtype_name(half)}{at}"
+    )
     _finish(figure, axes, image, path)
     return True
 
@@ -98,12 +101,12 @@ def draw_time(
     axes.set_ylim(-0.5, high - low + 0.5)
     axes.set_xlabel("step (tried)")
     axes.set_ylabel("exponent of the value, floor(log2 |x|)")
-    axes.set_title(f"{kind.replace('_', ' ')} of {layer} over time; limits of {_name(half)}")
+    axes.set_title(f"{kind.replace('_', ' ')} of {layer} over time; limits of {dtype_name(half)}")
     _finish(figure, axes, image, path)
 
 
 def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure  # Imported late: half a second that other runs spare.
+    from matplotlib.figure import Figure  # Imported late: it takes half a second.
 
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -171,7 +174,3 @@ def _every(values: Sequence[int], step: int) -> tuple[list[int], list[str]]:
 
 def _short(name: str) -> str:
     return name if len(name) <= 34 else "..." + name[-31:]
-
-
-def _name(half: torch.dtype) -> str:
-    return str(half).removeprefix("torch.")

@@ -1,9 +1,9 @@
-"""The ranges of a run, report after report, in one file of its folder.
+"""The reports of a run's ranges, in one file of its folder.
 
     numerics/ranges.bin    { length (8 bytes), zlib of a JSON line and float64 numbers } ...
 
-A report is appended whole; one cut short by a kill is dropped when the file is next opened, and so
-are the reports of steps that a resumed run takes again.
+A report is appended whole. A report that a kill cut short is dropped when the file is next opened,
+and so are the reports of steps that a resumed run repeats.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Takes the ranges of a step now and then, and shows them: scalars, histograms, pictures.
+"""Reports the ranges of a step every so many steps: scalars, histograms, pictures.
 
-Between two reports nothing is attached to the model. Scalars are written for the few layers that
-are worst at a report; the pictures have all layers.
+Between two reports nothing is attached to the model. Scalars are written for the worst few layers
+of a report; the pictures show all layers.
 """
 
 import logging

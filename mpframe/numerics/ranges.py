@@ -1,4 +1,4 @@
-"""The ranges of one training step: where the numbers of every layer lie, in five kinds.
+"""The ranges of one training step: how large the numbers of every layer are, in five kinds.
 
     weights                as stored
     activations            outputs of leaf modules, as computed
@@ -6,9 +6,9 @@
     gradients              dL/dw, likewise
     updates                master after the step minus master before it
 
-Gradients meet the half format multiplied by s, so for them the format's limits lie log2(s) lower.
-A value that half has already rounded to zero is counted as a zero: it cannot be told from a true
-one. An update is `rounded_away` where a weight stored in half alone would not have moved.
+The half format holds gradients multiplied by s, so for them its limits are log2(s) lower. A value
+that half has already rounded to zero counts as a zero: it looks like a true one. An update is
+`rounded_away` if a weight stored in half alone would not have changed.
 
 Everything is counted on the device while the step runs; one transfer brings it to the host.
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from mpframe.numerics.exponents import FIELDS, WIDTH, Limits, added, measured
 from mpframe.training.trainer import Trainer
-from mpframe.tree import tensors_in
+from mpframe.tree import device_of, tensors_in
 
 KINDS = ("weights", "activations", "activation_gradients", "gradients", "updates")
 SCALED = ("activation_gradients", "gradients")
@@ -34,13 +34,13 @@ Counts = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Ranges:
-    """What one step's numbers were.
+    """The numbers of one step.
 
     Attributes:
-        step: number of the step tried.
+        step: global step.
         scale: its loss scale.
         layers: names of modules.
-        rows: [kinds, layers, WIDTH] of `exponents.measured`; count 0 where a layer has none.
+        rows: [kinds, layers, WIDTH] of `exponents.measured`; count 0 if a layer has none.
         rounded_away: [layers], weights whose update half would have rounded away.
     """
 
@@ -56,18 +56,18 @@ class Ranges:
         return column
 
     def fraction(self, kind: str, name: str) -> Counts:
-        """[layers]: a counted field over all values; nan where the layer has none."""
+        """[layers]: a counted field over all values; nan if the layer has none."""
         with np.errstate(invalid="ignore"):
             return self.field(kind, name) / self.field(kind, "count")
 
     def rounded_away_fraction(self) -> Counts:
-        """[layers]: of the weights that a step moves, those that half would have left in place."""
+        """[layers]: the share of the weights a step changes that half would not have changed."""
         moved = self.field("updates", "count") - self.field("updates", "zeros")
         with np.errstate(invalid="ignore", divide="ignore"):
             return self.rounded_away / moved
 
     def headroom(self, kind: str, limits: Limits) -> Counts:
-        """[layers]: bits from the largest value up to the format's; nan where all are 0."""
+        """[layers]: bits from the largest value up to the format's; nan if all are 0."""
         amax = self.field(kind, "amax")
         with np.errstate(divide="ignore"):
             bits = np.log2(limits.largest) - np.log2(amax)
@@ -80,7 +80,7 @@ class Ranges:
 
 
 class RangeProbe:
-    """Watches one training step; made before it, and asked for its `Ranges` after it.
+    """Measures one training step: made before it, `ranges` is called after it.
 
     Args:
         trainer: about to take the step.
@@ -98,7 +98,7 @@ class RangeProbe:
         self.layers = tuple(dict.fromkeys(layer for layer, _ in _leaves(trainer.model)))
 
     def ranges(self) -> Ranges:
-        """What was seen; the hooks are gone afterwards. The one transfer from the device."""
+        """What was measured; removes the hooks. The only transfer from the device."""
         for handle in self._handles:
             handle.remove()
         away = self._measure_weights()
@@ -118,7 +118,7 @@ class RangeProbe:
 
     @property
     def _device(self) -> torch.device:
-        return next(self._trainer.model.parameters()).device
+        return device_of(self._trainer.model)
 
     def _scale(self) -> Tensor | float:
         """The scale of the step; of several losses that of the first."""

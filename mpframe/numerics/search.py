@@ -1,6 +1,6 @@
 """Which modules must stay in fp32: found by measuring what each of them does to the gradients.
 
-Beside an fp32 shadow with the same weights, batches and random numbers,
+Compared with fp32, with the same weights, batches and random numbers,
 
     E(P) = max( |g - g_0| / |g_0|, |L - L_0| / |L_0| )
 
@@ -8,9 +8,9 @@ is the relative error of the gradients of all weights, and of the loss, with the
 fp32 and all else in half; not finite counts as infinite. A module's own error is E with every other
 module in fp32 and its inputs rounded to half.
 
-The smallest set is sought greedily: pinned are the modules whose own error passes the target, then
-the next worst until E(P) reaches it; then each is let go again, the mildest first, that is not
-needed. That is one trial for each module and a few more, not one for each set of modules.
+The smallest set is searched greedily: modules whose own error is above the target are pinned, then
+the next worst until E(P) reaches it; then each pin that is not needed is removed, the smallest
+error first. That is one trial for each module and a few more, not one for each set of modules.
 """
 
 import math
@@ -31,12 +31,12 @@ from mpframe.tree import map_tensors
 Pins = Mapping[str, str]
 Maker = Callable[[Pins, str | None], Trainer]
 """Builds a fresh trainer, always with the same weights: in half with these modules pinned; with
-one op alone in half where it is named."""
+one op alone in half if it is named."""
 
 
 @dataclass(frozen=True)
-class Error:
-    """How far a step in half is from the same step in fp32: relative, inf where not finite."""
+class RelativeError:
+    """How far a step in half is from the same step in fp32: relative, inf if not finite."""
 
     loss: float
     gradients: float
@@ -48,47 +48,47 @@ class Error:
 
 
 @dataclass(frozen=True)
-class Suspect:
+class Sensitivity:
     """A module, or an op, and the error that it causes alone."""
 
     name: str
     kind: str
-    error: Error
+    error: RelativeError
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found.
+class SearchResult:
+    """The result of a search.
 
     Attributes:
-        target: the error that was to be reached.
+        target: the error to reach.
         scale: the loss scale of all trials in half.
         all_half: the error with nothing in fp32.
         modules, ops: ranked, the worst first.
-        trail: the sets that were tried, and their errors.
+        trail: the sets that were tried, with their errors.
         pinned: the smallest set found, in the model's order.
         reached: its error.
     """
 
     target: float
     scale: float
-    all_half: Error
-    modules: tuple[Suspect, ...]
-    ops: tuple[Suspect, ...]
-    trail: tuple[tuple[tuple[str, ...], Error], ...]
+    all_half: RelativeError
+    modules: tuple[Sensitivity, ...]
+    ops: tuple[Sensitivity, ...]
+    trail: tuple[tuple[tuple[str, ...], RelativeError], ...]
     pinned: tuple[str, ...]
-    reached: Error
+    reached: RelativeError
 
 
 class Search:
-    """Measures and searches.
+    """Searches the modules that must stay in fp32.
 
     Args:
         reference: a fresh trainer in fp32, with the weights that every trial starts from.
         make: builds the trainers of the trials.
         batches: one or more, all trials see the same.
         target: relative error to reach, > 0.
-        progress: told the number of trials done and a name after each.
+        progress: called with a name after each trial.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class Search:
         self._modules = _candidates(reference.model)
         self._loss, self._gradients = _step(reference, batches, 1.0)
         self._scale = _scale(self._gradients, reference.precision.policy.half_dtype)
-        self._trail: list[tuple[tuple[str, ...], Error]] = []
+        self._trail: list[tuple[tuple[str, ...], RelativeError]] = []
 
-    def run(self, ops: Sequence[str] = ()) -> Found:
+    def run(self, ops: Sequence[str] = ()) -> SearchResult:
         """Search; rank these ops beside the modules."""
         all_half = self._with(())
-        modules = sorted(map(self._suspect, self._modules), key=_badness, reverse=True)
+        modules = sorted(map(self._sensitivity, self._modules), key=_badness, reverse=True)
         ranked = sorted(map(self._op_alone, ops), key=_badness, reverse=True)
         pinned, reached = self._pruned(*self._reached(modules))
         ordered = tuple(name for name in self._modules if name in pinned)
-        return Found(
+        return SearchResult(
             self._target,
             self._scale,
             all_half,
@@ -126,19 +126,19 @@ class Search:
             reached,
         )
 
-    def _reached(self, ranked: Sequence[Suspect]) -> tuple[list[str], Error]:
+    def _reached(self, ranked: Sequence[Sensitivity]) -> tuple[list[str], RelativeError]:
         """Pins in the order of the ranking until the target is reached, or all are pinned."""
-        pinned = [suspect.name for suspect in ranked if suspect.error.worst > self._target]
+        pinned = [own.name for own in ranked if own.error.worst > self._target]
         error = self._with(pinned)
-        for suspect in ranked[len(pinned) :]:
+        for own in ranked[len(pinned) :]:
             if error.worst <= self._target:
                 break
-            pinned.append(suspect.name)
+            pinned.append(own.name)
             error = self._with(pinned)
         return pinned, error
 
-    def _pruned(self, pinned: list[str], error: Error) -> tuple[list[str], Error]:
-        """Without the pins that the target does not need, the mildest tried first."""
+    def _pruned(self, pinned: list[str], error: RelativeError) -> tuple[list[str], RelativeError]:
+        """Without the pins that the target does not need, the smallest error tried first."""
         for name in reversed(pinned):
             fewer = [other for other in pinned if other != name]
             without = self._with(fewer)
@@ -146,7 +146,7 @@ class Search:
                 pinned, error = fewer, without
         return pinned, error
 
-    def _with(self, pinned: Sequence[str]) -> Error:
+    def _with(self, pinned: Sequence[str]) -> RelativeError:
         """E(P)."""
         names = tuple(sorted(pinned))
         for known, error in self._trail:
@@ -157,7 +157,7 @@ class Search:
         self._progress(f"{len(names)} modules in fp32")
         return error
 
-    def _suspect(self, name: str) -> Suspect:
+    def _sensitivity(self, name: str) -> Sensitivity:
         """A module alone in half."""
         others = [other for other in self._modules if other != name]
         trainer = self._make(dict.fromkeys(others, "fp32"), None)
@@ -165,25 +165,25 @@ class Search:
         with _half_inputs(module, trainer.precision.policy.half_dtype):
             error = self._error(trainer)
         self._progress(name)
-        return Suspect(name, type(module).__name__, error)
+        return Sensitivity(name, type(module).__name__, error)
 
-    def _op_alone(self, op: str) -> Suspect:
+    def _op_alone(self, op: str) -> Sensitivity:
         error = self._error(self._make({}, op))
         self._progress(op)
-        return Suspect(op, "op", error)
+        return Sensitivity(op, "op", error)
 
-    def _error(self, trainer: Trainer) -> Error:
+    def _error(self, trainer: Trainer) -> RelativeError:
         loss, gradients = _step(trainer, self._batches, self._scale)
         own = [gradients[name] for name in self._gradients]
         away = _norm([g - g0 for g, g0 in zip(own, self._gradients.values(), strict=True)])
-        return Error(
+        return RelativeError(
             _relative(abs(loss - self._loss), abs(self._loss)),
             _relative(away, _norm(list(self._gradients.values()))),
         )
 
 
-def _badness(suspect: Suspect) -> float:
-    return suspect.error.worst
+def _badness(sensitivity: Sensitivity) -> float:
+    return sensitivity.error.worst
 
 
 def _candidates(model: nn.Module) -> list[str]:

@@ -1,7 +1,7 @@
-"""Replays a recorded run through any loss scaler: what would it have skipped, what left unused?
+"""Replays a recorded run with any loss scaler: how many steps would it skip, at which scales?
 
-The gradients of step t are taken as they were; a step overflows where scale * amax_t exceeds the
-half format's largest number. A step that overflowed in the run itself has no known amax.
+The gradients of step t stay as they were; a step overflows if scale * amax_t exceeds the half
+format's largest number. The amax of a step that overflowed in the run itself is unknown.
 
     headroom_t = log2(limit) - log2(scale_t amax_t)      octaves left unused, on steps not skipped
 """
@@ -20,13 +20,13 @@ Series = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Replay:
-    """What a scaler did on a record.
+class Simulation:
+    """What a scaler did with a record.
 
     Attributes:
-        scales: [steps] float64, the scale each step was taken with.
-        skipped: [steps] bool, where the step overflowed.
-        headroom: [steps] float64, octaves left unused; nan where skipped or amax was 0.
+        scales: [steps] float64, the scale of each step.
+        skipped: [steps] bool, whether the step overflowed.
+        headroom: [steps] float64, octaves left unused; nan if skipped or amax was 0.
     """
 
     scales: Series
@@ -40,17 +40,17 @@ class Replay:
 
     @property
     def mean_headroom(self) -> float:
-        """Mean octaves left unused; nan where every step was skipped."""
+        """Mean octaves left unused; nan if every step was skipped."""
         seen = self.headroom[np.isfinite(self.headroom)]
         return float(seen.mean()) if seen.size else float("nan")
 
 
-def replay(amax: Series, scaler: LossScaler, half: torch.dtype = torch.float16) -> Replay:
+def replay(amax: Series, scaler: LossScaler, half: torch.dtype = torch.float16) -> Simulation:
     """Run `scaler` over a record.
 
     Args:
         amax: [steps], the largest |unscaled gradient| of each step; inf or nan: it overflowed.
-        scaler: fresh; it is used up.
+        scaler: fresh; its state changes.
         half: the format whose largest number is the limit.
     """
     limit = torch.finfo(half).max
@@ -63,10 +63,10 @@ def replay(amax: Series, scaler: LossScaler, half: torch.dtype = torch.float16) 
     with np.errstate(divide="ignore", invalid="ignore"):
         headroom = np.log2(limit) - np.log2(scales * amax)
     headroom[skipped | (amax == 0)] = np.nan
-    return Replay(scales, skipped, headroom)
+    return Simulation(scales, skipped, headroom)
 
 
-def as_table(replays: Mapping[str, Replay]) -> str:
+def as_table(replays: Mapping[str, Simulation]) -> str:
     """The replays side by side, as aligned plain text."""
     head = ("scaler", "steps", "skipped", "mean headroom (octaves)", "scale changes", "final scale")
     rows = [
@@ -88,8 +88,8 @@ def as_table(replays: Mapping[str, Replay]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def draw(amax: Series, replays: Mapping[str, Replay], path: Path, half: torch.dtype) -> None:
-    """A picture of the scales over the highest scale each step could have borne, as PNG.
+def draw(amax: Series, replays: Mapping[str, Simulation], path: Path, half: torch.dtype) -> None:
+    """A picture of the scales and the highest scale without overflow of each step, as PNG.
 
     Args:
         amax: [steps], as given to `replay`.
@@ -103,9 +103,9 @@ def draw(amax: Series, replays: Mapping[str, Replay], path: Path, half: torch.dt
     axes = figure.subplots()
     steps = np.arange(1, len(amax) + 1)
     with np.errstate(divide="ignore"):
-        borne = np.log2(torch.finfo(half).max) - np.log2(amax)
-    borne[~np.isfinite(borne)] = np.nan
-    axes.plot(steps, borne, ".", color="0.75", markersize=3, label="highest scale without overflow")
+        highest = np.log2(torch.finfo(half).max) - np.log2(amax)
+    highest[~np.isfinite(highest)] = np.nan
+    axes.plot(steps, highest, ".", color="0.75", markersize=3, label="highest without overflow")
     for name, done in replays.items():
         (line,) = axes.step(steps, np.log2(done.scales), where="mid", label=name, linewidth=1.2)
         hit = done.skipped

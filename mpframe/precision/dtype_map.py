@@ -17,6 +17,7 @@ from mpframe.precision.module_ops import op_of
 from mpframe.precision.policy import Compute, Policy
 from mpframe.precision.reads import Read, Reads
 from mpframe.precision.storage import formats_of
+from mpframe.tree import dtype_name
 
 _HEAD = ("module", "type", "weights", "computes in", "why")
 
@@ -127,4 +128,4 @@ def list_reason(op: str, policy: Policy) -> str:
 
 
 def _short(dtype: torch.dtype | None) -> str:
-    return "-" if dtype is None else str(dtype).removeprefix("torch.")
+    return "-" if dtype is None else dtype_name(dtype)

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -33,7 +32,7 @@ from mpframe.precision.policy import Policy
 from mpframe.precision.reads import Reads, reads_of
 from mpframe.precision.recurrent import fit_recurrent_layers
 from mpframe.precision.storage import store
-from mpframe.tree import map_tensors
+from mpframe.tree import device_of, map_tensors
 
 
 class Precision:
@@ -197,7 +196,7 @@ class Precision:
     def _hook(self, model: nn.Module) -> list[RemovableHandle]:
         if self._casts is None:
             return []
-        self._casts.compute_on(next((p.device for p in model.parameters()), torch.device("cpu")))
+        self._casts.compute_on(device_of(model))
         return [*pin_modules(model, self.policy), *fit_recurrent_layers(model, self.policy)]
 
 

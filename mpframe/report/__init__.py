@@ -1,12 +1,13 @@
-"""Runs side by side: one HTML page that needs no network, and the same tables as Markdown.
+"""Compares runs: one HTML page that needs no network, and the same tables as Markdown.
 
-    records    a run's folder, read: options, summary, curves, pictures
-    groups     runs that differ in the seed alone, and how they compare with fp32
-    curves     loss, scale and skipped steps of all runs, drawn
-    page       HTML;  markdown: Markdown
+    records      reads a run's folder: options, summary, curves, pictures
+    groups       runs that differ only in the seed, and their comparison with fp32
+    tables       the tables as plain text; curves: the curves as one picture
+    page         the report as HTML; markdown: as Markdown
+    sweep_table  the table at the end of a sweep
 
-A run's folder may come from anybody: its names and texts are escaped wherever they are shown, and
-nothing of it is run.
+Begin with records.py, then groups.py. A run's folder may come from anybody: its names and texts are
+escaped wherever they are shown, and no code in it is run. Imports `tracking`, `config` and `files`.
 """
 
 from mpframe.report.groups import Group, compared

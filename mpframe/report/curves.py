@@ -1,7 +1,7 @@
 """The runs' curves in one picture: losses, loss scale, skipped steps.
 
-One colour and one dash pattern for each group, since modes often agree so well that their lines lie
-on each other; a line for each run.
+Each group has one colour and one dash pattern, because the lines of two modes often coincide. There
+is a line for each run.
 """
 
 import io
@@ -19,10 +19,10 @@ _PANELS = (
     (Tag.SCALE, "loss scale"),
     (Tag.SKIPPED_TOTAL, "skipped steps, total"),
 )
-# One solid line only: what lies on it must let it through.
+# Only one solid line: the others must let it show through.
 _DASHES = ("-", (0, (6, 3)), (3, (2, 3)), (0, (7, 2, 1, 2)), (0, (3, 5)), (2, (1, 2)), (0, (9, 5)))
 _MOST_POINTS = 800
-_FEW = 40  # points that are marked one by one
+_FEW = 40  # points, up to which each is marked
 
 
 def draw(groups: Sequence[Group]) -> bytes:
@@ -32,7 +32,7 @@ def draw(groups: Sequence[Group]) -> bytes:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     rows = math.ceil(len(groups) / 2)
-    # Without a date and with fixed names of its parts the same runs give the same bytes.
+    # Without a date, and with fixed element names, the same runs give the same bytes.
     with rc_context({"svg.hashsalt": "mpframe", "font.size": 10}):
         figure = Figure(
             figsize=(11, 7 + 0.24 * rows), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1)
@@ -80,7 +80,7 @@ def _plot(axes: Any, curve: Curve, run: Record, number: int) -> None:
 
 
 def _curves(run: Record, tag: Tag) -> list[Curve]:
-    """The run's curve of that tag; of several optimizers or losses one each."""
+    """The run's curves of that tag: one, or one for each of several optimizers or losses."""
     found = [curve for name, curve in run.curves.items() if name.startswith(f"{tag}/")]
     return found or ([run.curves[tag]] if tag in run.curves else [])
 
@@ -102,6 +102,6 @@ def _line(number: int) -> Any:
 
 
 def _plain(label: str) -> str:
-    """A label that matplotlib takes for no formula, of bearable length."""
+    """A label of limited length that matplotlib does not read as a formula."""
     short = label if len(label) <= 90 else f"{label[:89]}…"
     return short.replace("\\", "\\\\").replace("$", r"\$")

@@ -1,8 +1,8 @@
-"""Runs that differ in the seed alone, and how each such group compares with fp32.
+"""Runs that differ only in the seed, and how each such group compares with fp32.
 
 A group's numbers are means over its finished runs; the spread is from the lowest to the highest.
-Its fp32 counterpart is every finished fp32 run whose options are the same but for those of dtype,
-loss scaling and ops.
+Its fp32 counterpart is every finished fp32 run with the same options, except those of dtype, loss
+scaling and ops.
 """
 
 import math
@@ -31,7 +31,7 @@ class Span:
 
     @classmethod
     def of(cls, numbers: Iterable[float | None]) -> "Span | None":
-        """Of those that are known; None where none is."""
+        """Of the numbers that are known; None if none is."""
         known = [float(number) for number in numbers if number is not None]
         if not known:
             return None
@@ -40,12 +40,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in the seed alone.
+    """Runs that differ only in the seed.
 
     Attributes:
-        differing: `option=value` words of what tells it from other groups, beside mode and scaling.
+        differing: `option=value` words that other groups of its mode and scaling do not have.
         runs: all of them, finished or not.
-        fp32: the finished runs it is measured against; empty where there are none.
+        fp32: the finished runs to compare with; empty if there are none.
     """
 
     differing: tuple[str, ...]
@@ -62,13 +62,13 @@ class Group:
         return _span(self.runs, value)
 
     def beside(self, value: Callable[[Summary], float | None]) -> tuple[Span, Span] | None:
-        """(of this group, of its fp32 counterpart); None where either is unknown."""
+        """(of this group, of its fp32 counterpart); None if either is unknown."""
         own, full = _span(self.runs, value), _span(self.fp32, value)
         return (own, full) if own and full else None
 
 
 def compared(records: Sequence[Record]) -> list[Group]:
-    """The records by group, fp32 first, else as they come, each with its fp32 counterpart."""
+    """The records by group, fp32 first, otherwise in their order, with their fp32 counterparts."""
     keys = _differing(records)
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
@@ -84,8 +84,8 @@ def compared(records: Sequence[Record]) -> list[Group]:
 def _differing(records: Sequence[Record]) -> list[str]:
     """The options that are not the same in all runs.
 
-    Where the section is another choice (another `_target_`) in some runs, an option that
-    only one choice has differs in nothing.
+    If some runs chose another class for a section (another `_target_`), an option that only one
+    class has is not counted as a difference.
     """
     known = [record.options for record in records if record.options]
     paths = dict.fromkeys(path for options in known for path in options)
@@ -110,7 +110,7 @@ def _words(record: Record, keys: Sequence[str]) -> list[str]:
 
 
 def _typed(value: object) -> str:
-    """A value as a command line would have it."""
+    """A value as it is typed on a command line."""
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value)
 

@@ -1,4 +1,4 @@
-"""The report's tables as Markdown; what comes from runs can end no cell and start no markup."""
+"""The report's tables as Markdown; text from runs can neither end a cell nor start markup."""
 
 import re
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ def as_markdown(title: str, groups: Sequence[Group], records: Sequence[Record]) 
     """The tables, and the names of the range pictures.
 
     Args:
-        title: what was reported on.
-        groups: what the result table shows.
+        title: of the report.
+        groups: the rows of the result table.
         records: every run.
     """
     stopped = unfinished(groups)

@@ -1,7 +1,7 @@
-"""The report as one HTML file: no script, no address, every picture inside.
+"""The report as one HTML file: no scripts, no addresses, all pictures inside.
 
-What comes from runs goes through `escape`; a content security policy forbids the page to load
-anything, should that ever fail.
+Text from runs goes through `escape`; a content security policy forbids the page to load anything,
+in case that ever fails.
 """
 
 import base64
@@ -49,8 +49,8 @@ def as_page(title: str, groups: Sequence[Group], records: Sequence[Record]) -> s
     """The page.
 
     Args:
-        title: what was reported on.
-        groups: what the result table and the curves show.
+        title: of the report.
+        groups: the rows of the result table, and the curves.
         records: every run.
     """
     stopped = unfinished(groups)
@@ -114,7 +114,7 @@ def _kind(name: str) -> str:
 
 
 def _range_pictures(records: Sequence[Record]) -> list[str]:
-    """The pictures of each run, those of the first one in sight."""
+    """The pictures of each run; only those of the first one are unfolded."""
     shown = [
         f"<details{' open' * (number == 0)}><summary>{escape(run.name)}, {escape(run.mode)}: "
         f"{len(run.pictures)} pictures</summary>{_of_run(run)}</details>"

@@ -1,4 +1,4 @@
-"""A run's folder, read: what it was asked, how it ended, its curves and its pictures."""
+"""Reads a run's folder: its options, how it ended, its curves and its pictures."""
 
 import re
 import stat
@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 )
 
 from mpframe.config.check import flatten
-from mpframe.errors import ConfigError, MpframeError, printable
+from mpframe.errors import ConfigError, MpframeError, first_line, printable
 from mpframe.files.stored_yaml import read_stored
 from mpframe.tracking.summary import FILE_NAME, Summary
 
@@ -21,7 +21,7 @@ CONFIG = "config_resolved.yaml"
 MARKS = (FILE_NAME, CONFIG, ".hydra/overrides.yaml")
 NO_SUMMARY = "no summary"
 UNREADABLE = "unreadable"
-EVENTS = "tfevents"  # what TensorBoard goes by
+EVENTS = "tfevents"  # in the names of the files that TensorBoard reads
 _PNG = b"\x89PNG\r\n\x1a\n"
 _LARGEST_PICTURE = 8 * 2**20  # bytes
 
@@ -33,11 +33,11 @@ class Record:
     """One run.
 
     Attributes:
-        name: its folder, seen from the one all runs lie in.
+        name: its folder, relative to the folder of all runs.
         status: finished, interrupted, diverged, failed, `no summary`, or `unreadable`.
         reason: why it is not finished; one line, may be empty.
-        options: dotted path -> value; empty where they cannot be read.
-        summary: how it ended; None where it left none.
+        options: dotted path -> value; empty if they cannot be read.
+        summary: how it ended; None if there is none.
         curves: by tag, (step, value) in order.
         pictures: (file name, PNG) of the folder `numerics`.
     """
@@ -52,7 +52,7 @@ class Record:
 
     @property
     def finished(self) -> bool:
-        """Whether it came to its end."""
+        """Whether it finished."""
         return self.status == "finished"
 
     @property
@@ -75,7 +75,7 @@ def find_runs(paths: Sequence[Path]) -> tuple[Path, list[Record]]:
     """Read every run in or below some folders.
 
     Returns:
-        Where a report on them belongs, which is the first folder, or beside it where it is a run;
+        The folder for a report on them, which is the first one, or its parent if that is a run;
         and the runs, folder by folder in the order of their names.
 
     Raises:
@@ -95,13 +95,13 @@ def find_runs(paths: Sequence[Path]) -> tuple[Path, list[Record]]:
 
 
 def read(folder: Path, top: Path) -> Record:
-    """Read one run; what cannot be read is its reason.
+    """Read one run; if something cannot be read, its reason says so.
 
     Its files may come from anybody, so its names and texts are made printable.
 
     Args:
         folder: the run's.
-        top: what its name is seen from.
+        top: the folder that its name is relative to.
     """
     status, summary, reason = _summary(folder)
     try:
@@ -125,13 +125,13 @@ def _run_folders(path: Path) -> Iterable[Path]:
 
 
 def _natural(folder: Path) -> list[tuple[int, int, str]]:
-    """A key by which 2 comes before 10."""
+    """A sort key with 2 before 10."""
     words = re.split(r"(\d+)", str(folder))
     return [(1, int(word), "") if word.isdecimal() else (0, 0, word) for word in words]
 
 
 def _summary(folder: Path) -> tuple[str, Summary | None, str]:
-    """The status, the summary where there is one, and the reason."""
+    """The status, the summary if there is one, and the reason."""
     try:
         summary = Summary.read(folder)
     except FileNotFoundError:
@@ -152,9 +152,8 @@ def _printable(value: Any) -> Any:
 
 
 def _line(error: Exception, folder: Path) -> str:
-    """What an error says, without where on this machine the folder lies."""
-    text = (str(error).splitlines() or [type(error).__name__])[0]
-    return text.replace(f"{folder}/", "")
+    """The text of an error, without the folder's path on this machine."""
+    return first_line(error).replace(f"{folder}/", "")
 
 
 def _curves(folder: Path) -> dict[str, Curve]:
@@ -170,7 +169,7 @@ def _curves(folder: Path) -> dict[str, Curve]:
 
 
 def _pictures(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """The PNG files of a folder; a link that leads out of it is none."""
+    """The PNG files of a folder, without links that lead out of it."""
     for path in sorted(folder.glob("*.png")):
         inside = path.resolve().parent == folder.resolve()
         if inside and path.is_file() and path.stat().st_size <= _LARGEST_PICTURE:

@@ -1,7 +1,6 @@
-"""The report's tables as plain text cells; how they look is for page.py and markdown.py.
+"""The report's tables as plain text cells; page.py and markdown.py lay them out.
 
-A second line of a cell, after a line break, is the lesser one: a spread, a ratio. A column in which
-every cell is empty is left out.
+The second line of a cell is less important: a spread, a ratio. A column of empty cells is left out.
 """
 
 from collections import Counter
@@ -14,17 +13,17 @@ from mpframe.tracking.summary import Summary
 Table = list[list[str]]
 NOTES = (
     "Numbers are means over the finished runs of a group, n of them, then the lowest and the "
-    "highest. Gap and ratios are against the fp32 runs with otherwise the same options. A gap that "
-    "is smaller than the fp32 runs' own spread tells nothing, nor does one of a single seed.",
+    "highest. Gap and ratios are relative to the fp32 runs with otherwise equal options. A gap "
+    "smaller than the spread of the fp32 runs, or of a single seed, means nothing.",
     "Samples / s are those of the whole run: its training samples over its training time, without "
-    "validating and saving; a step's time is the median.",
+    "validation and saving; the time of a step is the median.",
     "Memory is what torch allocated at most on a CUDA device. On a CPU it is the peak of the whole "
-    "process, which all jobs of a sweep share: there only its growth says something.",
+    "process, which all jobs of a sweep share: there only its growth is meaningful.",
 )
 
 
 def results(groups: Sequence[Group]) -> Table:
-    """A row for each group, the head first; an empty cell is not known."""
+    """A row for each group, after the head; an empty cell is unknown."""
     metrics = {run.summary.metric for group in groups for run in group.runs if run.summary}
     known = sorted(name for name in metrics if name)
     metric = known[0] if len(known) == 1 else "metric"
@@ -34,7 +33,7 @@ def results(groups: Sequence[Group]) -> Table:
 
 
 def unfinished(groups: Sequence[Group]) -> Table:
-    """A row for each run that is not finished, the head first; empty where all are."""
+    """A row for each run that is not finished, after the head; empty if all are."""
     rows = [
         [*_named(group, run), run.status, run.reason]
         for group in groups
@@ -46,7 +45,7 @@ def unfinished(groups: Sequence[Group]) -> Table:
 
 
 def every_run(groups: Sequence[Group]) -> Table:
-    """A row for each run, the head first."""
+    """A row for each run, after the head."""
     head = ["run", "dtype", "loss scaling", "options", "seed", "status", "steps", "skipped"]
     head += ["metric", "val loss", "seconds", "device", "torch", "remark"]
     rows = [
@@ -110,7 +109,7 @@ def _spread(span: Span | None, form: str) -> str:
 
 
 def _gap(group: Group) -> str:
-    """The gap and, below it, what it is to be held against; of one seed it is the lesser thing."""
+    """The gap and, below it, the spread to compare it with; of one seed the gap comes second."""
     pair = group.beside(_metric)
     if pair is None or group.runs[0].mode == "fp32":
         return ""
@@ -122,7 +121,7 @@ def _gap(group: Group) -> str:
 
 
 def _beside_fp32(group: Group, value: Callable[[Summary], float | None], form: str = ".0f") -> str:
-    """The mean and, below it, what part of the fp32 runs' it is, with the runs of each."""
+    """The mean and, below it, its ratio to that of the fp32 runs, with the number of runs."""
     own, pair = group.span(value), group.beside(value)
     mean = f"{own.mean:{form}}" if own else ""
     if pair is None or not pair[1].mean:

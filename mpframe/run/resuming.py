@@ -18,6 +18,7 @@ from mpframe.run.callback_states import restore
 from mpframe.run.exactness import carried_over, differences, other_arithmetic, refuse_other_parts
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.trainer import Trainer
+from mpframe.tree import device_of
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def _options(config: str, path: Path) -> dict[str, Any]:
 def _say_what_differs(
     snapshot: Snapshot, then: dict[str, Any], now: dict[str, Any], trainer: Trainer
 ) -> None:
-    here = arithmetic(next(trainer.model.parameters()).device)
+    here = arithmetic(device_of(trainer.model))
     changed = differences(then, now)
     changed += other_arithmetic(snapshot.facts.get("made_on"), here)
     if changed:

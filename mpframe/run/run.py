@@ -45,6 +45,7 @@ from mpframe.training.evaluation import Evaluation
 from mpframe.training.interruption import Interruption
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
+from mpframe.tree import device_of
 from mpframe.user_code import raised
 
 log = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class Run:
         return RunContext(self.folder, self.config_text, identity, tracker, train, throughput)
 
     def _announce(self, trainer: Trainer, train: Loader) -> None:
-        device = next(trainer.model.parameters()).device
+        device = device_of(trainer.model)
         emulated = trainer.precision.policy.mode != "fp32" and trainer.precision.policy.emulates(
             device
         )
@@ -300,7 +301,7 @@ class Run:
             loss_scaling=self.scaling,
             final_scale=_final_scale(trainer) if trainer else None,
             seed=config.run.seed,
-            device=str(build.device_of(config.run.device)) if trainer else config.run.device,
+            device=str(build.resolve_device(config.run.device)) if trainer else config.run.device,
             torch=torch.__version__,
         )
 

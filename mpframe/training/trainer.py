@@ -37,7 +37,7 @@ from mpframe.training.loss_spike import LossSpikes
 from mpframe.training.named_objective import NamedObjective
 from mpframe.training.plan import Plan, Progress
 from mpframe.training.probe import probe_amax
-from mpframe.tree import map_tensors
+from mpframe.tree import device_of, map_tensors
 from mpframe.user_code import InBatch, UserCode, blame, name_of, raised
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Trainer:
         self._schedules = {n: s for n, s in schedules.items() if s not in self._plateaus}
         self._buffers = Buffers(self.model)
         self._unread: list[StepResult] = []
-        self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        self._device = device_of(self.model)
         if self.eval_precision is not None:
             self.eval_precision.attach(self.model)
         # What the objective is called with. A compiled model is traced with the casts around it.

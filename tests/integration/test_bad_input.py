@@ -156,7 +156,7 @@ EXACT = [
     ("scheduler.warmup=2", "scheduler.warmup=2: must be a fraction >= 0 and <= 1", "failed"),
     ("ops.modules={head:fp16}", "ops.modules['head']=fp16: choose fp32 or half", "failed"),
     ("dataset.classes=7", "dataset.classes=7: digits has 10; set dataset.classes=10", "failed"),
-    ("model.classes=9", "after step 0: dataset: the loss CrossEntropyLoss raised IndexError (Target 9 is out of bounds), given outputs float32 [64, 9] and targets int64 [64] of 0 to 9; the targets name 10 classes, the outputs have 9: set model.classes=10, or mend the labels (training, epoch 0, batch 0)", "failed"),
+    ("model.classes=9", "after step 0: dataset: the loss CrossEntropyLoss raised IndexError (Target 9 is out of bounds), given outputs float32 [64, 9] and targets int64 [64] of 0 to 9; the targets name 10 classes, the outputs have 9: set model.classes=10, or correct the labels (training, epoch 0, batch 0)", "failed"),
     ("model=gan", "after step 0: dataset: the loss CrossEntropyLoss raised TypeError (cross_entropy_loss(): argument 'input' (position 1) must be Tensor, not tuple), given outputs a tuple of float32 [64, 1], float32 [64, 1] and targets int64 [64] of 0 to 9; let the model return one tensor, or give the dataset a loss for what it returns (training, epoch 0, batch 0)", "failed"),
     ("optimizer._target_=torch.optim.SparseAdam trainer.clip_norm=1", "after step 0: optimizer: SparseAdam raised RuntimeError (SparseAdam does not support dense gradients, please consider Adam instead); HYDRA_FULL_ERROR=1 shows the traceback (training, epoch 0, batch 0)", "failed"),
 ]  # fmt: skip

@@ -31,8 +31,8 @@ ALIASES = {
 }
 
 FAULTS = [
-    ("dataset.fault=classes", "after step 3: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), given outputs float32 [16, 3] and targets int64 [16] of 0 to 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or mend the labels (training, epoch 0, batch 3)"),
-    ("dataset.fault=classes dataset.split=val", "after step 4: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), given outputs float32 [16, 3] and targets int64 [16] of 0 to 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or mend the labels (validation, epoch 0, batch 2)"),
+    ("dataset.fault=classes", "after step 3: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), given outputs float32 [16, 3] and targets int64 [16] of 0 to 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or correct the labels (training, epoch 0, batch 3)"),
+    ("dataset.fault=classes dataset.split=val", "after step 4: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), given outputs float32 [16, 3] and targets int64 [16] of 0 to 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or correct the labels (validation, epoch 0, batch 2)"),
     ("dataset.fault=float", "after step 0: dataset: the loss CrossEntropyLoss raised RuntimeError (expected target dtype to be Long or Byte, but got Double), given outputs float32 [16, 3] and targets float64 [16]; FULL (training, epoch 0, batch 0)"),
     ("dataset.fault=row", "after step 0: dataset: the loss CrossEntropyLoss raised RuntimeError (0D or 1D target tensor expected, multi-target not supported), given outputs float32 [16, 3] and targets int64 [16, 1] of 0 to 2; FULL (training, epoch 0, batch 0)"),
     ("dataset.fault=text", "after step 0: dataset: the loss CrossEntropyLoss raised TypeError (cross_entropy_loss(): argument 'target' (position 2) must be Tensor, not tuple), given outputs float32 [16, 3] and targets a tuple of a str, a str, a str; FULL (training, epoch 0, batch 0)"),
@@ -87,7 +87,7 @@ FAULTS = [
     ("optimizer._target_=builtins.dict", "optimizer: builtins.dict refused its options: dictionary update sequence element #0 has length 3; 2 is required"),
     ("scheduler._target_=erring.Exits", "after step 3: scheduler: Exits raised SystemExit (0) at erring.py:N; FULL (training, epoch 0, batch 2)"),
     ("loss_scaling=Backoff loss_scaling.init_scale=probe dataset.loss=each", "after step 0: dataset: the loss each_loss gave float32 [16]; it must give one floating-point number as a tensor, the mean over the batch"),
-    ("trainer.accumulate=2 dataset.fault=classes", "after step 1: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), given outputs float32 [16, 3] and targets int64 [16] of 0 to 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or mend the labels (training, epoch 0, batch 2 to 3)"),
+    ("trainer.accumulate=2 dataset.fault=classes", "after step 1: dataset: the loss CrossEntropyLoss raised IndexError (Target 3 is out of bounds), given outputs float32 [16, 3] and targets int64 [16] of 0 to 3; the targets name 4 classes, the outputs have 3: set model.classes=4, or correct the labels (training, epoch 0, batch 2 to 3)"),
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from mpframe import OpLists, Precision, Trainer
 from mpframe.cli.search import main
 from mpframe.errors import ConfigError
-from mpframe.numerics.search import Found, Pins, Search
+from mpframe.numerics.search import Pins, Search, SearchResult
 from mpframe.objectives import supervised
 from mpframe.training.loader import Batch
 
@@ -97,7 +97,7 @@ def batches(count: int) -> list[Batch]:
     ]
 
 
-def found_in(name: str, mode: str, half: str = "float16", target: float = 0.1) -> Found:
+def found_in(name: str, mode: str, half: str = "float16", target: float = 0.1) -> SearchResult:
     def make(pins: Pins, alone: str | None) -> Trainer:
         torch.manual_seed(0)
         lists = OpLists.named()
@@ -116,7 +116,7 @@ def test_exactly_the_planted_modules_are_found(name: str, mode: str) -> None:
     found = found_in(name, mode)
     assert found.pinned == PLANTED[name][1]
     assert found.reached.worst <= 0.1 < found.all_half.worst
-    worst = {suspect.name for suspect in found.modules[: len(found.pinned)]}
+    worst = {sensitivity.name for sensitivity in found.modules[: len(found.pinned)]}
     assert worst == set(PLANTED[name][1])
     assert found.ops[0].error.worst > 0.1
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.build import build_loaders, device_of, make
+from mpframe.build import build_loaders, make, resolve_device
 from mpframe.errors import ConfigError
 
 
 def test_auto_takes_what_there_is() -> None:
-    assert device_of("cpu") == torch.device("cpu")
-    assert device_of("auto").type in ("cpu", "cuda", "mps")
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device("auto").type in ("cpu", "cuda", "mps")
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_auto_takes_what_there_is() -> None:
 )
 def test_a_device_that_is_not_there_is_refused(name: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
-        device_of(name)
+        resolve_device(name)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_batches_are_pinned_for_a_cuda_device(
     monkeypatch.setattr(
         "mpframe.build.data.Loader", lambda *_, **options: made.append(options["pin"])
     )
-    monkeypatch.setattr("mpframe.build.data.device_of", torch.device)
+    monkeypatch.setattr("mpframe.build.data.resolve_device", torch.device)
     data = SimpleNamespace(batch_size=2, workers=0, worker_timeout=None)
     config: Any = SimpleNamespace(data=data, run=SimpleNamespace(seed=0, device=device))
     task: Any = SimpleNamespace(train=[], val=[], collate=None)

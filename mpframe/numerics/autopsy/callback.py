@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpframe.errors import DivergedError, MpframeError
+from mpframe.errors import DivergedError, MpframeError, first_line
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.autopsy import evidence as evidence_of
 from mpframe.numerics.autopsy.case import RandomState
@@ -130,8 +130,7 @@ class Autopsy(Callback):
             report = examine(step, trainer)
             self.written = write_report(folder, report)
         except (MpframeError, OSError, RuntimeError) as error:  # Most often no memory for replays.
-            first = str(error).splitlines()[0]
-            log.warning("warning: the autopsy of a failed step failed: %s", first)
+            log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
             return
         log.warning("warning: %s\n%s", reason, report.text(self.written))
 

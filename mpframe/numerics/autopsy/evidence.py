@@ -23,7 +23,7 @@ from mpframe.errors import CheckpointError
 from mpframe.loss_scaling.interface import name_of
 from mpframe.numerics.autopsy.case import Case, RandomState
 from mpframe.numerics.autopsy.plain_batch import as_in, is_plain, plain
-from mpframe.numerics.optimizer_numbers import misheld_numbers
+from mpframe.numerics.optimizer_numbers import rounded_numbers
 from mpframe.optim import MultiOptimizer
 from mpframe.optim.step_result import StepResult
 from mpframe.training.loader import Batch
@@ -130,7 +130,7 @@ def zero_eps_of(trainer: Trainer) -> str:
     """The eps of an optimizer that is 0 in the format it works in, in words; else empty."""
     optimizer = trainer.optimizer
     parts = optimizer.parts.values() if isinstance(optimizer, MultiOptimizer) else [optimizer]
-    numbers = (number for part in parts for number in misheld_numbers(part))
+    numbers = (number for part in parts for number in rounded_numbers(part))
     return next((str(number) for number in numbers if number.lost and number.name == "eps"), "")
 
 

@@ -14,7 +14,7 @@ from mpframe.numerics.autopsy.evidence import Evidence
 from mpframe.numerics.autopsy.replay import Replay, Setting
 from mpframe.numerics.autopsy.verdict import Kind, Verdict
 from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
-from mpframe.numerics.overrides import deny_words, pin_words
+from mpframe.numerics.remedies import deny_words, pin_words
 
 _FEW = 8
 

@@ -13,6 +13,7 @@ from mpframe.errors import nearest
 from mpframe.numerics.doctor.finding import Finding, note, warning
 from mpframe.numerics.doctor.subject import Subject
 from mpframe.optim import MasterWeights
+from mpframe.tree import dtype_name
 
 ADAPTIVE = ("Backoff", "LogMax")
 # Their updates are about as large as the learning rate, whatever the gradients are.
@@ -74,7 +75,7 @@ def check_learning_rate(subject: Subject) -> Iterator[Finding]:
         half_unit, form = _half_unit(optimizer)
         if 0.0 < rate < half_unit:
             masters = subject.trainer.precision.master_weights
-            word = str(form).removeprefix("torch.")
+            word = dtype_name(form)
             yield warning(
                 f"{path}.lr={rate:g}: below {half_unit:.2g}, half a unit in the last place of most "
                 f"{word} weights, which therefore do not move",

@@ -8,7 +8,7 @@ import torch
 
 from mpframe.numerics.doctor.finding import Finding, error, warning
 from mpframe.numerics.doctor.subject import Subject
-from mpframe.numerics.optimizer_numbers import misheld_numbers
+from mpframe.numerics.optimizer_numbers import rounded_numbers
 from mpframe.optim import MasterWeights
 from mpframe.tree import HALF
 
@@ -16,7 +16,7 @@ from mpframe.tree import HALF
 def check_numbers(subject: Subject) -> Iterator[Finding]:
     """eps, learning rate, decays: lost or badly rounded in the optimizer's format."""
     for path, optimizer in subject.optimizers.items():
-        for number in misheld_numbers(optimizer):
+        for number in rounded_numbers(optimizer):
             make = error if number.lost else warning
             fix = _fix(subject, path, number.name, number.form)
             yield make(f"{path}.{number}, the format {path} works in", fix)

@@ -6,7 +6,7 @@ import torch
 
 from mpframe.numerics.doctor.finding import Finding, error, few, note, warning
 from mpframe.numerics.doctor.subject import Subject
-from mpframe.numerics.overrides import deny_words, pin_words
+from mpframe.numerics.remedies import deny_words, pin_words
 from mpframe.precision.dtype_map import Row
 from mpframe.precision.module_ops import op_of
 

@@ -13,7 +13,7 @@ from mpframe.numerics.autopsy.report import value_of, where_of
 from mpframe.numerics.autopsy.verdict import Kind, Verdict
 from mpframe.numerics.doctor.finding import Finding, error, note, warning
 from mpframe.numerics.doctor.subject import Subject
-from mpframe.numerics.overrides import deny_words, pin_words
+from mpframe.numerics.remedies import deny_words, pin_words
 
 _MANY_LOST = 0.05
 

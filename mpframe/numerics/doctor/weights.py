@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpframe.numerics.doctor.finding import Finding, error, few, warning
 from mpframe.numerics.doctor.subject import Subject
-from mpframe.numerics.overrides import pin_words
+from mpframe.numerics.remedies import pin_words
 
 _MANY_SUBNORMAL = 0.05
 _MANY_LOST = 0.01

@@ -26,6 +26,7 @@ from mpframe.training.callback import Callback, call, states_of
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
+from mpframe.tree import device_of
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class Checkpoints(Callback):
             self._context.config,
             {
                 "validation": self._validation_at(global_step),
-                "made_on": arithmetic(next(trainer.model.parameters()).device),
+                "made_on": arithmetic(device_of(trainer.model)),
                 "run": self._context.identity,
             },
         )

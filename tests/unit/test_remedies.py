@@ -7,7 +7,7 @@ from mpframe.build import build_precision
 from mpframe.config.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.config.schema import Config
-from mpframe.numerics.overrides import deny_words, pin_words
+from mpframe.numerics.remedies import deny_words, pin_words
 from mpframe.precision import OpLists
 from mpframe.precision.policy import Policy
 
