@@ -16,7 +16,7 @@ from mpframe.numerics.autopsy.replay import Setting, replay
 from mpframe.numerics.autopsy.underflow import underflow_share
 from mpframe.numerics.autopsy.verdict import Kind, judge
 from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
-from mpframe.objectives import StepOutput, supervised
+from mpframe.objectives import StepOutput, model_loss, supervised
 from mpframe.precision import OpLists, Precision
 from mpframe.training.named_objective import NamedObjective
 
@@ -336,6 +336,34 @@ def test_the_bad_micro_batch_is_named() -> None:
     assert verdict.kind is BEYOND
     assert verdict.culprit is not None
     assert verdict.culprit.batch == 1
+
+
+@pytest.mark.parametrize("mode", ["mixed", "amp"])
+def test_a_model_that_returns_its_loss_is_judged_as_one_beside_a_loss(mode: str) -> None:
+    """Dict batches: the same module, op and samples."""
+
+    class OwnLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net(nn.Linear(16, 16))
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.body(x)
+            return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
+
+    inputs, targets = data()
+    inputs[[1, 6]] *= 1e6
+    samples = [range(50, 50 + ROWS)]
+    plain = case_of(net(nn.Linear(16, 16)), mode, batches=[(inputs, targets)], samples=samples)
+    own = case_of(OwnLoss(), mode, batches=[{"x": inputs, "labels": targets}], samples=samples)
+    first = judge(plain)
+    second = judge(replace(own, objectives=[NamedObjective("", model_loss)]))
+    assert first.kind is second.kind is BEYOND
+    assert first.culprit is not None
+    assert second.culprit is not None
+    assert second.culprit.call.module == f"body.{first.culprit.call.module}"
+    assert second.culprit.call.op == first.culprit.call.op
+    assert second.culprit.samples == first.culprit.samples == (51, 56)
 
 
 def test_only_the_loss_that_was_skipped_is_judged() -> None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpframe import Backoff, LogMax, OpLists, Precision, Trainer
-from mpframe.objectives import supervised
+from mpframe.objectives import model_loss, supervised
 from mpframe.training.probe import probe_amax
 
 MODES = [(m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16")]
@@ -113,3 +113,23 @@ def test_half_weights_are_probed_as_the_fp32_numbers_they_are(ops: str, half: st
     assert [p.dtype for p in narrow.parameters()] == formats
     pairs = zip(narrow.parameters(), full.parameters(), strict=True)
     assert all(torch.equal(a.float(), b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_a_model_that_returns_its_loss_is_probed_as_one_beside_a_loss(mode: str, half: str) -> None:
+    class OwnLoss(nn.Linear):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return {"loss": nn.functional.cross_entropy(super().forward(x), labels)}
+
+    inputs, targets = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
+    amaxes = []
+    for kind, objective, given in (
+        (nn.Linear, supervised(nn.CrossEntropyLoss()), (inputs, targets)),
+        (OwnLoss, model_loss, {"x": inputs, "labels": targets}),
+    ):
+        torch.manual_seed(0)
+        model, precision = kind(8, 3), Precision(mode, half)
+        precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        amaxes.append(probe_amax(model, objective, precision, given))
+    # The probe sees the gradient of every module's output: the second model's is its loss, 1.
+    assert amaxes[0] < 1 == amaxes[1]

@@ -1,6 +1,8 @@
 """The search finds planted fragile modules, exactly those; what it writes is what `ops=` takes."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from mpframe import OpLists, Precision, Trainer
 from mpframe.cli.search import main
 from mpframe.errors import ConfigError
 from mpframe.numerics.search import Pins, Search, SearchResult
-from mpframe.objectives import supervised
+from mpframe.objectives import Objective, model_loss, supervised
 from mpframe.training.loader import Batch
 
 
@@ -83,10 +85,12 @@ PLANTED = {
 }
 
 
-def trainer_of(model: nn.Module, precision: Precision) -> Trainer:
+def trainer_of(
+    model: nn.Module, precision: Precision, objective: Objective | None = None
+) -> Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, masters = precision.prepare(model, optimizer)
-    return Trainer(model, masters, supervised(nn.CrossEntropyLoss()), precision)
+    return Trainer(model, masters, objective or supervised(nn.CrossEntropyLoss()), precision)
 
 
 def batches(count: int) -> list[Batch]:
@@ -119,6 +123,27 @@ def test_exactly_the_planted_modules_are_found(name: str, mode: str) -> None:
     worst = {sensitivity.name for sensitivity in found.modules[: len(found.pinned)]}
     assert worst == set(PLANTED[name][1])
     assert found.ops[0].error.worst > 0.1
+
+
+def test_a_model_that_returns_its_loss_is_searched_as_one_beside_a_loss() -> None:
+    """Dict batches: the same errors, number by number."""
+
+    class OwnLoss(nn.Sequential):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return {"loss": nn.functional.cross_entropy(super().forward(x), labels)}
+
+    def searched(kind: type[nn.Module], objective: Objective, given: list[Any]) -> SearchResult:
+        def make(pins: Pins, alone: str | None = None, mode: str = "mixed") -> Trainer:
+            torch.manual_seed(0)
+            ops = replace(OpLists.named(), modules=dict(pins))
+            model = kind(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+            return trainer_of(model, Precision(mode, ops=ops), objective)
+
+        return Search(make({}, mode="fp32"), make, given, 1e-4).run()
+
+    plain = searched(nn.Sequential, supervised(nn.CrossEntropyLoss()), batches(2))
+    keyed = [{"x": inputs, "labels": targets} for inputs, targets in batches(2)]
+    assert searched(OwnLoss, model_loss, keyed) == plain
 
 
 def test_a_loose_target_pins_nothing_and_the_tightest_all_products() -> None:
