@@ -27,10 +27,12 @@ from mpframe.config.schema import (
 from mpframe.errors import ConfigError
 
 GROUPS = (
+    "callbacks",
     "dataset",
     "dtype",
     "experiment",
     "loss_scaling",
+    "metrics",
     "model",
     "ops",
     "optimizer",
