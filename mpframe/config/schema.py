@@ -409,6 +409,24 @@ SECTIONS: dict[str, type] = {
 RUN_OPTIONS = {f.name for f in dataclasses.fields(Run)}
 
 
+# Those of conf/callbacks/default.yaml.
+_WATCHING_CALLBACKS = (
+    *("ranges", "amax_record", "curves", "csv", "autopsy", "loss_spikes", "saturation"),
+    "progress_bar",
+)
+
+
+def only_watches(path: str) -> bool:
+    """Whether an option, by its dotted path, changes what is seen of a run and none of its numbers.
+
+    A user's own callback may do anything, and is taken to change them.
+    """
+    section, _, rest = path.partition(".")
+    if section == "callbacks":
+        return rest.split(".")[0] in _WATCHING_CALLBACKS
+    return section == "metrics" or path in watching()
+
+
 def watching() -> set[str]:
     """The dotted paths of the options that only watch."""
     sections: dict[str, Any] = {"": Run, **SECTIONS}

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpframe.config.schema import watching
+from mpframe.config.schema import only_watches
 from mpframe.report.records import Record
 from mpframe.tracking.summary import Summary
 
@@ -95,8 +95,8 @@ def _differing(records: Sequence[Record]) -> list[str]:
         lacking = any(path not in options for options in known)
         if len(values) > 1 or (lacking and not _another_choice(path, known)):
             differing.append(path)
-    apart = {"seed", *SHOWN_APART, *watching()}
-    return [path for path in differing if path not in apart]
+    apart = {"seed", *SHOWN_APART}
+    return [path for path in differing if path not in apart and not only_watches(path)]
 
 
 def _another_choice(path: str, known: Sequence[Mapping[str, object]]) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpframe.config.check import flatten
-from mpframe.config.schema import watching
+from mpframe.config.schema import only_watches, watching
 from mpframe.errors import CheckpointError
 
 Options = Mapping[str, Any]
@@ -58,8 +58,15 @@ def differences(then: Options, now: Options) -> list[str]:
     return [
         f"{path}={new} (was {old})"
         for path, (old, new) in changes.items()
-        if path not in passed_over and not path.startswith(_CARRIED)
+        if path not in passed_over and not path.startswith(_CARRIED) and not _aside(path)
     ]
+
+
+def _aside(path: str) -> bool:
+    """Whether an option belongs to a callback that only watches, or only ends a run."""
+    return path.startswith(("callbacks.early_stopping", "metrics.")) or (
+        path.startswith("callbacks.") and only_watches(path)
+    )
 
 
 def _passed_over(schedule: str) -> set[str]:

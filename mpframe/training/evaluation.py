@@ -61,15 +61,15 @@ class Metric:
     """
 
     def __init__(self, name: str, code: Any, device: torch.device | None = None) -> None:
-        self._option, self._code = f"metrics.{name}:", code
+        self._option = f"metrics.{name}:"
         with UserCode(self._option, code):
-            self._metric = _fresh(code)
+            self._metric: Any = _fresh(code)
             if device is not None and hasattr(self._metric, "to"):
                 self._metric = self._metric.to(device)
         for method in ("update", "compute"):
             if not callable(getattr(self._metric, method, None)):
                 raise UserCodeError(
-                    f"{self._option} {name_of(code)} has no {method}(); a metric has "
+                    f"{self._option} {name_of(self._metric)} has no {method}(); a metric has "
                     "update(outputs, targets) and compute()"
                 )
         self.name = name
@@ -86,7 +86,7 @@ class Metric:
                 f"objective: gave no outputs, and the metric {self.name} measures them; let it "
                 "return StepOutput(loss, outputs, targets)"
             )
-        with UserCode(self._option, self._code, outputs=outputs, targets=targets):
+        with UserCode(self._option, self._metric, outputs=outputs, targets=targets):
             self._metric.update(outputs, targets)
 
     def compute(self) -> float:
@@ -95,12 +95,12 @@ class Metric:
         Raises:
             UserCodeError: it is not one number.
         """
-        with UserCode(self._option, self._code):
+        with UserCode(self._option, self._metric):
             value = self._metric.compute()
         one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
         if not one:
             raise UserCodeError(
-                f"{self._option} {name_of(self._code)} gave {described(value)} as its value; "
+                f"{self._option} {name_of(self._metric)} gave {described(value)} as its value; "
                 "it must be one number"
             )
         return float(value)

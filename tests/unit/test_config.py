@@ -21,15 +21,18 @@ from mpframe.config.schema import (
     JointOptions,
     PartOptions,
     Range,
+    only_watches,
     watching,
 )
 from mpframe.errors import ConfigError
 
 GROUPS = (
+    "callbacks",
     "dataset",
     "dtype",
     "experiment",
     "loss_scaling",
+    "metrics",
     "model",
     "ops",
     "optimizer",
@@ -94,6 +97,7 @@ WATCH = {
         for name in (
             *("async_save", "autopsy", "autopsy_after", "checkpoint_every", "checkpoint_minutes"),
             *("eval_every", "keep_best", "keep_last", "log_every", "max_consecutive_skips"),
+            "monitor",
             *("on_save_error", "progress", "requeue"),
         )
     ),
@@ -124,6 +128,13 @@ def test_every_option_is_known_to_watch_or_to_act() -> None:
         for option in dataclasses.fields(section)
         if option.metadata["watches"]
     ]
+
+
+def test_the_callbacks_of_every_run_only_watch() -> None:
+    names = list(OmegaConf.load(CONF / "callbacks" / "default.yaml"))
+    assert [name for name in names if not only_watches(f"callbacks.{name}.x")] == []
+    assert only_watches("metrics.f1.average")
+    assert not only_watches("callbacks.early_stopping.patience")
 
 
 def test_the_page_of_options_is_current() -> None:

@@ -35,7 +35,7 @@ class EarlyStopping(Callback):
             )
         self._patience, self._min_delta, self._monitor = patience, min_delta, monitor
         self._best: float | None = None
-        self._waited = 0
+        self._name, self._waited = "", 0
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """End a run at once that goes on from where it was stopped, unless the patience grew."""
@@ -47,25 +47,29 @@ class EarlyStopping(Callback):
         Raises:
             ConfigError: there is no such metric, or it does not say which value is better.
         """
-        name = evaluation.monitor if self._monitor is None else self._monitor
-        value, higher = self._watched(evaluation, name)
-        better = self._best is None or (value - self._best) * (1 if higher else -1) > (
-            self._min_delta
-        )
-        if better and not math.isnan(value):
+        self._name = evaluation.monitor if self._monitor is None else self._monitor
+        value, higher = self._watched(evaluation, self._name)
+        if not math.isnan(value) and self._is_better(value, higher):
             self._best, self._waited = value, 0
         else:
             self._waited += 1
-        self._stop_if_due(trainer, name)
+        self._stop_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far, and the validations since."""
-        return {"best": self._best, "waited": self._waited}
+        return {"best": self._best, "waited": self._waited, "name": self._name}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from saved ones."""
         best = state["best"]
         self._best, self._waited = None if best is None else float(best), int(state["waited"])
+        self._name = str(state["name"])
+
+    def _is_better(self, value: float, higher: bool) -> bool:
+        if self._best is None:
+            return True
+        gain = value - self._best if higher else self._best - value
+        return gain > self._min_delta
 
     def _watched(self, evaluation: Evaluation, name: str) -> tuple[float, bool]:
         known = {**evaluation.metrics, "loss": evaluation.loss}
@@ -82,10 +86,10 @@ class EarlyStopping(Callback):
             )
         return known[name], higher
 
-    def _stop_if_due(self, trainer: Trainer, name: str = "the monitored value") -> None:
+    def _stop_if_due(self, trainer: Trainer) -> None:
         if self._waited >= self._patience:
-            name = name if " " in name else f"val_{name}"
+            best = math.nan if self._best is None else self._best
             trainer.stop(
-                f"early stopping: {name} has not improved on {self._best:g} by more than "
-                f"{self._min_delta:g} in {self._waited} validations"
+                f"early stopping: val_{self._name} was not better than {best:g} in the last "
+                f"{self._waited} validations"
             )
