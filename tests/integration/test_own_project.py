@@ -1,0 +1,99 @@
+"""A user's project outside the repository, with mpframe from its wheel: docs/own_project.md."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from mpframe import checkpoint
+from mpframe.tracking.summary import Summary
+
+pytest.importorskip("hatchling", reason="builds the wheel; pip install -e .[test] brings it")
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "own_project.md").read_text()
+FILES = dict(re.findall(r"^`([\w./]+)`\n\n```\w+\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
+COMMAND = re.search(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def pip(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps", "--no-index"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def run(environment: Path, folder: Path, *words: str) -> str:
+    """The output of a program of an environment, which must succeed, in a folder."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HYDRA"))}
+    command = [str(environment / "bin" / words[0]), *words[1:]]
+    done = subprocess.run(
+        command, cwd=folder, env=clean, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with mpframe from its wheel, and the packages of this one beside it."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip("wheel", str(ROOT), "--no-build-isolation", "--wheel-dir", str(folder))
+    (wheel,) = folder.glob("mpframe-*.whl")
+    venv.create(folder / "env", with_pip=False)
+    python = folder / "env" / "bin" / "python"
+    pip("--python", str(python), "install", str(wheel))
+    (site,) = (folder / "env").glob("lib/python*/site-packages")
+    # Folders that a .pth names come behind the environment's own packages, and the .pth files in
+    # them are not read: this checkout, installed to be edited, is not seen.
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "packages_of_the_tests.pth").write_text("\n".join(others) + "\n")
+    return folder / "env"
+
+
+def test_the_project_trains_by_one_command(environment: Path, tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    where = "import importlib.util; print(importlib.util.find_spec('mpframe').origin)"
+    origin = Path(run(environment, tmp_path, "python", "-c", where).strip())
+    assert origin.is_relative_to(environment)
+    assert COMMAND is not None
+    run(environment, tmp_path, *shlex.split(COMMAND[1]))
+    (folder,) = (tmp_path / "runs" / "mine").iterdir()
+
+    summary = Summary.read(folder)
+    assert (summary.status, summary.epochs, summary.samples) == ("finished", 4, 4 * 512)  # Dataset.
+    assert (summary.loss_scaling, summary.final_scale) == ("Thirds", 6561.0)
+    # The metric unpacks what no objective but the page's gives: logits and lengths.
+    assert summary.monitor == "long_accuracy"
+    assert summary.val_metric is not None
+    assert 0.6 < summary.val_metric <= 1.0
+    weights = checkpoint.load(folder)["trainer"]["weights"]
+    assert weights["embedding.weight"].shape == (50, 32)
+    steps, losses, scales = zip(
+        *(map(float, line.split()) for line in (folder / "journal.txt").read_text().splitlines()),
+        strict=True,
+    )
+    assert steps == tuple(range(1, 65))
+    assert losses[-1] == summary.train_loss
+    assert set(scales) == {6561.0}
+
+
+def test_every_part_stands_in_the_configuration_and_on_the_page() -> None:
+    modules = {Path(name).stem for name in FILES if name.endswith(".py")}
+    targets = re.findall(
+        r"_target_: (my_\w+)\.\w+", "".join(t for n, t in FILES.items() if n.endswith("yaml"))
+    )
+    assert sorted(targets) == sorted(modules)
+    assert len(modules) == 6
