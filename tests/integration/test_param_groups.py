@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import StartRun, scalars
-from hydra import compose, initialize_config_dir
 from sameness import assert_same_run
 from test_resume import cut
 
 from mpframe import build, checkpoint
-from mpframe.config.command_line import checked, prepare
-from mpframe.config.locations import CONF
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.training.trainer import Trainer
 
@@ -24,10 +22,8 @@ GROUPS = [NO_DECAY, HEAD, "optimizer.weight_decay=0.1", "optimizer.lr=0.01"]
 
 
 def trainer_of(*overrides: str) -> Trainer:
-    words = prepare([*SMALL, "device=cpu", *overrides])
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose("config", overrides=words)
-    config = checked(composed)
+    _, composed = compose_named([*SMALL, "device=cpu", *overrides])
+    config = checked(without_hydra(composed))
     build.seed_everything(0)
     return build.build_trainer(config, build.build_task(config), batches=4)
 

@@ -9,7 +9,7 @@ from sameness import assert_same_run
 from test_resume import cut
 
 from mpframe import checkpoint
-from mpframe.config.command_line import prepare
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.planned import filled_in
 from mpframe.errors import ConfigError
 from mpframe.tracking.summary import Summary
@@ -128,7 +128,7 @@ def test_numbers_are_filled_in(written: object, filled: object) -> None:
 def test_a_number_that_the_plan_does_not_have_is_refused_at_once(value: str, line: str) -> None:
     words = ["scheduler._target_=torch.optim.lr_scheduler.CosineAnnealingLR", "model=mlp"]
     with pytest.raises(ConfigError) as refused:
-        prepare([*words, f"scheduler.T_max={value}"])
+        checked(without_hydra(compose_named([*words, f"scheduler.T_max={value}"])[1]))
     assert line in str(refused.value)
     assert str(refused.value).startswith("scheduler.T_max: ")
     assert "\n" not in str(refused.value)
