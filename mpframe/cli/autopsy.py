@@ -46,28 +46,28 @@ def main(arguments: list[str] | None = None) -> None:
         _main(sys.argv[1:] if arguments is None else arguments)
 
 
-def of_evidence(folder: Path, inputs: list[str]) -> Report:
+def of_evidence(folder: Path, given: list[str]) -> Report:
     """Examine the step whose evidence lies in a folder.
 
     Raises:
         MpframeError: anything that is missing, damaged or does not fit, in one line.
     """
     step, weights, config = evidence.load(folder)
-    trainer, train = _rebuilt(config_of(config, folder / "config.yaml", inputs))
+    trainer, train = _rebuilt(config_of(config, folder / "config.yaml", given))
     trainer.load_weights(weights)
     if not step.plain:
         step = step.like(next(train.epoch(0)))
     return _examined(step, trainer, folder)
 
 
-def of_checkpoint(path: Path, inputs: list[str]) -> tuple[Report, int]:
+def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:
     """Examine the step that comes after a checkpoint; the report, and the checkpoint's step.
 
     Raises:
         MpframeError: anything that is missing, damaged or does not fit, in one line.
     """
     snapshot = checkpoint.read(path)
-    config = config_of(snapshot.config, path / "config.yaml", inputs)
+    config = config_of(snapshot.config, path / "config.yaml", given)
     weights = weights_of(snapshot.state, "trained", path)
     trainer, train = _rebuilt(config)
     trainer.load_weights(weights)
@@ -80,16 +80,16 @@ def of_checkpoint(path: Path, inputs: list[str]) -> tuple[Report, int]:
 
 
 def _main(arguments: list[str]) -> None:
-    own, inputs = take_options(arguments, _OPTIONS)
+    own, given = take_options(arguments, _OPTIONS)
     if not own.get("run"):
-        raise ConfigError("run: must be inputs, e.g. run=runs/2026-11-21/05-45-42")
+        raise ConfigError("run: must be given, e.g. run=runs/2026-11-21/05-45-42")
     path = Path(own["run"])
     folder = _evidence_in(path, own.get("step"))
     if folder is not None:
-        report = of_evidence(folder, inputs)
+        report = of_evidence(folder, given)
         print(report.text(write_report(folder, report)))
         return
-    report, steps = of_checkpoint(checkpoint.newest(path), inputs)
+    report, steps = of_checkpoint(checkpoint.newest(path), given)
     out = path / f"autopsy_after_step_{steps:08d}.md"
     refuse_unwritable("run", path)
     write_atomically(out, report.markdown())

@@ -245,7 +245,7 @@ def test_a_failing_autopsy_does_not_end_the_run(
     monkeypatch.setattr("mpframe.numerics.autopsy.callback.judge", fail)
     with caplog.at_level(logging.WARNING), pytest.raises(DivergedError) as error:
         start_run(tmp_path, OWN, *SHORT, STOPS)
-    assert "the autopsy of a failed step failed itself: out of memory" in caplog.text
+    assert "the autopsy of a failed step failed: out of memory" in caplog.text
     assert "report.md" not in str(error.value)
 
 

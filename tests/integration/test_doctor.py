@@ -175,7 +175,7 @@ def test_weights_of_a_bfloat16_run_are_recognised(tmp_path: Path, start_run: Any
     words = f"experiment=digits_mlp init_from={tmp_path}"
     (finding,) = found(weights_checks.check_training_format, words)
     assert str(finding) == (
-        f"warning: init_from={tmp_path}: trained as mixed(bfloat16), whose activations may lie "
+        f"warning: init_from={tmp_path}: trained as mixed(bfloat16), whose activations may be "
         "beyond 65504, the largest float16 number; fix: dtype.half=bfloat16"
     )
     assert not found(weights_checks.check_training_format, f"{words} {finding.fix[0]}")

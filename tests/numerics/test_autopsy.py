@@ -110,7 +110,7 @@ class Twice(nn.Module):
 
 
 def conv(dimensions: int, transposed: bool = False) -> nn.Module:
-    """A convolution over 16 features seen as channels and calls."""
+    """A convolution over 16 features seen as channels and places."""
     name = f"Conv{'Transpose' * transposed}{dimensions}d"
     sizes = {1: (4, 4), 2: (4, 2, 2), 3: (2, 2, 2, 2)}[dimensions]
     layer = getattr(nn, name)(sizes[0], sizes[0], 1)

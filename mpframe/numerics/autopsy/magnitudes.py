@@ -54,7 +54,7 @@ def floats_in(node: object) -> Iterable[Tensor]:
 
 
 def bad_rows(node: object, rows: int) -> list[int]:
-    """The calls along dimension 0, of length `rows`, at which a value is inf or NaN."""
+    """The places along dimension 0, of length `rows`, at which a value is inf or NaN."""
     bad: set[int] = set()
     for values in floats_in(node):
         if values.dim() and len(values) == rows:

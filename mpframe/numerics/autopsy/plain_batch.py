@@ -46,7 +46,7 @@ def as_in(example: Any, batch: Any) -> Any:
 
     Args:
         example: a batch of the same form; its lists may be of another length.
-        batch: as `plain` outputs it. What has no counterpart in `example` stays as it is.
+        batch: as `plain` returned it. What has no counterpart in `example` stays as it is.
     """
     if isinstance(batch, dict):
         known = fields_of(example)
