@@ -102,7 +102,7 @@ class Run:
             raise
         except BaseException as error:
             received = self.interruption.received
-            # Where a signal raised at once, a library may have made anything of it on the way.
+            # If a signal raised at once, a library may have made anything of it on the way.
             at_once = self.interruption.raised
             if received is not None and (at_once or isinstance(error, RunInterrupted)):
                 raise self._stopped(received) from None
@@ -219,7 +219,7 @@ class Run:
         self.run_folder.log_traceback(error)
 
     def _write(self, summary: Summary) -> None:
-        """Write the summary; where the disk is full that stops none but a run that ended well."""
+        """Write the summary; a full disk stops only a run that ended well."""
         try:
             with unwritable_in_one_line(self.folder):
                 summary.write(self.folder)
