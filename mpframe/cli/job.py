@@ -86,8 +86,7 @@ def _trained(composed: DictConfig, own: DictConfig) -> float | None:
     config = checked(composed)
     from mpframe.run.run import Run  # torch comes in here, and not before.
 
-    summary = Run(config, composed, Path(own.runtime.output_dir), own).train()
-    metric = summary.val_loss if summary.val_metric is None else summary.val_metric
+    metric = Run(config, composed, Path(own.runtime.output_dir), own).train().monitored
     # A sweeper takes no nan for a result.
     return None if metric is None or math.isnan(metric) else metric
 

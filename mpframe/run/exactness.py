@@ -1,6 +1,6 @@
 """Whether a resumed run can equal the undisturbed one bit for bit, and what speaks against it.
 
-It does where the same sums are taken in the same order: the same options, torch, number of threads
+It does if the same sums are taken in the same order: the same options, torch, number of threads
 and device. Options that only watch a run (how often it is logged, saved, validated) do not count;
 the schema marks them.
 """

@@ -60,7 +60,7 @@ class RunFolder:
     Args:
         path: the folder; exists.
         composed: the options as composed.
-        hydra: Hydra's own section; None where a run is started without Hydra.
+        hydra: Hydra's own section; None if a run is started without Hydra.
         secrets: values that are written nowhere.
 
     Attributes:

@@ -56,7 +56,7 @@ class RunLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.truncate(0)  # It names who holds it, and nobody does now.
+        self._file.truncate(0)  # It names who holds it: no process does now.
         self._file.close()
 
     def _lock(self) -> None:

@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def requeue(received: signal.Signals) -> None:
-    """Ask Slurm to run this job again, where it warned of its time limit by SIGUSR1.
+    """Ask Slurm to run this job again, if it warned of its time limit by SIGUSR1.
 
     Other signals, and a run outside Slurm, are left alone; a refusal is logged.
     """

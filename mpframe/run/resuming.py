@@ -1,6 +1,6 @@
 """Where a resumed run starts from: the newest good checkpoint, taken whole or not at all.
 
-A checkpoint is verified before anything is touched, and where it turns out to be of something else
+A checkpoint is verified before anything is touched; if it turns out to be of something else
 after all, what was there before is put back.
 """
 
@@ -77,7 +77,7 @@ class Resume:
         if found:
             raise CheckpointError(
                 f"resume=auto: none of the {len(found)} checkpoints in {self.folder} can be used; "
-                "mend or delete them, or start anew in another hydra.run.dir"
+                "repair or delete them, or start again in another hydra.run.dir"
             )
         log.info("resume=auto: no checkpoint in %s, starting from the beginning", self.folder)
         return _from_the_beginning(trainer, renew)
@@ -98,7 +98,7 @@ def _from_the_beginning(trainer: Trainer, renew: Renew) -> str:
 
 
 def _options(config: str, path: Path) -> dict[str, Any]:
-    """Options stored as YAML; none where a loop of the user's own saved without."""
+    """Options stored as YAML; none if a loop of the user's own saved without."""
     return parsed(config, path / "config.yaml") if config else {}
 
 
@@ -116,8 +116,8 @@ def _say_what_differs(
     carried = carried_over(then, now)
     if carried:
         log.warning(
-            "warning: not used, for the checkpoint holds its own: %s; "
-            "start anew with init_from to change it",
+            "warning: not used, because the checkpoint holds its own: %s; "
+            "start a new run with init_from to change it",
             ", ".join(carried),
         )
 

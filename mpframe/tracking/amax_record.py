@@ -1,7 +1,7 @@
 """The largest gradient of every step, kept in the run's folder for replays.
 
-`log2_amax.txt` holds one line per step tried: log2 of the largest |unscaled gradient|, `inf` where
-the step overflowed, `nan` where a gradient was nan, `-inf` where all were zero. It costs about ten
+`log2_amax.txt` holds one line per step tried: log2 of the largest |unscaled gradient|, `inf` if
+the step overflowed, `nan` if a gradient was nan, `-inf` if all were zero. It costs about ten
 bytes a step, and lets any loss scaler be tried on the run afterwards (simulate.py).
 """
 
@@ -26,7 +26,7 @@ class AmaxRecord:
     Args:
         folder: the run's folder.
         kept: steps of an older record that stay, for a resumed run.
-        on_error: `stop` where the disk is full, or `warn` and write what waits once it is not.
+        on_error: `stop` if the disk is full, or `warn` and write what waits once there is room.
     """
 
     def __init__(self, folder: Path, kept: int = 0, on_error: str = "stop") -> None:
@@ -54,7 +54,7 @@ class AmaxRecord:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The lines of an older record, whatever they hold; none where there is no such file."""
+    """The lines of an older record, whatever they hold; none if there is no such file."""
     try:
         with open_regular(path, "rb") as file:
             return file.readlines()
@@ -66,7 +66,7 @@ def read_amax(path: Path) -> npt.NDArray[np.float64]:
     """The amax of every step, from a run's folder or from any file with one log2 value per line.
 
     Returns:
-        [steps] float64, >= 0; inf or nan where the step overflowed.
+        [steps] float64, >= 0; inf or nan if the step overflowed.
 
     Raises:
         DataError: there is no such file, it is empty, or a line is not a number.

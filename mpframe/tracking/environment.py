@@ -97,7 +97,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    """The commit of the working folder, `-dirty` where tracked files differ from it."""
+    """The commit of the working folder, `-dirty` if tracked files differ from it."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)

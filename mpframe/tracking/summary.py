@@ -54,7 +54,7 @@ class Summary:
         peak_memory_bytes: the most memory in use at once.
         dtype: `fp32`, `mixed` or `amp`; `half` is its 16-bit format, None for `fp32`.
         loss_scaling: name of the scaling; `final_scale` is its last scale, None for `none`;
-            by name where each of several losses has a scaler.
+            by name if each of several losses has a scaler.
         seed, device, torch: what it takes to repeat the run.
     """
 

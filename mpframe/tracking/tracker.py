@@ -96,7 +96,7 @@ class Tracker:
         folder: the run's folder, made if it is missing.
         purge_step: the first step this tracker will write, one after the last one kept. Whatever
             the folder's older event files hold from there on is hidden; None hides all of it.
-        on_error: `stop` where the disk is full, or `warn` and write what waits once it is not.
+        on_error: `stop` if the disk is full, or `warn` and write what waits once there is room.
 
     Raises:
         MpframeError: the folder cannot be written, or its newest event file lies in the future.

@@ -3,7 +3,7 @@
 A run has its callbacks by name and in an order (conf/callbacks/default.yaml); the state of each is
 kept in a checkpoint by that name.
 
-    load_state_dict    where the run goes on from a checkpoint
+    load_state_dict    if the run goes on from a checkpoint
     setup              once, before the training
     on_...             while it trains
     teardown           once, after it, the last callback first, however the training ended

@@ -237,6 +237,7 @@ def test_options_the_checkpoint_holds_are_said_not_to_count(
     start_run(tmp_path, *EVERYTHING, "trainer.max_steps=4")
     start_run(tmp_path, *EVERYTHING, "trainer.max_steps=4", "optimizer.lr=0.5", "resume=auto")
     assert (
-        "warning: not used, for the checkpoint holds its own: optimizer.lr=0.5 (goes on with 0.01);"
-        " start anew with init_from to change it"
+        "warning: not used, because the checkpoint holds its own: optimizer.lr=0.5 (goes on with "
+        "0.01);"
+        " start a new run with init_from to change it"
     ) in caplog.messages

@@ -1,1 +1,13 @@
-"""To be written."""
+"""The callbacks that come with mpframe, one file each; docs/callbacks.md says how to add one.
+
+Begin with training/callback.py, the interface, and conf/callbacks/default.yaml, the order.
+
+    curves, csv_log, amax_record, progress_bar    write and show numbers
+    results, throughput                           keep what the summary says
+    checkpoints                                   saves the run
+    spike_report, saturation                      warn
+    early_stopping, skip_guard, stop_on_signal    end a run
+
+The autopsy and the ranges are callbacks, too, and are in numerics/. A configuration names each by
+`_target_`, so nothing is exported here. May import what training may.
+"""

@@ -1,8 +1,8 @@
 """When a run is saved, and what goes into the checkpoint.
 
 Everything that can change the run's future does: the trainer's state, every random generator, and
-what the callbacks must know. It is taken between two steps, where no accumulation window is open;
-where the reading of the data stands is two numbers (see data.loader).
+what the callbacks must know. It is taken between two steps, when no accumulation window is open;
+how far the data has been read is two numbers (see data.loader).
 
 A save in the background copies the state first, so the run may go on while the copy is written; at
 most one is under way, and what goes wrong with it surfaces at the next save or at the end.
@@ -39,10 +39,10 @@ class SavePlan:
         every: steps between two checkpoints; None: by the clock, or else after each epoch.
         minutes: time between two checkpoints; None: the clock does not count.
         keep_last: how many of the newest stay, >= 1.
-        keep_best: how many of the best by validation stay besides; where there are to be any, a
-            validation that is among the best is saved as well.
+        keep_best: how many of the best by validation stay, too; if this is not 0, a validation
+            among the best is saved when it is made.
         background: write while the training goes on.
-        on_error: `stop` or `warn` where a checkpoint cannot be written.
+        on_error: `stop` or `warn` if a checkpoint cannot be written.
     """
 
     every: int | None = None
@@ -82,7 +82,7 @@ class Checkpoints(Callback):
         self._validation = trainer.progress.global_step, self._facts_of(evaluation)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Save where it is due, but never from a step that was skipped: the last good one stays."""
+        """Save if it is due, but never from a step that was skipped: the last good one stays."""
         if self._due(trainer):
             trainer.read_verdicts()
             if not trainer.progress.skipped_in_a_row:
@@ -96,7 +96,7 @@ class Checkpoints(Callback):
         """Continue from a saved one."""
         if state["validation"] is not None:
             global_step, validation = state["validation"]
-            retention.rank(validation)  # Raises where it is none.
+            retention.rank(validation)  # Raises if it is none.
             self._validation = int(global_step), dict(validation)
 
     def save(self, trainer: Trainer) -> None:
@@ -133,7 +133,7 @@ class Checkpoints(Callback):
 
     @contextmanager
     def around(self, trainer: Trainer) -> Iterator[None]:
-        """Save at the end of the block, also where a signal ended it; and wait for all writing."""
+        """Save at the end of the block, also if a signal ended it; and wait for all writing."""
         try:
             yield
             self.save(trainer)

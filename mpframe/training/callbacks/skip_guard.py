@@ -23,7 +23,7 @@ class SkipGuard(Callback):
         self._last: StepResult | None = None
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Raise where the limit is reached.
+        """Raise if the limit is reached.
 
         Raises:
             DivergedError: says whether the forward pass or only the gradients were not finite.
@@ -33,7 +33,7 @@ class SkipGuard(Callback):
             raise self._diverged(trainer, f"trainer.max_consecutive_skips={self._limit} reached")
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Raise where nothing was learnt, or not to the end.
+        """Raise if nothing was learnt, or not to the end.
 
         Raises:
             DivergedError: no step was applied, the last ones were all skipped, or the last one was

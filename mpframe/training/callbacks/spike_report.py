@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class SpikeReport(Callback):
-    """Says which loss was a spike, and ends the run where the policy is to stop."""
+    """Says which loss was a spike, and ends the run if the policy is to stop."""
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Warn of a spike, or raise.

@@ -16,9 +16,9 @@ class StopOnSignal(Callback):
         self._interruption = interruption
 
     def on_prediction_step(self, trainer: Trainer) -> None:
-        """Abandon the validation where a signal came; a resumed run makes it anew."""
+        """Abandon the validation if a signal came; a resumed run makes it again."""
         self._interruption.raise_if_received()
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Raise RunInterrupted where a signal came."""
+        """Raise RunInterrupted if a signal came."""
         self._interruption.raise_if_received()
