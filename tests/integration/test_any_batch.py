@@ -10,7 +10,7 @@ from test_resume import cut
 from texts import Texted
 
 from mpframe.cli import autopsy as autopsy_command
-from mpframe.errors import DivergedError
+from mpframe.errors import DataError, DivergedError
 from mpframe.numerics.autopsy import evidence
 
 OWN = [
@@ -61,3 +61,26 @@ def test_the_autopsy_keeps_such_a_batch_and_names_its_samples(
     if as_object:
         example = Texted(torch.zeros(1), torch.zeros(1), ["text"])
         assert type(step.like(example).batches[0]) is Texted
+
+
+BOXES = [
+    "model=own", "model._target_=boxes.detector", "dataset=own", "dataset._target_=boxes.task",
+    "dataset.batch_size=3", "device=cpu", "trainer.epochs=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp"])
+def test_lists_of_pictures_of_different_sizes(
+    start_run: StartRun, tmp_path: Path, dtype: str
+) -> None:
+    done = start_run(tmp_path, *BOXES, f"dtype={dtype}")
+    assert (done.status, done.steps, done.samples) == ("finished", 10, 30)
+    # The mean over the samples, not over the batches: the last one of validation has one picture.
+    assert done.val_metric is not None
+    # Each loss is a mean in fp32 of 12 squared differences: 3 + 12 roundings of at most 2^-24.
+    assert done.val_loss == pytest.approx(done.val_metric**2, rel=15 * 2.0**-24)
+
+
+def test_a_bad_box_is_named(start_run: StartRun, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"sample 11 holds NaN or inf in its targets\.boxes"):
+        start_run(tmp_path, *BOXES, "+dataset.bad=11")
