@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from mpframe.config.schema import OPEN
 from mpframe.errors import ConfigError
 
-MAPPINGS = ("ops.move", "ops.modules")
+MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups")
 """Options that are mappings and hold no entry at first."""
 _MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
 
