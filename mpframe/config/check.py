@@ -278,11 +278,10 @@ def _require_target(path: str, node: Mapping[str, Any]) -> None:
 def _refuse_unknown(path: str, node: Mapping[str, Any], known: set[str]) -> None:
     for key in node:
         if key not in known:
-            full = f"{path}.{key}" if path else str(key)
-            hint = nearest(str(key), known)
-            raise ConfigError(
-                f"{full}: no such option; {hint or 'known: ' + ', '.join(sorted(known))}"
-            )
+            prefix = f"{path}." if path else ""
+            paths = [f"{prefix}{name}" for name in sorted(known)]
+            hint = nearest(f"{prefix}{key}", paths) or f"known: {', '.join(paths)}"
+            raise ConfigError(f"{prefix}{key}: no such option; {hint}")
 
 
 def _resolved(composed: DictConfig) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mpframe.config import store  # noqa: F401 - Hydra finds the schema in its ConfigStore
 from mpframe.config.check import check, refuse_bad_value
 from mpframe.config.locations import CONF
 from mpframe.config.overrides import MAPPINGS, parsed

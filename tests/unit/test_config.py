@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
@@ -15,6 +16,7 @@ from mpframe.config.command_line import checked
 from mpframe.config.locations import CONF
 from mpframe.config.options_page import options_page
 from mpframe.config.schema import (
+    RUN_OPTIONS,
     SECTIONS,
     Config,
     GroupOptions,
@@ -62,11 +64,24 @@ def test_every_shipped_file_composes(path: Path) -> None:
     assert config.dtype.mode in ("fp32", "mixed", "amp")
 
 
-@pytest.mark.parametrize("name", ["dtype", "trainer"])
-def test_a_default_file_states_the_defaults_of_the_schema(name: str) -> None:
-    stem = {"dtype": "mixed", "trainer": "default"}[name]
-    values = OmegaConf.to_container(OmegaConf.load(CONF / name / f"{stem}.yaml"))
-    assert values == dataclasses.asdict(SECTIONS[name]())
+@pytest.mark.parametrize("name", ["numerics", "trainer"])
+def test_a_default_stands_in_the_schema_alone(name: str) -> None:
+    """A file of a closed section holds what it changes; the choice `default` or `off` nothing."""
+    defaults = dataclasses.asdict(SECTIONS[name]())
+    for path in (CONF / name).glob("*.yaml"):
+        values: Any = OmegaConf.to_container(OmegaConf.load(path))
+        switch = {"every"} if path.stem == "off" else set()
+        assert not [key for key in values.keys() - switch if values[key] == defaults[key]]
+    assert OmegaConf.load(CONF / "config.yaml").keys() & RUN_OPTIONS == {"run_name"}
+
+
+@pytest.mark.parametrize("words", [["trainer.epochs=two"], ["trainer={epochs: two}"]])
+def test_hydra_itself_knows_types_and_options(words: list[str]) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+        with pytest.raises(ConfigCompositionException, match="Error merging override"):
+            compose("config", overrides=words)
+        with pytest.raises(ConfigCompositionException, match=r"trainer\.epoch"):
+            compose("config", overrides=["trainer.epoch=2"])
 
 
 @pytest.mark.parametrize("name", ["static", "Backoff", "LogMax"])
@@ -186,7 +201,7 @@ def tree(**changes: Any) -> Any:
     [
         ({"trainer__epochs": "x"}, "trainer.epochs=x: must be a whole number epochs >= 1"),
         ({"trainer__epochs": True}, "trainer.epochs=true: must be a whole number epochs >= 1"),
-        ({"trainer__max_step": 1}, "trainer.max_step: no such option; nearest: max_steps"),
+        ({"trainer__max_step": 1}, "trainer.max_step: no such option; nearest: trainer.max_steps"),
         (
             {"dtype__mode": "fp16"},
             "dtype.mode=fp16: must be one of fp32, mixed, amp; use dtype=mixed or dtype=amp",

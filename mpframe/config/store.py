@@ -1,0 +1,30 @@
+"""Gives Hydra the schema: the first entry of conf/config.yaml's defaults list, `schema`.
+
+So Hydra itself knows the type and the default of every option of the closed sections and refuses
+any other, on the command line and in every file, a user's own too. Ranges and nearest names are
+check.py's.
+"""
+
+import dataclasses
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from mpframe.config.schema import OPEN, SECTIONS, DatasetOptions, Run
+
+
+def _schema() -> Any:
+    """A dataclass of the whole configuration; an open section may hold anything."""
+    closed = [
+        (name, section, dataclasses.field(default_factory=section))
+        for name, section in SECTIONS.items()
+        if name not in OPEN
+    ]
+    own = {"dataset": lambda: dataclasses.asdict(DatasetOptions())}
+    free = [
+        (name, Any, dataclasses.field(default_factory=own.get(name, lambda: None))) for name in OPEN
+    ]
+    return dataclasses.make_dataclass("Options", [*free, *closed], bases=(Run,))
+
+
+ConfigStore.instance().store(name="schema", node=_schema(), provider="mpframe")
