@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-HALF = (torch.float16, torch.bfloat16)
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""The 16-bit formats that a run can use, by their names in options."""
+HALF = tuple(HALVES.values())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -53,7 +55,7 @@ def named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(item, f"{name}.{key}" if name else str(key))
 
 
-def widened(node: Any) -> Any:
+def to_fp32(node: Any) -> Any:
     """`node` with every half tensor in fp32."""
     if isinstance(node, Tensor):
         return node.float() if node.dtype in HALF else node
