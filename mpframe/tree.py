@@ -16,6 +16,7 @@ from torch import Tensor, nn
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """The 16-bit formats that a run can use, by their names in options."""
 HALF = tuple(HALVES.values())
+_NUMBERS_AND_WORDS = (int, float, complex, str, type(None))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -102,8 +103,10 @@ def with_fields(node: Any, fields: dict[Any, Any]) -> Any:
 
 
 def _is_dict(node: Any) -> bool:
-    # By the order of its classes: isinstance of an abstract class takes four times as long.
-    return isinstance(node, dict) or UserDict in type(node).__mro__
+    # An abstract class takes four times as long to ask, so numbers and words are not asked.
+    return isinstance(node, dict) or (
+        not isinstance(node, _NUMBERS_AND_WORDS) and isinstance(node, UserDict)
+    )
 
 
 def _is_dataclass(node: Any) -> bool:
