@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-HALF = (torch.float16, torch.bfloat16)
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""The 16-bit formats that a run can use, by their names in options."""
+HALF = tuple(HALVES.values())
+_NUMBERS_AND_WORDS = (int, float, complex, str, type(None))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -53,7 +56,7 @@ def named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(item, f"{name}.{key}" if name else str(key))
 
 
-def widened(node: Any) -> Any:
+def to_fp32(node: Any) -> Any:
     """`node` with every half tensor in fp32."""
     if isinstance(node, Tensor):
         return node.float() if node.dtype in HALF else node
@@ -100,8 +103,10 @@ def with_fields(node: Any, fields: dict[Any, Any]) -> Any:
 
 
 def _is_dict(node: Any) -> bool:
-    # By the order of its classes: isinstance of an abstract class takes four times as long.
-    return isinstance(node, dict) or UserDict in type(node).__mro__
+    # An abstract class takes four times as long to ask, so numbers and words are not asked.
+    return isinstance(node, dict) or (
+        not isinstance(node, _NUMBERS_AND_WORDS) and isinstance(node, UserDict)
+    )
 
 
 def _is_dataclass(node: Any) -> bool:

@@ -71,7 +71,7 @@ def _counted(name: str, parameters: list[nn.Parameter]) -> str:
 def _settings(
     config: Config, name: str, group: Group, parameters: list[nn.Parameter]
 ) -> dict[str, Any]:
-    """What the group has of its own, found good by an optimizer made with it.
+    """What the group sets, checked by making an optimizer with it.
 
     torch itself takes any name and any value from a group.
     """
@@ -115,7 +115,7 @@ def joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> Any
 def build_schedule(
     config: Config, optimizer: Optimizer, plan: Mapping[str, int], metrics: Mapping[str, Any]
 ) -> Schedule | None:
-    """The schedule; None where there is none.
+    """The schedule; None if there is none.
 
     Args:
         config: the options.

@@ -15,7 +15,7 @@ _PAGE = "docs/loss_scaling/own.md"
 
 
 def build_scaler(config: Config) -> LossScaler | None:
-    """The loss scaler that `loss_scaling._target_` makes; None where the loss is not scaled.
+    """The loss scaler that `loss_scaling._target_` makes; None if the loss is not scaled.
 
     Raises:
         ConfigError: an argument is not allowed, or what is made is not a loss scaler.

@@ -1,8 +1,8 @@
 """What `Backoff` and `LogMax` share: bounds on the scale, and a start taken from a probe.
 
-Nobody knows the first scale. A constant, 2^16, costs a skipped step for every octave it is too
-high and lost gradients where it is too low. With `init_scale="probe"` the caller makes one backward
-pass before step 1, and its largest |gradient| a decides:
+The right first scale is not known. A constant, 2^16, costs a skipped step for every octave that it
+is too high, and gradients become 0 if it is too low. With `init_scale="probe"` the caller makes one
+backward pass before step 1, and its largest |gradient| a decides:
 
     s_0 = the largest 2^e with 2^e a <= limit / 2
 
@@ -71,7 +71,7 @@ class AdaptiveScaler(Scaler, ABC):
         return self._min
 
     def start_from(self, amax: Tensor) -> None:
-        """Start anew, with the largest safe power of two for what a probing backward pass gave.
+        """Start again, with the largest safe power of two for what a probing backward pass gave.
 
         Args:
             amax: 0-d float32, the largest |unscaled gradient| of the probe. Zero, inf and nan say

@@ -29,7 +29,7 @@ class Backoff(AdaptiveScaler):
         backoff_factor: what it is multiplied by on overflow, in (0, 1).
         growth_interval: consecutive clean steps before growth; the last of them already grows it.
         hysteresis: the overflow since the last growth (or the start) that first shrinks the scale;
-            every later one does too, until a growth starts the count anew. 1 = every overflow.
+            every later one does too, until a growth starts the count again. 1 = every overflow.
         min_scale: the floor, > 0.
         max_scale: the ceiling.
         half: the run's 16-bit format, or its name; only the probe needs it.

@@ -7,7 +7,7 @@ from mpframe.loss_scaling.ranges import Half, half_format
 
 
 def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | None:
-    """`Backoff` where anything is stored or computed in float16; None otherwise.
+    """`Backoff` if anything is stored or computed in float16; None otherwise.
 
     bfloat16 has the range of fp32, so its gradients need no scale.
 

@@ -49,14 +49,14 @@ class Probed(Protocol):
 
     @property
     def wants_probe(self) -> bool:
-        """True until `start_from` has been called, where a probe was asked for."""
+        """True until `start_from` has been called, if a probe was asked for."""
 
     def start_from(self, amax: Tensor) -> None:
         """Choose the first scale for gradients whose largest magnitude is `amax` (0-d float32)."""
 
 
 def scale_of(scaler: LossScaler | None) -> Tensor | float:
-    """What a loss is multiplied by; 1 where it is not scaled."""
+    """What a loss is multiplied by; 1 if it is not scaled."""
     return 1.0 if scaler is None else scaler.scale
 
 
@@ -66,5 +66,5 @@ def name_of(scaler: LossScaler | None) -> str:
 
 
 def wants_probe(scaler: object) -> TypeGuard[Probed]:
-    """True where `scaler` is still to take its first scale from a probe."""
+    """True if `scaler` is still to take its first scale from a probe."""
     return isinstance(scaler, Probed) and scaler.wants_probe

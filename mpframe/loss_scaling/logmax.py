@@ -24,8 +24,8 @@ Why it is so:
   scale 2^k times as small, bit for bit.
 - The gains are plain averages that turn into moving averages with decays β₁ and β₂. σ is that of
   the errors that μ really made, so it covers a lagging mean; ν observations of σ₀ octaves stand in
-  for it at first and fade, for nothing can be said about a spread from a handful of samples.
-- Real gradients have higher spikes than normal ones, and a step may overflow below T where the
+  for it at first and fade: a handful of samples says nothing about a spread.
+- Real gradients have higher spikes than normal ones, and a step may overflow below T if the
   backward pass holds something larger than a. The margin learns both. A gradient beyond the room
   held for it, overflow or not, costs one octave, and 1/p steps without one give it back. So while
   m < M at most p N + M of N steps are beyond, whatever the distribution (adaptive conformal
@@ -56,7 +56,7 @@ PRIOR_WEIGHT = 4.0
 JUDGED_AFTER = 10
 """J. A spread wider than σ₀ shows by then; what lies beyond the room still then is no accident."""
 MAX_MARGIN = 10.0
-"""M in octaves, of the 40 of float16: where many batches hold a nan, no room would ever do."""
+"""M in octaves, of the 40 of float16: if many batches hold a nan, no room would ever do."""
 SURPRISE = 2.0
 """In σ. One normal observation in 44 lies beyond it on one side."""
 RESTART_AFTER = 4
@@ -123,7 +123,7 @@ class LogMax(AdaptiveScaler):
         return self.state["variance"].sqrt()
 
     def update(self, amax: Tensor) -> None:
-        """Observe and choose anew. `amax`: 0-d float32, the largest |unscaled gradient|."""
+        """Observe, and choose the scale. `amax`: 0-d float32, the largest |unscaled gradient|."""
         self._wants_probe = False
         now = self.state
         overflow = ~(amax < torch.inf)  # nan compares false, so it counts as an overflow
@@ -168,7 +168,7 @@ class LogMax(AdaptiveScaler):
         return self._quantile * state["variance"].sqrt() + state["margin"]
 
     def _moments(self, surprise: Tensor, count: Tensor, seen: Tensor) -> dict[str, Tensor]:
-        """Mean, variance and count after an observation; unchanged where nothing was `seen`."""
+        """Mean, variance and count after an observation; unchanged if nothing was `seen`."""
         mean, variance = self.state["mean"], self.state["variance"]
         mean_gain = (count + 1).reciprocal().clamp(min=self._mean_gain)
         variance_gain = (count + PRIOR_WEIGHT).reciprocal().clamp(min=self._variance_gain)

@@ -8,8 +8,8 @@ from typing import TypeGuard
 import torch
 
 from mpframe.errors import ConfigError
+from mpframe.tree import HALVES
 
-HALF_FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 Half = torch.dtype | str
 """A 16-bit format, or its name."""
 COUNT_MAX = 2**31 - 1  # steps; far beyond any run, and safe in every integer format
@@ -69,7 +69,7 @@ def count(argument: str, value: object) -> int:
 
 def half_format(value: object) -> torch.dtype:
     """The 16-bit format that `value` is or names, if a run can use it."""
-    for name, half in HALF_FORMATS.items():
+    for name, half in HALVES.items():
         if value is half or value == name:
             return half
     raise refused("half", value, "float16 or bfloat16")

@@ -3,7 +3,7 @@
     s_t = s_0
 
 The cheapest choice and the only one that keeps two runs comparable bit for bit. An overflow still
-skips the step, so inf never reaches the weights; the scale stays, for there is nothing to adapt.
+skips the step, so inf never reaches the weights; the scale stays, as nothing adapts it.
 """
 
 import torch

@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 
 from mpframe.objectives.step_output import StepOutput
 from mpframe.objectives.supervised import outside_casts
-from mpframe.tree import widened
+from mpframe.tree import to_fp32
 
 
 def discriminator_objective(model: Any, batch: Any) -> StepOutput:
@@ -27,7 +27,7 @@ def discriminator_objective(model: Any, batch: Any) -> StepOutput:
     """
     logits = model(batch[0])
     with outside_casts():
-        real, fake = widened(logits)
+        real, fake = to_fp32(logits)
         loss = softplus(-real).mean() + softplus(fake).mean()
     return StepOutput(loss, outputs=(real, fake), targets=batch[1])
 
@@ -41,6 +41,6 @@ def generator_objective(model: Any, batch: Any) -> StepOutput:
     """
     logits = model.discriminator(model.generator(model.noise(batch[0])))
     with outside_casts():
-        fake = widened(logits)
+        fake = to_fp32(logits)
         loss = softplus(-fake).mean()
     return StepOutput(loss, outputs=fake, targets=batch[1])

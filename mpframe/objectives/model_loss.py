@@ -8,7 +8,7 @@ from torch import nn
 from mpframe.errors import UserCodeError
 from mpframe.objectives.step_output import StepOutput
 from mpframe.objectives.supervised import outside_casts
-from mpframe.tree import widened
+from mpframe.tree import to_fp32
 from mpframe.user_code import UserCode, described, name_of
 
 
@@ -39,7 +39,7 @@ def model_loss(model: nn.Module, batch: Any) -> StepOutput:
             "labels, or use an objective that computes the loss"
         )
     with outside_casts():
-        return StepOutput(loss, widened(_named(result, "logits")), batch.get("labels"))
+        return StepOutput(loss, to_fp32(_named(result, "logits")), batch.get("labels"))
 
 
 def _named(result: Any, name: str) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mpframe.errors import UserCodeError
 from mpframe.objectives.step_output import StepOutput
 from mpframe.precision.casting.blocks import block
-from mpframe.tree import widened
+from mpframe.tree import to_fp32
 from mpframe.user_code import blame, described, name_of
 
 Loss = Callable[[Any, Any], Tensor]
@@ -45,7 +45,7 @@ class Supervised:
         except BaseException:
             blame("model:", model, inputs=inputs)
         with outside_casts():
-            outputs = widened(outputs)
+            outputs = to_fp32(outputs)
             try:
                 loss = self.loss(outputs, targets)
             except BaseException:

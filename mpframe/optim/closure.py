@@ -18,7 +18,7 @@ from mpframe.optim.verdict import Verdict
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """True where `optimizer.step` cannot be called without a closure."""
+    """True if `optimizer.step` cannot be called without a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

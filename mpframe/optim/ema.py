@@ -22,7 +22,7 @@ class Ema:
     """The moving average of some weights.
 
     Args:
-        masters: parameter -> the fp32 tensor that is averaged (itself where it is fp32).
+        masters: parameter -> the fp32 tensor that is averaged (itself if it is fp32).
         decay: d, 0 < d < 1; the first updates decay faster, see above.
 
     Raises:
@@ -61,7 +61,7 @@ class Ema:
         self._updates += 1
 
     def restart(self) -> None:
-        """Begin again at the present masters, as where they have been loaded."""
+        """Begin again at the present masters, as after they were loaded."""
         torch._foreach_copy_(self._averages, [master.detach() for _, master in self._masters])
         self._updates = 0
 

@@ -24,7 +24,7 @@ from mpframe.optim.master import (
     remember,
     restore,
 )
-from mpframe.tree import HALF, widened
+from mpframe.tree import HALF, to_fp32
 
 _WRAPPED: WeakSet[Optimizer] = WeakSet()
 
@@ -91,7 +91,7 @@ class Masters:
             group["params"][index] = master.requires_grad_(parameter.requires_grad)
             if parameter in optimizer.state:
                 kept = optimizer.state.pop(parameter)
-                optimizer.state[master] = {k: widened(v) for k, v in kept.items()}
+                optimizer.state[master] = {k: to_fp32(v) for k, v in kept.items()}
 
     def take_gradients(self, scale: Tensor | float) -> Gradients:
         """The gradients, fp32 and unscaled; parameters and masters are left without.

@@ -2,8 +2,8 @@
 
 Each part is a `MasterWeights` over parameters of its own. What they share is the verdict:
 
-    skip="all"     nobody moves unless the gradients of all are finite
-    skip="each"    a part with finite gradients moves, whatever the others have
+    skip="all"     no part moves unless the gradients of all are finite
+    skip="each"    a part with finite gradients moves, even if others have none
 
 and what was scaled together. Parts that lower one loss went through one backward pass, so they
 have one scale, and are clipped together by the norm of all their gradients. Parts with losses of
@@ -30,7 +30,7 @@ SKIPS = ("all", "each")
 
 
 class MultiOptimizer:
-    """Optimizers that step together; it is used where one `MasterWeights` would be.
+    """Optimizers that step together; it is used as one `MasterWeights` is.
 
     Args:
         parts: by name; no parameter in two of them, all on one device.
@@ -62,7 +62,7 @@ class MultiOptimizer:
         return [group for part in self.parts.values() for group in part.param_groups]
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """The fp32 tensor the update acts on: `parameter` itself where it is fp32."""
+        """The fp32 tensor the update acts on: `parameter` itself if it is fp32."""
         for part in self.parts.values():
             if part.holds(parameter):
                 return part.master_of(parameter)
@@ -81,7 +81,7 @@ class MultiOptimizer:
             scale: the loss scale of the backward pass, or of each part's.
 
         Returns:
-            0-d fp32, the largest amax; where it is inf or nan, parts dropped the micro-batch: all
+            0-d fp32, the largest amax; if it is inf or nan, parts dropped the micro-batch: all
             of them with skip="all", those that overflowed with skip="each".
         """
         taken = {name: part.take(_of(scale, name)) for name, part in self.parts.items()}
@@ -103,7 +103,7 @@ class MultiOptimizer:
         """Unscale, check, clip, update or skip every part, and tell the scaler or scalers.
 
         Args:
-            scaler: scaled this step's loss or losses; by part where they have one each.
+            scaler: scaled this step's loss or losses; by part if they have one each.
             max_norm: clip gradients that were scaled together to this global 2-norm, > 0 and
                 finite.
             skip_if_dropped: skip a part if any of its micro-batches was dropped, not only if all
@@ -150,7 +150,7 @@ class MultiOptimizer:
         return joined(results)
 
     def saturation_warning(self, model: nn.Module) -> str | None:
-        """A line on half weights held at the end of their range; None where there are none."""
+        """A line on half weights held at the end of their range; None if there are none."""
         lines = [part.saturation_warning(model) for part in self.parts.values()]
         return "; ".join(line for line in lines if line) or None
 
@@ -177,7 +177,7 @@ class MultiOptimizer:
             part.load_state_dict(state[name])
 
     def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """The fp32 tensor behind each parameter of `model`, by its name, where there is one."""
+        """The fp32 tensor behind each parameter of `model`, by its name, if there is one."""
         named: dict[str, Tensor] = {}
         for part in self.parts.values():
             named |= part.masters_by_name(model)
@@ -242,13 +242,13 @@ def _of(given: Any, name: str) -> Any:
     return given[name] if isinstance(given, Mapping) else given
 
 
-def _tell(scaler: Scaling, seen: Mapping[str, Tensor]) -> None:
+def _tell(scaler: Scaling, amax: Mapping[str, Tensor]) -> None:
     """Each scaler its part's amax; one that is shared, once, the largest."""
     if isinstance(scaler, Mapping):
         for name, own in scaler.items():
-            own.update(seen[name])
+            own.update(amax[name])
     elif scaler is not None:
-        scaler.update(largest(list(seen.values())))
+        scaler.update(largest(list(amax.values())))
 
 
 def _refuse_misfits(parts: Mapping[str, MasterWeights]) -> None:

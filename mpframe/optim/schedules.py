@@ -1,7 +1,7 @@
 """Learning-rate schedules from torch, sized to the planned number of steps.
 
 Each is stepped once after every optimizer step that was not skipped. torch's `ReduceLROnPlateau` is
-stepped once after every validation, with the metric where that has a direction, else with the loss.
+stepped once after every validation, with the metric if that has a direction, else with the loss.
 `CountedSchedule` tells those of timm how many updates and epochs there were.
 """
 
@@ -128,7 +128,7 @@ def refuse_overrun(schedules: Iterable[Schedule], steps: int) -> None:
             raise ConfigError(
                 f"scheduler.total_steps={schedule.total_steps}: OneCycleLR cannot go on after it, "
                 f"and the run is planned for {steps} steps; set trainer.epochs or "
-                "trainer.max_steps to fit it, or start anew with init_from"
+                "trainer.max_steps to fit it, or start a new run with init_from"
             )
 
 

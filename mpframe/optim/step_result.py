@@ -14,16 +14,16 @@ class StepResult:
     """What one optimizer step did. Every value stays on the device until somebody reads it.
 
     Attributes:
-        skipped: 0-d bool; True where the gradients were not finite and nothing was changed.
+        skipped: 0-d bool; True if the gradients were not finite and nothing was changed.
         amax: 0-d float32, the largest |gradient|, unscaled, before clipping; inf on overflow.
         grad_norm: 0-d float32, the global 2-norm of the gradients, unscaled, before clipping.
         scale: 0-d float32, the loss scale this step was computed with.
         dropped: 0-d int64, micro-batches of the step left out because they overflowed; None
-            where the step was not accumulated.
+            if the step was not accumulated.
         loss: 0-d float32, the unscaled mean loss of the step; None outside the trainer.
         verdict: the same on the host, if it was read already; None if it was not.
-        parts: the same of each optimizer, by name, where several share the step; None with one.
-            `skipped` is then true where all of them skipped, `amax` the largest, `grad_norm` that
+        parts: the same of each optimizer, by name, if several share the step; None with one.
+            `skipped` is then true if all of them skipped, `amax` the largest, `grad_norm` that
             of all gradients together, `loss` the sum.
     """
 
@@ -67,7 +67,7 @@ def any_of(verdicts: list[Tensor]) -> Tensor:
 
 
 def largest(magnitudes: list[Tensor]) -> Tensor:
-    """The largest of some 0-d magnitudes, nan where one is nan; of a single one, itself."""
+    """The largest of some 0-d magnitudes, nan if one is nan; of a single one, itself."""
     return magnitudes[0] if len(magnitudes) == 1 else torch.stack(magnitudes).max()
 
 

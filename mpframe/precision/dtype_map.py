@@ -29,9 +29,9 @@ class Row:
     Attributes:
         module: qualified name; empty for the model itself.
         kind: class name.
-        storage: format of the module's own parameters, of most of their numbers where they differ;
-            None where it has none.
-        compute: format the module's op computes in, in words; `-` where it runs no op of its own.
+        storage: format of the module's own parameters, of most of their numbers if they differ;
+            None if it has none.
+        compute: format the module's op computes in, in words; `-` if it runs no op of its own.
             Of a class that is not torch.nn's, the formats of the ops that read its weights.
         why: the list or the pin that decides; also that a traced step never called the module.
     """

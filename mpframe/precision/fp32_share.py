@@ -1,4 +1,4 @@
-"""Which share of the weights stays in fp32 where the mode stores them in half, and why."""
+"""Which share of the weights stays in fp32 if the mode stores them in half, and why."""
 
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ def _reason(
 
 
 def _way_out(model: nn.Module, name: str, policy: Policy) -> str:
-    """The pin that stores the module's weights in half, where one does."""
+    """The pin that stores the module's weights in half, if one does."""
     if policy.pin_of(name) or op_of(model.get_submodule(name)) in WITH_STATISTICS:
         return ""
     return f"; half with ops.modules[{name or '*'!r}]=half"

@@ -24,7 +24,7 @@ _PAD = re.compile(r"(Reflection|Replication|Circular|Constant|Zero)Pad\dd")
 
 
 def op_of(module: nn.Module) -> str | None:
-    """The name of the op `module` runs, or None where it is not a layer of torch.nn."""
+    """The name of the op `module` runs, or None if it is not a layer of torch.nn."""
     if isinstance(module, nn.RNNBase):
         return str(module.mode).lower()  # lstm, gru, rnn_tanh, rnn_relu
     if isinstance(module, nn.RNNCell):

@@ -106,7 +106,7 @@ class OpLists:
 
     @property
     def empty(self) -> bool:
-        """True where no op is listed at all (`ops=none`)."""
+        """True if no op is listed at all (`ops=none`)."""
         return not (self.allow or self.deny or self.infer)
 
 

@@ -7,7 +7,7 @@ reason. It holds no tensor and no state, so it can be printed, compared and kept
     mode    weights stored as                  ops
     fp32    fp32                               nothing is cast
     amp     fp32                               cast at run time by the lists
-    mixed   half where the op is in `allow`    cast at run time by the lists
+    mixed   half if the op is in `allow`    cast at run time by the lists
 """
 
 import fnmatch
@@ -18,9 +18,9 @@ import torch
 
 from mpframe.errors import ConfigError, nearest
 from mpframe.precision.op_lists import OpLists
+from mpframe.tree import HALVES
 
 MODES = ("fp32", "mixed", "amp")
-HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 COMPUTES = ("auto", "native", "emulated")
 CASTABLE = frozenset({torch.float32, *HALVES.values()})  # No other format is ever cast.
 
@@ -51,7 +51,7 @@ class Policy:
         half: `float16` or `bfloat16`, the 16-bit format of the run.
         ops: the op lists and module pins.
         compute: how half ops compute on a CPU: `native` kernels, `emulated` (half inputs, fp32
-            accumulation, one rounding), or `auto`: native where the CPU has the instructions.
+            accumulation, one rounding), or `auto`: native if the CPU has the instructions.
 
     Raises:
         ConfigError: a value is not one of those named here.
@@ -69,12 +69,12 @@ class Policy:
 
     @property
     def casts(self) -> bool:
-        """False where no op is ever cast, so that no interception is needed."""
+        """False if no op is ever cast, so that no interception is needed."""
         return self.mode != "fp32" and not (self.ops.empty and not self.ops.modules)
 
     @property
     def stores_by_op(self) -> bool:
-        """True where a weight's format depends on the ops that read it."""
+        """True if a weight's format depends on the ops that read it."""
         return self.mode == "mixed" and not self.ops.empty
 
     @property
@@ -103,13 +103,13 @@ class Policy:
 
     @staticmethod
     def matches(pattern: str, module: str) -> bool:
-        """True where `pattern` names the module or one that contains it."""
+        """True if `pattern` names the module or one that contains it."""
         parts = module.split(".")
         owners = (".".join(parts[: end + 1]) for end in range(len(parts)))
         return any(fnmatch.fnmatchcase(owner, pattern) for owner in owners)
 
     def emulates(self, device: torch.device) -> bool:
-        """True where half ops on `device` compute in fp32 with one rounding of the result.
+        """True if half ops on `device` compute in fp32 with one rounding of the result.
 
         CPUs have no fast float16 product (torch's own is 40 to 160 times slower than fp32), and
         some have bfloat16 instructions; accelerators always compute natively.
@@ -123,7 +123,7 @@ class Policy:
 
 
 def has_native_half(half: str) -> bool:
-    """True where this CPU multiplies `half` matrices with instructions of its own."""
+    """True if this CPU multiplies `half` matrices with instructions of its own."""
     if half == "float16":
         return False
     return bool(torch.cpu._is_avx512_bf16_supported())

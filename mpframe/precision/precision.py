@@ -41,8 +41,8 @@ class Precision:
     Args:
         mode: `fp32`, `mixed` (half weights, fp32 masters) or `amp` (fp32 weights, ops cast).
         half: `float16` or `bfloat16`.
-        ops: the op lists and module pins; the shipped default lists where None.
-        compute: half on a CPU: `native`, `emulated`, or `auto` (native where the CPU can).
+        ops: the op lists and module pins; the shipped default lists if None.
+        compute: half on a CPU: `native`, `emulated`, or `auto` (native if the CPU can).
         master_weights: False leaves the masters out, to study what they are for.
 
     Raises:
@@ -124,7 +124,7 @@ class Precision:
             self._reads[model] = self.reads(model) | reads_of(model, example, self.cast())
 
     def reads(self, model: nn.Module) -> Reads:
-        """The ops that were seen to read each weight; empty where the model was not traced."""
+        """The ops that were seen to read each weight; empty if the model was not traced."""
         return self._reads.get(model, Reads())
 
     def attach(self, model: nn.Module) -> None:
@@ -153,7 +153,7 @@ class Precision:
     def cast(self) -> AbstractContextManager[None]:
         """Run the ops of the block by the lists; one weight is cast at most once in it.
 
-        Blocks nest: the innermost decides, also where it is an fp32 one, which casts nothing. They
+        Blocks nest: the innermost decides, also if it is an fp32 one, which casts nothing. They
         are of the thread that enters them, and of no other.
         """
         return block(self._casts)

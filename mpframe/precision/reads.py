@@ -1,7 +1,7 @@
 """Which ops read each weight, seen in one forward pass.
 
-A weight that only half ops read may be stored in half: rounded once when it is stored, or anew each
-time it is read, it is the same number. A module's class does not say which ops these are. An expert
+A weight that only half ops read may be stored in half: rounded once when it is stored, or again at
+each read, it is the same number. A module's class does not say which ops these are. An expert
 layer multiplies slices of one large weight; a layer with weight standardisation subtracts a mean
 from its weight before it convolves.
 
@@ -56,7 +56,7 @@ class Read:
         return policy.compute_of(self.op, pin[1] if pin else None)
 
     def in_half(self, policy: Policy) -> bool:
-        """True where the op computes in half, its weights too."""
+        """True if the op computes in half, its weights too."""
         return self.op not in WITH_STATISTICS and self.compute(policy) is Compute.HALF
 
 
@@ -66,7 +66,7 @@ class Reads:
 
     Attributes:
         of: the ops that read each weight; a weight that none read is left out.
-        called: names of the modules that were called; empty where nothing was traced.
+        called: names of the modules that were called; empty if nothing was traced.
     """
 
     of: Mapping[nn.Parameter, frozenset[Read]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def reads_of(model: nn.Module, example: Any, casts: AbstractContextManager[None]
         model: its buffers and the random generators are put back.
         example: what it is called with: a tuple is its arguments, a mapping its keyword arguments,
             anything else its only argument; a function is called with the model, and runs it.
-        casts: the block in which ops are cast, so that functions of torch are opened.
+        casts: the block in which ops are cast, so that functions of torch are unwrapped.
     """
     watch = _Watch(model)
     with undisturbed(model), _uncompiled(), watch.calls(model), watch, casts:
@@ -116,7 +116,7 @@ class _Watch(TorchFunctionMode):
         self._reads: dict[nn.Parameter, set[Read]] = {}
         self._called: set[str] = set()
         self._within: list[str] = []
-        self._copies: list[Tensor] = []  # Kept, lest their memory be used for something else.
+        self._copies: list[Tensor] = []  # Kept, so that their memory is not used again.
         for parameter in model.parameters():
             self._weights.setdefault(_address(parameter), set()).add(parameter)
         self._weights.pop(0, None)
@@ -182,7 +182,7 @@ def _only_looks(op: str) -> bool:
 
 
 def _first_only(op: str) -> bool:
-    """True where `op` takes no values but its first argument's."""
+    """True if `op` takes no values but its first argument's."""
     return op in _MOVES or op.endswith("_as")
 
 
@@ -192,7 +192,7 @@ def _writes(op: str) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the tensor's memory begins, the same for all views of it; 0 where it has none."""
+    """Where the tensor's memory begins, the same for all views of it; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # Sparse, or wrapped by a transform.

@@ -57,7 +57,7 @@ def known_ops() -> frozenset[str]:
 
 
 def is_registered(name: str) -> bool:
-    """True where `library.op` names an op that an imported library has registered with torch."""
+    """True if `library.op` names an op that an imported library has registered with torch."""
     library, _, op = name.partition(".")
     return bool(op) and hasattr(getattr(torch.ops, library), op)
 

@@ -1,7 +1,7 @@
 """How weights are stored: each in the format that it is computed with.
 
-In `mixed` a weight is half where every op that reads it computes in half, as a traced step shows
-(reads.py); fp32 where any other does. Of a weight that no trace has seen read, the module's class
+In `mixed` a weight is half if every op that reads it computes in half, as a traced step shows
+(reads.py); fp32 if any other does. Of a weight that no trace has seen read, the module's class
 tells the op: half for a layer of torch.nn whose op is in `allow`. A pin of its module comes before
 both, and without any lists all weights are half.
 

@@ -77,7 +77,7 @@ def test_a_1cycle_schedule_is_not_outrun(start_run: StartRun, tmp_path: Path) ->
         start_run(tmp_path, *SMALL, *ONECYCLE, "trainer.epochs=2", "resume=auto")
     assert str(error.value) == (
         "scheduler.total_steps=22: OneCycleLR cannot go on after it, and the run is planned for "
-        "44 steps; set trainer.epochs or trainer.max_steps to fit it, or start anew with init_from"
+        "44 steps; set trainer.epochs or trainer.max_steps to fit it, or start a new run with init_from"
     )
     assert checkpoint.read(tmp_path).global_step == 22
     assert Summary.read(tmp_path).status == "finished"  # the record of the run that was

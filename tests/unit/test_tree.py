@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.tree import map_tensors, named_tensors, tensors_in, widened
+from mpframe.tree import map_tensors, named_tensors, tensors_in, to_fp32
 
 
 @dataclass
@@ -40,7 +40,7 @@ def half(value: float) -> Tensor:
 def test_a_dataclass() -> None:
     output = Output(half(1), (half(2), half(3)))
     output.made = 7
-    wide = widened(output)
+    wide = to_fp32(output)
     assert isinstance(wide, Output)
     assert [tensor[0].item() for tensor in tensors_in(wide)] == [1, 2, 3]
     assert {tensor.dtype for tensor in tensors_in(wide)} == {torch.float32}
@@ -49,7 +49,7 @@ def test_a_dataclass() -> None:
 
 
 def test_a_frozen_dataclass_with_one_inside() -> None:
-    wide = widened([Frozen(half(1), Output(half(2)))])
+    wide = to_fp32([Frozen(half(1), Output(half(2)))])
     assert isinstance(wide[0], Frozen)
     assert isinstance(wide[0].inner, Output)
     assert [(t[0].item(), t.dtype) for t in tensors_in(wide)] == [
@@ -61,7 +61,7 @@ def test_a_frozen_dataclass_with_one_inside() -> None:
 
 
 def test_a_frozen_dataclass_with_slots() -> None:
-    assert widened(Slotted(half(1))).logits.dtype == torch.float32
+    assert to_fp32(Slotted(half(1))).logits.dtype == torch.float32
 
 
 def test_a_dataclass_type_is_no_container() -> None:
@@ -80,7 +80,7 @@ def test_a_dataclass_type_is_no_container() -> None:
     ],
 )
 def test_containers_keep_their_kind(node: Any) -> None:
-    wide = widened(node)
+    wide = to_fp32(node)
     assert type(wide) is type(node)
     assert [(t[0].item(), t.dtype) for t in tensors_in(wide)] == [
         (1, torch.float32),
@@ -100,7 +100,7 @@ def test_tensors_by_their_path() -> None:
 def test_a_model_output() -> None:
     """Of transformers: an OrderedDict and a dataclass, whose items are attributes too."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
-    wide = widened(outputs.BaseModelOutput(last_hidden_state=half(1), hidden_states=(half(2),)))
+    wide = to_fp32(outputs.BaseModelOutput(last_hidden_state=half(1), hidden_states=(half(2),)))
     assert isinstance(wide, outputs.BaseModelOutput)
     assert wide.last_hidden_state is wide["last_hidden_state"]
     assert {tensor.dtype for tensor in tensors_in(wide)} == {torch.float32}

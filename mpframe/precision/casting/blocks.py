@@ -2,7 +2,7 @@
 
 PyTorch keeps a stack of function modes for each thread. A block puts a `CastMode` of its own on the
 stack of its thread, so that two threads share nothing that changes; whoever asks which casts are on
-asks that stack. The innermost block decides, also where it is one that casts nothing.
+asks that stack. The innermost block decides, also if it is one that casts nothing.
 """
 
 from collections.abc import Iterator
@@ -16,18 +16,18 @@ from mpframe.precision.policy import Policy
 
 @contextmanager
 def block(casts: Casts | None, pins: Pins | None = None) -> Iterator[None]:
-    """A block in which ops are cast by `casts`, or not at all where it is None.
+    """A block in which ops are cast by `casts`, or not at all if it is None.
 
     Args:
         casts: a precision's.
         pins: the pinned modules that the block begins in, (module, pin), innermost last. None: a
             block within one of the same casts goes on with it; any other begins in none.
     """
-    outer = awake_modes()
+    outer = enabled_modes()
     if pins is None and outer and casts is not None and outer[-1].casts is casts:
         yield
         return
-    _set_awake(outer, False)
+    _set_enabled(outer, False)
     try:
         if casts is None:
             yield
@@ -40,26 +40,26 @@ def block(casts: Casts | None, pins: Pins | None = None) -> Iterator[None]:
             finally:
                 casts.give_back(mode)
     finally:
-        _set_awake(outer, True)
+        _set_enabled(outer, True)
 
 
-def awake_modes() -> list[CastMode]:
-    """The mode that casts on this thread, in a list; empty where none does."""
+def enabled_modes() -> list[CastMode]:
+    """The mode that casts on this thread, in a list; empty if none does."""
     active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [mode for mode in active if isinstance(mode, CastMode) and mode.awake]
+    return [mode for mode in active if isinstance(mode, CastMode) and mode.enabled]
 
 
 def casts_here() -> tuple[Casts | None, Pins]:
     """The casts and pins of this thread at this moment, for a `block` that restores them."""
-    modes = awake_modes()
+    modes = enabled_modes()
     return (modes[-1].casts, tuple(modes[-1].pins)) if modes else (None, ())
 
 
 def present_mode(policy: Policy) -> CastMode | None:
     """The mode that casts on this thread, if it is one of `policy`."""
-    return next((mode for mode in awake_modes() if mode.policy == policy), None)
+    return next((mode for mode in enabled_modes() if mode.policy == policy), None)
 
 
-def _set_awake(modes: list[CastMode], awake: bool) -> None:
+def _set_enabled(modes: list[CastMode], enabled: bool) -> None:
     for mode in modes:
-        mode.awake = awake
+        mode.enabled = enabled

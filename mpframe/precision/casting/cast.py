@@ -8,8 +8,8 @@ runs in the formats of the forward pass.
                fp32 and its result is rounded once (emulation.py)
     fp32 op    half inputs widened
     infer op   all inputs widened to the widest of them
-    others     left alone, and opened where they are Python functions of torch (opening.py), so
-               that the ops they call are seen too: attention, gumbel_softmax, `1 / x`, ...
+    others     left alone, and unwrapped if they are Python functions of torch (unwrapping.py),
+               so that the ops they call are cast too: attention, gumbel_softmax, `1 / x`, ...
 
 What is never cast: integers, booleans, complex, float64 and float8 tensors, and the floating
 tensors beside a float64 or complex one; ops given an explicit `dtype=`; in-place and `out=` forms,
@@ -26,7 +26,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from mpframe.precision.casting.emulation import half_values, rounded
-from mpframe.precision.casting.opening import OPENED, open_function
 from mpframe.precision.casting.plans import (
     HANDS_OFF,
     PLANS,
@@ -38,6 +37,7 @@ from mpframe.precision.casting.plans import (
     on_data_only,
     plan_name,
 )
+from mpframe.precision.casting.unwrapping import UNWRAPPED, unwrap
 from mpframe.precision.op_lists import PINS
 from mpframe.precision.policy import CASTABLE, Policy
 from mpframe.precision.spellings import op_name
@@ -71,7 +71,7 @@ class Casts:
         self.compute_on(torch.device("cpu"))
 
     def compute_on(self, device: torch.device) -> None:
-        """Where the tensors will be. Half tensors need no look where half is not emulated."""
+        """Where the tensors will be. Half tensors need no look if half is not emulated."""
         self.emulates = self.policy.emulates(device)
         self.to_half = CASTABLE if self.emulates else CASTABLE - {self.policy.half_dtype}
         self._idle: list[CastMode] = []
@@ -100,14 +100,14 @@ class CastMode(TorchFunctionMode):
 
     Attributes:
         policy: what decides.
-        awake: False while a block inside this one decides.
+        enabled: False while a block inside this one decides.
         pins: the pinned modules that are running, (module, pin), the innermost last.
     """
 
     def __init__(self, casts: Casts) -> None:
         super().__init__()
         self.casts, self.policy = casts, casts.policy
-        self.awake = True
+        self.enabled = True
         self._half = self.policy.half_dtype
         self._emulates, self._to_half = casts.emulates, casts.to_half
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor]] = {}
@@ -127,7 +127,7 @@ class CastMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.awake:
+        if not self.enabled:
             return func(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._plan(_plan_name(self.policy, func, self._pin))(func, args, kwargs)
@@ -156,7 +156,7 @@ class CastMode(TorchFunctionMode):
         """End what `enter(module, ...)` began, and whatever inside it an exception left open.
 
         Returns:
-            False where the module was not entered: nothing is done.
+            False if the module was not entered: nothing is done.
         """
         if all(name != module for name, _ in self.pins):
             return False
@@ -171,7 +171,7 @@ class CastMode(TorchFunctionMode):
     def _open_plan(self, name: str) -> Plan:
         def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
             with self:
-                return getattr(OPENED, name)(*args, **kwargs)
+                return getattr(UNWRAPPED, name)(*args, **kwargs)
 
         return run
 
@@ -246,7 +246,7 @@ def _plan_name(policy: Policy, func: Any, pin: str | None) -> str:
 def _plan_outside_the_lists(func: Any) -> str:
     if isinstance(func, HigherOrderOperator):
         return "higher order"
-    return "data" if func in _DATA else open_function(func) or "as is"
+    return "data" if func in _DATA else unwrap(func) or "as is"
 
 
 # A compiler takes the name as given and traces the plan. The mark is all that

@@ -2,7 +2,7 @@
 
     as is       nothing is cast
     fp32        half inputs widened
-    widest      half inputs widened where another input is fp32; with `rounded`, an op that has no
+    widest      half inputs widened if another input is fp32; with `rounded`, an op that has no
                 half kernel on a CPU runs in fp32 there and its result is rounded once
     into        an in-place form: its sources take the format of the tensor that is written
     ... data    for the first input alone, as the op writes its statistics into the others
@@ -22,13 +22,13 @@ from torch import Tensor
 from mpframe.precision.casting.emulation import WITHOUT_HALF_KERNEL, rounded
 from mpframe.precision.op_lists import WITH_STATISTICS
 from mpframe.precision.policy import CASTABLE, Compute
-from mpframe.tree import map_tensors, tensors_in
+from mpframe.tree import map_tensors, tensors_in, to_fp32
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Plan = Callable[[Any, Args, Kwargs], Any]
 
-# In-place forms that torch refuses where a source has another format than the tensor it goes into.
+# In-place forms that torch refuses if a source has another format than the tensor it goes into.
 _WRITES_ONE_FORMAT = """
     addbmm_ addmm_ addmv_ baddbmm_ heaviside_ index_add_ index_copy_ index_put_ index_reduce_ lerp_
     masked_scatter_ put_ scatter_ scatter_add_ scatter_reduce_
@@ -54,7 +54,7 @@ _PLAN_OF_COMPUTE = {
 
 
 def plan_name(op: str, compute: Compute) -> str:
-    """The plan by which calls of `op` are run where it computes in `compute`."""
+    """The plan by which calls of `op` are run when it computes in `compute`."""
     if op == "__setitem__":
         return "item"
     plan = "into" if op in WRITES_ONE_FORMAT else _PLAN_OF_COMPUTE[compute]
@@ -66,7 +66,7 @@ def plan_name(op: str, compute: Compute) -> str:
 
 
 def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
-    """The formats of the tensors of a call; None among them where the caller fixes the result's."""
+    """The formats of the tensors of a call; None among them if the caller fixes the result's."""
     found: set[torch.dtype | None] = set()
     for value in args:
         if isinstance(value, Tensor):
@@ -103,11 +103,6 @@ def holding_numbers(plan: Plan) -> Plan:
     return run
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """Half to fp32; other formats as they are."""
-    return tensor.float() if tensor.dtype in NARROW else tensor
-
-
 def _run_as_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(*args, **kwargs)
 
@@ -116,11 +111,11 @@ def _run_fp32(func: Any, args: Args, kwargs: Kwargs) -> Any:
     formats = formats_of(args, kwargs)
     if formats.isdisjoint(NARROW) or not formats.isdisjoint(HANDS_OFF):
         return func(*args, **kwargs)
-    return func(*map_tensors(widened, args), **map_tensors(widened, kwargs))
+    return func(*to_fp32(args), **to_fp32(kwargs))
 
 
 def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Widen half inputs where another input is fp32 (or the other half format).
+    """Widen half inputs if another input is fp32 (or the other half format).
 
     A 0-d tensor beside larger ones does not count, as in PyTorch's promotion: it is a number, not
     an operand.

@@ -9,7 +9,7 @@ casts are noted here where PyTorch makes, in the forward pass, what waits for th
     the node of a custom          has the function's `backward`: hand-written formulas, and what
     autograd.Function             recomputes, as reentrant checkpoints and reversible layers do
 
-A `backward` that meets half and fp32 is thereby cast as its `forward` was, which torch.autocast
+A `backward` that meets half and fp32 is so cast as its `forward` was, which torch.autocast
 does for those that are marked with `torch.amp.custom_bwd`.
 """
 

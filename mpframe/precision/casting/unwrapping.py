@@ -1,10 +1,10 @@
-"""Opens Python functions of torch, so that the ops they call can be seen and cast one by one.
+"""Unwraps Python functions of torch, so that the ops they call are intercepted one by one.
 
 PyTorch shows an interceptor only the outermost call. `F.multi_head_attention_forward` is one name
 to it, although a dozen ops run inside, some for half and some for fp32. Such a function starts by
-asking `has_torch_function(...)` and hands itself over where the answer is yes. An opened copy has
+asking `has_torch_function(...)` and hands itself over if the answer is yes. An unwrapped copy has
 the same code with that question answered "no": it runs its body, and the calls of the body are
-intercepted in their turn.
+intercepted.
 """
 
 import re
@@ -14,38 +14,38 @@ from functools import cache
 from typing import Any
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-# Opened functions by key. Attributes and not a dict: a compiler reads a dict once, before the
-# functions it meets later are opened.
-OPENED = types.SimpleNamespace()
+# Unwrapped functions by key. Attributes and not a dict: a compiler reads a dict once, before the
+# functions it meets later are unwrapped.
+UNWRAPPED = types.SimpleNamespace()
 
 
 @cache
-def open_function(function: Any) -> str | None:
-    """Open a Python function of torch, so that its inner calls are intercepted.
+def unwrap(function: Any) -> str | None:
+    """Unwrap a Python function of torch, so that its inner calls are intercepted.
 
     Returns:
-        The name of the opened function in `OPENED`. None for C functions and functions of users,
-        which cannot be opened: they are run as they are.
+        The name of the unwrapped function in `UNWRAPPED`. None for C functions and functions of
+        users, which cannot be unwrapped: they are run as they are.
     """
     inner = getattr(function, "__wrapped__", None)
     if isinstance(inner, types.FunctionType) and inner.__module__ == "torch._tensor":
-        opened = inner  # `1 / x`, `2 ** x`: a decorator asks, the body inside does not.
+        unwrapped = inner  # `1 / x`, `2 ** x`: a decorator asks, the body inside does not.
     elif isinstance(function, types.FunctionType) and _asks(function):
-        opened = _copy_with_answer(function)
+        unwrapped = _copy_with_answer(function)
     else:
         return None
     key = re.sub(r"\W", "_", f"{function.__module__}_{function.__qualname__}")
-    setattr(OPENED, key, opened)
+    setattr(UNWRAPPED, key, unwrapped)
     return key
 
 
 def _copy_with_answer(function: types.FunctionType) -> types.FunctionType:
     names = _answered(function.__module__)
-    opened = types.FunctionType(
+    unwrapped = types.FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
-    opened.__kwdefaults__ = function.__kwdefaults__
-    return opened
+    unwrapped.__kwdefaults__ = function.__kwdefaults__
+    return unwrapped
 
 
 def _asks(function: types.FunctionType) -> bool:
