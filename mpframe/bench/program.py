@@ -12,7 +12,7 @@ from mpframe.bench.table import Table, as_json, as_markdown
 
 
 @dataclass(frozen=True)
-class Group:
+class Benchmark:
     """A file of rows.
 
     Attributes:
@@ -25,11 +25,11 @@ class Group:
 
 
 GROUPS = {
-    "tiny": Group(tiny_model.tables, 60),
-    "resnet18": Group(resnet18.tables, 10),
-    "ranges": Group(ranges.tables, 10),
-    "startup": Group(startup.tables, 7),
-    "cuda": Group(cuda.tables, 20),
+    "tiny": Benchmark(tiny_model.tables, 60),
+    "resnet18": Benchmark(resnet18.tables, 10),
+    "ranges": Benchmark(ranges.tables, 10),
+    "startup": Benchmark(startup.tables, 7),
+    "cuda": Benchmark(cuda.tables, 20),
 }
 
 

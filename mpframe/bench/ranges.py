@@ -40,7 +40,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Case:
+class Workload:
     """A model that is measured.
 
     Attributes:
@@ -65,14 +65,14 @@ def tables(rounds: int, folder: Path, batch: int = 128, width: int = 64) -> list
         batch, width: of ResNet-18.
     """
     cases = [
-        Case("MLP 64-128-128-10", lambda: mlp(64, 10, hidden=128), (64, 64), 20),
-        Case("ResNet-18", lambda: resnet18(10, width=width), (batch, 3, 32, 32), 1),
+        Workload("MLP 64-128-128-10", lambda: mlp(64, 10, hidden=128), (64, 64), 20),
+        Workload("ResNet-18", lambda: resnet18(10, width=width), (batch, 3, 32, 32), 1),
     ]
     with threads(THREADS):
         return [_table(case, rounds, folder / case.name) for case in cases]
 
 
-def _table(case: Case, rounds: int, folder: Path) -> Table:
+def _table(case: Workload, rounds: int, folder: Path) -> Table:
     data = _batch(case.shape)
     shutil.rmtree(folder, ignore_errors=True)
     plain, watched = _trainer(case.make), _trainer(case.make)

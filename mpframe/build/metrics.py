@@ -8,7 +8,7 @@ from mpframe.build.target import make
 from mpframe.config.schema import Config
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError, UserCodeError, nearest
-from mpframe.training.evaluation import LOSS, Metric
+from mpframe.training.evaluation import LOSS, NamedMetric
 from mpframe.user_code import UserCode, name_of
 
 
@@ -30,7 +30,7 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
             "metric another name"
         )
     for name, code in metrics.items():
-        Metric(name, code)  # Made once before the first step: an error is told at once.
+        NamedMetric(name, code)  # Made once before the first step: an error is told at once.
     _require_monitored(config.trainer.monitor, metrics)
     return metrics
 
@@ -38,7 +38,7 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
 def monitored(metrics: Mapping[str, Any], monitor: str | None) -> tuple[str, bool | None]:
     """The name of what is monitored, and whether more of it is better; None if it does not tell."""
     name = next(iter(metrics), LOSS) if monitor is None else monitor
-    return name, False if name == LOSS else Metric(name, metrics[name]).higher_is_better
+    return name, False if name == LOSS else NamedMetric(name, metrics[name]).higher_is_better
 
 
 def _of_dataset(task: Task) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from mpframe.config.schema import (
     Part,
     PartOptions,
     Range,
-    Run,
+    RunOptions,
     TrainerOptions,
     use_instead,
 )
@@ -46,7 +46,7 @@ def check(composed: DictConfig) -> Config:
     """
     tree = _resolved(composed)
     _refuse_unknown("", tree, {*SECTIONS, *OPEN, *RUN_OPTIONS})
-    run = _load(Run, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
+    run = _load(RunOptions, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
     _refuse_leaving(run.run_name)
     if run.init_from_except and run.init_from is None:
         raise ConfigError(
@@ -154,7 +154,7 @@ def refuse_bad_value(path: str, value: Any) -> None:
         ConfigError: it is of the wrong type or out of its range.
     """
     section, dot, name = path.rpartition(".")
-    holder: Any = SECTIONS.get(section) if dot else Run
+    holder: Any = SECTIONS.get(section) if dot else RunOptions
     options = {f.name: f for f in dataclasses.fields(holder)} if holder is not None else {}
     refers = isinstance(value, str) and ("${" in value or value == "???")
     if name in options and not refers:

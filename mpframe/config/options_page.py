@@ -3,7 +3,14 @@
 import dataclasses
 from typing import Any
 
-from mpframe.config.schema import SECTIONS, GroupOptions, JointOptions, PartOptions, Range, Run
+from mpframe.config.schema import (
+    SECTIONS,
+    GroupOptions,
+    JointOptions,
+    PartOptions,
+    Range,
+    RunOptions,
+)
 
 _HEAD = """# Options
 
@@ -16,7 +23,7 @@ those of the loss scalers stand in [loss_scaling/](loss_scaling/).
 
 def options_page() -> str:
     """The page as Markdown, one table for each section."""
-    sections: list[tuple[str, type]] = [("", Run), *SECTIONS.items()]
+    sections: list[tuple[str, type]] = [("", RunOptions), *SECTIONS.items()]
     sections += [("optimizer.groups.NAME", GroupOptions)]
     sections += [("optimizer", JointOptions), ("optimizer.parts.NAME", PartOptions)]
     return "\n".join([_HEAD, *(_table(path, section) for path, section in sections)])

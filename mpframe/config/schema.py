@@ -357,7 +357,7 @@ class Joint:
 
 
 @dataclass
-class Run:
+class RunOptions:
     """The run itself."""
 
     run_name: str = option("", "The folder under runs/ that the run goes into.", watches=True)
@@ -406,7 +406,7 @@ SECTIONS: dict[str, type] = {
     "dataset": DatasetOptions,
     "optimizer": OptimizerOptions,
 }
-RUN_OPTIONS = {f.name for f in dataclasses.fields(Run)}
+RUN_OPTIONS = {f.name for f in dataclasses.fields(RunOptions)}
 
 
 # Those of conf/callbacks/default.yaml.
@@ -429,7 +429,7 @@ def only_watches(path: str) -> bool:
 
 def watching() -> set[str]:
     """The dotted paths of the options that only watch."""
-    sections: dict[str, Any] = {"": Run, **SECTIONS}
+    sections: dict[str, Any] = {"": RunOptions, **SECTIONS}
     return {
         f"{path}.{field.name}" if path else field.name
         for path, section in sections.items()
@@ -448,7 +448,7 @@ class Config:
     that is null is left out.
     """
 
-    run: Run
+    run: RunOptions
     dtype: Dtype
     loss_scaling: dict[str, Any]
     ops: Ops

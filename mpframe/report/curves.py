@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mpframe.report.groups import Group
+from mpframe.report.groups import RunGroup
 from mpframe.report.records import Curve, Record
 from mpframe.tracking.tracker import Tag
 
@@ -25,7 +25,7 @@ _MOST_POINTS = 800
 _FEW = 40  # points, up to which each is marked
 
 
-def draw(groups: Sequence[Group]) -> bytes:
+def draw(groups: Sequence[RunGroup]) -> bytes:
     """The picture as SVG; a panel without a curve says so."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ def draw(groups: Sequence[Group]) -> bytes:
     return text.getvalue()
 
 
-def _panel(axes: Any, tag: Tag, title: str, groups: Sequence[Group]) -> None:
+def _panel(axes: Any, tag: Tag, title: str, groups: Sequence[RunGroup]) -> None:
     drawn = []
     for number, group in enumerate(groups):
         for run in group.runs:

@@ -39,7 +39,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs that differ only in the seed.
 
     Attributes:
@@ -67,7 +67,7 @@ class Group:
         return (own, full) if own and full else None
 
 
-def compared(records: Sequence[Record]) -> list[Group]:
+def compared(records: Sequence[Record]) -> list[RunGroup]:
     """The records by group, fp32 first, otherwise in their order, with their fp32 counterparts."""
     keys = _differing(records)
     groups: dict[tuple[object, ...], list[Record]] = {}
@@ -76,7 +76,7 @@ def compared(records: Sequence[Record]) -> list[Group]:
         groups.setdefault(label, []).append(record)
     ordered = sorted(groups.values(), key=lambda runs: runs[0].mode != "fp32")
     return [
-        Group(tuple(_words(runs[0], keys)), runs, _counterpart(runs[0], records, keys))
+        RunGroup(tuple(_words(runs[0], keys)), runs, _counterpart(runs[0], records, keys))
         for runs in ordered
     ]
 

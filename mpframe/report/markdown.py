@@ -3,14 +3,14 @@
 import re
 from collections.abc import Sequence
 
-from mpframe.report.groups import Group
+from mpframe.report.groups import RunGroup
 from mpframe.report.records import Record
 from mpframe.report.tables import NOTES, Table, every_run, results, unfinished
 
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>#|~!&])")
 
 
-def as_markdown(title: str, groups: Sequence[Group], records: Sequence[Record]) -> str:
+def as_markdown(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
     """The tables, and the names of the range pictures.
 
     Args:

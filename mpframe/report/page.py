@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from mpframe.report.curves import draw
-from mpframe.report.groups import Group
+from mpframe.report.groups import RunGroup
 from mpframe.report.records import Record
 from mpframe.report.tables import NOTES, Table, every_run, results, unfinished
 
@@ -45,7 +45,7 @@ figcaption { color: #5b6675; font-size: .88rem; overflow-wrap: anywhere; }
 """
 
 
-def as_page(title: str, groups: Sequence[Group], records: Sequence[Record]) -> str:
+def as_page(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
     """The page.
 
     Args:
@@ -79,7 +79,7 @@ _HEAD = """<!DOCTYPE html>
 """
 
 
-def _counted(groups: Sequence[Group], records: Sequence[Record]) -> str:
+def _counted(groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
     finished = sum(record.finished for record in records)
     versions = sorted({record.summary.torch for record in records if record.summary})
     devices = sorted({record.summary.device for record in records if record.summary})

@@ -73,7 +73,7 @@ class SweepTable(Callback):
 
 
 @dataclass(frozen=True)
-class Job:
+class JobRow:
     """One job of a sweep.
 
     Attributes:
@@ -97,7 +97,7 @@ class Job:
         return cells
 
 
-def find_jobs(folder: Path, since: float = 0.0) -> list[Job]:
+def find_jobs(folder: Path, since: float = 0.0) -> list[JobRow]:
     """The jobs below a sweep's folder, in the order of their numbers.
 
     Args:
@@ -111,7 +111,7 @@ def find_jobs(folder: Path, since: float = 0.0) -> list[Job]:
     return sorted(jobs, key=lambda job: job.number)
 
 
-def report(folder: Path, jobs: Sequence[Job]) -> str:
+def report(folder: Path, jobs: Sequence[JobRow]) -> str:
     """Write `sweep.csv` and `sweep.md` into `folder`; returns the table as aligned plain text."""
     write_atomically(folder / "sweep.csv", _csv(jobs))
     shared, rows = _readable(jobs)
@@ -142,10 +142,10 @@ def _hide_secrets(path: Path) -> None:
             write_atomically(path, shown)
 
 
-def _read_job(hydra_folder: Path, since: float) -> Job:
+def _read_job(hydra_folder: Path, since: float) -> JobRow:
     hydra = OmegaConf.load(hydra_folder / "hydra.yaml").hydra
     overrides = OmegaConf.load(hydra_folder / "overrides.yaml")
-    return Job(hydra.job.num, tuple(overrides), _read_summary(hydra_folder.parent, since))
+    return JobRow(hydra.job.num, tuple(overrides), _read_summary(hydra_folder.parent, since))
 
 
 def _read_summary(folder: Path, since: float) -> Summary | None:
@@ -159,7 +159,7 @@ def _read_summary(folder: Path, since: float) -> Summary | None:
         return None
 
 
-def _csv(jobs: Iterable[Job]) -> str:
+def _csv(jobs: Iterable[JobRow]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -167,7 +167,7 @@ def _csv(jobs: Iterable[Job]) -> str:
     return text.getvalue()
 
 
-def _readable(jobs: Sequence[Job]) -> tuple[str, list[list[str]]]:
+def _readable(jobs: Sequence[JobRow]) -> tuple[str, list[list[str]]]:
     """What all jobs were given alike, and the rows, the head first, for a reader.
 
     The csv has one column for the metric's name and one for its value, people want one for both.

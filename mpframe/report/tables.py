@@ -6,7 +6,7 @@ The second line of a cell is less important: a spread, a ratio. A column of empt
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from mpframe.report.groups import Group, Span
+from mpframe.report.groups import RunGroup, Span
 from mpframe.report.records import Record
 from mpframe.tracking.summary import Summary
 
@@ -22,7 +22,7 @@ NOTES = (
 )
 
 
-def results(groups: Sequence[Group]) -> Table:
+def results(groups: Sequence[RunGroup]) -> Table:
     """A row for each group, after the head; an empty cell is unknown."""
     metrics = {run.summary.metric for group in groups for run in group.runs if run.summary}
     known = sorted(name for name in metrics if name)
@@ -32,7 +32,7 @@ def results(groups: Sequence[Group]) -> Table:
     return _without_empty([head, *map(_row, groups)])
 
 
-def unfinished(groups: Sequence[Group]) -> Table:
+def unfinished(groups: Sequence[RunGroup]) -> Table:
     """A row for each run that is not finished, after the head; empty if all are."""
     rows = [
         [*_named(group, run), run.status, run.reason]
@@ -44,7 +44,7 @@ def unfinished(groups: Sequence[Group]) -> Table:
     return _without_empty([head, *rows]) if rows else []
 
 
-def every_run(groups: Sequence[Group]) -> Table:
+def every_run(groups: Sequence[RunGroup]) -> Table:
     """A row for each run, after the head."""
     head = ["run", "dtype", "loss scaling", "options", "seed", "status", "steps", "skipped"]
     head += ["metric", "val loss", "seconds", "device", "torch", "remark"]
@@ -56,7 +56,7 @@ def every_run(groups: Sequence[Group]) -> Table:
     return _without_empty([head, *rows])
 
 
-def _row(group: Group) -> list[str]:
+def _row(group: RunGroup) -> list[str]:
     first = group.runs[0]
     scales = [
         run.summary.final_scale for run in group.runs if run.summary and run.summary.final_scale
@@ -77,7 +77,7 @@ def _row(group: Group) -> list[str]:
     ]
 
 
-def _named(group: Group, run: Record) -> list[str]:
+def _named(group: RunGroup, run: Record) -> list[str]:
     seed = run.summary.seed if run.summary else run.options.get("seed", "")
     return [run.name, run.mode, run.scaling, " ".join(group.differing), str(seed)]
 
@@ -108,7 +108,7 @@ def _spread(span: Span | None, form: str) -> str:
     return f"{span.mean:{form}}\n{span.low:{form}} – {span.high:{form}}"
 
 
-def _gap(group: Group) -> str:
+def _gap(group: RunGroup) -> str:
     """The gap and, below it, the spread to compare it with; of one seed the gap comes second."""
     pair = group.beside(_metric)
     if pair is None or group.runs[0].mode == "fp32":
@@ -120,7 +120,9 @@ def _gap(group: Group) -> str:
     return f"{gap}\n{counts} spread {full.high - full.low:.4f}"
 
 
-def _beside_fp32(group: Group, value: Callable[[Summary], float | None], form: str = ".0f") -> str:
+def _beside_fp32(
+    group: RunGroup, value: Callable[[Summary], float | None], form: str = ".0f"
+) -> str:
     """The mean and, below it, its ratio to that of the fp32 runs, with the number of runs."""
     own, pair = group.span(value), group.beside(value)
     mean = f"{own.mean:{form}}" if own else ""

@@ -48,7 +48,7 @@ class Evaluation:
         return False if name == LOSS else self.higher_is_better.get(name)
 
 
-class Metric:
+class NamedMetric:
     """A user's metric over one validation: `update(outputs, targets)`, then `compute()`.
 
     Args:
@@ -110,13 +110,13 @@ class Metrics:
     """The metrics of one validation.
 
     Args:
-        codes: what makes each, by name, as `Metric` takes it.
+        codes: what makes each, by name, as `NamedMetric` takes it.
         monitor: the name of the one that tells progress, or `loss`; None: the first one.
         device: where they compute.
     """
 
     def __init__(self, codes: Mapping[str, Any], monitor: str | None, device: torch.device) -> None:
-        self._metrics = [Metric(name, code, device) for name, code in codes.items()]
+        self._metrics = [NamedMetric(name, code, device) for name, code in codes.items()]
         self._monitor = next(iter(codes), LOSS) if monitor is None else monitor
 
     def update(self, outputs: Any, targets: Any) -> None:

@@ -63,7 +63,7 @@ class Trainer:
             validation; of several optimizers one each.
         ema: averaged after every step that was not skipped, and validated with.
         plan: how long to train and how often to look.
-        metrics: what makes each metric of a validation, by name; see `evaluation.Metric`.
+        metrics: what makes each metric of a validation, by name; see `evaluation.NamedMetric`.
         monitor: the name of the metric that tells progress, or `loss`; None: the first metric.
         spikes: judges each loss before its step; None: none is judged.
         callbacks: by name, called in this order.

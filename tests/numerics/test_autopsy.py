@@ -1,4 +1,4 @@
-"""Planted faults, and what the autopsy says of them: module, direction and verdict."""
+"""Planted faults, and what the autopsy says of them: module, direction and diagnosis."""
 
 import copy
 from collections import OrderedDict
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.numerics.autopsy.case import Case, RandomState
+from mpframe.numerics.autopsy.diagnosis import Kind, diagnose
 from mpframe.numerics.autopsy.replay import Setting, replay
 from mpframe.numerics.autopsy.underflow import underflow_share
-from mpframe.numerics.autopsy.verdict import Kind, judge
 from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
 from mpframe.objectives import StepOutput, model_loss, supervised
 from mpframe.precision import OpLists, Precision
@@ -207,9 +207,9 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault: Fault, mode: str, compute: str) -> None:
     case = case_of(net(fault.middle()), mode, compute, **fault.options)
-    verdict = judge(case)
-    culprit = verdict.culprit
-    assert verdict.kind is fault.kind
+    diagnosis = diagnose(case)
+    culprit = diagnosis.culprit
+    assert diagnosis.kind is fault.kind
     assert culprit is not None
     call = culprit.origin or culprit.call
     assert culprit.direction == fault.direction
@@ -217,7 +217,7 @@ def test_a_planted_fault_is_found(fault: Fault, mode: str, compute: str) -> None
     if fault.op:
         assert call.op == fault.op
     if fault.kind is BEYOND:
-        assert verdict.proven
+        assert diagnosis.proven
         assert culprit.value > culprit.limit == 65504.0
 
 
@@ -228,11 +228,11 @@ def test_a_bad_sample_is_named_by_its_index(mode: str, bad: float) -> None:
     inputs[3, 2] = bad
     samples = [list(range(100, 100 + ROWS))]
     case = case_of(net(nn.Identity()), mode, batches=[(inputs, targets)], samples=samples)
-    verdict = judge(case)
-    assert verdict.kind is FP32
-    assert verdict.culprit is not None
-    assert (verdict.culprit.direction, verdict.culprit.samples) == ("data", (103,))
-    assert verdict.culprit.call.op == "inputs"
+    diagnosis = diagnose(case)
+    assert diagnosis.kind is FP32
+    assert diagnosis.culprit is not None
+    assert (diagnosis.culprit.direction, diagnosis.culprit.samples) == ("data", (103,))
+    assert diagnosis.culprit.call.op == "inputs"
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
@@ -241,22 +241,22 @@ def test_a_weight_that_is_nan_is_named(mode: str) -> None:
     with torch.no_grad():
         case.model[2].bias[1] = float("nan")
         case.optimizer.master_of(case.model[2].bias)[1] = float("nan")
-    verdict = judge(case)
-    assert verdict.kind is FP32
-    assert verdict.culprit is not None
-    call = verdict.culprit.call
-    assert (call.module, call.op, verdict.culprit.direction) == ("2", "bias", "weights")
+    diagnosis = diagnose(case)
+    assert diagnosis.kind is FP32
+    assert diagnosis.culprit is not None
+    call = diagnosis.culprit.call
+    assert (call.module, call.op, diagnosis.culprit.direction) == ("2", "bias", "weights")
 
 
 def test_samples_that_overflow_are_named() -> None:
     inputs, targets = data()
     inputs[[1, 6]] *= 1e5
     case = case_of(net(nn.Linear(16, 16)), batches=[(inputs, targets)], samples=[range(50, 58)])
-    verdict = judge(case)
-    assert verdict.kind is BEYOND
-    assert verdict.culprit is not None
-    assert verdict.culprit.call.module == "0"
-    assert verdict.culprit.samples == (51, 56)
+    diagnosis = diagnose(case)
+    assert diagnosis.kind is BEYOND
+    assert diagnosis.culprit is not None
+    assert diagnosis.culprit.call.module == "0"
+    assert diagnosis.culprit.samples == (51, 56)
 
 
 @pytest.mark.parametrize("mode", ["mixed", "amp"])
@@ -267,10 +267,10 @@ def test_weights_that_ran_away_are_not_a_matter_of_formats(
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 4))
     case = case_of(large(model, 1e4), mode, first_loss=first_loss)
-    verdict = judge(case)
+    diagnosis = diagnose(case)
     # Who does not know what the loss was can only see large activations.
-    assert verdict.kind is (BEYOND if first_loss is None else Kind.DIVERGING)
-    assert verdict.culprit is not None
+    assert diagnosis.kind is (BEYOND if first_loss is None else Kind.DIVERGING)
+    assert diagnosis.culprit is not None
 
 
 def test_gradients_that_overflow_in_their_sum_are_told_from_one_that_does() -> None:
@@ -281,11 +281,11 @@ def test_gradients_that_overflow_in_their_sum_are_told_from_one_that_does() -> N
         call.module: seen.outputs.largest for call, seen in full.passes[0].trace.backward.items()
     }
     factor = 0.75 * 65504.0 / through["2.left"]  # in steps of 2^-10 of it, half's unit there
-    verdict = judge(case_of(net(Twice(factor)), scale=1.0))
-    first = verdict.replays[1].passes[0].trace.nonfinite_in("backward")[0]
+    diagnosis = diagnose(case_of(net(Twice(factor)), scale=1.0))
+    first = diagnosis.replays[1].passes[0].trace.nonfinite_in("backward")[0]
     assert first.summed
     assert first.call.module == "1"
-    assert verdict.kind is BEYOND
+    assert diagnosis.kind is BEYOND
 
 
 class Masked(nn.Module):
@@ -315,8 +315,8 @@ class Clamped(nn.Module):
 
 @pytest.mark.parametrize("harmless", [Masked, MaskedByAdding, Clamped])
 def test_an_infinity_that_does_no_harm_is_no_fault(harmless: Callable[[], nn.Module]) -> None:
-    assert judge(case_of(net(harmless()))).kind is Kind.NO_FAULT
-    beyond = judge(case_of(net(nn.Sequential(harmless(), Times(1e7), nn.Linear(16, 16)))))
+    assert diagnose(case_of(net(harmless()))).kind is Kind.NO_FAULT
+    beyond = diagnose(case_of(net(nn.Sequential(harmless(), Times(1e7), nn.Linear(16, 16)))))
     assert beyond.culprit is not None
     call = beyond.culprit.origin or beyond.culprit.call
     assert (beyond.kind, call.module) == (BEYOND, "2.1")
@@ -324,18 +324,18 @@ def test_an_infinity_that_does_no_harm_is_no_fault(harmless: Callable[[], nn.Mod
 
 @pytest.mark.parametrize("harmless", [Masked, MaskedByAdding])
 def test_a_mask_is_not_taken_for_what_fp32_cannot_hold(harmless: Callable[[], nn.Module]) -> None:
-    verdict = judge(case_of(net(nn.Sequential(harmless(), Exp(100.0)))))
-    assert verdict.culprit is not None
-    assert (verdict.kind, verdict.culprit.call) == (FP32, OpCall("2.1", "exp"))
+    diagnosis = diagnose(case_of(net(nn.Sequential(harmless(), Exp(100.0)))))
+    assert diagnosis.culprit is not None
+    assert (diagnosis.kind, diagnosis.culprit.call) == (FP32, OpCall("2.1", "exp"))
 
 
 def test_the_bad_micro_batch_is_named() -> None:
     inputs, targets = data()
     good, bad = (inputs, targets), (inputs * 1e6, targets)
-    verdict = judge(case_of(net(nn.Identity()), batches=[good, bad, good]))
-    assert verdict.kind is BEYOND
-    assert verdict.culprit is not None
-    assert verdict.culprit.batch == 1
+    diagnosis = diagnose(case_of(net(nn.Identity()), batches=[good, bad, good]))
+    assert diagnosis.kind is BEYOND
+    assert diagnosis.culprit is not None
+    assert diagnosis.culprit.batch == 1
 
 
 @pytest.mark.parametrize("mode", ["mixed", "amp"])
@@ -381,29 +381,29 @@ def test_only_the_loss_that_was_skipped_is_judged() -> None:
         objectives = [NamedObjective(n, partial(loss_of, n), None, parts[n]) for n in "ab"]
         return replace(base, objectives=objectives, scales={"a": 8.0, "b": 8.0}, skipped=skipped)
 
-    verdict = judge(case(None))
-    assert verdict.culprit is not None
-    assert (verdict.culprit.call.module, verdict.culprit.objective) == ("b.2", "b")
-    assert judge(case(frozenset("a"))).kind is Kind.NO_FAULT
+    diagnosis = diagnose(case(None))
+    assert diagnosis.culprit is not None
+    assert (diagnosis.culprit.call.module, diagnosis.culprit.objective) == ("b.2", "b")
+    assert diagnose(case(frozenset("a"))).kind is Kind.NO_FAULT
 
 
 @pytest.mark.parametrize("floor", [1.0, 2.0**16, 2.0**-8])
 @pytest.mark.parametrize("exponent", [18, 19, 20, 21, 22])
 def test_the_scale_that_is_named_is_the_largest_that_does(floor: float, exponent: int) -> None:
     case = case_of(net(nn.Identity()), scale=2.0**exponent, floors={"": floor})
-    verdict = judge(case)
-    assert verdict.kind is TOO_HIGH
-    assert replay(case, Setting(octaves=verdict.octaves)).finite
-    assert not replay(case, Setting(octaves=verdict.octaves + 1)).finite
+    diagnosis = diagnose(case)
+    assert diagnosis.kind is TOO_HIGH
+    assert replay(case, Setting(octaves=diagnosis.octaves)).finite
+    assert not replay(case, Setting(octaves=diagnosis.octaves + 1)).finite
 
 
 def test_below_one_a_scale_is_tried_only_where_the_scaler_may_go_there() -> None:
     case = case_of(net(Louder(2.0**19)), scale=4.0)
-    assert judge(case).kind is BEYOND
-    lower = judge(replace(case, floors={"": 2.0**-12}))
+    assert diagnose(case).kind is BEYOND
+    lower = diagnose(replace(case, floors={"": 2.0**-12}))
     assert (lower.kind, lower.octaves) == (
         TOO_HIGH,
-        judge(replace(case, scales={"": 2.0**10}, floors={"": 2.0**-12})).octaves + 8,
+        diagnose(replace(case, scales={"": 2.0**10}, floors={"": 2.0**-12})).octaves + 8,
     )
 
 
@@ -421,12 +421,12 @@ def test_a_scale_that_would_lose_the_other_gradients_is_not_the_way_out() -> Non
             return self.quiet(x) + self.loud(x)
 
     model = nn.Sequential(Wide(), nn.LayerNorm(16), nn.Linear(16, 4))
-    verdict = judge(case_of(model, scale=2.0**16))
-    lower = [one for one in verdict.replays if one.setting.own and one.setting.octaves < 0]
+    diagnosis = diagnose(case_of(model, scale=2.0**16))
+    lower = [one for one in diagnosis.replays if one.setting.own and one.setting.octaves < 0]
     assert any(one.finite for one in lower)
-    assert verdict.kind is BEYOND
-    assert verdict.proven
-    assert all(pin.startswith("0.loud") for pin in verdict.remedy.pins)
+    assert diagnosis.kind is BEYOND
+    assert diagnosis.proven
+    assert all(pin.startswith("0.loud") for pin in diagnosis.remedy.pins)
 
 
 @pytest.mark.parametrize("mode", ["mixed", "amp"])
@@ -437,30 +437,30 @@ def test_a_quarter_of_the_gradients_may_be_lost(mode: str) -> None:
     for exponent in range(6, -14, -1):
         lower = replace(case, scales={"": 2.0**exponent})
         underflow = underflow_share(replay(lower, Setting()), full)
-        verdict = judge(lower)
-        assert verdict.underflow == underflow
-        assert verdict.kind is (LOW if underflow > 0.25 else Kind.NO_FAULT)
-        kinds.add((verdict.kind, underflow > 0))
+        diagnosis = diagnose(lower)
+        assert diagnosis.underflow == underflow
+        assert diagnosis.kind is (LOW if underflow > 0.25 else Kind.NO_FAULT)
+        kinds.add((diagnosis.kind, underflow > 0))
     assert kinds == {(Kind.NO_FAULT, False), (Kind.NO_FAULT, True), (LOW, True)}
 
 
 @pytest.mark.parametrize(("mode", "compute"), MODES)
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_a_step_without_fault_is_called_so(mode: str, compute: str, half: str) -> None:
-    verdict = judge(case_of(net(nn.Dropout(0.5)), mode, compute, half))
-    assert (verdict.kind, verdict.culprit) == (Kind.NO_FAULT, None)
+    diagnosis = diagnose(case_of(net(nn.Dropout(0.5)), mode, compute, half))
+    assert (diagnosis.kind, diagnosis.culprit) == (Kind.NO_FAULT, None)
 
 
 def test_a_step_of_an_fp32_run_with_nothing_wrong() -> None:
-    assert judge(case_of(net(nn.Identity()), "fp32", scale=1.0)).kind is Kind.NO_FAULT
+    assert diagnose(case_of(net(nn.Identity()), "fp32", scale=1.0)).kind is Kind.NO_FAULT
 
 
 @pytest.mark.parametrize("layer", [Attention, Recurrent, lambda: conv(2)])
 @pytest.mark.parametrize("ops", ["default", "none"])
 def test_layers_and_rungs_replay(layer: Callable[[], nn.Module], ops: str) -> None:
     middle = nn.Sequential(layer(), nn.BatchNorm1d(16))
-    verdict = judge(case_of(net(middle), ops=OpLists.named(ops)))
-    assert verdict.kind is Kind.NO_FAULT
+    diagnosis = diagnose(case_of(net(middle), ops=OpLists.named(ops)))
+    assert diagnosis.kind is Kind.NO_FAULT
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
@@ -474,7 +474,7 @@ def test_nothing_is_left_changed(mode: str) -> None:
     torch.rand(5)
     random = torch.get_rng_state()
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in case.model.modules()]
-    judge(case)
+    diagnose(case)
     assert torch.equal(torch.get_rng_state(), random)
     assert not case.model.training
     after = case.model.state_dict()

@@ -10,10 +10,10 @@ from torch import nn
 
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.culprit import Culprit
+from mpframe.numerics.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.numerics.autopsy.evidence import Evidence
 from mpframe.numerics.autopsy.replay import Pass, Replay, Setting
 from mpframe.numerics.autopsy.report import Report, report_on
-from mpframe.numerics.autopsy.verdict import Kind, Verdict
 from mpframe.numerics.autopsy.watch import OpCall, Trace
 from mpframe.objectives import supervised
 from mpframe.precision import Precision
@@ -33,8 +33,8 @@ def report(kind: Kind, scaling: str = "Backoff", floor: float = 1.0, **more: obj
     case = Case(model, masters, precision, [objective], [], {"": 1024.0}, {"": floor}, scaling)
     replays = (Replay(Setting(fp32=True), [Pass(0, "", 1.0, 1e7, Trace(), True)]),)
     arguments: dict[str, object] = {"culprit": FOUND, "replays": replays, **more}
-    verdict = Verdict(kind, **arguments)  # type: ignore[arg-type]
-    return report_on(verdict, case, replace(STEP, first_loss=2.0))
+    diagnosis = Diagnosis(kind, **arguments)  # type: ignore[arg-type]
+    return report_on(diagnosis, case, replace(STEP, first_loss=2.0))
 
 
 def advice(made: Report) -> str:

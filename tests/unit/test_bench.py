@@ -377,13 +377,13 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[str, int
     """The groups that were measured, with their rounds."""
     done: list[tuple[str, int]] = []
 
-    def group(name: str) -> program.Group:
+    def group(name: str) -> program.Benchmark:
         def tables(rounds: int, folder: Path) -> list[Table]:
             assert folder.is_dir()
             done.append((name, rounds))
             return [table()]
 
-        return program.Group(tables, rounds=3)
+        return program.Benchmark(tables, rounds=3)
 
     monkeypatch.setattr(program, "GROUPS", {name: group(name) for name in ("tiny", "cuda")})
     program.main(arguments)

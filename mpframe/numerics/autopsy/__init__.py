@@ -6,8 +6,8 @@
     replay      replays it: as it was, at other scales, with more in fp32, all in fp32
     watch       observes every op of a replay, forward and backward; magnitudes: as few numbers
     culprit     where a value first left the range; underflow: gradients below the normal range
-    verdict     one of six, with a remedy that was tried
-    report      puts the verdict into words
+    diagnosis   one of six, with a remedy that was tried
+    report      puts the diagnosis into words
 
-Begin with verdict.py.
+Begin with diagnosis.py.
 """

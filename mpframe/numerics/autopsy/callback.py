@@ -1,4 +1,4 @@
-"""The autopsy during a run: evidence, replays, a verdict, a report.
+"""The autopsy during a run: evidence, replays, a diagnosis, a report.
 
 A step is examined if
 
@@ -22,9 +22,9 @@ from mpframe.errors import DivergedError, MpframeError, first_line
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.autopsy import evidence as evidence_of
 from mpframe.numerics.autopsy.case import RandomState
+from mpframe.numerics.autopsy.diagnosis import diagnose
 from mpframe.numerics.autopsy.evidence import Evidence
 from mpframe.numerics.autopsy.report import Report, report_on
-from mpframe.numerics.autopsy.verdict import judge
 from mpframe.optim.step_result import StepResult
 from mpframe.training.callback import Callback
 from mpframe.training.loader import Batch
@@ -164,7 +164,7 @@ def _finite(loss: Tensor | None) -> bool:
 def examine(step: Evidence, trainer: Trainer) -> Report:
     """Replay a step with a trainer that has its weights, and say what is wrong with it."""
     case = step.case(trainer)
-    return report_on(judge(case), case, step)
+    return report_on(diagnose(case), case, step)
 
 
 def write_report(folder: Path, report: Report) -> Path:

@@ -4,7 +4,7 @@
                                           batches, random states, scales
                           config.yaml     the run's resolved options
                           manifest.json   digests
-                          report.md       the verdict
+                          report.md       the diagnosis
 
 It is written and verified like a checkpoint, and trusted as little.
 """

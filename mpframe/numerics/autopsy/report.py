@@ -10,9 +10,9 @@ from torch import nn
 
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.culprit import Culprit
+from mpframe.numerics.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.numerics.autopsy.evidence import Evidence
 from mpframe.numerics.autopsy.replay import Replay, Setting
-from mpframe.numerics.autopsy.verdict import Kind, Verdict
 from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
 from mpframe.numerics.remedies import deny_words, pin_words
 
@@ -24,7 +24,7 @@ class Report:
     """A report, in parts.
 
     Attributes:
-        title: the verdict in one line.
+        title: the diagnosis in one line.
         facts: (word, sentence) pairs: where, value, samples, do, ...
         replays: rows of the table of replays, the head first.
     """
@@ -49,42 +49,42 @@ class Report:
         return "\n".join([f"# {self.title}", "", *facts, "", *table, ""])
 
 
-def report_on(verdict: Verdict, case: Case, step: Evidence) -> Report:
-    """Put a verdict into words.
+def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
+    """Put a diagnosis into words.
 
     Args:
-        verdict: on the step.
+        diagnosis: of the step.
         case: the step.
         step: what else is known about it.
     """
-    culprit = verdict.culprit
+    culprit = diagnosis.culprit
     facts = [("why", step.reason)]
     if culprit is not None:
-        facts += _where(culprit, verdict, case)
+        facts += _where(culprit, diagnosis, case)
         facts += _samples(culprit, step)
-    facts += [("do", line) for line in _advice(verdict, case, step)]
-    title = f"autopsy of step {step.step}: {_title(verdict, case)}"
-    return Report(title, facts, _table(verdict.replays))
+    facts += [("do", line) for line in _advice(diagnosis, case, step)]
+    title = f"autopsy of step {step.step}: {_title(diagnosis, case)}"
+    return Report(title, facts, _table(diagnosis.replays))
 
 
-def _title(verdict: Verdict, case: Case) -> str:
-    culprit = verdict.culprit
-    if verdict.kind is Kind.SCALE_TOO_HIGH and not _scaler_goes_there(verdict, case):
+def _title(diagnosis: Diagnosis, case: Case) -> str:
+    culprit = diagnosis.culprit
+    if diagnosis.kind is Kind.SCALE_TOO_HIGH and not _scaler_goes_there(diagnosis, case):
         return "scale too high, and the scaler does not go lower"
-    if verdict.kind is Kind.BEYOND_FORMAT and culprit is not None:
+    if diagnosis.kind is Kind.BEYOND_FORMAT and culprit is not None:
         what = "gradient" if culprit.direction == "backward" else "activation"
         return f"{what} beyond {culprit.half} in {_module(culprit.call)}"
-    return verdict.kind.value
+    return diagnosis.kind.value
 
 
-def _where(culprit: Culprit, verdict: Verdict, case: Case) -> list[tuple[str, str]]:
+def _where(culprit: Culprit, diagnosis: Diagnosis, case: Case) -> list[tuple[str, str]]:
     if culprit.direction == "data":
         return [("where", f"the {culprit.call.op} of the batch hold {_number(culprit.value)}")]
     if culprit.direction == "weights":
         name = ".".join(part for part in (culprit.call.module, culprit.call.op) if part)
         return [("where", f"weight or buffer {name} holds {_number(culprit.value)}")]
     facts = [("where", f"{_described(culprit.call, case)}, {culprit.direction} pass")]
-    facts.append(("value", value_of(culprit, verdict)))
+    facts.append(("value", value_of(culprit, diagnosis)))
     if culprit.origin is not None:
         facts.append(("from", f"{_described(culprit.origin, case)}: so large first there"))
     if culprit.objective:
@@ -113,13 +113,13 @@ def _module(call: OpCall) -> str:
     return call.module or "the model itself"
 
 
-def value_of(culprit: Culprit, verdict: Verdict) -> str:
+def value_of(culprit: Culprit, diagnosis: Diagnosis) -> str:
     """How large that value is, compared with the limit of its format."""
-    if verdict.kind is Kind.UNDERFLOW:
+    if diagnosis.kind is Kind.UNDERFLOW:
         return (
             f"its largest gradient is {culprit.value:.3g} at this scale; {culprit.half} has full "
-            f"precision down to {culprit.limit:.3g}; {verdict.underflow:.0%} of all gradients are "
-            "below it"
+            f"precision down to {culprit.limit:.3g}; {diagnosis.underflow:.0%} of all gradients "
+            "are below it"
         )
     if not math.isfinite(culprit.value):
         return f"its {culprit.what} is {_number(culprit.value)} in float32"
@@ -145,17 +145,17 @@ def _few(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:_FEW])) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _advice(verdict: Verdict, case: Case, step: Evidence) -> list[str]:
-    if verdict.kind is Kind.BEYOND_FORMAT:
-        return _pins(verdict)
-    if verdict.kind is Kind.SCALE_TOO_HIGH:
-        return [_lower(verdict, case)]
-    if verdict.kind is Kind.UNDERFLOW:
-        return [_raise(verdict, case)]
-    if verdict.kind is Kind.NOT_FINITE_IN_FP32:
-        return [_of_fp32(verdict.culprit, step)]
-    if verdict.kind is Kind.DIVERGING:
-        loss = verdict.replays[0].loss
+def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> list[str]:
+    if diagnosis.kind is Kind.BEYOND_FORMAT:
+        return _pins(diagnosis)
+    if diagnosis.kind is Kind.SCALE_TOO_HIGH:
+        return [_lower(diagnosis, case)]
+    if diagnosis.kind is Kind.UNDERFLOW:
+        return [_raise(diagnosis, case)]
+    if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
+        return [_of_fp32(diagnosis.culprit, step)]
+    if diagnosis.kind is Kind.DIVERGING:
+        loss = diagnosis.replays[0].loss
         return [
             "lower optimizer.lr or set trainer.clip_norm: in fp32 too the loss is "
             f"{loss:.3g}, and it was {step.first_loss:.3g} at the first step"
@@ -163,9 +163,9 @@ def _advice(verdict: Verdict, case: Case, step: Evidence) -> list[str]:
     return ["nothing: the step replays with finite gradients, and its scale loses few of them"]
 
 
-def _pins(verdict: Verdict) -> list[str]:
-    typed = _typed(verdict.remedy)
-    if verdict.proven:
+def _pins(diagnosis: Diagnosis) -> list[str]:
+    typed = _typed(diagnosis.remedy)
+    if diagnosis.proven:
         return [f"add to the command line: {typed}   (replayed with it: finite)"]
     tried = f"; {typed} alone does not help" if typed else ""
     return [f"train with dtype=fp32 or dtype.half=bfloat16{tried}"]
@@ -176,28 +176,28 @@ def _typed(remedy: Setting) -> str:
     return shlex.join((*pin_words(remedy.pins), *deny_words(remedy.denied)))
 
 
-def _lower(verdict: Verdict, case: Case) -> str:
+def _lower(diagnosis: Diagnosis, case: Case) -> str:
     name = next(iter(case.scales))
-    fits = case.scales[name] * 2.0**verdict.octaves
+    fits = case.scales[name] * 2.0**diagnosis.octaves
     if case.scaling == "static":
         return f"loss_scaling.scale={fits:g} is finite; or loss_scaling=Backoff, which finds it"
-    if not _scaler_goes_there(verdict, case):
+    if not _scaler_goes_there(diagnosis, case):
         return f"loss_scaling.min_scale={fits:g}: there the step is finite, above it is not"
-    skips = -verdict.octaves
+    skips = -diagnosis.octaves
     return (
         f"nothing: the scale goes from {case.scales[name]:g} to {fits:g} by itself, in about "
         f"{skips} skipped steps; loss_scaling.init_scale={fits:g} starts there"
     )
 
 
-def _scaler_goes_there(verdict: Verdict, case: Case) -> bool:
+def _scaler_goes_there(diagnosis: Diagnosis, case: Case) -> bool:
     floors = case.floors
-    return all(floors.get(n, s) <= s * 2.0**verdict.octaves for n, s in case.scales.items())
+    return all(floors.get(n, s) <= s * 2.0**diagnosis.octaves for n, s in case.scales.items())
 
 
-def _raise(verdict: Verdict, case: Case) -> str:
-    fits = 2.0 ** math.floor(math.log2(max(case.scales.values())) + verdict.octaves)
-    then = f"at scale {fits:g} it is {verdict.underflow_then:.0%}"
+def _raise(diagnosis: Diagnosis, case: Case) -> str:
+    fits = 2.0 ** math.floor(math.log2(max(case.scales.values())) + diagnosis.octaves)
+    then = f"at scale {fits:g} it is {diagnosis.underflow_then:.0%}"
     option = {"static": "loss_scaling.scale", "none": "loss_scaling=static loss_scaling.scale"}
     return f"{option.get(case.scaling, 'loss_scaling.init_scale')}={fits:g}: {then}"
 

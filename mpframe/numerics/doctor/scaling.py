@@ -1,6 +1,6 @@
 """Does the first step overflow, and is the loss scale right for it?
 
-The first step is judged like a failed one by the autopsy: it runs as the run would run it, with its
+The autopsy diagnoses the first step like a failed one: it runs as the run would run it, with its
 pins, lists and scale, and each fix has been tried on it.
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from mpframe.loss_scaling.adaptive import DEFAULT_SCALE
 from mpframe.loss_scaling.powers import safe_scale
+from mpframe.numerics.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.numerics.autopsy.report import value_of, where_of
-from mpframe.numerics.autopsy.verdict import Kind, Verdict
 from mpframe.numerics.doctor.finding import Finding, error, note, warning
 from mpframe.numerics.doctor.subject import Subject
 from mpframe.numerics.remedies import deny_words, pin_words
@@ -20,17 +20,17 @@ _MANY_LOST = 0.05
 
 def check_overflow(subject: Subject) -> Iterator[Finding]:
     """What is not finite in the first step's forward and backward pass."""
-    verdict = subject.verdict
-    if verdict.kind is Kind.NOT_FINITE_IN_FP32:
-        where = "" if verdict.culprit is None else f" (first {where_of(verdict.culprit)})"
+    diagnosis = subject.diagnosis
+    if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
+        where = "" if diagnosis.culprit is None else f" (first {where_of(diagnosis.culprit)})"
         yield error(
             f"model, dataset: the first batch is not finite in fp32 either{where}; look for a "
             "division by zero, a logarithm of zero, or first weights that are too large"
         )
-    elif verdict.kind is Kind.BEYOND_FORMAT:
-        yield error(_beyond(verdict), *_remedy(verdict))
-    elif verdict.kind is Kind.SCALE_TOO_HIGH:
-        yield _too_high(subject, verdict)
+    elif diagnosis.kind is Kind.BEYOND_FORMAT:
+        yield error(_beyond(diagnosis), *_remedy(diagnosis))
+    elif diagnosis.kind is Kind.SCALE_TOO_HIGH:
+        yield _too_high(subject, diagnosis)
 
 
 def check_small_scale(subject: Subject) -> Iterator[Finding]:
@@ -49,23 +49,23 @@ def check_small_scale(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _beyond(verdict: Verdict) -> str:
-    culprit = verdict.culprit
+def _beyond(diagnosis: Diagnosis) -> str:
+    culprit = diagnosis.culprit
     assert culprit is not None  # A step that is finite in fp32 and not in half has one.
-    return f"{where_of(culprit)} on the first batch: {value_of(culprit, verdict)}"
+    return f"{where_of(culprit)} on the first batch: {value_of(culprit, diagnosis)}"
 
 
-def _remedy(verdict: Verdict) -> tuple[str, ...]:
+def _remedy(diagnosis: Diagnosis) -> tuple[str, ...]:
     """What was tried and made the step finite; if nothing else did, fp32."""
-    if not verdict.proven:
+    if not diagnosis.proven:
         return ("dtype=fp32",)
-    return (*pin_words(verdict.remedy.pins), *deny_words(verdict.remedy.denied))
+    return (*pin_words(diagnosis.remedy.pins), *deny_words(diagnosis.remedy.denied))
 
 
-def _too_high(subject: Subject, verdict: Verdict) -> Finding:
-    first = verdict.replays[1].passes[0].scale  # After the replay in fp32 comes the run's own.
+def _too_high(subject: Subject, diagnosis: Diagnosis) -> Finding:
+    first = diagnosis.replays[1].passes[0].scale  # After the replay in fp32 comes the run's own.
     # An octave below what was tried and is finite: the next batch may be larger.
-    fits = 2.0 ** (math.floor(math.log2(first) + verdict.octaves) - 1)
+    fits = 2.0 ** (math.floor(math.log2(first) + diagnosis.octaves) - 1)
     if subject.scaling == "static":
         return error(
             f"loss_scaling.scale={first:g}: too large, the first batch overflows at it",
@@ -73,7 +73,7 @@ def _too_high(subject: Subject, verdict: Verdict) -> Finding:
         )
     floor = float(subject.options.get("loss_scaling.min_scale", 1.0))
     probed = (*_named(subject), "loss_scaling.init_scale=probe")
-    if floor > first * 2.0**verdict.octaves:
+    if floor > first * 2.0**diagnosis.octaves:
         return error(
             f"loss_scaling.min_scale={floor:g}: too large, the first batch overflows at it",
             *probed,
@@ -81,7 +81,7 @@ def _too_high(subject: Subject, verdict: Verdict) -> Finding:
         )
     return note(
         f"loss_scaling.init_scale={first:g}: the first batch overflows, and steps are skipped "
-        f"until the scale is down to about {first * 2.0**verdict.octaves:g}",
+        f"until the scale is down to about {first * 2.0**diagnosis.octaves:g}",
         *probed,
     )
 

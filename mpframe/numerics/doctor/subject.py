@@ -16,8 +16,8 @@ from torch import Tensor
 from mpframe.data.loader import Loader
 from mpframe.loss_scaling.interface import LossScaler, wants_probe
 from mpframe.numerics.autopsy.case import Case
+from mpframe.numerics.autopsy.diagnosis import Diagnosis, diagnose
 from mpframe.numerics.autopsy.evidence import floors_of, scaling_of
-from mpframe.numerics.autopsy.verdict import Verdict, judge
 from mpframe.numerics.doctor.dry_run import DryRun, dry_run
 from mpframe.numerics.exponents import ExponentHistogram
 from mpframe.optim import MasterWeights
@@ -115,10 +115,10 @@ class Subject:
         return seen
 
     @cached_property
-    def verdict(self) -> Verdict:
-        """The autopsy's verdict on the first step, its remedies tried on the first batch."""
+    def diagnosis(self) -> Diagnosis:
+        """The autopsy's diagnosis of the first step, its remedies tried on the first batch."""
         trainer = self.trainer
-        return judge(
+        return diagnose(
             Case(
                 model=trainer.model,
                 optimizer=trainer.optimizer,

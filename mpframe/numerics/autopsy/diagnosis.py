@@ -1,4 +1,4 @@
-"""One verdict on a step, from replays of it.
+"""The diagnosis of a step, from replays of it.
 
     the fp32 replay is not finite                                          NOT_FINITE_IN_FP32
     fp32 is finite and its loss is 1000 times what the run began with      DIVERGING
@@ -53,11 +53,11 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """What is wrong with a step and what helps.
 
     Attributes:
-        kind: the verdict.
+        kind: the diagnosis.
         culprit: where a value first left the range; None if none did.
         remedy: modules to pin and ops to move to fp32; empty if that does not help.
         proven: the step is finite with the remedy.
@@ -78,9 +78,9 @@ class Verdict:
     replays: tuple[Replay, ...] = ()
 
 
-def judge(case: Case) -> Verdict:
+def diagnose(case: Case) -> Diagnosis:
     """Replay a step until it is clear what is wrong with it. The model is left as it was."""
-    return _Examination(case).verdict()
+    return _Examination(case).diagnosis()
 
 
 class _Examination:
@@ -90,23 +90,23 @@ class _Examination:
         self._case = case
         self._made: dict[Setting, Replay] = {}
 
-    def verdict(self) -> Verdict:
+    def diagnosis(self) -> Diagnosis:
         full, own = self._replay(Setting(fp32=True)), self._replay(Setting())
         if not full.finite:
             culprit = culprit_of_inputs(self._case) or culprit_of_fp32(self._case, full)
-            return self._verdict(Kind.NOT_FINITE_IN_FP32, culprit)
+            return self._diagnosis(Kind.NOT_FINITE_IN_FP32, culprit)
         if own.finite:
             return self._of_finite(own, full)
         culprit = culprit_of(self._case, own, full)
         if self._diverging(full):
-            return self._verdict(Kind.DIVERGING, culprit)
+            return self._diagnosis(Kind.DIVERGING, culprit)
         return self._of_overflow(culprit, full)
 
     def _diverging(self, full: Replay) -> bool:
         first = self._case.first_loss
         return first is not None and abs(full.loss) > _DIVERGED * max(abs(first), 1e-6)
 
-    def _of_overflow(self, culprit: Culprit | None, full: Replay) -> Verdict:
+    def _of_overflow(self, culprit: Culprit | None, full: Replay) -> Diagnosis:
         down = self._octaves_down()
         if down:
             lower = self._replay(Setting(octaves=-down))
@@ -117,24 +117,24 @@ class _Examination:
                     pinned.proven
                     and underflow_share(self._replay(pinned.setting), full) < underflow * _GAIN
                 ):
-                    return self._verdict(
+                    return self._diagnosis(
                         Kind.BEYOND_FORMAT, culprit, remedy=pinned.setting, proven=True
                     )
-            return self._verdict(
+            return self._diagnosis(
                 Kind.SCALE_TOO_HIGH, culprit, octaves=-down, underflow_then=underflow, proven=True
             )
         pinned = self._pinned(-self._case.room_below)
-        return self._verdict(
+        return self._diagnosis(
             Kind.BEYOND_FORMAT, culprit, remedy=pinned.setting, proven=pinned.proven
         )
 
-    def _of_finite(self, own: Replay, full: Replay) -> Verdict:
+    def _of_finite(self, own: Replay, full: Replay) -> Diagnosis:
         underflow, up = underflow_share(own, full), self._octaves_up(full)
         if underflow > UNDERFLOW_LIMIT and up > 0:
             then = underflow_share(self._replay(Setting(octaves=up)), full)
             if then < underflow * _GAIN:
                 culprit = culprit_of_underflow(self._case, own, full)
-                return self._verdict(
+                return self._diagnosis(
                     Kind.UNDERFLOW,
                     culprit,
                     octaves=up,
@@ -142,7 +142,7 @@ class _Examination:
                     underflow_then=then,
                     proven=True,
                 )
-        return self._verdict(Kind.NO_FAULT, None, underflow=underflow)
+        return self._diagnosis(Kind.NO_FAULT, None, underflow=underflow)
 
     def _octaves_down(self) -> int:
         """The least number of octaves that make the step finite; 0 if no allowed number does."""
@@ -181,9 +181,9 @@ class _Examination:
             setting = more
         return _Remedy(setting, False)
 
-    def _verdict(self, kind: Kind, culprit: Culprit | None, **more: object) -> Verdict:
+    def _diagnosis(self, kind: Kind, culprit: Culprit | None, **more: object) -> Diagnosis:
         replays = tuple(self._made.values())
-        return Verdict(kind, culprit, replays=replays, **more)  # type: ignore[arg-type]
+        return Diagnosis(kind, culprit, replays=replays, **more)  # type: ignore[arg-type]
 
     def _replay(self, setting: Setting) -> Replay:
         if setting not in self._made:
