@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from mpframe.config.schema import OPEN, SECTIONS, DatasetOptions, Run
+from mpframe.config.schema import OPEN, SECTIONS, DatasetOptions, RunOptions
 
 
 def _schema() -> Any:
@@ -24,7 +24,7 @@ def _schema() -> Any:
     free = [
         (name, Any, dataclasses.field(default_factory=own.get(name, lambda: None))) for name in OPEN
     ]
-    return dataclasses.make_dataclass("Options", [*free, *closed], bases=(Run,))
+    return dataclasses.make_dataclass("Options", [*free, *closed], bases=(RunOptions,))
 
 
 ConfigStore.instance().store(name="schema", node=_schema(), provider="mpframe")

@@ -356,8 +356,8 @@ def test_a_model_that_returns_its_loss_is_judged_as_one_beside_a_loss(mode: str)
     samples = [range(50, 50 + ROWS)]
     plain = case_of(net(nn.Linear(16, 16)), mode, batches=[(inputs, targets)], samples=samples)
     own = case_of(OwnLoss(), mode, batches=[{"x": inputs, "labels": targets}], samples=samples)
-    first = judge(plain)
-    second = judge(replace(own, objectives=[NamedObjective("", model_loss)]))
+    first = diagnose(plain)
+    second = diagnose(replace(own, objectives=[NamedObjective("", model_loss)]))
     assert first.kind is second.kind is BEYOND
     assert first.culprit is not None
     assert second.culprit is not None
