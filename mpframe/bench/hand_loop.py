@@ -28,7 +28,7 @@ class HandLog:
         self._since = time.perf_counter()
 
     def on_optimizer_step(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
-        """Log the step where it is due; its gradients are still there."""
+        """Log the step if it is due; its gradients are still there."""
         self._step += 1
         if self._step % LOG_EVERY:
             return
@@ -65,7 +65,7 @@ def hand_loop(
         data: batches (inputs, targets).
         log: None logs nothing.
         backward: called with the loss.
-        checked: measure the gradients of every step, and leave it out where they are not finite.
+        checked: measure the gradients of every step, and leave it out if they are not finite.
     """
     loss_function = nn.CrossEntropyLoss()
 

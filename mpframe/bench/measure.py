@@ -1,7 +1,7 @@
 """Measuring on a machine that others use too: competitors take turns, ratios are taken in a round.
 
-The same loop may take twice as long a minute later. So all competitors run in one process, one
-short turn each per round, in an order drawn anew, and what is compared is
+The same loop may take twice the time one minute later. So all competitors run in one process, one
+short turn each per round, in a random order, and what is compared is
 
     r_i = t_i(competitor) / t_i(baseline)        the times of one round i, seconds apart
 
@@ -72,7 +72,7 @@ def race(competitors: Sequence[Competitor], rounds: int, warmup: int = 1) -> dic
     times: dict[str, list[float]] = {competitor.name: [] for competitor in competitors}
     with _quick_collections():
         for number in range(-warmup, rounds):
-            # Shuffled: nobody always inherits the same competitor's warm caches.
+            # Shuffled: none is always the one that finds the same competitor's warm caches.
             for competitor in order.sample(list(competitors), len(competitors)):
                 if competitor.rounds is not None and not 0 <= number < competitor.rounds:
                     continue
@@ -102,9 +102,9 @@ def timed(step: Callable[[], Any], steps: int = 1, clock: Clock = time.perf_coun
 
 
 class Stopwatch:
-    """Batches that note the time whenever one is asked for, whoever drives the loop.
+    """Batches that note the time when the next one is asked for, by any loop.
 
-    What a trainer sets up before the first batch and tidies after the last is not counted, and
+    What a trainer does before the first batch and after the last is not counted, and
     neither are the first `skipped` steps.
 
     Args:

@@ -25,7 +25,7 @@ from mpframe.training.trainer import Trainer
 THREADS = 2
 EMULATED_FLOAT16 = 1.4  # times the fp32 step
 AUTOCAST_FLOAT16 = 1 / 20  # of torch.autocast("cpu", torch.float16)
-NATIVE_BFLOAT16 = 1 / 1.7  # of the fp32 step, where the CPU multiplies bfloat16
+NATIVE_BFLOAT16 = 1 / 1.7  # of the fp32 step, if the CPU multiplies bfloat16
 PLAIN = "torch fp32"
 SLOW = "torch.autocast float16"
 
@@ -86,7 +86,7 @@ def _claims(times: Times) -> list[Claim]:
 
 
 def torch_step(data: Batch, half: torch.dtype | None, width: int) -> Step:
-    """One step by hand, in torch.autocast where `half` is given."""
+    """One step by hand, in torch.autocast if `half` is given."""
     model, optimizer = _parts(width)
     loss_function = nn.CrossEntropyLoss()
 

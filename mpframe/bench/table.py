@@ -10,7 +10,7 @@ from mpframe.bench.measure import Spread, Times, ratio
 
 @dataclass(frozen=True)
 class Claim:
-    """A ratio and what it is to be at most.
+    """A ratio and the most it may be.
 
     Attributes:
         text: what is compared with what.

@@ -63,7 +63,7 @@ class Accumulator:
 
 
 def _zero_where(bad: Tensor, gradient: Tensor) -> Tensor:
-    """`gradient` itself, or zeros of its kind where `bad`."""
+    """`gradient` itself, or zeros of its kind if `bad`."""
     if not gradient.is_sparse:
         return torch.where(bad, 0.0, gradient)
     values = torch.where(bad, 0.0, gradient.values())

@@ -26,7 +26,7 @@ class Gradients:
         by_master: what the optimizer is given.
         values: their dense values, sharing memory with them; empty ones are left out.
         sparse: the masters whose gradient is sparse.
-        amax: 0-d float32, the largest magnitude; inf or nan where any is; 0 where there is none.
+        amax: 0-d float32, the largest magnitude; inf or nan if any is; 0 if there is none.
     """
 
     by_master: dict[Tensor, Tensor]
@@ -64,7 +64,7 @@ def unscaled(
 
 
 def norm_of(values: list[Tensor], device: torch.device) -> Tensor:
-    """The global 2-norm as 0-d fp32, by the rule of torch's clipping; 0 where there is no value."""
+    """The global 2-norm as 0-d fp32, by the rule of torch's clipping; 0 if there is no value."""
     if not values:
         return torch.zeros((), device=device)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
@@ -94,7 +94,7 @@ def clip(values: list[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 def not_finite(magnitude: Tensor) -> Tensor:
-    """True where a magnitude (>= 0, or nan) is inf or nan: the verdict, in two kernels."""
+    """True if a magnitude (>= 0, or nan) is inf or nan: the verdict, in two kernels."""
     return ~(magnitude < torch.inf)
 
 

@@ -51,7 +51,7 @@ def master_behind(weight: Tensor) -> Master | None:
 
 
 def master_for(weight: Tensor) -> Master:
-    """The master of a half weight; where it has none yet, a new one from the half value."""
+    """The master of a half weight; if it has none yet, a new one from the half value."""
     known = _MASTERS.get(weight)
     if known is None or known.value.device != weight.device:
         known = Master(weight, weight if known is None else known.value)

@@ -57,7 +57,7 @@ class MasterWeights(Optimizer):
             on one device.
         masters: fp32 values to start from, by parameter, also of parameters that a group added
             later will have; copied. Where a half parameter has none here it keeps the master that
-            it has, and where it has none either, its master starts from the half value.
+            it has, and if it has none either, its master starts from the half value.
         keep_masters: False updates the half weights themselves, to study what masters are for.
 
     Raises:
@@ -127,7 +127,7 @@ class MasterWeights(Optimizer):
         return parameter in self._masters
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """The fp32 tensor the update acts on: `parameter` itself where it is fp32."""
+        """The fp32 tensor the update acts on: `parameter` itself if it is fp32."""
         return self._masters[parameter]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ class MasterWeights(Optimizer):
             scale: the loss scale of the backward pass, > 0.
 
         Returns:
-            0-d fp32, the micro-batch's amax; inf or nan where it was dropped.
+            0-d fp32, the micro-batch's amax; inf or nan if it was dropped.
         """
         gradients = self.take(scale)
         self.keep(gradients)
@@ -288,7 +288,7 @@ class MasterWeights(Optimizer):
         return self._masters.saturated()
 
     def saturation_warning(self, model: nn.Module) -> str | None:
-        """A line on half weights held at the end of their range; None where there are none.
+        """A line on half weights held at the end of their range; None if there are none.
 
         Waits for the device: ask at reports, not in steps.
         """
@@ -297,7 +297,7 @@ class MasterWeights(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, in the layout a plain optimizer loads, and the masters.
 
-        `masters` lists the fp32 master of each half parameter in the groups' order, None where a
+        `masters` lists the fp32 master of each half parameter in the groups' order, None if a
         parameter is its own.
         """
         return {**self.inner_state_dict(), "masters": self._masters.listed()}
@@ -329,7 +329,7 @@ class MasterWeights(Optimizer):
         self.skips_on_device = None
 
     def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """The fp32 tensor behind each parameter of `model`, by its name, where there is one."""
+        """The fp32 tensor behind each parameter of `model`, by its name, if there is one."""
         return self._masters.by_name(model)
 
     @torch.no_grad()

@@ -132,17 +132,17 @@ class Masters:
         )
 
     def by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """The fp32 tensor behind each parameter of `model`, by its name, where there is one."""
+        """The fp32 tensor behind each parameter of `model`, by its name, if there is one."""
         named = model.named_parameters(remove_duplicate=False)
         known = {name: self._behind(parameter) for name, parameter in named}
         return {name: master.detach() for name, master in known.items() if master is not None}
 
     def listed(self) -> list[Tensor | None]:
-        """The master of each half parameter, None where a parameter is its own."""
+        """The master of each half parameter, None if a parameter is its own."""
         return [self[parameter] if parameter in self.half else None for parameter in self]
 
     def check_listed(self, listed: list[Tensor | None]) -> None:
-        """Raise CheckpointError where `listed` was made over other parameters."""
+        """Raise CheckpointError if `listed` was made over other parameters."""
         shapes = [tuple(master.shape) for master in self._masters.values()]
         others = [None if master is None else tuple(master.shape) for master in listed]
         fits = len(shapes) == len(others)
@@ -153,7 +153,7 @@ class Masters:
             )
 
     def load_listed(self, listed: list[Tensor | None]) -> None:
-        """Take what `listed` gave; where it has None the master stays as it is."""
+        """Take what `listed` gave; if it has None the master stays as it is."""
         copy_from_params(self.half.items())
         for own, loaded in zip(self._masters.values(), listed, strict=True):
             if loaded is not None:
@@ -244,7 +244,7 @@ def _beyond(parameter: Tensor, master: Tensor) -> Tensor:
 
 
 def _copy_held(target: Tensor, source: Tensor) -> None:
-    """Copy into a tensor that may be half (a buffer where there are no op lists), saturated."""
+    """Copy into a tensor that may be half (a buffer, if there are no op lists), saturated."""
     if target.dtype in HALF:
         limit = torch.finfo(target.dtype).max
         source = source.clamp(-limit, limit)

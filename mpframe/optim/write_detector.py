@@ -22,7 +22,7 @@ class WriteDetector:
         address: where its memory is; -1 before the first time.
         version: its version counter.
         words: a view of its bits; it is held, so that nothing else comes to lie at this address.
-        bits: a copy of `words`, or the sums of its rows; None where the values do not count.
+        bits: a copy of `words`, or the sums of its rows; None if the values do not count.
         summed: which of the two it is.
     """
 
@@ -81,7 +81,7 @@ def _values_count(weight: Tensor) -> bool:
 
 
 def _words(weight: Tensor) -> Tensor:
-    """A view of the weight's bits, 64 at a time where its rows allow; what is odd stays as it is.
+    """A view of the weight's bits, 64 at a time if its rows allow it; otherwise as it is.
 
     To sum words of 16 takes 60 times as long.
     """
