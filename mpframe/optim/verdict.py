@@ -36,7 +36,8 @@ def read(steps: Sequence[tuple[Tensor, Tensor | None]]) -> list[Verdict]:
     numbers = []
     for skipped, dropped in steps:
         numbers += [skipped] if dropped is None else [skipped, dropped]
-    values = iter(torch.stack(numbers).tolist())
+    alone = len(numbers) == 1
+    values = iter([numbers[0].item()] if alone else torch.stack(numbers).tolist())
     verdicts = []
     for _, dropped in steps:
         verdicts.append(Verdict(bool(next(values)), 0 if dropped is None else next(values)))

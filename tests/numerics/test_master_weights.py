@@ -427,6 +427,21 @@ class TestAccumulation:
         assert wrapped.step().dropped is None  # the window is closed
         assert weight.item() == 0.5
 
+    @pytest.mark.parametrize("fused", [False, True])
+    @pytest.mark.parametrize("dtype", [FP32, HALF])
+    def test_a_window_with_a_bad_one_is_skipped_if_asked_for(
+        self, dtype: torch.dtype, fused: bool
+    ) -> None:
+        weight = nn.Parameter(torch.ones(1, dtype=dtype))
+        wrapped = MasterWeights(torch.optim.SGD([weight], lr=1.0, fused=fused))
+        for values, skipped, dropped in (((0.5, 0.5), False, 0), ((0.5, INF), True, 1)):
+            for value in values:
+                weight.grad = torch.full((1,), value, dtype=dtype)
+                wrapped.accumulate()
+            result = wrapped.step(skip_if_dropped=True)
+            assert (bool(result.skipped), int(result.dropped or 0)) == (skipped, dropped)
+        assert weight.item() == 0.5
+
     def test_the_scaler_sees_the_largest_micro_batch(self) -> None:
         """Half must hold each micro-batch's gradients, not only their mean."""
         weight, seen = nn.Parameter(torch.zeros(1)), []
