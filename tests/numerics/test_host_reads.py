@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe import Backoff, LogMax, Precision, Static, StepResult, Trainer
-from mpframe.objectives import supervised
+from mpframe.objectives import StepOutput, supervised
+from mpframe.optim import MultiOptimizer
 from mpframe.optim.ema import Ema
 from mpframe.optim.schedules import warmup_cosine
 from mpframe.training.callback import Callback
+from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
@@ -314,3 +316,28 @@ def test_no_run_goes_on_for_ever_without_a_look(reads: Reads) -> None:
     with reads:
         trainer.fit(Batches(250))
     assert reads.count == 4  # The first step, after 100 more, after 100 more, at the end.
+
+
+@pytest.mark.parametrize("skip", ["each", "all"])
+def test_the_schedules_of_several_losses_do_not_lag(skip: str) -> None:
+    """With fused optimizers: the learning rate of a step is the one after the step before."""
+    rates = []
+
+    def objective(part: str) -> Any:
+        return lambda model, batch: StepOutput(model[part](batch[0]).square().mean())
+
+    model = nn.ModuleDict({"first": nn.Linear(6, 2), "second": nn.Linear(6, 2)})
+    plain = {name: SGD(own.parameters(), lr=1.0, fused=True) for name, own in model.items()}
+    schedules = {n: torch.optim.lr_scheduler.ExponentialLR(own, 0.5) for n, own in plain.items()}
+    for own in plain.values():
+        own.register_step_pre_hook(lambda own, *_: rates.append(own.param_groups[0]["lr"]))
+    parts = {name: Precision().prepare(model, own)[1] for name, own in plain.items()}
+    trainer = MultiObjectiveTrainer(
+        model,
+        MultiOptimizer(parts, skip=skip, own_losses=True),
+        {name: objective(name) for name in parts},
+        schedule=schedules,
+    )
+    for batch in Batches(4).epoch(0):
+        trainer.train_step(batch)
+    assert rates == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
