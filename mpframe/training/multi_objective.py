@@ -97,6 +97,8 @@ class MultiObjectiveTrainer(Trainer):
             losses = self._forward_backward_all(objectives, batches[0])
         else:
             losses = self._accumulate_all(objectives, optimizer, scaler, batches)
+        if self._unread and self._schedules:  # They have to know the step before, as in `Trainer`.
+            self.read_verdicts()
         with UserCode("optimizer:", getattr(optimizer, "optimizer", optimizer)):
             result: StepResult = optimizer.step(
                 scaler, max_norm=self.plan.clip_norm, skip_if_dropped=self.plan.whole_windows
