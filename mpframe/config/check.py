@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mpframe.config import planned  # noqa: F401 - ${plan:...} is resolved here
+from mpframe.config.range import Range
 from mpframe.config.schema import (
     OPEN,
     RUN_OPTIONS,
@@ -28,7 +29,6 @@ from mpframe.config.schema import (
     Ops,
     Part,
     PartOptions,
-    Range,
     RunOptions,
     TrainerOptions,
     use_instead,

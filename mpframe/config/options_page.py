@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
+from mpframe.config.range import Range
 from mpframe.config.schema import (
     SECTIONS,
     GroupOptions,
     JointOptions,
     PartOptions,
-    Range,
     RunOptions,
 )
 

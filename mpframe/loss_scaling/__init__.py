@@ -12,7 +12,8 @@ Each is a small state machine on the device, with no optimizer and no model insi
 `scaler.update(amax)` takes the largest |unscaled gradient| of a step, `scaler.scale` is the answer.
 `auto` and `none` are what `loss_scaling=auto` and `none` call. Begin with interface.py, which says
 what a scaler is, then static.py. A scaler of your own derives from `Scaler`; see
-docs/loss_scaling/own.md. The package imports torch and, of mpframe, `errors` and `tree`.
+docs/loss_scaling/own.md. The package imports torch and, of mpframe, `errors`, `tree` and the
+ranges of config.
 """
 
 from mpframe.loss_scaling.backoff import Backoff

@@ -16,15 +16,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mpframe.config.range import Range
 from mpframe.loss_scaling.powers import largest_power_below, power_of_two
 from mpframe.loss_scaling.ranges import (
     SCALES,
     Half,
-    Interval,
     half_format,
-    is_number,
     number,
     refused,
+    within,
 )
 from mpframe.loss_scaling.scaler import Scaler
 
@@ -84,10 +84,11 @@ class AdaptiveScaler(Scaler, ABC):
         self._wants_probe = False
 
     def _within_bounds(self, init_scale: object) -> float:
-        bounds = Interval(self._min, self._max)
-        if not is_number(init_scale) or init_scale not in bounds:
-            allowed = f'"{PROBE}" or a number in [min_scale, max_scale], which is {bounds}'
-            raise refused("init_scale", init_scale, allowed, "set it, or move the bounds")
+        bounds = Range(low=self._min, high=self._max)
+        if not within(init_scale, bounds):
+            allowed = f"{PROBE} or a number {bounds}"
+            way_out = "set it, or move min_scale and max_scale"
+            raise refused("init_scale", init_scale, allowed, way_out)
         return float(init_scale)
 
     @abstractmethod

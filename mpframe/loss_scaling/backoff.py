@@ -13,11 +13,12 @@ ceiling: without a floor the scale can reach 0, and dividing by it writes inf in
 import torch
 from torch import Tensor
 
+from mpframe.config.range import Range
 from mpframe.loss_scaling.adaptive import DEFAULT_SCALE, AdaptiveScaler, InitScale
-from mpframe.loss_scaling.ranges import SCALES, Half, Interval, count, number
+from mpframe.loss_scaling.ranges import FP32_MAX, Half, count, number
 
-_GROWTH = Interval(1.0, SCALES.high, low_open=True)
-_SHRINK = Interval(0.0, 1.0, low_open=True, high_open=True)
+_GROWTH = Range(above=1.0, high=FP32_MAX)
+_SHRINK = Range(above=0.0, below=1.0)
 
 
 class Backoff(AdaptiveScaler):

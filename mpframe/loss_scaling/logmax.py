@@ -45,9 +45,10 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from mpframe.config.range import Range
 from mpframe.loss_scaling.adaptive import DEFAULT_SCALE, AdaptiveScaler, InitScale
 from mpframe.loss_scaling.powers import exponent_of, power_of_two
-from mpframe.loss_scaling.ranges import Half, Interval, number, whole_octaves
+from mpframe.loss_scaling.ranges import Half, number, whole_octaves
 
 PRIOR_STD = 1.0
 """σ₀ in octaves: a guess on the safe side, batches differ by less in most training."""
@@ -64,8 +65,8 @@ RESTART_AFTER = 4
 MAX_RETREAT = 255.0
 """Octaves: 8 overflows in a row. More than float32 has, and 8 clean steps take it back."""
 
-_PROBABILITIES = Interval(0.0, 0.5, low_open=True, high_open=True)
-_DECAYS = Interval(0.0, 1.0, high_open=True)
+_PROBABILITIES = Range(above=0.0, below=0.5)
+_DECAYS = Range(low=0.0, below=1.0)
 
 
 class LogMax(AdaptiveScaler):

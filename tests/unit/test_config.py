@@ -15,6 +15,7 @@ from mpframe.config.check import check, known_paths
 from mpframe.config.command_line import checked
 from mpframe.config.locations import CONF
 from mpframe.config.options_page import options_page
+from mpframe.config.range import Range
 from mpframe.config.schema import (
     RUN_OPTIONS,
     SECTIONS,
@@ -22,7 +23,6 @@ from mpframe.config.schema import (
     GroupOptions,
     JointOptions,
     PartOptions,
-    Range,
     only_watches,
     watching,
 )
