@@ -131,7 +131,7 @@ class TrainerOptions:
     )
     keep_best: int = option(
         0,
-        "Checkpoints kept besides, the best by the validation metric; each is saved when made.",
+        "Checkpoints kept besides, the best by the monitored metric; each is saved when made.",
         unit="checkpoints",
         low=0,
         watches=True,

@@ -108,10 +108,12 @@ class Run:
                 raise self._stopped(received) from None
             self._fail(error)
             raise
+        stopped = self.trainer.stop_reason if self.trainer else None
+        if stopped:
+            log.info("%s", stopped)
         mostly_skipped = self.trainer.progress.mostly_skipped if self.trainer else None
         if mostly_skipped:
             log.warning("warning: %s", mostly_skipped)
-        stopped = self.trainer.stop_reason if self.trainer else None
         return self._finish(Status.FINISHED, stopped or mostly_skipped)
 
     def _stopped(self, received: Signals) -> RunInterrupted:

@@ -108,6 +108,23 @@ def test_the_table_has_a_row_for_each_log_and_each_validation(
     assert float(rows[-1]["val_loss"]) == pytest.approx(summary.val_loss, rel=5e-9)
 
 
+def test_the_table_is_the_same_with_an_optimizer_that_skips_on_the_device(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    """Whose steps are told of late; without the curves nothing else asks for them."""
+    options = [
+        "trainer.log_every=3",
+        "trainer.eval_every=4",
+        "scheduler=none",
+        "callbacks.curves=null",
+    ]
+    start_run(tmp_path / "plain", *SMALL, *options)
+    start_run(tmp_path / "fused", *SMALL, *options, "+optimizer.fused=true")
+    plain, fused = table(tmp_path / "plain"), table(tmp_path / "fused")
+    steps = [(row["step"], bool(row["train_loss"]), bool(row["val_loss"])) for row in plain]
+    assert steps == [(row["step"], bool(row["train_loss"]), bool(row["val_loss"])) for row in fused]
+
+
 @pytest.mark.parametrize("cut", [3, 4, 6])
 def test_a_resumed_run_has_the_table_of_the_undisturbed_one(
     start_run: StartRun, tmp_path: Path, cut: int

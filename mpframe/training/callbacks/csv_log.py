@@ -62,6 +62,8 @@ class CsvLog(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Write the step's row, if it has one."""
+        if trainer.progress.global_step % self._log_every == 0:
+            trainer.read_verdicts()
         self._write()
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
