@@ -241,10 +241,10 @@ def test_a_bad_tensor_of_any_batch_is_named_by_its_path() -> None:
     cross_entropy = supervised(nn.CrossEntropyLoss())
     whole = NamedObjective("", lambda m, batch: cross_entropy(m, (batch["views"][1], batch["y"])))
     batch = {"views": [torch.zeros(ROWS), inputs], "y": targets}
-    verdict = judge(replace(case_of(net(nn.Identity()), batches=[batch]), objectives=[whole]))
-    assert verdict.culprit is not None
-    assert (verdict.culprit.direction, verdict.culprit.call.op) == ("data", "views[1]")
-    assert verdict.culprit.samples == (5,)
+    case = replace(case_of(net(nn.Identity()), batches=[batch]), objectives=[whole])
+    culprit = diagnose(case).culprit
+    assert culprit is not None
+    assert (culprit.direction, culprit.call.op, culprit.samples) == ("data", "views[1]", (5,))
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
