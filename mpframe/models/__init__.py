@@ -1,4 +1,10 @@
-"""Networks to name in a config; any other module with a `_target_` works as well."""
+"""Networks to name in a config: `model=cnn`, `mlp`, `resnet18`, `gan`.
+
+Each module is named after its function, which returns a `torch.nn.Module`; the shortest one to read
+is mlp.py. Any other class or function that returns a module works too, by its `_target_`. Models
+are plain PyTorch: they import torch and errors (checks.py refuses sizes by the option's name), and
+nothing in them mentions precision.
+"""
 
 from mpframe.models.cnn import cnn
 from mpframe.models.gan import gan

@@ -235,6 +235,18 @@ def test_a_bad_sample_is_named_by_its_index(mode: str, bad: float) -> None:
     assert diagnosis.culprit.call.op == "inputs"
 
 
+def test_a_bad_tensor_of_any_batch_is_named_by_its_path() -> None:
+    inputs, targets = data()
+    inputs[5, 2] = float("inf")
+    cross_entropy = supervised(nn.CrossEntropyLoss())
+    whole = NamedObjective("", lambda m, batch: cross_entropy(m, (batch["views"][1], batch["y"])))
+    batch = {"views": [torch.zeros(ROWS), inputs], "y": targets}
+    case = replace(case_of(net(nn.Identity()), batches=[batch]), objectives=[whole])
+    culprit = diagnose(case).culprit
+    assert culprit is not None
+    assert (culprit.direction, culprit.call.op, culprit.samples) == ("data", "views[1]", (5,))
+
+
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
 def test_a_weight_that_is_nan_is_named(mode: str) -> None:
     case = case_of(net(nn.Linear(16, 16)), mode)

@@ -82,4 +82,4 @@ def test_the_dataset_of_the_documentation_works() -> None:
     metric = task.metric()
     metric.update(inputs, targets)
     assert torch.isfinite(task.objective(torch.nn.Identity(), (inputs, targets)).loss)
-    assert torch.isfinite(metric.value())
+    assert torch.isfinite(metric.compute())
