@@ -53,7 +53,7 @@ class RunInterrupted(MpframeError):  # noqa: N818 - not an error, but the way ou
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """A clause naming the closest known names, e.g. `nearest: matmul, mm`; empty where none is.
+    """A clause naming the closest known names, e.g. `nearest: matmul, mm`; empty if none is.
 
     Args:
         name: what the user wrote.
@@ -76,7 +76,7 @@ def first_line(error: BaseException) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """`text` with what would steer a terminal, or break a line, written out as in `\\x1b`.
+    """`text` with control characters and line breaks written out, as in `\\x1b`.
 
     Args:
         text: perhaps with names from files or users' classes in it.
@@ -92,7 +92,7 @@ def printable(text: str, keep: str = "") -> str:
 
 @contextmanager
 def one_line_exit() -> Iterator[None]:
-    """End the program with exit code 1 and one line on stderr where the block raises MpframeError.
+    """End the program with exit code 1 and one line on stderr if the block raises MpframeError.
 
     `HYDRA_FULL_ERROR=1` lets the traceback through.
     """
@@ -108,10 +108,10 @@ def one_line_exit() -> Iterator[None]:
 def take_options(
     arguments: Iterable[str], names: Iterable[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Part a program's own `name=value` words from the others.
+    """Separate a program's own `name=value` words from the others.
 
     Returns:
-        The values by name (the last one where a name stands twice), and the other words in order.
+        The values by name (of a name given twice the last), and the other words in order.
     """
     own, rest = {}, []
     for argument in arguments:

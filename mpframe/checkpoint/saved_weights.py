@@ -1,7 +1,7 @@
 """The weights in a loaded checkpoint, checked before they are used.
 
 A checkpoint may come from anybody: that it could be read does not mean that it holds what it
-should. Parameters are fp32 (the masters, whatever the run's format), buffers as they are.
+should. Parameters are fp32 (the masters, in every dtype mode), buffers as they are.
 
 So every dtype mode loads every other's checkpoints: it takes masters and optimizer state bit for
 bit, and rounds the masters to the weights that it stores in half. Only the loss scale is not taken

@@ -124,9 +124,10 @@ def _refuse_unreadable(path: Path) -> None:
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # Reads no tensor.
     except pickle.UnpicklingError as error:
-        held = _GLOBAL.search(str(error))
+        found = _GLOBAL.search(str(error))
+        name = found[1] if found else "an object"
         raise CheckpointError(
-            f"checkpoint: the state holds {held[1] if held else 'an object'}, and loading it would "
+            f"checkpoint: the state holds {name}, and loading it would "
             "run code; let state_dict return tensors, numbers, strings, lists and dicts"
         ) from None
 

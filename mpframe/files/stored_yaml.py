@@ -31,7 +31,7 @@ def parsed(text: str, path: Path) -> dict[str, Any]:
 
     Args:
         text: YAML.
-        path: where it came from, for messages.
+        path: its file, for messages.
 
     Raises:
         CheckpointError: it is not a configuration, or made to take hours or all memory.

@@ -71,14 +71,14 @@ class RangeWatch(Callback):
         self._record = RangeRecord(context.folder, trainer.progress.global_step, self._on_error)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        """Attach to the model where a report is due. No earlier: others may run it in between."""
+        """Attach to the model if a report is due. Not earlier: others may run the model."""
         self._probe = None
         if self._every is not None and (trainer.progress.global_step + 1) % self._every == 0:
             trainer.read_verdicts()  # So that the next step it is told of is this one.
             self._probe = RangeProbe(trainer, self._half)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Report the step where it was due."""
+        """Report the step if that was due."""
         if self._probe is not None:
             self._last = self._probe.ranges()
             self._record.add(self._last)
@@ -91,7 +91,7 @@ class RangeWatch(Callback):
             trainer.read_verdicts()
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Draw, where the last pictures are old."""
+        """Draw if the last pictures are old."""
         if time.monotonic() - self._drawn > _DRAWN_EVERY:
             self.draw()
 

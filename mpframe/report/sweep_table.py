@@ -7,8 +7,8 @@ A Hydra callback, wired in the config as
         sweep_table:
           _target_: mpframe.report.sweep_table.SweepTable
 
-It also keeps a sweep in one folder, whatever `hydra.sweep.dir` is made of; how `hydra.sweep.subdir`
-names the jobs' folders does not matter.
+It also keeps a sweep in one folder, even if `hydra.sweep.dir` contains the time; any
+`hydra.sweep.subdir` will do.
 """
 
 import atexit
@@ -56,7 +56,7 @@ class SweepTable(Callback):
         _pin_sweep_dir(config)
         self._folder = Path(config.hydra.sweep.dir).absolute()
         self._started = time.time()
-        # Hydra leaves out on_multirun_end where a job failed: the table is due then all the more.
+        # Hydra does not call on_multirun_end if a job failed, but then the table is needed, too.
         atexit.register(self._report)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -79,7 +79,7 @@ class JobRow:
     Attributes:
         number: Hydra's job number.
         overrides: what the command line set for this job.
-        summary: how it ended; None where it left no summary that can be read.
+        summary: how it ended; None if there is no readable summary.
     """
 
     number: int
@@ -124,7 +124,7 @@ def report(folder: Path, jobs: Sequence[JobRow]) -> str:
 
 
 def _pin_sweep_dir(config: DictConfig) -> None:
-    """Give every job the sweep's folder: Hydra composes it anew for each job.
+    """Give every job the sweep's folder: Hydra composes it again for each job.
 
     A folder named after an option that is swept would otherwise scatter the jobs.
     """

@@ -206,6 +206,7 @@ FAULTS = [
 @pytest.mark.parametrize(("mode", "compute"), MODES)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault: Fault, mode: str, compute: str) -> None:
+    torch.manual_seed(0)  # `large` weights drawn at random overflow in most draws, not in all.
     case = case_of(net(fault.middle()), mode, compute, **fault.options)
     diagnosis = diagnose(case)
     culprit = diagnosis.culprit

@@ -50,7 +50,7 @@ class Culprit:
 
     @property
     def bits_beyond(self) -> float:
-        """How far the value lies above the limit, in bits; below it where negative."""
+        """How far the value is above the limit, in bits; negative if below."""
         return math.log2(self.value / self.limit) if 0 < self.value < math.inf else math.inf
 
 
