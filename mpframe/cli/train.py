@@ -28,7 +28,7 @@ _FULL_ERROR = "HYDRA_FULL_ERROR"
 def main() -> None:
     """Train as the command line says.
 
-    The exit code is 1 where it could not, and 128 + the signal's number where one stopped it.
+    The exit code is 1 if it could not, and 128 + the signal's number if one stopped it.
     """
     current_folder_importable()
     full = os.environ.get(_FULL_ERROR) == "1"
