@@ -4,9 +4,9 @@ Begin with schema.py, which lists every option with its default and range, and c
 a composed configuration against it. Hydra composes; the others stand around it:
 
     store.py         gives Hydra the schema            flags.py         Hydra's flags
-    overrides.py     the words of a command line       composing.py     one job, or one line why not
+    overrides.py     the words of a command line       composing.py     one job, or why not
     sweep.py         a sweep's values                  job_check.py     checks before a job starts
-    command_line.py  what the commands use             stored.py        a checkpoint's options as data
+    command_line.py  what the commands use             stored.py        a checkpoint's options
     redaction.py     keeps secrets out                 options_page.py  writes docs/options.md
 
 Imports files/ and errors.py alone, and never torch, so that a mistake is answered at once. Only
