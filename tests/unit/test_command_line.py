@@ -142,15 +142,21 @@ def test_a_folder_of_ones_own_has_its_choices(
     flag = place.format(own_folder)
     (config,) = started(flag, "dtype=special", "+recipe=short", "seed=9")
     assert (config.dtype.mode, config.trainer.epochs, config.seed) == ("amp", 1, 9)
-    assert len(started(flag, "-m", "dtype=glob(s*)")) == 1
-    with pytest.raises(ConfigError, match=r"^dtype=glob\(x\*\): matches no choice; .* special$"):
-        started(flag, "-m", "dtype=glob(x*)")
     with pytest.raises(ConfigError, match=r"^dtype=speciak: choose .*; nearest: special$"):
         started(flag, "dtype=speciak")
     with pytest.raises(ConfigError, match=r"^trainer.max_stepz: no such option; nearest: trainer."):
         started(flag, "trainer.max_stepz=3", "+recipe=short")
     with pytest.raises(ConfigError, match=r"^recipe=shorr: choose short; nearest: short$"):
         started(flag, "+recipe=shorr")
+
+
+def test_a_glob_matches_choices_of_ones_own(own_folder: Path, started: Started) -> None:
+    """Those of --config-dir; Hydra leaves out the folders of hydra.searchpath."""
+    assert len(started(f"--config-dir={own_folder}", "-m", "dtype=glob(s*)")) == 1
+    with pytest.raises(ConfigError, match=r"^dtype=glob\(x\*\): matches no choice; .* special$"):
+        started(f"--config-dir={own_folder}", "-m", "dtype=glob(x*)")
+    with pytest.raises(ConfigError, match=r"^dtype=glob\(s\*\): matches no choice; there are amp"):
+        started(f"hydra.searchpath=[file://{own_folder}]", "-m", "dtype=glob(s*)")
 
 
 def test_a_primary_configuration_of_ones_own(own_folder: Path, started: Started) -> None:
