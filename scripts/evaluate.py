@@ -5,7 +5,7 @@ python scripts/evaluate.py checkpoint=runs/mine/checkpoints/step_00000440 weight
 python scripts/evaluate.py checkpoint=runs/mine dataset.root=/elsewhere device=cpu out=numbers.json
 
 The options are the run's own; a class that is not mpframe's must be named again, as in
-model._target_=my_pkg.Net, for nothing is called because a stored file says so.
+model._target_=my_pkg.Net: nothing is called because a stored file says so.
 """
 
 from mpframe.cli.evaluate import main

@@ -2,7 +2,7 @@
 
 The step is one whose evidence a run saved when it was in trouble, or, of a run that had none, the
 step that comes after a checkpoint. The run's stored options are trusted as little as when a
-checkpoint is evaluated (see stored_config.py).
+checkpoint is evaluated (see config/stored.py).
 """
 
 import sys
@@ -97,7 +97,7 @@ def _main(arguments: list[str]) -> None:
 
 
 def _evidence_in(path: Path, step: str | None) -> Path | None:
-    """The evidence that is meant; None where a checkpoint is, or there is no evidence."""
+    """The evidence that is meant; None if a checkpoint is, or if there is no evidence."""
     if path.absolute().parent.name == evidence.FOLDER:
         return path
     found = evidence.all_in(path)

@@ -20,7 +20,7 @@ from mpframe.training.trainer import Trainer
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Examine what `scripts/train.py` would train; exit code 1 where a finding is an error.
+    """Examine what `scripts/train.py` would train; exit code 1 if a finding is an error.
 
     Args:
         arguments: as for training; the command line if None.

@@ -2,7 +2,7 @@
 
 The numbers are those of the run bit for bit: the same precision, batches, average and evaluation
 format, on the device and with the thread count the run had. The options are the run's stored ones
-(see stored_config.py for how little they are trusted), changed where the command line says so.
+(see config/stored.py for how little they are trusted), changed as the command line says.
 """
 
 import sys

@@ -23,7 +23,7 @@ def current_folder_importable(folder: str | None = None) -> None:
     the folder the user works in, never one that a checkpoint names.
 
     Args:
-        folder: the current folder of the command, where a launcher starts jobs elsewhere.
+        folder: the current folder of the command, if a launcher starts jobs elsewhere.
     """
     path = folder or os.getcwd()
     if path not in sys.path:

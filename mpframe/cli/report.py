@@ -16,8 +16,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Report on the runs of some folders.
 
     Args:
-        arguments: folders of runs or of sweeps, and `out=FOLDER` (the first of them where
-            absent, or beside it where it is a run); the command line if None.
+        arguments: folders of runs or of sweeps, and `out=FOLDER` (the first of them if
+            absent, or beside it if it is a run); the command line if None.
     """
     with program():
         _main(sys.argv[1:] if arguments is None else arguments)

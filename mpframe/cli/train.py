@@ -10,17 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import hydra
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from mpframe.cli.job import JobError, Jobs, print_error
 from mpframe.cli.program import current_folder_importable
 from mpframe.config.command_line import prepare
-from mpframe.config.composing import PRIMARY, one_line
+from mpframe.config.composing import PRIMARY
 from mpframe.config.flags import parsed_flags
 from mpframe.config.locations import CONF
 from mpframe.config.refusal import refusal_of
-from mpframe.errors import ConfigError, MpframeError
+from mpframe.errors import MpframeError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -28,7 +26,7 @@ _FULL_ERROR = "HYDRA_FULL_ERROR"
 def main() -> None:
     """Train as the command line says.
 
-    The exit code is 1 where it could not, and 128 + the signal's number where one stopped it.
+    The exit code is 1 if it could not, and 128 + the signal's number if one stopped it.
     """
     current_folder_importable()
     full = os.environ.get(_FULL_ERROR) == "1"
@@ -60,12 +58,8 @@ def _train() -> None:
         raise
     except JobError as error:
         raise MpframeError(str(error)) from error
-    except (HydraException, OmegaConfBaseException) as error:
+    except Exception as error:  # Of Hydra, OmegaConf, a sweeper or a launcher.
         raise refusal_of(error, *parsed_flags(arguments)) from error
-    except Exception as error:  # Whatever Hydra, a sweeper or a launcher raises.
-        raise ConfigError(
-            f"Hydra: {one_line(error)}; {_FULL_ERROR}=1 shows the traceback"
-        ) from error
     jobs.end()
 
 

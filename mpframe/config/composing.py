@@ -78,9 +78,11 @@ def refusal(error: Exception, words: list[str], name: str = PRIMARY) -> ConfigEr
             refuse_bad_override(override)
     except ConfigError as refused:
         return refused
-    except (HydraException, OmegaConfBaseException):
-        pass  # A choice's own file is at fault.
-    return ConfigError(one_line(error))
+    except Exception:
+        pass  # A choice's own file is at fault; what Hydra said of it is told.
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return ConfigError(one_line(error))
+    return ConfigError(f"Hydra: {one_line(error)}; HYDRA_FULL_ERROR=1 shows the traceback")
 
 
 def refuse_bad_override(override: Override) -> None:
@@ -129,8 +131,7 @@ def _refuse_unknown_choice(override: Override, words: list[str], name: str) -> N
     if override.type is not OverrideType.CHANGE and group in OPEN | {"experiment": None}:
         text = str(override.input_line)
         raise ConfigError(f"{text}: a choice takes no +; write {text.lstrip('+')}")
-    if value is not None:
-        refuse_unknown_choice(group, str(value), choices)
+    refuse_unknown_choice(group, "null" if value is None else str(value), choices)
 
 
 def refuse_unknown_choice(group: str, choice: str, choices: list[str]) -> None:

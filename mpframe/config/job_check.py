@@ -101,7 +101,7 @@ def _is_basic(config: DictConfig, kind: str) -> bool:
 
 
 def _start_at_once(config: DictConfig) -> None:
-    """Let Hydra compose each job just before it runs, where they run one after the other.
+    """Let Hydra compose each job just before it runs, if they run one after the other.
 
     It would compose all of them first, a hundred jobs in about ten seconds.
     """
@@ -112,7 +112,7 @@ def _start_at_once(config: DictConfig) -> None:
 
 
 def _let_trials_fail(config: DictConfig) -> None:
-    """Let a search go on where a trial diverges: Optuna's sweeper stops at the first by default."""
+    """Let a search go on if a trial fails: Optuna's sweeper stops at the first by default."""
     option = "max_failure_rate"
     given = any(option in word for word in _words(config, "hydra"))
     if option in config.hydra.sweeper and not given:

@@ -1,4 +1,4 @@
-"""Where the shipped configuration lies: beside the package, or inside it where it is installed."""
+"""Where the shipped configuration lies: beside the package, or inside it if it is installed."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""What the environment tells a run stays out of what the run leaves behind and says.
+"""Keeps the secrets of the environment out of what a run writes and prints.
 
 A run's folder is meant to be passed on. Two kinds of values never stand in it: those of variables
-that the configuration refers to by `${oc.env:NAME}`, wherever they are handed on to, and those of
-variables whose name sounds like a secret, should a shell have put them on the command line.
+that the configuration refers to by `${oc.env:NAME}`, wherever they are passed on to, and those of
+variables whose name sounds like a secret, in case a shell has put them on the command line.
 
 Values are redacted, and then written: a text that is YAML already may have quoted, escaped or
 folded the secret, and `***` put into it may not be YAML any more.
@@ -129,7 +129,7 @@ def formatter_of_hydra() -> logging.Formatter:
 
 @lru_cache
 def _pattern(secret: str) -> re.Pattern[str]:
-    """Finds a secret also where quoting or `repr` has put backslashes into it."""
+    """Finds a secret also if quoting or `repr` has put backslashes into it."""
     letters = (_ESCAPED.get(letter, re.escape(letter)) for letter in secret)
     return re.compile("".join(rf"\\{{0,3}}{letter}" for letter in letters))
 

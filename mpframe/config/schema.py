@@ -44,7 +44,7 @@ OTHER_NAMES = {
 
 
 def use_instead(name: str) -> str:
-    """A clause with what to write for another library's name of a mode; empty where it is none."""
+    """A clause with what to write for another library's name of a mode; empty if it is none."""
     folded = {other.lower(): words for other, words in OTHER_NAMES.items()}
     words = folded.get(name.lower())
     return f"use {words}" if words else ""
@@ -384,7 +384,7 @@ def watching() -> set[str]:
 class Config:
     """A checked configuration. Open sections are plain mappings with their `_target_`.
 
-    `joint` holds the optimizers where there are several; `optimizer` is then without `_target_`.
+    `joint` holds the optimizers if there are several; `optimizer` is then without `_target_`.
     `groups` are the optimizer's groups of parameters, by name, in their order.
     `callbacks` and `metrics` hold such mappings by name, in the order of the configuration; one
     that is null is left out.

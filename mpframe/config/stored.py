@@ -1,8 +1,8 @@
 """A run's stored configuration, read back as data.
 
 A checkpoint may come from anybody, and a configuration is code: a `_target_` names what is called.
-So nothing that its `config.yaml` says is run, called or looked up, but for one thing: where it
-names a class or function that a file of this program's own `conf/` names as well, that one is
+So nothing that its `config.yaml` says is run, called or looked up, with one exception: if it names
+a class or function that a file of this program's own `conf/` names as well, that one is
 meant. Any other must be named again on the command line, which is the user's word:
 
     stored                          command line                    built
@@ -108,8 +108,8 @@ def _choices_of(stored: Mapping[str, Any], given: list[str]) -> list[str]:
 
 
 def _used(stored: Mapping[str, Any]) -> set[str]:
-    """The open sections that an evaluation takes from the stored options."""
-    return {group for group in set(OPEN) - _UNUSED if stored.get(group)}
+    """The open sections with one target that an evaluation takes from the stored options."""
+    return {group for group in set(OPEN) - _UNUSED if stored.get(group) and not OPEN[group].named}
 
 
 def _words(given: list[str]) -> set[str]:
@@ -153,6 +153,7 @@ def _refuse_unsafe(path: Path, stored: Mapping[str, Any], named: set[str]) -> No
                 f"{path}: {group}._target_={target} is not mpframe's own, and a stored "
                 f"configuration runs nothing; if you trust it, add {group}._target_={target}"
             )
+    _refuse_own_metrics(path, stored.get("metrics"))
     for place, key in _keys(stored):
         if not isinstance(key, str) or (key.startswith("_") and place not in _TARGETS):
             raise CheckpointError(f"{path}: {place} is refused, a stored configuration is data")
@@ -162,6 +163,17 @@ def _refuse_unsafe(path: Path, stored: Mapping[str, Any], named: set[str]) -> No
         if isinstance(value, str) and "${" in value:
             raise CheckpointError(
                 f"{path}: {place} refers to what is not in the file; give it as {place}=VALUE"
+            )
+
+
+def _refuse_own_metrics(path: Path, metrics: Any) -> None:
+    """The group `metrics` holds what a user added; the dataset's own metrics are not stored."""
+    for name, node in metrics.items() if isinstance(metrics, dict) else ():
+        if isinstance(node, dict) and "_target_" in node:
+            option = f"metrics.{name}._target_={node['_target_']}"
+            raise CheckpointError(
+                f"{path}: {option} is not mpframe's own, and a stored configuration runs nothing; "
+                f"if you trust it, add +{option}"
             )
 
 

@@ -71,7 +71,9 @@ def _words_of(override: Override, words: list[str], draws: bool, name: str) -> l
         return [str(override.input_line)]
     group = override.key_or_group
     choices = choices_of(group, words, name) if "." not in group else []
-    values = _values(override, draws, choices)
+    # Hydra's sweepers expand a glob without the folders of hydra.searchpath.
+    globbed = choices_of(group, []) if choices else []
+    values = _values(override, draws, globbed)
     if not values:
         raise ConfigError(
             f"{override.input_line}: holds no value, so the sweep would have no job; give at "
@@ -86,14 +88,14 @@ def _words_of(override: Override, words: list[str], draws: bool, name: str) -> l
     return jobs
 
 
-def _values(override: Override, draws: bool, choices: list[str]) -> list[str]:
+def _values(override: Override, draws: bool, globbed: list[str]) -> list[str]:
     """The values of a sweep over one option; of an interval its ends."""
     text = override.input_line
     value: Any = override.value()
     if isinstance(value, Glob):
-        matching = value.filter(choices)
+        matching = value.filter(globbed)
         if not matching:
-            known = ", ".join(choices) or "none: glob() is for groups"
+            known = ", ".join(globbed) or "none: glob() is for groups"
             raise ConfigError(f"{text}: matches no choice; there are {known}")
         return list(matching)
     if isinstance(value, IntervalSweep):

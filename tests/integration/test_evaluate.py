@@ -107,6 +107,20 @@ def net(classes, width):
 """
 
 
+def test_a_metric_of_the_users_is_made_once_it_is_named_again(trained: Path) -> None:
+    text = (checkpoint.newest(trained) / "config.yaml").read_text()
+    stored = yaml.safe_load(text) | {"metrics": {"top": {"_target_": "own.Top", "k": 5}}}
+    option = "metrics.top._target_=own.Top"
+    with pytest.raises(CheckpointError) as refused:
+        config_of(yaml.safe_dump(stored), trained, [])
+    assert str(refused.value) == (
+        f"{trained}: {option} is not mpframe's own, and a stored configuration runs nothing; if "
+        f"you trust it, add +{option}"
+    )
+    config = config_of(yaml.safe_dump(stored), trained, [f"+{option}"])
+    assert config.metrics == {"top": {"_target_": "own.Top", "k": 5}}
+
+
 def test_a_class_of_the_users_is_built_once_it_is_named_again(
     start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.config.command_line import prepare
+from mpframe.config.command_line import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -40,7 +40,7 @@ def test_there_are_commands() -> None:
 def test_every_documented_training_command_is_accepted(line: str) -> None:
     arguments = shlex.split(line, comments=True)[2:]
     if "--help" not in arguments:
-        assert prepare(arguments)
+        assert next(jobs(arguments)).config
 
 
 def test_the_loop_of_the_readme_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:

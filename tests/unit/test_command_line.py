@@ -1,5 +1,6 @@
 """What becomes of a command line: what Hydra sees of it, which jobs it makes, what is refused."""
 
+import random
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from mpframe.cli import job as job_module
 from mpframe.cli import train
 from mpframe.config.command_line import prepare
 from mpframe.config.locations import CONF
-from mpframe.errors import ConfigError
+from mpframe.errors import ConfigError, MpframeError
 
 Started = Callable[..., list[DictConfig]]
 
@@ -141,15 +142,21 @@ def test_a_folder_of_ones_own_has_its_choices(
     flag = place.format(own_folder)
     (config,) = started(flag, "dtype=special", "+recipe=short", "seed=9")
     assert (config.dtype.mode, config.trainer.epochs, config.seed) == ("amp", 1, 9)
-    assert len(started(flag, "-m", "dtype=glob(s*)")) == 1
-    with pytest.raises(ConfigError, match=r"^dtype=glob\(x\*\): matches no choice; .* special$"):
-        started(flag, "-m", "dtype=glob(x*)")
     with pytest.raises(ConfigError, match=r"^dtype=speciak: choose .*; nearest: special$"):
         started(flag, "dtype=speciak")
     with pytest.raises(ConfigError, match=r"^trainer.max_stepz: no such option; nearest: trainer."):
         started(flag, "trainer.max_stepz=3", "+recipe=short")
     with pytest.raises(ConfigError, match=r"^recipe=shorr: choose short; nearest: short$"):
         started(flag, "+recipe=shorr")
+
+
+def test_a_glob_matches_choices_of_ones_own(own_folder: Path, started: Started) -> None:
+    """Those of --config-dir; Hydra leaves out the folders of hydra.searchpath."""
+    assert len(started(f"--config-dir={own_folder}", "-m", "dtype=glob(s*)")) == 1
+    with pytest.raises(ConfigError, match=r"^dtype=glob\(x\*\): matches no choice; .* special$"):
+        started(f"--config-dir={own_folder}", "-m", "dtype=glob(x*)")
+    with pytest.raises(ConfigError, match=r"^dtype=glob\(s\*\): matches no choice; there are amp"):
+        started(f"hydra.searchpath=[file://{own_folder}]", "-m", "dtype=glob(s*)")
 
 
 def test_a_primary_configuration_of_ones_own(own_folder: Path, started: Started) -> None:
@@ -236,3 +243,52 @@ def test_what_would_harm_is_refused(
     with pytest.raises(ConfigError, match=says):
         started(*words)
     assert list(tmp_path.iterdir()) == []
+
+
+KEYS = (
+    *("seed", "dtype", "model", "trainer", "trainer.epochs", "trainer.max_stepz", "optimizer.lr"),
+    *("ops.allow", "loss_scaling", "experiment", "metrics", "callbacks.x", "model._target_"),
+    *("dtype@other", "a/b", "run_name", "scheduler", "hydra/launcher", "hydra.job.nam"),
+    *("hydra.run.dir", "hydra.sweep.dir", "hydra.sweeper.max_batch_size", "hydra.searchpath"),
+)
+VALUES = (
+    *(
+        "",
+        "3",
+        "nan",
+        "-1",
+        "[1,2]",
+        "{a: 1}",
+        "${x}",
+        "???",
+        "null",
+        "1,2",
+        "range(1,3)",
+        "[",
+        "'",
+    ),
+    *("interval(0,1)", "glob(*)", "choice()", "tag(a,1)", "int(3)", "\x1b[2J", "mixed,amp", "a b"),
+    *("../x", "${oc.env:NOPE}", "1e400", "x" * 300, "sort(3,1)", "shuffle(1,2)", "mlp", "off"),
+)
+FLAGS = ("-m", "-m", "-m", "--cfg", "--cfg=job", "--info", "-h", "--resolve", "-p", "--nope", "-r")
+
+
+@pytest.mark.parametrize("cases", [12, pytest.param(400, marks=pytest.mark.storm)])
+def test_any_command_line_ends_well_or_in_one_line(
+    cases: int, started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in range(cases):
+        draw = random.Random(seed)
+        words = [
+            f"{draw.choice(['', '', '+', '++', '~'])}{draw.choice(KEYS)}={draw.choice(VALUES)}"
+            for _ in range(draw.randint(1, 3))
+        ]
+        if draw.random() < 0.6:
+            words.insert(draw.randint(0, len(words)), draw.choice(FLAGS))
+        try:
+            started(*words)
+        except MpframeError as error:
+            assert "\n" not in str(error), words  # noqa: PT017 - none need be raised
+        except SystemExit as ended:
+            assert not ended.code, words  # noqa: PT017
+        assert capsys.readouterr().err == "", words
