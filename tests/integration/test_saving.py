@@ -143,7 +143,7 @@ def small_folder(tmp_path: Path) -> Iterator[Path]:
     """A run's folder on a disk of its own."""
     place = tmp_path / "all"
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("needs the right to mount a file system")
     yield place
