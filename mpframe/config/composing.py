@@ -151,7 +151,7 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
         _refuse_unknown_hydra_key(override, base)
         return
     section, _, rest = key.partition(".")
-    known = {path for path in _paths(base) if not path.startswith("hydra")}
+    known = {path for path in paths(base) if not path.startswith("hydra")}
     adds = override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)
     inside_mapping = key.startswith(tuple(f"{mapping}." for mapping in MAPPINGS))
     if key in known or inside_mapping or (adds and section in OPEN and rest):
@@ -165,12 +165,12 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
 
 def _refuse_unknown_hydra_key(override: Override, base: DictConfig) -> None:
     key = override.key_or_group
-    known = {path for path in _paths(base) if path.startswith("hydra")}
+    known = {path for path in paths(base) if path.startswith("hydra")}
     if override.type is OverrideType.CHANGE and key not in known:
         raise ConfigError(f"{key}: no such option of Hydra; {nearest(key, known)}".rstrip("; "))
 
 
-def _paths(config: DictConfig) -> set[str]:
+def paths(config: DictConfig) -> set[str]:
     """The dotted path of every option of a composed configuration, sections included."""
     return set(_walked(cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))))
 

@@ -14,13 +14,13 @@ from hydra.errors import HydraException
 from mpframe.config.check import refuse_bad_value
 from mpframe.config.composing import (
     PRIMARY,
-    checked,
     choices_of,
     composed,
+    paths,
     refuse_unknown_choice,
 )
 from mpframe.config.overrides import parsed
-from mpframe.errors import ConfigError
+from mpframe.errors import ConfigError, nearest
 
 _VALUES_CHECKED = 512
 
@@ -56,14 +56,17 @@ def refuse_unfit_choices(swept: list[list[str]], given: Sequence[str], name: str
         given: the words that each job has besides, for Hydra itself.
         name: of the primary configuration.
     """
-    keys = {words[0].lstrip("+").partition("=")[0] for words in swept}
+    first = first_job(swept)
     for place, words in enumerate(swept):
         group = words[0].partition("=")[0]
-        if len(words) == 1 or not any(key.startswith(f"{group}.") for key in keys):
-            continue
-        for word in words[1:]:
-            job = [*first_job(swept[:place]), word, *first_job(swept[place + 1 :])]
-            checked(composed([*given, *job], name))
+        own = [word for word in first if word.startswith(f"++{group}.")]
+        for word in words if own and len(words) > 1 else ():
+            job = [*first[:place], word, *first[place + 1 :]]
+            known = paths(composed([*given, *(w for w in job if w not in own)], name))
+            for key in (word.lstrip("+").partition("=")[0] for word in own):
+                if key not in known:
+                    hint = nearest(key, known)
+                    raise ConfigError(f"{key}: no such option of {word}; {hint}".rstrip("; "))
 
 
 def _words_of(override: Override, words: list[str], draws: bool, name: str) -> list[str]:
