@@ -167,7 +167,7 @@ def test_a_job_that_fails_is_one_line_and_the_others_go_on(tmp_path: Path) -> No
     [
         (["--cfg", "job", "-p", "trainer"], "# @package trainer\nepochs: 20\n"),
         (["--info", "defaults"], "hydra/callbacks/default"),
-        (["--info", "searchpath"], "mpframe"),
+        (["--info", "searchpath"], "structured://"),
         (["--help"], "loss_scaling: Backoff, LogMax"),
         (["--version"], "Hydra 1."),
     ],

@@ -29,7 +29,7 @@ from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.manifest import Manifest
 from mpframe.cli.evaluate import evaluate
 from mpframe.cli.export import main as export
-from mpframe.config.command_line import prepare
+from mpframe.config.command_line import jobs, prepare
 from mpframe.errors import CheckpointError, ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,7 +220,7 @@ def test_tensorboard_is_never_bound_to_the_network() -> None:
 @pytest.mark.parametrize("name", ["../escape", "a/../../escape", "/etc/escape", "..", "a\\..\\b"])
 def test_a_run_name_stays_within_runs(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        prepare([f"run_name='{name}'"])
+        list(jobs([f"run_name='{name}'"]))
     text = str(refused.value)
     assert text.startswith("run_name=")
     assert text.endswith("must stay within runs/; for another place set hydra.run.dir")

@@ -97,5 +97,5 @@ def test_loss_and_metric(task: Task) -> None:
     metrics = task.metric(), task.metric()
     metrics[0].update(logits, targets)
     assert metrics[0].name == "accuracy"
-    assert metrics[0].value() == 0.5
-    assert metrics[1].value().isnan()
+    assert metrics[0].compute() == 0.5
+    assert metrics[1].compute().isnan()

@@ -55,7 +55,7 @@ def strict(text: str) -> dict[str, object]:
 def test_summary_has_the_published_keys(tmp_path: Path) -> None:
     SUMMARY.write(tmp_path)
     written = strict((tmp_path / "summary.json").read_text())
-    assert set(written) == {*PUBLISHED.split(), "reason"}
+    assert set(written) == {*PUBLISHED.split(), "reason", "monitor"}
     assert (written["status"], written["val_accuracy"]) == ("finished", 0.973333)
 
 
