@@ -92,9 +92,8 @@ def _group(name: str, node: Any) -> Group:
         raise ConfigError(f"{path}={_shown(node)}: must be a mapping; give it parameters")
     if name == "default":
         raise ConfigError(f"{path}: is the group of all other parameters; choose another name")
-    own = {f.name for f in dataclasses.fields(GroupOptions)}
-    options = _load(GroupOptions, path, {key: node[key] for key in node if key in own})
-    settings = {key: node[key] for key in node if key not in own}
+    own, settings = _split(GroupOptions, node)
+    options = _load(GroupOptions, path, own)
     if options.lr is not None and options.lr_scale is not None:
         raise ConfigError(f"{path}.lr_scale={options.lr_scale}: goes without lr; give one of them")
     given = [key for key in ("lr", "lr_scale", *settings) if node.get(key) is not None]
@@ -121,9 +120,9 @@ def _part(name: str, parts: Mapping[str, Any]) -> Part:
         raise ConfigError(f"{path}={_shown(parts[name])}: must be a mapping with a _target_")
     node = dict(parts[name])
     _require_target(path, node)
-    own = {f.name for f in dataclasses.fields(PartOptions)}
-    options = _load(PartOptions, path, {key: value for key, value in node.items() if key in own})
-    return Part(options, {k: v for k, v in node.items() if k == "lr" or k not in own})
+    own, rest = _split(PartOptions, node)
+    options = _load(PartOptions, path, own)
+    return Part(options, {k: v for k, v in node.items() if k == "lr" or k in rest})
 
 
 def _refuse_leaving(run_name: str) -> None:
@@ -257,14 +256,19 @@ def _named(tree: Mapping[str, Any], section: str) -> dict[str, dict[str, Any]]:
 def _own_options(section: str, node: Mapping[str, Any]) -> Any:
     """The options that belong to an open section whatever its target, checked."""
     options: Any = OPEN[section].options
-    own = {f.name for f in dataclasses.fields(options)}
-    return _load(options, section, {key: value for key, value in node.items() if key in own})
+    return _load(options, section, _split(options, node)[0])
 
 
 def _arguments(section: str, node: Mapping[str, Any]) -> dict[str, Any]:
     """What an open section hands to its target."""
-    own = {f.name for f in dataclasses.fields(cast(Any, OPEN[section].options))}
-    return {key: value for key, value in node.items() if key not in own}
+    return _split(OPEN[section].options, node)[1]
+
+
+def _split(options: Any, node: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of a node that are fields of `options`, and the others."""
+    fields = {field.name for field in dataclasses.fields(options)}
+    own = {key: value for key, value in node.items() if key in fields}
+    return own, {key: value for key, value in node.items() if key not in fields}
 
 
 def _require_target(path: str, node: Mapping[str, Any]) -> None:

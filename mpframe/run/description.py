@@ -4,10 +4,10 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpframe import build
 from mpframe.config.redaction import redacted
 from mpframe.config.schema import Config
 from mpframe.data import Loader
+from mpframe.numerics.autopsy.evidence import scaling_of
 from mpframe.numerics.doctor import Subject, hints_on
 from mpframe.tracking.environment import environment_text
 from mpframe.tracking.tracker import Tag, Tracker, metric_tag
@@ -27,7 +27,7 @@ def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> N
         trainer.precision,
         device,
         f" ({policy.half} emulated)" if emulated else "",
-        build.scaling_name(config),
+        scaling_of(trainer),
         folder,
     )
     log.info("%s", trainer.precision.describe(trainer.model))
@@ -46,17 +46,17 @@ def describe(
     tracker.text(Tag.TEXT_ENVIRONMENT, environment_text())
     tracker.layout(trainer.metrics)
     results = [Tag.LOSS_TRAIN, Tag.LOSS_VAL, *map(metric_tag, trainer.metrics)]
-    tracker.hparams(redacted(_hparams(config), secrets), results)
+    tracker.hparams(redacted(_hparams(config, trainer), secrets), results)
 
 
-def _hparams(config: Config) -> dict[str, str | float | int]:
+def _hparams(config: Config, trainer: Trainer) -> dict[str, str | float | int]:
     """The same keys in every run: TensorBoard drops a column that some runs lack."""
     return {
         "model": str(config.model["_target_"]),
         "dataset": str(config.dataset["_target_"]),
         "dtype": config.dtype.mode,
         "half": config.dtype.half,
-        "loss_scaling": build.scaling_name(config),
+        "loss_scaling": scaling_of(trainer),
         "optimizer": " + ".join(str(node["_target_"]) for node in config.optimizer_nodes),
         "lr": float(config.optimizer_nodes[0].get("lr", float("nan"))),
         "batch_size": config.data.batch_size,

@@ -18,6 +18,7 @@ from mpframe.training.trainer import Trainer
 
 def summary_of(
     config: Config,
+    scaling: str,
     trainer: Trainer | None,
     callbacks: RunCallbacks | None,
     began: float,
@@ -28,6 +29,7 @@ def summary_of(
 
     Args:
         config: the options.
+        scaling: what the loss scaling is called.
         trainer, callbacks: None if the run ended before they were made.
         began: when the run began, as `time.perf_counter` says it.
         status: how it ended.
@@ -52,7 +54,7 @@ def summary_of(
         peak_memory_bytes=peak_memory(),
         dtype=config.dtype.mode,
         half=None if config.dtype.mode == "fp32" else config.dtype.half,
-        loss_scaling=build.scaling_name(config),
+        loss_scaling=scaling,
         final_scale=_final_scale(trainer) if trainer else None,
         seed=config.run.seed,
         device=str(build.resolve_device(config.run.device)) if trainer else config.run.device,

@@ -62,7 +62,7 @@ class Run:
         self, config: Config, composed: DictConfig, folder: Path, hydra: DictConfig | None = None
     ) -> None:
         self.config = config
-        build.scaling_name(config)  # A scaler is refused before the folder is taken.
+        self.scaling = build.scaling_name(config)  # Refused before the folder is taken.
         self.secrets = secrets_of(values_of(composed), os.environ)
         self.run_folder = RunFolder(folder, composed, hydra, self.secrets)
         self.config_text = self.run_folder.config
@@ -198,7 +198,9 @@ class Run:
 
     def _finish(self, status: Status, reason: str | None = None) -> Summary:
         told = None if reason is None else hide(reason, self.secrets)
-        summary = summary_of(self.config, self.trainer, self.callbacks, self.started, status, told)
+        summary = summary_of(
+            self.config, self.scaling, self.trainer, self.callbacks, self.started, status, told
+        )
         if not self.run_folder.taken:
             log.info("the record in %s stays as it was", self.folder)
             return summary

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mpframe.errors import UserCodeError
 from mpframe.optim import MasterWeights, MultiOptimizer
+from mpframe.tree import HALF
 from mpframe.user_code import UserCode, described, name_of
 
 LOSS = "loss"
@@ -146,8 +147,7 @@ def fp32_weights(
     optimizer: MasterWeights | MultiOptimizer, model: nn.Module, but: Container[nn.Parameter] = ()
 ) -> Iterator[None]:
     """Within the block half weights are replaced by copies of their fp32 masters, except `but`."""
-    narrow = (p for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16))
-    half = {p: p.data for p in narrow if p not in but}
+    half = {p: p.data for p in model.parameters() if p.dtype in HALF and p not in but}
     try:
         for parameter in half:
             parameter.data = optimizer.master_of(parameter).detach().float().clone()

@@ -44,11 +44,6 @@ class MultiObjectiveTrainer(Trainer):
 
     objective: Mapping[str, Objective]  # type: ignore[assignment]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        optimizer: Any = self.optimizer
-        self._parts: MultiOptimizer = optimizer
-
     @property
     def objectives(self) -> list[NamedObjective]:
         """Every loss of a step, in their order, with its scaler and the parameters it moves."""
@@ -56,6 +51,11 @@ class MultiObjectiveTrainer(Trainer):
             NamedObjective(name, own, _of(self.scaler, name), self._parts.parts[name].parameters)
             for name, own in self.objective.items()
         ]
+
+    @property
+    def _parts(self) -> MultiOptimizer:
+        optimizer: Any = self.optimizer
+        return optimizer  # type: ignore[no-any-return]
 
     def train_step(self, *batches: Batch) -> StepResult:
         """One step of every optimizer on one batch, or on the micro-batches of a window."""

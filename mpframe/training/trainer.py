@@ -69,7 +69,6 @@ class Trainer:
         callbacks: by name, called in this order.
         stop_reason: why the run is to end before its plan does; None: it is not.
 
-
     Raises:
         ConfigError: the optimizer evaluates the loss itself, or there is a scaler for each of
             several losses.
@@ -289,7 +288,7 @@ class Trainer:
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Take parameters (fp32) and buffers by name; masters exactly, half weights rounded.
 
-        The average starts anew from them.
+        The average starts again from them.
 
         Raises:
             CheckpointError: a name is missing or unexpected, or a shape differs.
