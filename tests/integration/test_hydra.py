@@ -22,7 +22,9 @@ SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "trainer.progress
 
 def command(folder: Path, *words: str, program: str = "") -> subprocess.CompletedProcess[str]:
     """The training command, as a script or an installed program, in a folder."""
-    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    # An empty entry would be the current folder, before Python's own modules.
+    paths = [str(ROOT), *filter(None, inherited)]
     environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
     return subprocess.run(
         [sys.executable, program or str(ROOT / "scripts" / "train.py"), *words],

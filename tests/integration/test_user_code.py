@@ -1,18 +1,19 @@
 """Faults in users' code end in one line: whose code, what it gave, what is allowed, which batch."""
 
-import gc
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import StartRun
 
 from mpframe.cli import doctor as doctor_command
 from mpframe.errors import MpframeError
+from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,17 +139,25 @@ def test_what_is_no_fault_trains(options: str, start_run: StartRun, tmp_path: Pa
 
 
 @pytest.mark.parametrize("how", ["finishes", "fails"])
-def test_a_run_leaves_no_worker_behind(how: str, start_run: StartRun, tmp_path: Path) -> None:
-    gc.disable()  # The workers end with the run, not when the garbage collector finds the loader.
-    try:
-        if how == "finishes":
-            start_run(tmp_path, *words_of("dataset.workers=1"))
-        else:
-            with pytest.raises(MpframeError, match="KeyError"):
-                start_run(tmp_path, *words_of("dataset.workers=1 model.fault=raises"))
-        assert multiprocessing.active_children() == []
-    finally:
-        gc.enable()
+def test_a_run_leaves_no_worker_behind(
+    how: str, start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers end with the run, whoever still holds a loader."""
+    held: list[Any] = []
+    fit_with = Run._fit_with
+
+    def holding(run: Run, task: Any, *loaders: Any) -> None:
+        held.extend(loaders)
+        fit_with(run, task, *loaders)
+
+    monkeypatch.setattr(Run, "_fit_with", holding)
+    if how == "finishes":
+        start_run(tmp_path, *words_of("dataset.workers=1"))
+    else:
+        with pytest.raises(MpframeError, match="KeyError"):
+            start_run(tmp_path, *words_of("dataset.workers=1 model.fault=raises"))
+    assert len(held) == 2
+    assert multiprocessing.active_children() == []
 
 
 def test_a_module_that_ends_the_program_is_named(

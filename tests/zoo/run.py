@@ -76,7 +76,7 @@ def _measured(names: list[str], jobs: int, limit: float) -> Iterator[Any]:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm"])
-    os.environ["PYTHONPATH"] = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
     running: dict[Connection, tuple[Any, str, float]] = {}
     waiting = list(reversed(names))
     while waiting or running:
