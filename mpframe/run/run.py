@@ -28,6 +28,7 @@ from mpframe.errors import (
     UserCodeError,
 )
 from mpframe.run.callbacks import RunCallbacks
+from mpframe.run.console import RESULT, console
 from mpframe.run.description import announce, describe
 from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.lock import RunLock
@@ -82,6 +83,7 @@ class Run:
         """
         with (
             hidden_from_logs(self.secrets),
+            console(self.config.trainer.verbosity),
             self.run_folder,
             RunLock(self.folder),
             self.interruption,
@@ -225,6 +227,7 @@ class Run:
             summary.skipped_steps,
             summary.seconds,
             self.folder,
+            extra=RESULT,
         )
         return summary
 

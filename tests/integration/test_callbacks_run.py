@@ -63,7 +63,7 @@ def test_a_callback_that_raises_is_named_and_the_others_are_torn_down(
     assert Summary.read(tmp_path).reason == str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["curves", "csv", "amax_record", "autopsy", "progress_bar"])
+@pytest.mark.parametrize("name", ["curves", "csv", "amax_record", "autopsy", "log_lines", "progress_bar"])
 def test_any_entry_of_the_group_may_be_left_out(
     start_run: StartRun, tmp_path: Path, name: str
 ) -> None:

@@ -17,7 +17,7 @@ from mpframe.config.locations import CONF
 from mpframe.run.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "trainer.progress=false"]
+SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "trainer.progress=off"]
 
 
 def command(folder: Path, *words: str, program: str = "") -> subprocess.CompletedProcess[str]:
@@ -118,7 +118,7 @@ def test_a_trial_that_diverges_counts_as_failed_and_the_search_goes_on(tmp_path:
         tmp_path, "-m", "hydra/sweeper=optuna", "loss_scaling=static", scales, *SMALL[:2],
         *OPTUNA[:2],
         "hydra/sweeper/sampler=grid", "trainer.max_consecutive_skips=2", "trainer.autopsy=off",
-        "trainer.max_steps=4", "trainer.progress=false", "hydra.sweep.dir=out",
+        "trainer.max_steps=4", "trainer.progress=off", "hydra.sweep.dir=out",
     )  # fmt: skip
     assert sorted(str(own["status"]) for own in summaries(tmp_path / "out")) == [
         "diverged",
