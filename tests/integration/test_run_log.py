@@ -1,6 +1,5 @@
-"""What a run says while it goes on: on the console, in train.log, in the bar, in metrics.csv."""
+"""What a run says while it goes on: on the console, in train.log, in the bar."""
 
-import csv
 import logging
 import re
 import sys
@@ -90,19 +89,6 @@ def test_quiet_is_without_a_bar_even_on_a_terminal(
     assert "step/s" not in capsys.readouterr().err
     run(tmp_path / "normal", "trainer.max_steps=2")
     assert "step/s" in capsys.readouterr().err
-
-
-def table(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_the_row_of_a_validation_is_complete(start_run: StartRun, tmp_path: Path) -> None:
-    """Whether or not its step is logged, too (test_interruption.py: also after a resume)."""
-    start_run(tmp_path, *SMALL, "trainer.eval_every=5", "trainer.epochs=1")
-    rows = table(tmp_path)
-    assert [int(row["step"]) for row in rows] == [5, 10, 15, 20, 22]
-    assert all(all(row.values()) for row in rows)
 
 
 @pytest.mark.parametrize(
