@@ -67,6 +67,7 @@ class Run:
         self.run_folder = RunFolder(folder, composed, hydra, self.secrets)
         self.config_text = self.run_folder.config
         self.folder = folder
+        self.hydra = hydra
         self.started = time.perf_counter()
         self.trainer: Trainer | None = None
         self.callbacks: RunCallbacks | None = None
@@ -145,7 +146,8 @@ class Run:
             self.interruption.deferred(),
             Tracker(self.folder, first_step, config.trainer.on_save_error) as tracker,
         ):
-            describe(tracker, config, trainer, self.config_text, self.secrets)
+            text, secrets = self.config_text, self.secrets
+            describe(tracker, config, trainer, train, text, secrets, self.hydra)
             self._train_with(trainer, train, val, self._context(identity, tracker, train))
             tracker.finished()
 

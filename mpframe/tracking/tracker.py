@@ -15,7 +15,7 @@ the curve of what was repeated is replaced and every tag's steps strictly increa
 import base64
 import logging
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -32,6 +32,9 @@ from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untype
     Summary,
 )
 from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams.plugin_data_pb2 import (  # type: ignore[import-untyped]
+    HParamsPluginData,
+)
 from tensorboard.plugins.text import metadata as text_metadata  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.utils.tensorboard import summary as summaries
@@ -130,7 +133,9 @@ class Tracker:
         metadata = text_metadata.create_summary_metadata(None, None)
         self._add(Summary(value=[Summary.Value(tag=tag, tensor=content, metadata=metadata)]))
 
-    def hparams(self, config: Mapping[str, Any], metrics: Iterable[str]) -> None:
+    def hparams(
+        self, config: Mapping[str, Any], metrics: Iterable[str], first: Collection[str] = ()
+    ) -> None:
         """Enter the run into the HParams table; `finished` marks it as a success.
 
         Pass the same keys in every run, else TensorBoard drops the columns, and keep an option
@@ -141,13 +146,14 @@ class Tracker:
             config: option path -> bool, int, float, str, None, or a list of those. Numbers stay
                 numbers, all else is written as text.
             metrics: the tags that are the table's results.
+            first: the keys whose columns come first, because runs differ in them.
 
         Raises:
             MpframeError: a value is of another type.
         """
         values = {key: _hparam(key, value) for key, value in config.items()}
         experiment, start, _ = summaries.hparams(values, dict.fromkeys(metrics))  # type: ignore[no-untyped-call]
-        self._add(experiment)
+        self._add(_with_first(experiment, first))
         self._add(start)
 
     def finished(self) -> None:
@@ -264,6 +270,16 @@ def _to_numbers(values: Mapping[str, float | Tensor]) -> dict[str, float]:
         here = {tag: t.float() for tag, t in tensors.items() if t.device == device}
         numbers.update(zip(here, torch.stack(list(here.values())).tolist(), strict=True))
     return numbers
+
+
+def _with_first(experiment: Any, first: Collection[str]) -> Any:
+    """The columns of `first` marked as those that differ; TensorBoard shows such columns first."""
+    plugin_data = experiment.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(plugin_data.content)
+    for info in content.experiment.hparam_infos:
+        info.differs = info.name in first
+    plugin_data.content = content.SerializeToString()
+    return experiment
 
 
 def _hparam(key: str, value: object) -> str | int | float:

@@ -1,5 +1,6 @@
 """A real run, and one stopped and resumed, as the TensorBoard server shows them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,21 @@ def test_a_run_as_the_server_shows_it(server: Server) -> None:
     assert "conv2d in ops.allow" in page["text"]
     (page, *_) = server.get("plugin/text/text", run="whole", tag=Tag.TEXT_CONFIG)
     assert "overflow_probability: 0.001" in page["text"]
-    columns = [{"hparam": "dtype"}, {"metric": {"tag": ACCURACY, "group": ""}}]
+    assert "conv2d" not in page["text"]
+    (page, *_) = server.get("plugin/text/text", run="whole", tag=Tag.TEXT_ABOUT)
+    assert re.findall(r"<strong>(\S+)", page["text"]) == ["mixed", "cnn", "AdamW"]
+    assert "ops <code>default</code>" in page["text"]
+    assert "65,834 weights" in page["text"]
+    columns = [
+        {"hparam": "dtype"},
+        {"hparam": "loss_scaling"},
+        {"metric": {"tag": ACCURACY, "group": ""}},
+    ]
     body = {"allowedStatuses": ALL_STATUSES, "colParams": columns, "startIndex": 0, "sliceSize": 9}
     groups = server.post("plugin/hparams/session_groups", body)["sessionGroups"]
     assert {group["name"] for group in groups} == {"whole", "resumed"}
     assert {group["hparams"]["loss_scaling"] for group in groups} == {"LogMax"}
+    assert {group["hparams"]["dtype"] for group in groups} == {"mixed float16"}
     pages = server.get("plugin/custom_scalars/layout")["category"]
     assert [page["title"] for page in pages] == ["training", "loss scaling", "gradients"]
 

@@ -219,6 +219,13 @@ def test_hparams_are_in_the_runs_own_event_file(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_hparams_that_differ_are_marked_to_be_shown_first(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.hparams({"lr": 0.1, "seed": 3}, [Tag.LOSS_VAL], ["seed"])
+    infos = hparams_data(tmp_path)["_hparams_/experiment"].experiment.hparam_infos
+    assert {info.name: info.differs for info in infos} == {"lr": False, "seed": True}
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_only_a_finished_run_is_marked_a_success(tmp_path: Path, finished: bool) -> None:
     with Tracker(tmp_path) as tracker:
