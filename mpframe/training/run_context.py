@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunContext:
-    """A run, seen from its callbacks.
+    """What a callback may know and use of its run.
 
     Attributes:
         folder: the run's folder; exists, and a callback may write files into it.
