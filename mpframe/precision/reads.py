@@ -6,7 +6,7 @@ these are. An expert layer multiplies slices of one large weight; a layer with w
 standardisation subtracts a mean from its weight before it convolves.
 
 An op that only moves values does not count as a reader. The view, copy or concatenation of a
-rounded weight equals the rounded view, copy or concatenation, so the ops that read the result count.
+rounded weight equals the rounded view, copy or concatenation. The ops that read the result count.
 """
 
 import sys

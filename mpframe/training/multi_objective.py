@@ -101,7 +101,7 @@ class MultiObjectiveTrainer(Trainer):
             self.read_verdicts()  # These need the verdict on the step before.
         with UserCode("optimizer:", getattr(optimizer, "optimizer", optimizer)):
             result: StepResult = optimizer.step(
-                scaler, max_norm=self.plan.clip_norm, skip_if_dropped=self.plan.whole_windows
+                scaler, max_norm=self.plan.clip_norm, skip_if_dropped=self.plan.skip_if_dropped
             )
         self._buffers.restore_where(result.any_skipped())
         return result, losses

@@ -20,7 +20,7 @@ class Plan:
         clip_norm: clip the global norm of the unscaled gradients to this, > 0 and finite; None: do
             not.
         eval_every: steps between validations; None: after each epoch.
-        whole_windows: skip a step where any of its micro-batches overflowed; False drops those.
+        skip_if_dropped: skip a step where any of its micro-batches overflowed; False drops those.
         compile: compile the forward pass and its casts into one graph.
 
     Raises:
@@ -32,7 +32,7 @@ class Plan:
     accumulate: int = 1
     clip_norm: float | None = None
     eval_every: int | None = None
-    whole_windows: bool = False
+    skip_if_dropped: bool = False
     compile: bool = False
 
     def __post_init__(self) -> None:

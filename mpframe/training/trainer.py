@@ -140,7 +140,7 @@ class Trainer:
             result = self.optimizer.step(
                 self.scaler,  # type: ignore[arg-type]
                 max_norm=self.plan.clip_norm,
-                skip_if_dropped=self.plan.whole_windows,
+                skip_if_dropped=self.plan.skip_if_dropped,
                 skip_mask=skip_mask,
             )
         except BaseException:

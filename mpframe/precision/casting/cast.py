@@ -71,7 +71,7 @@ class Casts:
         self.compute_on(torch.device("cpu"))
 
     def compute_on(self, device: torch.device) -> None:
-        """Prepare for tensors on `device`. Half tensors are not looked at if half is not emulated."""
+        """Prepare for tensors on `device`. Without emulation half tensors need no look."""
         self.emulates = self.policy.emulates(device)
         self.to_half = CASTABLE if self.emulates else CASTABLE - {self.policy.half_dtype}
         self._idle: list[CastMode] = []
