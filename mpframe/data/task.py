@@ -19,7 +19,8 @@ class Metric(Protocol):
     """A running value over one validation pass.
 
     Attributes:
-        name: one word, unless the metric is given by name; its tag is `metric/<name>/val`.
+        name: one word, unless the metric is given by name; its tags are `metric/<name>/val` and
+            `metric/<name>/test`.
         higher_is_better: which of two values `trainer.keep_best` keeps.
     """
 
@@ -39,7 +40,8 @@ class Task:
 
     Attributes:
         train: map-style samples to learn from.
-        val: map-style samples to measure on, never augmented.
+        val: map-style samples to measure on while training; never augmented. What is chosen (the
+            best checkpoint, the end of the training) is chosen by them.
         objective: objective(model, batch) -> StepOutput; several by name for several optimizers.
         metric: makes a fresh `Metric` for each validation pass; several by name. A torchmetrics
             object stands as it is, by name. None: the loss alone is measured.
@@ -47,6 +49,8 @@ class Task:
             default_collate. It is sent to the workers.
         loss: in the place of an objective: loss(outputs, targets) -> 0-d tensor, the mean over the
             batch, for samples (input, target); short for `objective=supervised(loss)`.
+        test: map-style samples that choose nothing, measured once at the end of a run; never
+            augmented. None: there is no such measurement.
 
     Raises:
         DataError: there is no objective, or objective and loss, or one of these cannot be called.
@@ -58,6 +62,7 @@ class Task:
     metric: Callable[[], Metric] | Mapping[str, Any] | None = None
     collate: Collate | None = None
     loss: InitVar[Loss | None] = None
+    test: Dataset[Any] | None = None
 
     def __post_init__(self, loss: Loss | None) -> None:
         if loss is not None:
@@ -100,6 +105,8 @@ def _require_callable(name: str, code: Any) -> None:
         )
 
 
-def classification(train: Dataset[Any], val: Dataset[Any]) -> Task:
+def classification(
+    train: Dataset[Any], val: Dataset[Any], test: Dataset[Any] | None = None
+) -> Task:
     """A task with one class per sample: cross-entropy on logits [N, classes], and accuracy."""
-    return Task(train, val, loss=nn.CrossEntropyLoss(), metric=Accuracy)
+    return Task(train, val, loss=nn.CrossEntropyLoss(), metric=Accuracy, test=test)
