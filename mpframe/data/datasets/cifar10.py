@@ -14,7 +14,11 @@ from mpframe.errors import DataError
 
 Reader = Callable[[Path], tuple[Tensor, Tensor]]
 
-_CLASSES = 10
+_NAMES = (
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
+)
+_CLASSES = len(_NAMES)
 _BINARY = "cifar-10-batches-bin"
 _PYTHON = "cifar-10-batches-py"
 
@@ -46,7 +50,10 @@ def cifar10(
     images, targets = _read(train)
     normalize = Normalize.measured(images)
     return classification(
-        ArrayImages(images, targets, normalize, augment), ArrayImages(*_read(val), normalize)
+        ArrayImages(images, targets, normalize, augment),
+        ArrayImages(*_read(val), normalize),
+        class_names=_NAMES,
+        preprocessing=normalize.described(image_size),
     )
 
 

@@ -45,6 +45,8 @@ def digits(
     return classification(
         ArrayImages(images[train], targets[train], normalize, augment),
         ArrayImages(images[val], targets[val], normalize),
+        class_names=[str(digit) for digit in range(10)],
+        preprocessing=normalize.described(image_size, _BRIGHTEST),
     )
 
 

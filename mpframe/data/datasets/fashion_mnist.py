@@ -14,7 +14,11 @@ from mpframe.data.task import Task, classification
 from mpframe.errors import DataError
 
 _FOLDERS = (".", "FashionMNIST/raw", "usr/share/datasets/fashion-mnist")
-_CLASSES = 10
+_NAMES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+_CLASSES = len(_NAMES)
 _SIDE = 28
 
 
@@ -50,6 +54,8 @@ def fashion_mnist(
     return classification(
         ArrayImages(images, targets, normalize, augment),
         ArrayImages(*_read(root, "t10k"), normalize),
+        class_names=_NAMES,
+        preprocessing=normalize.described(image_size),
     )
 
 

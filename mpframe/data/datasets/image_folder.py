@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mpframe.data.datasets.image_files import Listing, decode, list_images
+from mpframe.data.datasets.image_files import RESIZE, Listing, decode, list_images
 from mpframe.data.datasets.images import ArrayImages, Images, Normalize, spread
 from mpframe.data.facts import require_facts, require_whole
 from mpframe.data.task import Task, classification
@@ -50,6 +50,8 @@ def image_folder(
     return classification(
         _images(train, shape, normalize, augment, in_memory),
         _images(val, shape, normalize, "none", in_memory),
+        class_names=train.classes,
+        preprocessing=normalize.described(image_size, resize=RESIZE),
     )
 
 
