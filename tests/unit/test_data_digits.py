@@ -78,6 +78,17 @@ def test_training_images_are_normalised(task: Task) -> None:
     assert abs(inputs.double().std(correction=0).item() - 1) < 1e-6
 
 
+def test_a_stranger_prepares_them_by_the_description(task: Task) -> None:
+    how = task.preprocessing
+    assert how is not None
+    _, val, _ = arrays(task)
+    raw = val.images * 16  # exact: a power of two
+    inputs = (raw / how["value_range"][1] - how["mean"][0]) / how["std"][0]
+    # Three roundings of values below 4, where half a unit in the last place is 2^-23.
+    torch.testing.assert_close(val.normalize(val.images), inputs, rtol=0, atol=3 * 2.0**-23)
+    assert task.class_names == [str(digit) for digit in range(10)]
+
+
 def test_only_training_images_are_augmented() -> None:
     augments = [part.augment for part in arrays(digits(augment="crop"))]
     assert augments == ["crop", "none", "none"]

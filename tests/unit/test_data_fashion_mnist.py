@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torchvision.datasets import FashionMNIST
 
 from mpframe.data import ArrayImages, Normalize, fashion_mnist
 from mpframe.data.datasets.hold_out import hold_out
@@ -162,3 +163,8 @@ def test_the_real_files() -> None:
     assert task.train.targets.bincount().tolist() == [5500] * 10
     assert task.val.targets.bincount().tolist() == [500] * 10
     assert task.test.targets.bincount().tolist() == [1000] * 10
+
+
+def test_class_names_are_the_published_ones(tmp_path: Path) -> None:
+    write_all(tmp_path, packed=False)
+    assert list(fashion_mnist(str(tmp_path)).class_names or ()) == FashionMNIST.classes

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.ImageOps
 import pytest
 import torch
 from PIL import Image
@@ -66,6 +67,17 @@ def test_pixels_and_classes(tree: Path, cache_bytes: int) -> None:
     assert torch.equal(raw(train), expected.repeat(3, 1, 1, 1))
     assert train.targets.tolist() == [0] * 6 + [1] * 6 + [2] * 6
     assert torch.equal(raw(val), expected[:2].repeat(3, 1, 1, 1))
+
+
+def test_the_task_says_how_a_stranger_prepares_an_image(tree: Path) -> None:
+    save(tree / "val" / "ant" / "0.png", picture(0, side=12)[:9])
+    task = load(tree)
+    assert task.class_names == CLASSES
+    how = task.preprocessing
+    assert how is not None
+    scope = {"PIL": PIL, "image": Image.fromarray(picture(0, side=12)[:9]), "size": (8, 8)}
+    pixels = torch.from_numpy(np.array(eval(how["resize"], scope))).permute(2, 0, 1)
+    assert torch.equal(pixels, raw(parts(task)[1])[0])
 
 
 def test_decoding_late_changes_nothing(tree: Path) -> None:

@@ -15,8 +15,12 @@ from mpframe.errors import DataError
 
 Reader = Callable[[Path], tuple[Tensor, Tensor]]
 
-_CLASSES = 10
 _ONE_IN = 10  # of the training images validates
+_NAMES = (
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
+)
+_CLASSES = len(_NAMES)
 _BINARY = "cifar-10-batches-bin"
 _PYTHON = "cifar-10-batches-py"
 
@@ -54,6 +58,8 @@ def cifar10(
         ArrayImages(images[train], targets[train], normalize, augment),
         ArrayImages(images[val], targets[val], normalize),
         ArrayImages(*_read(test_files), normalize),
+        class_names=_NAMES,
+        preprocessing=normalize.described(image_size),
     )
 
 

@@ -46,6 +46,8 @@ def digits(
         ArrayImages(images[train], targets[train], normalize, augment),
         ArrayImages(images[val], targets[val], normalize),
         ArrayImages(images[test], targets[test], normalize),
+        class_names=[str(digit) for digit in range(10)],
+        preprocessing=normalize.described(image_size, _BRIGHTEST),
     )
 
 

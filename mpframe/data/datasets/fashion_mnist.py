@@ -15,7 +15,11 @@ from mpframe.data.task import Task, classification
 from mpframe.errors import DataError
 
 _FOLDERS = (".", "FashionMNIST/raw", "usr/share/datasets/fashion-mnist")
-_CLASSES = 10
+_NAMES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+_CLASSES = len(_NAMES)
 _SIDE = 28
 _ONE_IN = 12  # of the training images validates
 
@@ -56,6 +60,8 @@ def fashion_mnist(
         ArrayImages(images[train], targets[train], normalize, augment),
         ArrayImages(images[val], targets[val], normalize),
         ArrayImages(*_read(root, "t10k"), normalize),
+        class_names=_NAMES,
+        preprocessing=normalize.described(image_size),
     )
 
 

@@ -22,6 +22,8 @@ from mpframe.errors import DataError
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+RESIZE = "PIL.ImageOps.fit(image, size, PIL.Image.Resampling.BILINEAR)"
+"""What `decode` does to an image of another size: cut the middle out, then scale it."""
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 _MOST_PIXELS = 2**26
 _MODES = {1: "L", 3: "RGB"}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mpframe.data.datasets.hold_out import hold_out
-from mpframe.data.datasets.image_files import Listing, decode, list_images
+from mpframe.data.datasets.image_files import RESIZE, Listing, decode, list_images
 from mpframe.data.datasets.images import ArrayImages, Images, Normalize, spread
 from mpframe.data.facts import require_facts, require_whole
 from mpframe.data.task import Task, classification
@@ -60,7 +60,11 @@ def image_folder(
         name: _images(part, shape, normalize, augment if name == "train" else "none", in_memory)
         for name, part in listed.items()
     }
-    return classification(**images)
+    return classification(
+        **images,
+        class_names=train.classes,
+        preprocessing=normalize.described(image_size, resize=RESIZE),
+    )
 
 
 class FileImages(Images):
