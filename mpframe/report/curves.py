@@ -11,7 +11,7 @@ from typing import Any
 
 from mpframe.report.groups import RunGroup
 from mpframe.report.records import Curve, Record
-from mpframe.tracking.tracker import Tag
+from mpframe.tracking.tags import Tag
 
 _PANELS = (
     (Tag.LOSS_TRAIN, "training loss"),

@@ -10,7 +10,8 @@ from mpframe.data import Loader
 from mpframe.numerics.autopsy.evidence import scaling_of
 from mpframe.numerics.doctor import Subject, hints_on
 from mpframe.tracking.environment import environment_text
-from mpframe.tracking.tracker import Tag, Tracker, metric_tag
+from mpframe.tracking.tags import Tag, metric_tag
+from mpframe.tracking.tracker import Tracker
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of
 

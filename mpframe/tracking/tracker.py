@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +25,12 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorboard.compat.proto.histogram_pb2 import (  # type: ignore[import-untyped]
     HistogramProto,
 )
-from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untyped]
+    DATA_CLASS_BLOB_SEQUENCE,
+    DATA_CLASS_SCALAR,
+    DATA_CLASS_TENSOR,
+    Summary,
+)
 from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
 from tensorboard.plugins.text import metadata as text_metadata  # type: ignore[import-untyped]
 from torch import Tensor
@@ -34,59 +38,17 @@ from torch.utils.tensorboard import summary as summaries
 
 from mpframe.errors import MpframeError
 from mpframe.tracking.event_file import EventFile
+from mpframe.tracking.tags import Tag, meaning_of, metric_tag
 
 log = logging.getLogger(__name__)
 
+_PLUGINS = {
+    "simple_value": ("scalars", DATA_CLASS_SCALAR),
+    "image": ("images", DATA_CLASS_BLOB_SEQUENCE),
+    "histo": ("histograms", DATA_CLASS_TENSOR),
+}
 _COLOURS = 4  # red, green, blue and opacity
 LONGEST_WAIT = 5.0  # seconds a resumed run waits for the clock to pass its older event files
-
-
-class Tag(StrEnum):
-    """Every tag of a run, with its `meaning` and its `unit`; `metric_tag` names the metrics'.
-
-    Losses and gradients are unscaled: the loss scale is nowhere in them.
-    """
-
-    meaning: str
-    unit: str
-
-    def __new__(cls, tag: str, meaning: str, unit: str) -> Self:
-        member = str.__new__(cls, tag)
-        member._value_ = tag
-        member.meaning, member.unit = meaning, unit
-        return member
-
-    def of(self, name: str) -> str:
-        """The tag of one of several optimizers or losses; of the only one (no name) itself."""
-        return f"{self}/{name}" if name else str(self)
-
-    LOSS_TRAIN = "loss/train", "mean loss of the step's samples", "loss"
-    LOSS_VAL = "loss/val", "mean loss of the validation samples", "loss"
-    LR = "optim/lr", "learning rate the step used, first parameter group", "1"
-    GRAD_NORM = "grad/norm", "global 2-norm of the gradients before clipping", "loss / parameter"
-    GRAD_AMAX = (
-        "grad/amax",
-        "largest |gradient| before clipping, inf on overflow",
-        "loss / parameter",
-    )
-    SCALE = "loss_scale/scale", "loss scale the step used", "1"
-    SKIPPED_TOTAL = "loss_scale/skipped_total", "skipped steps since the run began", "steps"
-    LOG2_MEAN = "loss_scale/log2_mean", "LogMax's mean of log2(amax)", "octaves"
-    LOG2_STD = "loss_scale/log2_std", "LogMax's standard deviation of log2(amax)", "octaves"
-    SAMPLES_PER_SECOND = (
-        "speed/samples_per_second",
-        "training samples over training time, of the steps since the last point",
-        "samples / s",
-    )
-    PEAK_BYTES = "memory/peak_bytes", "most memory in use at once, this rank", "bytes"
-    TEXT_CONFIG = "text/config", "the resolved config", "Markdown"
-    TEXT_DTYPE_MAP = "text/dtype_map", "what every module stores and computes in", "Markdown"
-    TEXT_ENVIRONMENT = "text/environment", "versions, hardware, commit, command line", "Markdown"
-
-
-def metric_tag(name: str) -> str:
-    """The tag of a validation metric, e.g. `metric/accuracy/val`."""
-    return f"metric/{name}/val"
 
 
 class Tracker:
@@ -113,6 +75,7 @@ class Tracker:
             self._events = EventFile(folder, self._first_step)
         self._warns = on_error == "warn"
         self._step, self._of_step = 0, list[str]()
+        self._explained = set[str]()
 
     def scalars(self, step: int, values: Mapping[str, float | Tensor]) -> None:
         """Log `values` at `step` as one event.
@@ -234,6 +197,10 @@ class Tracker:
     def _add(self, summary: Summary, step: int | None = None) -> None:
         if step is not None:
             self._keep(summary, step)
+        for value in summary.value:
+            if value.tag not in self._explained:
+                self._explained.add(value.tag)
+                _explain(value)
         with self._unwritable():
             self._events.add(summary, self._first_step if step is None else step)
 
@@ -268,6 +235,19 @@ def checked_events(last_step: Any) -> dict[str, Any]:
     for event in events:
         _decoded(event)
     return {"step": int(last_step["step"]), "events": events}
+
+
+def _explain(value: Any) -> None:
+    """Give a tag's first value what the tag means; TensorBoard keeps it for all later ones.
+
+    The fast reader of its server heeds a description only if plugin and data class stand beside it.
+    """
+    meaning = meaning_of(value.tag)
+    if meaning is None:
+        return
+    value.metadata.summary_description = meaning.markdown
+    if plugin := _PLUGINS.get(value.WhichOneof("value")):
+        value.metadata.plugin_data.plugin_name, value.metadata.data_class = plugin
 
 
 def _decoded(event: str) -> Any:
@@ -311,7 +291,10 @@ def _charts(metrics: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
             "learning rate": lines(Tag.LR),
             "samples per second, lately": lines(Tag.SAMPLES_PER_SECOND),
         },
-        "loss scaling": {"scale": lines(Tag.SCALE), "skipped steps": lines(Tag.SKIPPED_TOTAL)},
+        "loss scaling": {
+            "scale, log2": lines(Tag.LOG2_SCALE),
+            "skipped steps": lines(Tag.SKIPPED_TOTAL),
+        },
         "gradients": {"norm and amax": lines(Tag.GRAD_NORM, Tag.GRAD_AMAX)},
     }
 

@@ -16,7 +16,8 @@ from mpframe.errors import ConfigError
 from mpframe.report import as_markdown, as_page, compared, find_runs
 from mpframe.report.tables import every_run, results, unfinished
 from mpframe.tracking.summary import Status, Summary
-from mpframe.tracking.tracker import Tag, Tracker
+from mpframe.tracking.tags import Tag
+from mpframe.tracking.tracker import Tracker
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
