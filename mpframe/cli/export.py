@@ -1,4 +1,16 @@
-"""The program behind `scripts/export.py`: a checkpoint's weights as a safetensors file."""
+"""Export a checkpoint's weights as safetensors, with plain names.
+
+Usage: mpframe export checkpoint=PATH out=FILE.safetensors [format=...] [weights=...]
+
+    mpframe export checkpoint=runs/2026-11-21/05-45-42 out=model.safetensors
+    mpframe export checkpoint=runs/mine out=half.safetensors format=float16 weights=ema
+
+Options:
+    checkpoint=PATH       a run (its newest checkpoint) or one checkpoint; must be given
+    out=FILE              must be given; a file that exists is not overwritten
+    format=fp32|float16|bfloat16    default: fp32; rounded once, from the fp32 masters
+    weights=trained|ema   default: trained; ema: the averages of trainer.ema_decay
+"""
 
 import sys
 from pathlib import Path

@@ -88,12 +88,23 @@ def _numbers(done: Summary | None) -> list[str]:
     return [
         str(done.steps),
         str(done.skipped_steps),
-        "" if done.val_metric is None else f"{done.metric} {done.val_metric:.4f}",
+        _validated(done),
         "" if done.val_loss is None else f"{done.val_loss:.4g}",
         f"{done.seconds:.1f}",
         done.device,
         done.torch,
     ]
+
+
+def _validated(done: Summary) -> str:
+    """The metric at the last validation and, below it, the best value of what is monitored."""
+    if done.val_metric is None:
+        return ""
+    last = f"{done.metric} {done.val_metric:.4f}"
+    if done.best is None:
+        return last
+    monitored = "loss " if done.monitor == "loss" else ""
+    return f"{last}\nbest {monitored}{done.best:.4f}, step {done.best_step}"
 
 
 def _counts(runs: Sequence[Record]) -> str:

@@ -31,7 +31,7 @@ from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.description import announce, describe
 from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.lock import RunLock
-from mpframe.run.outcome import summary_of
+from mpframe.run.outcome import summary_of, worsening_of
 from mpframe.run.requeue import requeue
 from mpframe.run.resuming import Resume
 from mpframe.tracking.summary import Status, Summary
@@ -115,6 +115,9 @@ class Run:
         mostly_skipped = self.trainer.progress.mostly_skipped if self.trainer else None
         if mostly_skipped:
             log.warning("warning: %s", mostly_skipped)
+        worsening = worsening_of(self.config, self.callbacks)
+        if worsening:
+            log.warning("warning: %s", worsening)
         return self._finish(Status.FINISHED, stopped or mostly_skipped)
 
     def _stopped(self, received: Signals) -> RunInterrupted:
@@ -182,8 +185,15 @@ class Run:
 
     def _context(self, identity: str, tracker: Tracker, train: Loader) -> RunContext:
         assert self.callbacks is not None
-        throughput = self.callbacks.throughput
-        return RunContext(self.folder, self.config_text, identity, tracker, train, throughput)
+        return RunContext(
+            folder=self.folder,
+            config=self.config_text,
+            identity=identity,
+            tracker=tracker,
+            train=train,
+            throughput=self.callbacks.throughput,
+            results=self.callbacks.results,
+        )
 
     def _take_weights(self, trainer: Trainer, source: str) -> None:
         """Start from another run's weights, all but those that may differ."""
