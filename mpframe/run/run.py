@@ -13,9 +13,8 @@ from signal import Signals
 
 from omegaconf import DictConfig
 
-from mpframe import build, checkpoint
+from mpframe import build
 from mpframe.checkpoint import retention
-from mpframe.checkpoint.saved_weights import fitted, rounding, weights_of
 from mpframe.config.redaction import hidden_from_logs, hide, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.data import Loader, Task
@@ -29,6 +28,7 @@ from mpframe.errors import (
 )
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.description import announce, describe
+from mpframe.run.first_weights import take_first_weights
 from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.lock import RunLock
 from mpframe.run.outcome import summary_of, worsening_of
@@ -158,7 +158,7 @@ class Run:
         """Take first weights or a checkpoint, then the folder; the run's identity."""
         options = self.config.run
         if options.init_from is not None:
-            self._take_weights(trainer, options.init_from)
+            take_first_weights(trainer, options)
         resume = Resume(options.resume, self.folder, self.config_text)
         identity = resume.into(trainer, self._renew_callbacks)
         trainer.refuse_overrun(len(train))
@@ -193,19 +193,6 @@ class Run:
             train=train,
             throughput=self.callbacks.throughput,
             results=self.callbacks.results,
-        )
-
-    def _take_weights(self, trainer: Trainer, source: str) -> None:
-        """Start from another run's weights, all but those that may differ."""
-        path, left_out = Path(source), self.config.run.init_from_except
-        saved = weights_of(checkpoint.load(path), "trained", path)
-        weights = fitted(saved, trainer.weights(), left_out, source)
-        trainer.load_weights(weights)
-        log.info(
-            "weights taken from %s%s: %s",
-            source,
-            f", but for {', '.join(left_out)}" if left_out else "",
-            rounding(trainer.model, weights),
         )
 
     def _finish(self, status: Status, reason: str | None = None) -> Summary:
