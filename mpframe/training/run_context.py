@@ -1,8 +1,9 @@
 """What a run hands to each of its callbacks, once, before it trains."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpframe.data.loader import Loader
 from mpframe.tracking.tracker import Tracker
@@ -22,6 +23,7 @@ class RunContext:
         tracker: writes to TensorBoard.
         train: the loader of the training data, `len(train)` batches an epoch.
         throughput: samples and seconds of the training so far.
+        usage: what a stranger must know to use the weights, as JSON values; see run/usage.py.
     """
 
     folder: Path
@@ -30,3 +32,4 @@ class RunContext:
     tracker: Tracker
     train: Loader
     throughput: "Throughput"
+    usage: Mapping[str, Any] = field(default_factory=dict)
