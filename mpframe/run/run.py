@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 from omegaconf import DictConfig
 
 from mpframe import build
 from mpframe.checkpoint import retention
-from mpframe.config.redaction import hidden_from_logs, hide, secrets_of, values_of
+from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.data import Loader, Task
 from mpframe.errors import (
@@ -34,6 +35,7 @@ from mpframe.run.lock import RunLock
 from mpframe.run.outcome import summary_of, worsening_of
 from mpframe.run.requeue import requeue
 from mpframe.run.resuming import Resume
+from mpframe.run.usage import usage_of
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import set_up
@@ -143,6 +145,7 @@ class Run:
         if config.trainer.max_steps == 0:
             return
         identity = self._start(trainer, train)
+        usage = redacted(usage_of(task, trainer), self.secrets)
         # The curves of a checkpoint's own step are in it, and are written again.
         first_step = max(1, trainer.progress.global_step)
         with (
@@ -151,7 +154,8 @@ class Run:
         ):
             text, secrets = self.config_text, self.secrets
             describe(tracker, config, trainer, train, text, secrets, self.hydra)
-            self._train_with(trainer, train, val, self._context(identity, tracker, train))
+            context = self._context(identity, tracker, train, usage)
+            self._train_with(trainer, train, val, context)
             tracker.finished()
 
     def _start(self, trainer: Trainer, train: Loader) -> str:
@@ -183,7 +187,9 @@ class Run:
         self.callbacks = RunCallbacks(self.config, self.started, self.interruption)
         trainer.callbacks = self.callbacks.by_name
 
-    def _context(self, identity: str, tracker: Tracker, train: Loader) -> RunContext:
+    def _context(
+        self, identity: str, tracker: Tracker, train: Loader, usage: dict[str, Any]
+    ) -> RunContext:
         assert self.callbacks is not None
         return RunContext(
             folder=self.folder,
@@ -193,6 +199,7 @@ class Run:
             train=train,
             throughput=self.callbacks.throughput,
             results=self.callbacks.results,
+            usage=usage,
         )
 
     def _finish(self, status: Status, reason: str | None = None) -> Summary:
