@@ -27,7 +27,7 @@ from mpframe.config.redaction import HIDDEN, hide, secrets_of, values_of
 _EXCLUDED = "hydra.job.config.override_dirname.exclude_keys"
 _MOST = 200  # bytes; file systems allow 255, and files are named after the folder
 _KEPT = 140  # bytes of a longer name
-_UNFIT = re.compile(r"[^\w.\-=,+@\[\]]")
+_UNFIT = re.compile(r"[^\w.\-=,+@\[\]]+")
 
 
 def name_of(

@@ -34,6 +34,8 @@ from mpframe.files.turns import turn_in
 from mpframe.report.sweep_jobs import COLUMNS, JobRow, find_jobs
 from mpframe.tracking.summary import Status
 
+_LARGEST_WHOLE = 2**40  # written digit by digit: any scale that training comes to
+
 
 class SweepTable(Callback):
     """Keeps `sweep.md` and `sweep.csv` in `hydra.sweep.dir`, and prints the table in the end."""
@@ -161,7 +163,8 @@ def _rounded(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"
+        whole = value.is_integer() and abs(value) < _LARGEST_WHOLE
+        return f"{value:.0f}" if whole else f"{value:.4g}"
     if isinstance(value, dict):
         return " ".join(f"{name} {_rounded(own)}" for name, own in value.items())
     return printable(str(value))

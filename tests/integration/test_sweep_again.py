@@ -173,7 +173,7 @@ def test_a_job_that_diverged_is_a_result(
     assert sweep(*DIVERGES) == 1
     table = rows(tmp_path / "out")
     assert [row["status"] for row in table] == ["diverged", "finished"]
-    folder = tmp_path / "out" / "loss_scaling.scale=1e30"
+    folder = tmp_path / "out" / "loss_scaling.scale=1e+30"
     before, reason = written(folder), Summary.read(folder).reason
     capsys.readouterr()
     assert sweep(*DIVERGES) == 1
