@@ -169,6 +169,7 @@ class Checkpoints(Callback):
                 "trainer": trainer.state_dict(),
                 "rng": checkpoint.rng_state(),
                 "callbacks": states_of(trainer.callbacks),
+                "usage": dict(self._context.usage),
             },
             self._context.config,
             {
