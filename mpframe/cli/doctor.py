@@ -48,7 +48,7 @@ def subject_of(config: Config, words: Sequence[str] = ()) -> Subject:
     config = replace(config, trainer=replace(config.trainer, compile=False))
     build.seed_everything(config.run.seed)
     task = build.build_task(config)
-    train, _ = build.build_loaders(config, task)
+    train = build.build_loaders(config, task).train
     trainer = build.build_trainer(config, task, len(train))
     trained_in = _take_weights(trainer, config) if config.run.init_from else None
     added = {word.lstrip("+").partition("=")[0] for word in words if word.startswith("+")}

@@ -62,6 +62,7 @@ class Tag(StrEnum):
 
     LOSS_TRAIN = "loss/train", "mean loss of the step's samples", "loss"
     LOSS_VAL = "loss/val", "mean loss of the validation samples", "loss"
+    LOSS_TEST = "loss/test", "mean loss of the test samples, once, at the end", "loss"
     LR = "optim/lr", "learning rate the step used, first parameter group", "1"
     GRAD_NORM = "grad/norm", "global 2-norm of the gradients before clipping", "loss / parameter"
     GRAD_AMAX = (
@@ -84,9 +85,9 @@ class Tag(StrEnum):
     TEXT_ENVIRONMENT = "text/environment", "versions, hardware, commit, command line", "Markdown"
 
 
-def metric_tag(name: str) -> str:
-    """The tag of a validation metric, e.g. `metric/accuracy/val`."""
-    return f"metric/{name}/val"
+def metric_tag(name: str, split: str = "val") -> str:
+    """The tag of a metric of the validation or of the test, e.g. `metric/accuracy/val`."""
+    return f"metric/{name}/{split}"
 
 
 class Tracker:

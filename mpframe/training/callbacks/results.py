@@ -1,4 +1,4 @@
-"""Keeps what the summary says of a run: the last loss and the last validation."""
+"""Keeps what the summary says of a run: the last loss, the last validation and the test."""
 
 from dataclasses import asdict
 from typing import Any
@@ -12,16 +12,18 @@ from mpframe.training.trainer import Trainer
 
 
 class Results(Callback):
-    """Keeps the last loss and the last validation.
+    """Keeps the last loss, the last validation and the test.
 
     Attributes:
         loss: unscaled, of the last step; None before the first one.
-        evaluation: the last one; None before the first one.
+        evaluation: the last validation; None before the first one.
+        test: None unless the run was tested; a checkpoint never holds it.
     """
 
     def __init__(self) -> None:
         self.loss: float | Tensor | None = None
         self.evaluation: Evaluation | None = None
+        self.test: Evaluation | None = None
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Keep the loss; it stays on the device."""
@@ -32,8 +34,12 @@ class Results(Callback):
         """Keep the validation."""
         self.evaluation = evaluation
 
+    def on_test(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Keep the test."""
+        self.test = evaluation
+
     def state_dict(self) -> dict[str, Any]:
-        """Both, as numbers."""
+        """Loss and validation, as numbers."""
         return {
             "loss": None if self.loss is None else float(self.loss),
             "evaluation": None if self.evaluation is None else asdict(self.evaluation),
