@@ -6,6 +6,7 @@ Nothing else instantiates a `_target_`, and no part below reads an option.
 from mpframe.build.callbacks import build_callbacks
 from mpframe.build.data import Loaders, build_loaders, build_task
 from mpframe.build.device import resolve_device, seed_everything
+from mpframe.build.model import build_model
 from mpframe.build.precision import build_precision, in_fp32
 from mpframe.build.scaling import build_scaler, scaling_name
 from mpframe.build.target import make
@@ -15,6 +16,7 @@ __all__ = [
     "Loaders",
     "build_callbacks",
     "build_loaders",
+    "build_model",
     "build_plan",
     "build_precision",
     "build_scaler",

@@ -1,11 +1,28 @@
-"""The program behind `scripts/evaluate.py`: a checkpoint's test or validation numbers, once more.
+"""Measure a checkpoint again, on the test or validation data: the run's numbers, bit for bit.
 
-The numbers are those of the run bit for bit: the same precision, batches, average and evaluation
-format, on the device and with the thread count the run had. A run's folder stands for the
-checkpoint that its summary.json speaks of: of the test, the one that was tested; of the validation,
-the newest. The options are the run's stored ones
-(see config/stored.py for how little they are trusted), changed as the command line says.
+Usage: mpframe evaluate checkpoint=PATH [option=value] ...
+
+    mpframe evaluate checkpoint=runs/2026-11-21/05-45-42
+    mpframe evaluate checkpoint=runs/mine/checkpoints/step_00000440 weights=trained
+    mpframe evaluate checkpoint=runs/mine dataset.root=/elsewhere device=cpu out=numbers.json
+
+Options:
+    checkpoint=PATH       a run or one checkpoint; must be given. A run stands for the checkpoint
+                          that was tested, and with split=val for its newest one
+    split=val|test        default: test, or val if the dataset has no test part
+    weights=trained|ema   default: as the run was validated
+    out=FILE.json         default: evaluation_SPLIT_step_N.json in the run's folder
+    option=value          an option of the run to change; GROUP=CHOICE, too
+    --config-dir=FOLDER, --config-name=NAME    as for mpframe train
+
+The options are the run's own. A class that is not mpframe's must be named again, as in
+model._target_=my_pkg.Net, or by a file of --config-dir: nothing is called because a stored file
+says so.
 """
+
+# The precision, batches, average and evaluation format are those of the run, and on the device and
+# with the thread count it had, so is every bit. config/stored.py says how little a stored
+# configuration is trusted.
 
 import sys
 from collections.abc import Sequence

@@ -99,6 +99,11 @@ class OpLists:
         }
         return replace(self, **moved)
 
+    def moved_from(self, other: "OpLists") -> dict[str, str]:
+        """The ops that stand in another list than in `other`, each with its list, by name."""
+        ops = self.allow | self.deny | self.infer | other.allow | other.deny | other.infer
+        return {op: self.list_of(op) for op in sorted(ops) if self.list_of(op) != other.list_of(op)}
+
     def list_of(self, op: str) -> str:
         """The list that holds `op`, in any spelling: `allow`, `deny`, `infer`, or `none`."""
         op = canonical(op)

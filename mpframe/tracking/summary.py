@@ -46,6 +46,8 @@ class Summary:
         metric: name of the monitored metric, e.g. `accuracy`, or else of the first one; the file
             calls the value `val_<metric>`.
         val_metric: its value at the last validation.
+        best: the best value of the monitored metric; None if the metric has no direction.
+        best_step: `global_step` of its validation, skipped steps counted.
         other_metrics: the values of the others, by name; `val_<name>` in the file.
         test_loss: mean loss of the test samples, measured once when the run is finished; None if
             the dataset has none.
@@ -72,6 +74,8 @@ class Summary:
     monitor: str | None = None
     metric: str | None = None
     val_metric: float | None = None
+    best: float | None = None
+    best_step: int | None = None
     other_metrics: dict[str, float] = field(default_factory=dict)
     test_loss: float | None = None
     test_metrics: dict[str, float] = field(default_factory=dict)
