@@ -20,6 +20,8 @@ COLUMNS = (
     "metric",
     "val_metric",
     "val_loss",
+    "best",
+    "best_step",
     "skipped_steps",
     "final_scale",
     "seconds",

@@ -16,7 +16,7 @@ from mpframe.errors import CheckpointError
 Options = Mapping[str, Any]
 
 # A resumed run takes no first weights. The checkpoint's facts name the device it was made on.
-_ELSEWHERE = ELSEWHERE | {"init_from", "init_from_except"}
+_ELSEWHERE = ELSEWHERE | {"init_from", "init_from_names", "init_from_except"}
 _LENGTH = {"trainer.epochs", "trainer.max_steps"}
 _CARRIED = ("optimizer", "scheduler")
 
