@@ -5,6 +5,7 @@ Whatever way a run ends, `summary.json` says so: finished, interrupted, diverged
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from omegaconf import DictConfig
 
 from mpframe import build
 from mpframe.checkpoint import retention
+from mpframe.config.overrides import word_of
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.data import Loader, Task
@@ -130,7 +132,8 @@ class Run:
         self._finish(Status.INTERRUPTED, str(RunInterrupted(received)))
         if self.config.trainer.requeue:
             requeue(received)
-        return RunInterrupted(received, f"continue with resume=auto hydra.run.dir={self.folder}")
+        place = shlex.quote(word_of("hydra.run.dir", str(self.folder)))
+        return RunInterrupted(received, f"continue with resume=auto {place}")
 
     def _fit(self) -> None:
         config = self.config
