@@ -57,16 +57,11 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
         for name, there, share in zip(names, in_half, zeros, strict=True)
     ]
     axes.set_yticks(range(len(names)), labels, fontsize=letters, fontfamily="monospace")
-    for limit, style, says in _limits(half):
-        at = limit - np.log2(scale) - 0.5
-        if in_half.any() and low - 0.5 <= at <= high + 0.5:
-            rows = np.flatnonzero(in_half)
-            axes.vlines(np.full(len(rows), at), rows - 0.5, rows + 0.5, "white", style, lw=1.6)
-            side = "left" if says == "inf" else "right"
-            axes.text(at, -0.6, _towards(says, "◂", "▸"), ha=side, va="bottom", fontsize=10)
+    if in_half.any():
+        _draw_limits(axes, half, scale, np.flatnonzero(in_half), (low - 0.5, high + 0.5))
     axes.set_xlabel(f"{_EXPONENT}; % = zeros")
     axes.set_title(
-        _title(f"{_words(kind)}, step {ranges.step}", half, kind, ranges, in_half), pad=18
+        _title(f"{_words(kind)}, step {ranges.step}", half, kind, ranges, in_half), pad=34
     )
     _finish(figure, axes, image, path)
     return True
@@ -102,22 +97,31 @@ def draw_time(
     axes.set_yticks(*_every(range(low, high + 1), max(4, (high - low) // 8)))
     axes.set_xticks(*_every([report.step for report in reports], max(1, len(reports) // 5)))
     edges = np.arange(len(reports) + 1) - 0.5
-    for limit, style, says in _limits(half):
+    for (limit, style), says in zip(_limits(half), ("lost", "fewer bits", "inf"), strict=True):
         heights = np.where(in_half, limit - np.log2(scales) - low - 0.5, np.nan)
         axes.stairs(heights, edges, baseline=None, color="white", linestyle=style, linewidth=1.6)
         if in_half[0] and 0 <= heights[0] <= high - low:
-            above = says == "inf"
-            axes.text(
-                *(-0.45, heights[0], _towards(says, "▾", "▴")),
-                color="white",
-                va="bottom" if above else "top",
-                fontsize=10,
-            )
+            side = "bottom" if says == "inf" else "top"
+            axes.text(-0.4, heights[0], says, color="white", va=side, fontsize=11)
     axes.set_ylim(-0.5, high - low + 0.5)
     axes.set_xlabel("step (tried)")
     axes.set_ylabel(_EXPONENT)
     axes.set_title(_title(f"{_words(kind)} of {_short(layer)}", half, kind, reports[-1], in_half))
     _finish(figure, axes, image, path)
+
+
+def _draw_limits(
+    axes: Any, half: torch.dtype, scale: float, rows: Any, window: tuple[float, float]
+) -> None:
+    """The limits through the rows in half, and above them what happens on their far sides."""
+    lost, normal, largest = (at - np.log2(scale) - 0.5 for at, _ in _limits(half))
+    for at, (_, style) in zip((lost, normal, largest), _limits(half), strict=True):
+        if window[0] <= at <= window[1]:
+            axes.vlines(np.full(len(rows), at), rows - 0.5, rows + 0.5, "white", style, lw=1.6)
+    words = (("lost", lost, "right"), ("fewer\nbits", (lost + normal) / 2, "center"))
+    for says, at, side in (*words, ("inf", largest, "left")):
+        if window[0] <= at <= window[1]:
+            axes.text(at, -0.6, says, ha=side, va="bottom", fontsize=11)
 
 
 def _in_half(ranges: Ranges, kind: str) -> Any:
@@ -134,11 +138,6 @@ def _title(what: str, half: torch.dtype, kind: str, ranges: Ranges, in_half: Any
         return f"{what}; fp32"
     at = f" at 2^{np.log2(ranges.scale):g}" if kind in SCALED else ""
     return f"{what}; {dtype_name(half)}{at}"
-
-
-def _towards(says: str, down: str, up: str) -> str:
-    """What happens beyond a limit, with an arrow to that side."""
-    return f"{says} {up}" if says == "inf" else f"{down} {says}"
 
 
 def _figure(width: float, height: float) -> Any:
@@ -174,21 +173,19 @@ def _finish(figure: Any, axes: Any, image: Any, path: Path) -> None:
     write_atomically(path, png.getvalue())
 
 
-def _limits(half: torch.dtype) -> list[tuple[float, Any, str]]:
-    """Exponents of the format's limits, how they are drawn, and what happens beyond each."""
+def _limits(half: torch.dtype) -> list[tuple[float, Any]]:
+    """Exponents of the format's limits, and how they are drawn."""
     limits = Limits.of(half)
-    return [
-        (np.log2(limits.lost), "dotted", "lost"),
-        (np.log2(limits.normal), "dashed", "fewer bits"),
-        (np.log2(limits.largest), "solid", "inf"),
-    ]
+    styles = ("dotted", "dashed", "solid")
+    exponents = map(np.log2, (limits.lost, limits.normal, limits.largest))
+    return list(zip(exponents, styles, strict=True))
 
 
 def _window(shares: Counts, half: torch.dtype, scale: float, limited: bool) -> tuple[int, int]:
     """The exponents to show: all that occur, and if values are in float16 its limits."""
     present = np.flatnonzero(shares.any(axis=0)) + LOWEST
     shown = limited and half != torch.bfloat16
-    ends = [limit - np.log2(scale) for limit, _, _ in _limits(half)] if shown else []
+    ends = [limit - np.log2(scale) for limit, _ in _limits(half)] if shown else []
     low = min([*present, *ends, 0.0]) - 1
     high = max([*present, *ends, 0.0]) + 1
     return max(LOWEST, int(np.floor(low))), min(HIGHEST, int(np.ceil(high)))
@@ -200,4 +197,4 @@ def _every(values: Sequence[int], step: int) -> tuple[list[int], list[str]]:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 24 else "…" + name[-23:]
+    return name if len(name) <= 20 else "…" + name[-19:]
