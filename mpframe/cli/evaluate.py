@@ -109,7 +109,6 @@ def _main(arguments: list[str]) -> None:
     own, given = take_options(arguments, _OPTIONS)
     if not own.get("checkpoint"):
         raise ConfigError("checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42")
-    _refuse_flags(given)
     path = Path(own["checkpoint"])
     kind = own.get("weights")
     if kind is not None and kind not in KINDS:
@@ -121,12 +120,6 @@ def _main(arguments: list[str]) -> None:
     out = Path(own.get("out") or run_folder(path) / f"evaluation_step_{done.step:08d}.json")
     _write(out, path, done)
     print(printable(_text(path, done, out)))
-
-
-def _refuse_flags(given: list[str]) -> None:
-    for word in given:
-        if word.startswith("-"):
-            raise ConfigError(f"{word}: no such option; give option=value")
 
 
 def _use(trainer: Trainer, kind: str, state: dict[str, Any], path: Path) -> None:

@@ -15,9 +15,10 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from mpframe.config.composing import PRIMARY, checked, composed, refuse_bad_override
+from mpframe.config.composing import checked, composed, refuse_bad_override
 from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.overrides import parsed
+from mpframe.config.source import PRIMARY
 from mpframe.config.sweep import axes, first_job, refuse_unfit_choices
 from mpframe.errors import ConfigError, MpframeError
 
