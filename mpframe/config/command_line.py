@@ -40,11 +40,8 @@ def prepare(arguments: list[str]) -> list[str]:
         return arguments
     given = [argument for argument in arguments if argument not in words]
     place = source_of(flags).place
-    if flags.config_path not in (
-        None,
-        place,
-    ):  # Hydra would look beside the file that declares the program.
-        given.append(f"--config-path={place}")
+    if flags.config_path not in (None, place):
+        given.append(f"--config-path={place}")  # Hydra would look beside its program's file.
     # Before the flags: of some the value may be left out, and the next word would be taken for it.
     return [*rewritten(words), *given]
 

@@ -34,7 +34,7 @@ from mpframe.files.stored_yaml import parsed
 _TARGETS = {f"{group}._target_" for group in OPEN}
 _UNUSED = {
     *("optimizer", "scheduler", "loss_scaling", "callbacks"),
-    *("resume", "init_from", "init_from_except"),
+    *("resume", "init_from", "init_from_names", "init_from_except"),
 }
 # What an evaluation needs none of, but a complete configuration holds.
 _OPTIMIZER = {"_target_": "torch.optim.SGD", "lr": 1.0}
@@ -63,6 +63,7 @@ def config_of(text: str, path: Path, given: list[str]) -> Config:
     stored = {k: v for k, v in read.items() if k not in _UNUSED}
     joint = _parts(read.get("optimizer"))
     overrides, composed = compose_named([*_choices_of(stored, words, trusted), *given])
+    overrides = [own for own in overrides if own.key_or_group != "hydra.searchpath"]
     _refuse_unfit(overrides)
     fresh = _without_hydra(composed)
     named = {o.key_or_group for o in overrides if _is_group(o.key_or_group)} & _words(words)
