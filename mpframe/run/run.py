@@ -17,6 +17,8 @@ from omegaconf import DictConfig
 
 from mpframe import build
 from mpframe.checkpoint import retention
+from mpframe.config.composing import checked
+from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.overrides import word_of
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config
@@ -268,6 +270,29 @@ def _results(summary: Summary) -> str:
     said = "" if tested is None else f"test_{name} {tested:.4f} ({summary.tested} weights), "
     value = summary.monitored
     return said + ("" if value is None else f"val_{name} {value:.4f}, ")
+
+
+def train(config: DictConfig, folder: str | Path) -> Summary:
+    """Train what Hydra's `compose` gave, in a notebook or a program of your own.
+
+        from hydra import compose, initialize_config_module
+        from mpframe import train
+
+        with initialize_config_module("mpframe.conf", version_base="1.3"):
+            config = compose("config", ["dtype=amp", "trainer.max_steps=20"])
+        summary = train(config, "runs/notebook")
+
+    Args:
+        config: a composed configuration; it is checked as on the command line.
+        folder: the run's folder, which is made.
+
+    Raises:
+        MpframeError: an option is not allowed, or the run could not start or go on.
+    """
+    checked_config, place = checked(config), Path(folder)
+    refuse_unwritable("folder", place)
+    place.mkdir(parents=True, exist_ok=True)
+    return Run(checked_config, config, place).train()
 
 
 @contextmanager
