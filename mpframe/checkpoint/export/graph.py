@@ -5,7 +5,10 @@ float16 inputs. The first dimension of each input is the batch and may have any 
 """
 
 import io
-from collections.abc import Mapping, Sequence
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +22,7 @@ from mpframe.user_code import name_of, raised
 
 KEY = "mpframe"
 """Under this name a file holds the sidecar's words."""
+_MOST_VALUES = 2**26  # in the example of one input; a batch of two large videos
 
 
 def traced(
@@ -44,12 +48,13 @@ def traced(
     arguments = tuple(examples.values()) if single else ()
     keywords = {} if single else examples
     try:
-        program = torch.export.export(
-            model.eval(),
-            arguments,
-            keywords,
-            dynamic_shapes=tuple(sizes.values()) if single else sizes,
-        )
+        with _quiet():
+            program = torch.export.export(
+                model.eval(),
+                arguments,
+                keywords,
+                dynamic_shapes=tuple(sizes.values()) if single else sizes,
+            )
     except Exception as error:  # Whatever the tracer or the user's model raises.
         raise UserCodeError(
             f"model: {name_of(model)} cannot be traced into a graph: {raised(error)}; use "
@@ -76,7 +81,8 @@ def as_onnx(program: torch.export.ExportedProgram, words: str) -> bytes:
     """
     require_onnx()
     try:
-        made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+        with _quiet():
+            made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
     except Exception as error:
         raise UserCodeError(
             f"format=onnx: the graph cannot be written as ONNX: {first_line(error):.200}; use "
@@ -128,17 +134,23 @@ def graph_inputs(facts: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
     ]
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block nothing is logged: the tracer writes of an error what the error says."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def _fits(shape: Any) -> bool:
-    """Whether a shape, which may come from anybody, is one of at most a million numbers."""
+    """Whether a shape, which may come from anybody, is one and takes no more memory than ours."""
     sizes = [2 if size is None else size for size in shape]
-    return all(type(size) is int and size > 0 for size in sizes) and _product(sizes) <= 2**24
-
-
-def _product(sizes: list[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
+    return (
+        all(type(size) is int and size > 0 for size in sizes) and math.prod(sizes) <= _MOST_VALUES
+    )
 
 
 def _example(described: Mapping[str, Any]) -> Tensor:
