@@ -1,20 +1,25 @@
 """Export a checkpoint as a file for anybody, with a sidecar FILE.json that says how to use it.
 
+Usage: mpframe export checkpoint=PATH out=FILE [format=...] [weights=...] [option=value] ...
+
     mpframe export checkpoint=runs/2026-11-21/05-45-42 out=model.safetensors
     mpframe export checkpoint=runs/mine out=half.safetensors weights_dtype=float16
     mpframe export checkpoint=runs/mine out=model.onnx format=onnx weights=ema
     mpframe export checkpoint=runs/mine out=model.pt2 format=torch_export
 
-checkpoint: a run's folder (its newest checkpoint), or a checkpoint within it.
-out: the file to write.
-format: safetensors (default) and state_dict hold weights; onnx and torch_export hold the model as
-    a graph, which runs without its code, for any batch size. onnx needs pip install mpframe[onnx].
-weights_dtype: fp32 (default), float16 or bfloat16, rounded once from the fp32 masters; a graph
-    takes inputs of this format and computes in it.
-weights: trained (default) or ema, the averages of trainer.ema_decay.
-overwrite: true replaces a file that exists.
-model...: for a graph, options of the model. A class that is not mpframe's own must be named again,
-    as in model._target_=my_pkg.Net.
+Options:
+    checkpoint=PATH       a run (its newest checkpoint) or one checkpoint; must be given
+    out=FILE              must be given
+    format=safetensors|state_dict|onnx|torch_export    default: safetensors
+    weights=trained|ema   default: trained; ema: the averages of trainer.ema_decay
+    weights_dtype=fp32|float16|bfloat16    default: fp32; rounded once, from the fp32 masters
+    overwrite=true        replace a file that exists; default: false
+    model.OPTION=VALUE    for a graph: options of the model
+
+safetensors and state_dict hold weights. onnx and torch_export hold the model as a graph, which runs
+without its code, for any batch size; it takes inputs of weights_dtype and computes in it. For a
+graph a class that is not mpframe's must be named again, as in model._target_=my_pkg.Net. onnx needs
+pip install mpframe[onnx].
 """
 
 import os

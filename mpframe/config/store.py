@@ -24,7 +24,9 @@ def _schema() -> Any:
     free = [
         (name, Any, dataclasses.field(default_factory=own.get(name, lambda: None))) for name in OPEN
     ]
-    return dataclasses.make_dataclass("Options", [*free, *closed], bases=(RunOptions,))
+    # OmegaConf fills a typed mapping at the root with nothing; check.py holds it against its type.
+    names = ("init_from_names", Any, dataclasses.field(default=None))
+    return dataclasses.make_dataclass("Options", [*free, *closed, names], bases=(RunOptions,))
 
 
 ConfigStore.instance().store(name="schema", node=_schema(), provider="mpframe")

@@ -20,7 +20,8 @@ class Metric(Protocol):
     """A running value over one validation pass.
 
     Attributes:
-        name: one word, unless the metric is given by name; its tag is `metric/<name>/val`.
+        name: one word, unless the metric is given by name; its tags are `metric/<name>/val` and
+            `metric/<name>/test`.
         higher_is_better: which of two values `trainer.keep_best` keeps.
     """
 
@@ -40,7 +41,8 @@ class Task:
 
     Attributes:
         train: map-style samples to learn from.
-        val: map-style samples to measure on, never augmented.
+        val: map-style samples to measure on while training; never augmented. What is chosen (the
+            best checkpoint, the end of the training) is chosen by them.
         objective: objective(model, batch) -> StepOutput; several by name for several optimizers.
         metric: makes a fresh `Metric` for each validation pass; several by name. A torchmetrics
             object stands as it is, by name. None: the loss alone is measured.
@@ -48,6 +50,8 @@ class Task:
             default_collate. It is sent to the workers.
         loss: in the place of an objective: loss(outputs, targets) -> 0-d tensor, the mean over the
             batch, for samples (input, target); short for `objective=supervised(loss)`.
+        test: map-style samples that choose nothing, measured once at the end of a run; never
+            augmented. None: there is no such measurement.
         class_names: the name of each class, in the order of their numbers.
         preprocessing: what is done to a raw input before the model gets it, as JSON values; for
             images what `Normalize.described` gives. Checkpoints and exports carry both.
@@ -63,6 +67,7 @@ class Task:
     metric: Callable[[], Metric] | Mapping[str, Any] | None = None
     collate: Collate | None = None
     loss: InitVar[Loss | None] = None
+    test: Dataset[Any] | None = None
     class_names: Sequence[str] | None = None
     preprocessing: Mapping[str, Any] | None = None
 
@@ -130,6 +135,7 @@ def _require_json(preprocessing: Any) -> None:
 def classification(
     train: Dataset[Any],
     val: Dataset[Any],
+    test: Dataset[Any] | None = None,
     class_names: Sequence[str] | None = None,
     preprocessing: Mapping[str, Any] | None = None,
 ) -> Task:
@@ -139,6 +145,7 @@ def classification(
         val,
         loss=nn.CrossEntropyLoss(),
         metric=Accuracy,
+        test=test,
         class_names=class_names,
         preprocessing=preprocessing,
     )
