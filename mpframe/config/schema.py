@@ -308,9 +308,16 @@ class RunOptions:
     resume: str = option(
         "none", "auto: the run folder's newest checkpoint; a path; or none.", watches=True
     )
-    init_from: str | None = option(None, "Start from the weights of this checkpoint folder.")
+    init_from: str | None = option(
+        None,
+        "Start from these weights: a run, a checkpoint, a file of weights (safetensors, or a state "
+        "dict by torch.save), an index of such files, or a folder with one.",
+    )
+    init_from_names: dict[str, str] | None = option(
+        None, "Patterns of names in it, and the model's names for them: {backbone.*: encoder.*}."
+    )
     init_from_except: list[str] = option(
-        [], "Name patterns of weights that may differ from it: those keep their first values."
+        [], "Name patterns of weights that may differ from it: the model's keep their first values."
     )
 
 

@@ -32,7 +32,9 @@ def _schema() -> Any:
         for name in OPEN
     }
     fields = free | closed
-    ordered = [fields[name] for name in sorted(fields, key=_ORDER.index)]
+    # OmegaConf fills a typed mapping at the root with nothing; check.py holds it against its type.
+    names = ("init_from_names", Any, dataclasses.field(default=None))
+    ordered = [names, *(fields[name] for name in sorted(fields, key=_ORDER.index))]
     return dataclasses.make_dataclass("Options", ordered, bases=(RunOptions,))
 
 

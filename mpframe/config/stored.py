@@ -32,7 +32,7 @@ from mpframe.files.stored_yaml import parsed
 _TARGETS = {f"{group}._target_" for group in OPEN}
 _UNUSED = {
     *("optimizer", "scheduler", "loss_scaling", "callbacks"),
-    *("resume", "init_from", "init_from_except"),
+    *("resume", "init_from", "init_from_names", "init_from_except"),
 }
 # What an evaluation needs none of, but a complete configuration holds.
 _OPTIMIZER = {"_target_": "torch.optim.SGD", "lr": 1.0}

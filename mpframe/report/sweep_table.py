@@ -38,11 +38,14 @@ COLUMNS = (
     "metric",
     "val_metric",
     "val_loss",
+    "best",
+    "best_step",
     "skipped_steps",
     "final_scale",
     "seconds",
     "status",
 )
+_JOINED = {"metric", "best_step"}  # In the readable table each is in the cell of its value.
 
 
 class SweepTable(Callback):
@@ -170,15 +173,17 @@ def _csv(jobs: Iterable[JobRow]) -> str:
 def _readable(jobs: Sequence[JobRow]) -> tuple[str, list[list[str]]]:
     """What all jobs were given alike, and the rows, the head first, for a reader.
 
-    The csv has one column for the metric's name and one for its value, people want one for both.
+    The csv has one column for the metric's name and one for its value, people want one for both;
+    so it is with the best value and its step.
     """
     shared = [o for o in jobs[0].overrides if all(o in job.overrides for job in jobs)]
     shared = shared if len(jobs) > 1 else []
-    rows = [[name.replace("_", " ") for name in COLUMNS if name != "metric"]]
+    rows = [[name.replace("_", " ") for name in COLUMNS if name not in _JOINED]]
     for job in jobs:
         cells = {name: _rounded(value) for name, value in job.cells().items()}
         cells["overrides"] = printable(" ".join(o for o in job.overrides if o not in shared))
         cells["val_metric"] = " ".join(filter(None, (cells.pop("metric"), cells["val_metric"])))
+        cells["best"] = " at step ".join(filter(None, (cells["best"], cells.pop("best_step"))))
         rows.append(list(cells.values()))
     return " ".join(shared), rows
 

@@ -18,7 +18,7 @@ Options = Mapping[str, Any]
 # a resumed run takes no first weights; data may lie elsewhere, and come by other hands in the same
 # order.
 _ELSEWHERE = {
-    *("device", "init_from", "init_from_except"),
+    *("device", "init_from", "init_from_names", "init_from_except"),
     *("dataset.root", "dataset.workers", "dataset.worker_timeout"),
 }
 _LENGTH = {"trainer.epochs", "trainer.max_steps"}

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 from omegaconf import DictConfig
 
-from mpframe import build, checkpoint
+from mpframe import build
 from mpframe.checkpoint import retention
-from mpframe.checkpoint.saved_weights import fitted, rounding, weights_of
-from mpframe.config.redaction import hidden_from_logs, hide, secrets_of, values_of
+from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.data import Loader, Task
 from mpframe.errors import (
@@ -29,11 +29,13 @@ from mpframe.errors import (
 )
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.description import announce, describe
+from mpframe.run.first_weights import take_first_weights
 from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.lock import RunLock
-from mpframe.run.outcome import summary_of
+from mpframe.run.outcome import summary_of, worsening_of
 from mpframe.run.requeue import requeue
 from mpframe.run.resuming import Resume
+from mpframe.run.usage import usage_of
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import set_up
@@ -67,6 +69,7 @@ class Run:
         self.run_folder = RunFolder(folder, composed, hydra, self.secrets)
         self.config_text = self.run_folder.config
         self.folder = folder
+        self.hydra = hydra
         self.started = time.perf_counter()
         self.trainer: Trainer | None = None
         self.callbacks: RunCallbacks | None = None
@@ -114,6 +117,9 @@ class Run:
         mostly_skipped = self.trainer.progress.mostly_skipped if self.trainer else None
         if mostly_skipped:
             log.warning("warning: %s", mostly_skipped)
+        worsening = worsening_of(self.config, self.callbacks)
+        if worsening:
+            log.warning("warning: %s", worsening)
         return self._finish(Status.FINISHED, stopped or mostly_skipped)
 
     def _stopped(self, received: Signals) -> RunInterrupted:
@@ -139,21 +145,24 @@ class Run:
         if config.trainer.max_steps == 0:
             return
         identity = self._start(trainer, train)
+        usage = redacted(usage_of(task, trainer), self.secrets)
         # The curves of a checkpoint's own step are in it, and are written again.
         first_step = max(1, trainer.progress.global_step)
         with (
             self.interruption.deferred(),
             Tracker(self.folder, first_step, config.trainer.on_save_error) as tracker,
         ):
-            describe(tracker, config, trainer, self.config_text, self.secrets)
-            self._train_with(trainer, train, val, self._context(identity, tracker, train))
+            text, secrets = self.config_text, self.secrets
+            describe(tracker, config, trainer, train, text, secrets, self.hydra)
+            context = self._context(identity, tracker, train, usage)
+            self._train_with(trainer, train, val, context)
             tracker.finished()
 
     def _start(self, trainer: Trainer, train: Loader) -> str:
         """Take first weights or a checkpoint, then the folder; the run's identity."""
         options = self.config.run
         if options.init_from is not None:
-            self._take_weights(trainer, options.init_from)
+            take_first_weights(trainer, options)
         resume = Resume(options.resume, self.folder, self.config_text)
         identity = resume.into(trainer, self._renew_callbacks)
         trainer.refuse_overrun(len(train))
@@ -178,22 +187,19 @@ class Run:
         self.callbacks = RunCallbacks(self.config, self.started, self.interruption)
         trainer.callbacks = self.callbacks.by_name
 
-    def _context(self, identity: str, tracker: Tracker, train: Loader) -> RunContext:
+    def _context(
+        self, identity: str, tracker: Tracker, train: Loader, usage: dict[str, Any]
+    ) -> RunContext:
         assert self.callbacks is not None
-        throughput = self.callbacks.throughput
-        return RunContext(self.folder, self.config_text, identity, tracker, train, throughput)
-
-    def _take_weights(self, trainer: Trainer, source: str) -> None:
-        """Start from another run's weights, all but those that may differ."""
-        path, left_out = Path(source), self.config.run.init_from_except
-        saved = weights_of(checkpoint.load(path), "trained", path)
-        weights = fitted(saved, trainer.weights(), left_out, source)
-        trainer.load_weights(weights)
-        log.info(
-            "weights taken from %s%s: %s",
-            source,
-            f", but for {', '.join(left_out)}" if left_out else "",
-            rounding(trainer.model, weights),
+        return RunContext(
+            folder=self.folder,
+            config=self.config_text,
+            identity=identity,
+            tracker=tracker,
+            train=train,
+            throughput=self.callbacks.throughput,
+            results=self.callbacks.results,
+            usage=usage,
         )
 
     def _finish(self, status: Status, reason: str | None = None) -> Summary:

@@ -1,4 +1,4 @@
-"""How long a run is to last, and where it stands: the numbers the trainer's loop goes by."""
+"""How long a run lasts, and how far it has come: the numbers that control the trainer's loop."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Plan:
         clip_norm: clip the global norm of the unscaled gradients to this, > 0 and finite; None: do
             not.
         eval_every: steps between validations; None: after each epoch.
-        whole_windows: skip a step where any of its micro-batches overflowed; False drops those.
+        skip_if_dropped: skip a step where any of its micro-batches overflowed; False drops those.
         compile: compile the forward pass and its casts into one graph.
 
     Raises:
@@ -32,7 +32,7 @@ class Plan:
     accumulate: int = 1
     clip_norm: float | None = None
     eval_every: int | None = None
-    whole_windows: bool = False
+    skip_if_dropped: bool = False
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Plan:
         return planned if self.max_steps is None else min(planned, self.max_steps)
 
     def numbers(self, batches: int) -> dict[str, int]:
-        """What a schedule may be made for, each at least 1.
+        """The numbers that a schedule may need, each at least 1.
 
         Args:
             batches: micro-batches per epoch.
@@ -93,7 +93,7 @@ class Progress:
 
     @property
     def global_step(self) -> int:
-        """Steps tried, whatever came of them: the x axis of every curve."""
+        """Steps tried, applied or skipped: the x axis of every curve."""
         return self.steps + self.skipped + self.pending
 
     @property
@@ -109,10 +109,10 @@ class Progress:
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> Self:
-        """Where a checkpoint says that a run stands.
+        """The progress that a checkpoint holds.
 
         Raises:
-            CheckpointError: a count is none.
+            CheckpointError: a count is not a whole number >= 0.
         """
         for name, value in state.items():
             for count in value.values() if isinstance(value, dict) else (value,):

@@ -6,11 +6,11 @@ before its work begins.
 """
 
 import ast
-import importlib
 import re
 import shlex
 from collections.abc import Iterable
 from contextlib import nullcontext
+from importlib import import_module
 from itertools import count, islice, product
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 from conftest import train
 from pages import PAGES, ROOT, Command, Page
 
+from mpframe.cli.main import COMMANDS
 from mpframe.config.command_line import jobs, prepare
 from mpframe.errors import DivergedError
 
@@ -27,10 +28,10 @@ COMING_FROM = Page(ROOT / "docs" / "coming_from.md")
 # Programs of others, which no test starts.
 OTHERS = {
     *(".", "./dev", "apt-get", "cd", "git", "pip", "pytest", "python3", "srun", "tensorboard"),
-    *("mpframe-train", "python", "sphinx-build"),
+    *("python", "sphinx-build"),
 }
-# What a command of ours is called in mpframe/cli where the names differ.
-MODULES = {"search_precision": "search", "simulate_scaling": "simulate"}
+# What a script is called where it has another name than its command.
+COMMAND_OF = {"search_precision": "search", "simulate_scaling": "simulate"}
 # Takes the arguments of training; the others take words of their own.
 LIKE_TRAINING = {"train", "doctor"}
 
@@ -39,9 +40,7 @@ pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relativ
 
 def accept(command: Command) -> None:
     """Refuse a command as its program would, before its work begins."""
-    if command.program not in {"bench", "options"}:
-        name = MODULES.get(command.program, command.program)
-        assert (ROOT / "mpframe" / "cli" / f"{name}.py").exists(), command
+    assert COMMAND_OF.get(command.program, command.program) in COMMANDS, command
     if command.words[0] == "python":
         assert (ROOT / command.words[1]).exists(), command
     if command.program not in LIKE_TRAINING:
@@ -116,9 +115,7 @@ class Story:
         train(folder, *given, *short)
 
     def examine(self, command: Command) -> None:
-        name = MODULES.get(command.program, command.program)
-        module = importlib.import_module(f"mpframe.cli.{name}")
-        main = getattr(module, "main", None) or module.simulate
+        main = import_module(COMMANDS[COMMAND_OF.get(command.program, command.program)]).main
         if command.program != "doctor":
             main(command.arguments)
             return

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from conftest import StartRun, scalars
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from mpframe import checkpoint
 from mpframe.config.locations import CONF
@@ -74,6 +76,16 @@ def test_the_sweep_of_nine_ends_with_nine_finished_runs(tmp_path: Path) -> None:
     assert [summary["status"] for summary in summaries] == ["finished"] * 9
     assert len({(s["dtype"], s["loss_scaling"]) for s in summaries}) == 9
     assert "9 of 9 jobs finished" in done.stdout
+    columns = [hparam_columns(path.parent) for path in tmp_path.glob("runs/*/*/*/summary.json")]
+    assert all(own == columns[0] for own in columns)
+    assert {name for name, varies in columns[0].items() if varies} == {"dtype", "loss_scaling"}
+
+
+def hparam_columns(folder: Path) -> dict[str, bool]:
+    """The columns of a run in the HParams table, and whether each comes first."""
+    data = EventAccumulator(str(folder)).Reload().PluginTagToContent("hparams")
+    told = HParamsPluginData.FromString(data["_hparams_/experiment"]).experiment.hparam_infos
+    return {info.name: info.differs for info in told}
 
 
 def test_a_failed_job_does_not_stop_a_sweep(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ WATCH = {
     ),
 }
 ACT = {
-    *("device", "init_from", "init_from_except", "seed"),
+    *("device", "init_from", "init_from_names", "init_from_except", "seed"),
     *("dtype.compute", "dtype.half", "dtype.master_weights", "dtype.mode"),
     *("ops.allow", "ops.deny", "ops.infer", "ops.modules", "ops.move"),
     *("optimizer.groups", "optimizer.lr"),

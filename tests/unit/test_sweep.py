@@ -26,6 +26,8 @@ SUMMARY = Summary(
     val_loss=0.123456,
     metric="accuracy",
     val_metric=0.973333,
+    best=0.981111,
+    best_step=80,
     seconds=12.3456,
     samples_per_second=1000.5,
     peak_memory_bytes=12345678901,
@@ -55,7 +57,7 @@ def strict(text: str) -> dict[str, object]:
 def test_summary_has_the_published_keys(tmp_path: Path) -> None:
     SUMMARY.write(tmp_path)
     written = strict((tmp_path / "summary.json").read_text())
-    assert set(written) == {*PUBLISHED.split(), "reason", "monitor"}
+    assert set(written) == {*PUBLISHED.split(), "reason", "monitor", "best", "best_step"}
     assert (written["status"], written["val_accuracy"]) == ("finished", 0.973333)
 
 
@@ -177,6 +179,7 @@ def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     fp32 = replace(SUMMARY, dtype="fp32", half=None, loss_scaling="none", final_scale=None)
     diverged = replace(SUMMARY, status=Status.DIVERGED, val_loss=math.nan, val_metric=None)
+    diverged.best = diverged.best_step = None
     make_job(tmp_path, 0, ["dtype=fp32", "seed=1"], fp32)
     make_job(tmp_path, 1, ["dtype=mixed", "seed=1"], diverged)
     make_job(tmp_path, 2, ["dtype=amp", "seed=1"], None)
@@ -185,21 +188,22 @@ def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "",
         "every job: seed=1",
         "",
-        "job  overrides    mode           scaling  val metric       val loss  skipped steps  "
-        "final scale  seconds  status",
-        "0    dtype=fp32   fp32           none     accuracy 0.9733  0.1235    2              "
-        "             12.35    finished",
-        "1    dtype=mixed  mixed float16  Backoff  accuracy         nan       2              "
-        "65536        12.35    diverged",
-        "2    dtype=amp                                                                      "
-        "                      no summary",
+        "job  overrides    mode           scaling  val metric       val loss  best               "
+        "skipped steps  final scale  seconds  status",
+        "0    dtype=fp32   fp32           none     accuracy 0.9733  0.1235    0.9811 at step 80  "
+        "2                           12.35    finished",
+        "1    dtype=mixed  mixed float16  Backoff  accuracy         nan                          "
+        "2              65536        12.35    diverged",
+        "2    dtype=amp                                                                          "
+        "                                     no summary",
         "1 of 3 jobs finished; this table: sweep.md and sweep.csv beside it",
     ]
     assert (tmp_path / "sweep.md").read_text().splitlines()[2:5] == [
-        "| job | overrides | mode | scaling | val metric | val loss | skipped steps | final scale "
-        "| seconds | status |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| 0 | dtype=fp32 | fp32 | none | accuracy 0.9733 | 0.1235 | 2 |  | 12.35 | finished |",
+        "| job | overrides | mode | scaling | val metric | val loss | best "
+        "| skipped steps | final scale | seconds | status |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 0 | dtype=fp32 | fp32 | none | accuracy 0.9733 | 0.1235 | 0.9811 at step 80 "
+        "| 2 |  | 12.35 | finished |",
     ]
 
 
