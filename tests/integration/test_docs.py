@@ -190,3 +190,11 @@ def test_every_link_leads_somewhere(path: Path) -> None:
         assert target.exists(), link
         if anchor:
             assert anchor in Page(target).anchors(), link
+
+
+def test_every_page_is_on_the_site() -> None:
+    lists = Page(ROOT / "docs" / "index.md").blocks("{toctree}")
+    listed = re.findall(r"^[\w/]+$", "\n".join(lists), re.M)
+    docs = ROOT / "docs"
+    there = {str(p.relative_to(docs).with_suffix("")) for p in docs.rglob("*.md")} | {"api"}
+    assert sorted([*listed, "index"]) == sorted(there)
