@@ -17,9 +17,9 @@ Options:
     model.OPTION=VALUE    for a graph: options of the model
 
 safetensors and state_dict hold weights. onnx and torch_export hold the model as a graph, which runs
-without its code, for any batch size; it takes inputs of weights_dtype and computes in it. onnx needs
-pip install mpframe[onnx]. For a graph a class that is not mpframe's must be named again, as in
-model._target_=my_pkg.Net.
+without its code, for any batch size; it takes inputs of weights_dtype and computes in it. For a
+graph a class that is not mpframe's must be named again, as in model._target_=my_pkg.Net. onnx needs
+pip install mpframe[onnx].
 """
 
 import os

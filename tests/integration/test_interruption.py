@@ -177,15 +177,6 @@ def test_the_program_with_workers(tmp_path: Path, together: bool) -> None:
     assert checkpoint.read(tmp_path / "run").global_step == Summary.read(tmp_path / "run").steps
 
 
-def test_a_stopped_sweep_starts_no_further_job(tmp_path: Path) -> None:
-    options = ["-m", "seed=1,2", "hydra.sweep.dir=sweep", "trainer.epochs=100", "model=mlp"]
-    code, said = stopped(command(tmp_path, *options), tmp_path / "sweep" / "0", "SIGINT")
-    assert code == 130
-    assert "Traceback" not in said
-    assert Summary.read(tmp_path / "sweep" / "0").status == "interrupted"
-    assert not (tmp_path / "sweep" / "1").exists()
-
-
 SCONTROL = (
     '#!/bin/sh\necho "$@" >> "{log}"\n[ -z "{fails}" ] || {{ echo "{fails}" >&2; exit 1; }}\n'
 )

@@ -107,17 +107,18 @@ def test_what_cannot_be_exported_is_refused(tensor: Tensor, text: str) -> None:
 
 def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "model.safetensors"
-    real, calls = os.fsync, []
+    real, left = os.fsync, 0
 
     def full(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) > allowed:
+        nonlocal left
+        left -= 1
+        if left < 0:
             raise OSError(28, "No space left on device")
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
     for allowed in range(4):  # The file and its folder, then the sidecar and its folder.
-        calls.clear()
+        left = allowed
         text = r"out=.*model.safetensors: cannot be written \(No space left on device\); choose an"
         with pytest.raises(ConfigError, match=text):
             write(out, b"weights", "safetensors", {"schema": 1})
