@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -176,7 +177,6 @@ def test_a_job_that_fails_is_one_line_and_the_others_go_on(tmp_path: Path) -> No
         (["--cfg", "job", "-p", "trainer"], "# @package trainer\nepochs: 20\n"),
         (["--info", "defaults"], "hydra/callbacks/default"),
         (["--info", "searchpath"], "structured://"),
-        (["--help"], "loss_scaling: Backoff, LogMax"),
         (["--version"], "hydra-core 1."),
     ],
 )
@@ -184,6 +184,22 @@ def test_a_flag_of_hydra_answers(words: list[str], says: str, tmp_path: Path) ->
     done = command(tmp_path, *words)
     assert (done.returncode, done.stderr) == (0, "")
     assert says in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_help_shows_first_what_is_changed_most_and_op_lists_last(tmp_path: Path) -> None:
+    done = command(tmp_path, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    most, _, rest = done.stdout.partition("== Groups (GROUP=CHOICE) ==\n")
+    for words in ("model=", "dataset=", "dtype=", "loss_scaling=", "optimizer=", "trainer."):
+        assert words in most
+    groups, _, options = rest.partition("== Options (option=value) ==\n")
+    assert "loss_scaling: Backoff, LogMax" in groups
+    sections = re.findall(r"^(\w+):(?=\n|$| \{\})", options, re.M)
+    assert sections == [
+        *("model", "dataset", "dtype", "loss_scaling", "optimizer", "scheduler", "trainer"),
+        *("objective", "metrics", "callbacks", "numerics", "ops"),
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
