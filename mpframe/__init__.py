@@ -25,6 +25,8 @@ _HOMES = {
     "Trainer": "mpframe.training.trainer",
 }
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Backoff",
     "LogMax",

@@ -1,15 +1,6 @@
-"""Measure: python scripts/bench.py [GROUP ...] [--repeats N] [--out FOLDER]
+"""The twin of `mpframe bench`: python scripts/bench.py --help"""
 
-python scripts/bench.py                      all groups: tiny, resnet18, ranges, startup, cuda
-python scripts/bench.py tiny --repeats 20
-"""
-
-import os
+from mpframe.cli.main import start
 
 if __name__ == "__main__":
-    # Before torch is loaded. Threads that wait by spinning fight whatever else the machine runs.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-    from mpframe.bench.program import main
-
-    main()
+    start("bench")

@@ -1,12 +1,6 @@
-"""Say before training what will go wrong, and which option fixes it:
+"""The twin of `mpframe doctor`: python scripts/doctor.py --help"""
 
-    python scripts/doctor.py experiment=digits_mlp dtype=mixed loss_scaling=static
-    python scripts/doctor.py -m dtype=fp32,mixed,amp
-
-Takes what scripts/train.py takes; leaves nothing behind. Exit code 1 if there is an error.
-"""
-
-from mpframe.cli.doctor import main
+from mpframe.cli.main import start
 
 if __name__ == "__main__":
-    main()
+    start("doctor")

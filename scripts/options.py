@@ -1,8 +1,11 @@
-"""Write docs/options.md from the schema: python scripts/options.py"""
+"""Write docs/options.md: the twin of `mpframe options`, with a place for the page."""
 
+import sys
 from pathlib import Path
 
-from mpframe.config.options_page import options_page
+from mpframe.cli.main import start
+
+PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 
 if __name__ == "__main__":
-    Path(__file__).parent.parent.joinpath("docs", "options.md").write_text(options_page())
+    start("options", sys.argv[1:] or [f"out={PAGE}"])

@@ -23,7 +23,7 @@ def machine() -> dict[str, str]:
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "waiting threads": os.environ.get("OMP_WAIT_POLICY", "as OpenMP likes"),
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
-        "command": " ".join(["python", *sys.argv]),
+        "command": ("python " if sys.argv[0].endswith(".py") else "") + " ".join(sys.argv),
     }
 
 

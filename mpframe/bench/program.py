@@ -1,65 +1,51 @@
-"""The command line of the benchmark: which groups of rows, how often, and where results go."""
+"""Measure what training with mpframe costs, beside plain torch and other trainers.
 
-import argparse
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+Usage: mpframe bench [GROUP ...] [repeats=N] [out=FOLDER]
+
+    mpframe bench
+    mpframe bench tiny repeats=20
+
+Options:
+    GROUP ...     tiny, resnet18, ranges, startup, cuda; default: all
+    repeats=N     rounds, at least 1; default: the group's own number
+    out=FOLDER    default: runs/bench
+
+The tables are printed and written as GROUP.md and GROUP.json.
+"""
+
+import os
+import sys
 from pathlib import Path
 
-from mpframe.bench import cuda, ranges, resnet18, startup, tiny_model
-from mpframe.bench.machine import machine
-from mpframe.bench.table import Table, as_json, as_markdown
+from mpframe.cli.program import refuse_words
+from mpframe.errors import ConfigError, one_line_exit, take_options
+
+_OPTIONS = ("repeats", "out")
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """A file of rows.
+def main(arguments: list[str] | None = None) -> None:
+    """Measure the groups that are named.
 
-    Attributes:
-        tables: measures; takes the rounds and a folder for what it writes.
-        rounds: the default.
+    Args:
+        arguments: names of groups, `repeats=N`, `out=FOLDER`; the command line if None.
     """
-
-    tables: Callable[[int, Path], list[Table]]
-    rounds: int
-
-
-GROUPS = {
-    "tiny": Benchmark(tiny_model.tables, 60),
-    "resnet18": Benchmark(resnet18.tables, 10),
-    "ranges": Benchmark(ranges.tables, 10),
-    "startup": Benchmark(startup.tables, 7),
-    "cuda": Benchmark(cuda.tables, 20),
-}
+    # Before torch is loaded. Threads that wait by spinning fight whatever else the machine runs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with one_line_exit():
+        _main(sys.argv[1:] if arguments is None else arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the groups named on the command line; print them and write `<group>.md`, `.json`."""
-    options = _parser().parse_args(arguments)
-    logging.disable(logging.INFO)
-    for name in options.groups or GROUPS:
-        group, before = GROUPS[name], machine()
-        folder = options.out / name
-        folder.mkdir(parents=True, exist_ok=True)
-        measured = group.tables(options.repeats or group.rounds, folder)
-        text = as_markdown(before, measured)
-        (options.out / f"{name}.md").write_text(text)
-        (options.out / f"{name}.json").write_text(as_json(before, measured))
-        print(text)
+def _main(arguments: list[str]) -> None:
+    from mpframe.bench import groups
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench.py", description="Measure mpframe.")
-    parser.add_argument(
-        "groups", nargs="*", choices=[*GROUPS, []], metavar="GROUP", help=", ".join(GROUPS)
-    )
-    parser.add_argument("--repeats", type=_count, metavar="N", help="rounds; default: the group's")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="FOLDER")
-    return parser
+    own, names = take_options(arguments, _OPTIONS)
+    others = [name for name in names if name not in groups.GROUPS]
+    refuse_words(others, [*groups.GROUPS, *_OPTIONS])
+    repeats = _count(own["repeats"]) if "repeats" in own else None
+    groups.measure(names or list(groups.GROUPS), repeats, Path(own.get("out") or "runs/bench"))
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"repeats={text}: must be a whole number >= 1")
+    return int(text)

@@ -26,6 +26,7 @@ from mpframe.numerics.range_watch import RangeWatch
 from mpframe.objectives import supervised
 from mpframe.precision import Precision
 from mpframe.tracking.tracker import Tracker
+from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
@@ -96,7 +97,7 @@ def _spread_out(times: Times) -> Spread:
 
 def _with_reports(trainer: Trainer, folder: Path) -> Callable[[Batch], Any]:
     watch = RangeWatch(every=1)
-    context = RunContext(folder, "", "", Tracker(folder), None, Throughput(1))  # type: ignore[arg-type]
+    context = RunContext(folder, "", "", Tracker(folder), None, Throughput(1), Results())  # type: ignore[arg-type]
     watch.setup(trainer, context)
 
     def step(data: Batch) -> None:

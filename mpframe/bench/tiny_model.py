@@ -24,6 +24,7 @@ from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import Callback, call
 from mpframe.training.callbacks.amax_record import RecordAmax
 from mpframe.training.callbacks.curves import Curves
+from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.skip_guard import SkipGuard
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.run_context import RunContext
@@ -115,7 +116,7 @@ def watched_loop(data: Stopwatch, folder: Path) -> Loop:
         "curves": Curves(LOG_EVERY),
         "skip_guard": SkipGuard(limit=50),
     }
-    context = RunContext(folder, "", "", Tracker(folder), data, throughput)  # type: ignore[arg-type]
+    context = RunContext(folder, "", "", Tracker(folder), data, throughput, Results())  # type: ignore[arg-type]
     return trainer_loop(data, callbacks, context)
 
 

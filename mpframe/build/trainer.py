@@ -119,7 +119,7 @@ def build_plan(config: Config) -> Plan:
         accumulate=options.accumulate,
         clip_norm=options.clip_norm,
         eval_every=options.eval_every,
-        whole_windows=options.bad_micro_batch == "skip",
+        skip_if_dropped=options.bad_micro_batch == "skip",
         compile=options.compile,
     )
 

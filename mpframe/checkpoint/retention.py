@@ -48,12 +48,18 @@ def rank_to_beat(folder: Path, count: int) -> float:
     return math.inf if len(best) < count else _rank_of(best[-1]) or 0.0
 
 
-def rank(validation: dict[str, Any]) -> float | None:
-    """A number that is lower for a better validation; None if its value is not finite."""
+def rank(value: float, higher_is_better: bool) -> float | None:
+    """A number that is lower for a better value; None for nan and inf, which are no result."""
+    if not math.isfinite(value):
+        return None
+    return -value if higher_is_better else value
+
+
+def rank_of(validation: dict[str, Any]) -> float | None:
+    """The rank of a validation, as a checkpoint's manifest holds it."""
     if validation["value"] is None:
         return None
-    value = float(validation["value"])
-    return -value if validation["higher_is_better"] else value
+    return rank(float(validation["value"]), bool(validation["higher_is_better"]))
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
@@ -93,6 +99,6 @@ def _rank_of(path: Path) -> float | None:
     """The rank of a checkpoint; None if it was not validated or cannot be read."""
     try:
         validation = Manifest.read(path).facts.get("validation")
-        return None if validation is None else rank(validation)
+        return None if validation is None else rank_of(validation)
     except (CheckpointError, LookupError, TypeError, ValueError, OverflowError):
         return None  # A manifest's facts may be anything.

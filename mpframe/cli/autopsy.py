@@ -1,8 +1,19 @@
-"""The program behind `scripts/autopsy.py`: what is wrong with a step, found by running it again.
+"""Say why a step failed: it is run again in several formats, and one verdict is given.
 
-The step is one whose evidence a run saved when it was in trouble, or, of a run that had none, the
-step that comes after a checkpoint. The run's stored options are trusted as little as when a
-checkpoint is evaluated (see config/stored.py).
+Usage: mpframe autopsy run=PATH [step=N] [option=value] ...
+
+    mpframe autopsy run=runs/2026-11-21/05-45-42
+    mpframe autopsy run=runs/mine step=12 device=cpu
+    mpframe autopsy run=runs/mine/checkpoints/step_00000440
+
+Options:
+    run=PATH        a run, a checkpoint of it, or the evidence of a step; must be given
+    step=N          one of several steps whose evidence the run saved; default: the last
+    option=value    an option of the run to change; GROUP=CHOICE, too
+    --config-dir=FOLDER, --config-name=NAME    as for mpframe train
+
+The command examines the last step whose evidence the run saved. A run without evidence, or a
+checkpoint, stands for the step that comes after it. The report is printed and written as Markdown.
 """
 
 import sys

@@ -1,6 +1,17 @@
-"""The program behind `scripts/doctor.py`: builds what training would, and examines it.
+"""Say before training what will go wrong, and which option mends it.
 
-No run folder is made. A sweep (`-m`) is examined job by job.
+Usage: mpframe doctor [-m] [GROUP=CHOICE] [option=value] ...
+
+    mpframe doctor experiment=digits_mlp dtype=mixed loss_scaling=static
+    mpframe doctor -m dtype=fp32,mixed,amp
+
+Options:
+    those of mpframe train
+    -m              examine each job of a sweep
+    --config-dir=FOLDER, --config-name=NAME    as for mpframe train
+
+The command builds what training would build, and examines it. It leaves nothing behind. The exit
+code is 1 if there is an error.
 """
 
 import shlex

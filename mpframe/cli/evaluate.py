@@ -1,9 +1,26 @@
-"""The program behind `scripts/evaluate.py`: a checkpoint's validation numbers, once more.
+"""Measure a checkpoint again: the numbers of the run, bit for bit.
 
-The numbers are those of the run bit for bit: the same precision, batches, average and evaluation
-format, on the device and with the thread count the run had. The options are the run's stored ones
-(see config/stored.py for how little they are trusted), changed as the command line says.
+Usage: mpframe evaluate checkpoint=PATH [option=value] ...
+
+    mpframe evaluate checkpoint=runs/2026-11-21/05-45-42
+    mpframe evaluate checkpoint=runs/mine/checkpoints/step_00000440 weights=trained
+    mpframe evaluate checkpoint=runs/mine dataset.root=/elsewhere device=cpu out=numbers.json
+
+Options:
+    checkpoint=PATH       a run (its newest checkpoint) or one checkpoint; must be given
+    weights=trained|ema   default: as the run was validated
+    out=FILE.json         default: evaluation_step_N.json in the run's folder
+    option=value          an option of the run to change; GROUP=CHOICE, too
+    --config-dir=FOLDER, --config-name=NAME    as for mpframe train
+
+The options are the run's own. A class that is not mpframe's must be named again, as in
+model._target_=my_pkg.Net, or by a file of --config-dir: nothing is called because a stored file
+says so.
 """
+
+# The precision, batches, average and evaluation format are those of the run, and on the device and
+# with the thread count it had, so is every bit. config/stored.py says how little a stored
+# configuration is trusted.
 
 import sys
 from dataclasses import dataclass

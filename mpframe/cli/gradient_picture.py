@@ -1,4 +1,16 @@
-"""The program behind `scripts/gradient_picture.py`: what half loses of a run's gradients."""
+"""Show what a half format loses of a run's gradients: unscaled, as the run scales, at best.
+
+Usage: mpframe gradient_picture run=PATH [option=value] ...
+
+    mpframe gradient_picture run=runs/2026-11-21/05-45-42
+    mpframe gradient_picture run=runs/mine dtype.half=bfloat16 out=gradients.png
+
+Options:
+    run=PATH        a run (its newest checkpoint) or one checkpoint; must be given
+    out=FILE.png    default: numerics/gradient_picture.png in the run's folder
+    option=value    an option of the run to change; GROUP=CHOICE, too
+    --config-dir=FOLDER, --config-name=NAME    as for mpframe train
+"""
 
 import sys
 from pathlib import Path
@@ -18,6 +30,8 @@ from mpframe.numerics.ranges import RangeProbe, Ranges
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of
 
+_OPTIONS = ("run", "out")
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure the gradients of `run=...` in fp32; print what half loses, and draw it.
@@ -31,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _main(arguments: list[str]) -> None:
-    own, given = take_options(arguments, ("run", "out"))
+    own, given = take_options(arguments, _OPTIONS)
     if not own.get("run"):
         raise ConfigError("run: must be given, e.g. run=runs/2026-11-21/05-45-42")
     path = Path(own["run"])

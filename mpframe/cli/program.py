@@ -2,10 +2,10 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from mpframe.errors import one_line_exit
+from mpframe.errors import ConfigError, nearest, one_line_exit
 
 
 @contextmanager
@@ -28,3 +28,15 @@ def current_folder_importable(folder: str | None = None) -> None:
     path = folder or os.getcwd()
     if path not in sys.path:
         sys.path.append(path)
+
+
+def refuse_words(words: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse words that are none of a command's options.
+
+    Args:
+        words: what is left of the command line.
+        known: the names of the options there are.
+    """
+    for word in words:
+        hint = nearest(word.partition("=")[0], known) or "known: " + ", ".join(known)
+        raise ConfigError(f"{word}: no such option; {hint}")

@@ -1,4 +1,16 @@
-"""The program behind `scripts/report.py`: runs in, `report.html` and `report.md` out."""
+"""Compare runs on one page that opens without a network.
+
+Usage: mpframe report FOLDER ... [out=FOLDER]
+
+    mpframe report runs/2026-11-21/05-45-42
+    mpframe report runs/first runs/second out=compared
+
+Options:
+    FOLDER ...      runs, or sweeps; at least one
+    out=FOLDER      default: the first folder, or the one beside it if it is a run
+
+The command writes report.html and report.md.
+"""
 
 import sys
 from pathlib import Path
@@ -9,6 +21,7 @@ from mpframe.errors import ConfigError, take_options
 from mpframe.files.durable import write_atomically
 from mpframe.report import as_markdown, as_page, compared, find_runs
 
+_OPTIONS = ("out",)
 PAGE, TABLES = "report.html", "report.md"
 
 
@@ -24,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _main(arguments: list[str]) -> None:
-    own, folders = take_options(arguments, ("out",))
+    own, folders = take_options(arguments, _OPTIONS)
     for word in folders:
         if word.startswith("-"):
             raise ConfigError(f"{word}: no such option; give folders of runs, and out=FOLDER")

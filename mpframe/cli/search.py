@@ -1,7 +1,21 @@
-"""The program behind `scripts/search_precision.py`: finds the modules that must stay in fp32.
+"""Find the smallest set of modules that must stay in fp32, and prove it by training.
 
-OUT/ops.yaml     lists and pins, as `ops=` takes them
-OUT/search.md    the evidence: ranked modules and ops, the sets that were tried, the proof
+Usage: mpframe search [GROUP=CHOICE] [option=value] ... [target=ERROR] [prove=STEPS] ...
+
+    mpframe search experiment=digits_mlp dtype=mixed
+    mpframe search experiment=cifar10_small dtype=amp target=0.01 batches=2 prove=50
+
+Options:
+    those of mpframe train
+    target=ERROR    relative error of the gradients to reach; default: 0.1, for bfloat16 0.3
+    batches=N       of training data to measure on; default: 4
+    prove=STEPS     of the training that proves it; default: 100; 0: no proof
+    seeds=N         of the proof; default: 3
+    out=FOLDER      default: runs/search/DATE_TIME
+    --config-dir=FOLDER, --config-name=NAME    as for mpframe train
+
+OUT/ops.yaml has the lists and pins, as ops= takes them. OUT/search.md has the evidence: modules and
+ops by rank, the sets that were tried, the proof.
 """
 
 import math
@@ -32,6 +46,7 @@ from mpframe.training.callbacks.skip_guard import SkipGuard
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.trainer import Trainer
 
+_OPTIONS = ("target", "batches", "prove", "seeds", "out")
 Proof = dict[str, list[Evaluation]]
 """The validation of each seed, for each way of training."""
 TARGET = {"float16": 0.1, "bfloat16": 0.3}
@@ -51,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _main(arguments: list[str]) -> None:
-    own, given = take_options(arguments, ("target", "batches", "prove", "seeds", "out"))
+    own, given = take_options(arguments, _OPTIONS)
     _, composed = compose_named(given)
     config = checked(composed)
     _refuse_fp32(config)

@@ -1,4 +1,19 @@
-"""The program behind `scripts/simulate_scaling.py`: a record, scalers, a table, a picture."""
+"""Replay a run's gradients through loss scalers: a table and a picture.
+
+Usage: mpframe simulate run=PATH [loss_scaling=NAME,...] [option=value] ...
+
+    mpframe simulate run=runs/2026-11-21/05-45-42
+    mpframe simulate run=runs/mine loss_scaling=LogMax,Backoff
+    mpframe simulate run=runs/mine loss_scaling=LogMax loss_scaling.mean_decay=0.9
+
+Options:
+    run=PATH                a run, or its record of gradients; must be given
+    loss_scaling=NAME,...   default: static,Backoff,LogMax
+    loss_scaling.OPTION=VALUE, loss_scaling._target_=my_pkg.MyScaler    as for mpframe train
+    dtype.half=float16|bfloat16    default: float16
+    out=FILE.png            default: scaling.png in the run's folder
+    --config-dir=FOLDER, --config-name=NAME    as for mpframe train
+"""
 
 import sys
 from pathlib import Path
@@ -17,8 +32,8 @@ from mpframe.tracking.amax_record import read_amax
 _ALL = ("static", "Backoff", "LogMax")
 
 
-def simulate(arguments: list[str] | None = None) -> None:
-    """Simulation the record of `run=...` through the scalers of `loss_scaling=...`; print and draw.
+def main(arguments: list[str] | None = None) -> None:
+    """Replay the record of `run=...` through the scalers of `loss_scaling=...`; print and draw.
 
     Args:
         arguments: `run=FOLDER_OR_FILE`, `loss_scaling=NAME[,NAME...]` (all of ours if absent) or

@@ -1,8 +1,17 @@
-"""The program behind `scripts/train.py`: Hydra composes, the composed job is checked, a run starts.
+"""Train a model as a composed configuration says.
 
-A mistake ends in one line on stderr and exit code 1; `HYDRA_FULL_ERROR=1` shows the traceback.
-torch is imported only once the configuration has been found good.
+Usage: mpframe train [GROUP=CHOICE] [option=value] ... [flags of Hydra]
+
+    mpframe train dtype=mixed loss_scaling=Backoff
+    mpframe train -m dtype=fp32,mixed,amp loss_scaling=Backoff,LogMax seed=1,2,3
+    mpframe train --config-dir conf experiment=mine
+
+`mpframe train --help` is answered by Hydra: it lists the groups and the options.
 """
+
+# Hydra composes, the composed job is checked, a run starts. A mistake ends in one line on stderr
+# and exit code 1; HYDRA_FULL_ERROR=1 shows the traceback. torch is imported only when the
+# configuration has been found good.
 
 import os
 import sys

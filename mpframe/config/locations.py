@@ -1,6 +1,6 @@
-"""Where the shipped configuration lies: beside the package, or inside it if it is installed."""
+"""Where the shipped configuration lies: conf/ of a clone, mpframe/conf of the wheel."""
 
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-CONF = next(p for p in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if (p / "ops").is_dir())
+# In a clone mpframe/conf is a link; messages name the folder itself.
+CONF = (Path(__file__).parents[1] / "conf").resolve()

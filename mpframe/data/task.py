@@ -1,6 +1,7 @@
 """What a dataset hands to a trainer: the samples, the objective and the metrics."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any, Protocol
 
@@ -19,7 +20,8 @@ class Metric(Protocol):
     """A running value over one validation pass.
 
     Attributes:
-        name: one word, unless the metric is given by name; its tag is `metric/<name>/val`.
+        name: one word, unless the metric is given by name; its tags are `metric/<name>/val` and
+            `metric/<name>/test`.
         higher_is_better: which of two values `trainer.keep_best` keeps.
     """
 
@@ -39,7 +41,8 @@ class Task:
 
     Attributes:
         train: map-style samples to learn from.
-        val: map-style samples to measure on, never augmented.
+        val: map-style samples to measure on while training; never augmented. What is chosen (the
+            best checkpoint, the end of the training) is chosen by them.
         objective: objective(model, batch) -> StepOutput; several by name for several optimizers.
         metric: makes a fresh `Metric` for each validation pass; several by name. A torchmetrics
             object stands as it is, by name. None: the loss alone is measured.
@@ -47,9 +50,15 @@ class Task:
             default_collate. It is sent to the workers.
         loss: in the place of an objective: loss(outputs, targets) -> 0-d tensor, the mean over the
             batch, for samples (input, target); short for `objective=supervised(loss)`.
+        test: map-style samples that choose nothing, measured once at the end of a run; never
+            augmented. None: there is no such measurement.
+        class_names: the name of each class, in the order of their numbers.
+        preprocessing: what is done to a raw input before the model gets it, as JSON values; for
+            images what `Normalize.described` gives. Checkpoints and exports carry both.
 
     Raises:
-        DataError: there is no objective, or objective and loss, or one of these cannot be called.
+        DataError: there is no objective, or objective and loss, or one of these cannot be called;
+            or `class_names` are not strings, or `preprocessing` is not JSON.
     """
 
     train: Dataset[Any]
@@ -58,6 +67,9 @@ class Task:
     metric: Callable[[], Metric] | Mapping[str, Any] | None = None
     collate: Collate | None = None
     loss: InitVar[Loss | None] = None
+    test: Dataset[Any] | None = None
+    class_names: Sequence[str] | None = None
+    preprocessing: Mapping[str, Any] | None = None
 
     def __post_init__(self, loss: Loss | None) -> None:
         if loss is not None:
@@ -70,6 +82,8 @@ class Task:
             _require_callable("metric", self.metric)
         if self.collate is not None:
             _require_callable("collate", self.collate)
+        _require_names(self.class_names)
+        _require_json(self.preprocessing)
         several = isinstance(self.objective, Mapping)
         for name, own in self.objectives.items():
             _require_callable(f"objective {name}" if several else "objective", own)
@@ -100,6 +114,38 @@ def _require_callable(name: str, code: Any) -> None:
         )
 
 
-def classification(train: Dataset[Any], val: Dataset[Any]) -> Task:
+def _require_names(names: Any) -> None:
+    listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    if names is not None and not listed:
+        raise DataError(
+            f"dataset: the class_names of its Task are {described(names)}; give a list of strings"
+        )
+
+
+def _require_json(preprocessing: Any) -> None:
+    try:
+        json.dumps(preprocessing, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"dataset: the preprocessing of its Task cannot be written as JSON ({error}); give "
+            "finite numbers, strings, lists and dicts"
+        ) from None
+
+
+def classification(
+    train: Dataset[Any],
+    val: Dataset[Any],
+    test: Dataset[Any] | None = None,
+    class_names: Sequence[str] | None = None,
+    preprocessing: Mapping[str, Any] | None = None,
+) -> Task:
     """A task with one class per sample: cross-entropy on logits [N, classes], and accuracy."""
-    return Task(train, val, loss=nn.CrossEntropyLoss(), metric=Accuracy)
+    return Task(
+        train,
+        val,
+        loss=nn.CrossEntropyLoss(),
+        metric=Accuracy,
+        test=test,
+        class_names=class_names,
+        preprocessing=preprocessing,
+    )

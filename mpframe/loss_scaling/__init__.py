@@ -5,7 +5,7 @@ Multiplying the loss by a scale s multiplies every gradient by s, so the backwar
 to where the format has room; the optimizer divides by s again, in fp32.
 
     Static    s never changes
-    Backoff   s grows while all is well and shrinks on overflow: trial and error
+    Backoff   s grows after clean steps and shrinks on overflow: trial and error
     LogMax    s follows from what the gradients were: a model of their largest magnitude
 
 Each is a small state machine on the device, with no optimizer and no model inside:

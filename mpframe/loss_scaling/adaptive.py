@@ -6,7 +6,7 @@ backward pass before step 1, and its largest |gradient| a decides:
 
     s_0 = the largest 2^e with 2^e a <= limit / 2
 
-The one to two octaves left free are for the next batches, whose gradients differ.
+This leaves one to two octaves free for the next batches, whose gradients may be larger.
 """
 
 import math
@@ -71,7 +71,7 @@ class AdaptiveScaler(Scaler, ABC):
         return self._min
 
     def start_from(self, amax: Tensor) -> None:
-        """Start again, with the largest safe power of two for what a probing backward pass gave.
+        """Start again, with the largest safe power of two for the gradients of a probe.
 
         Args:
             amax: 0-d float32, the largest |unscaled gradient| of the probe. Zero, inf and nan say

@@ -1,4 +1,4 @@
-"""Backoff: trial and error. Grow while all is well, shrink on overflow.
+"""Backoff: trial and error. The scale grows after clean steps and shrinks on overflow.
 
 With g the growth factor, b the backoff factor, N the growth interval, h the hysteresis, and per
 step c = consecutive clean steps, o = overflows since the last growth:

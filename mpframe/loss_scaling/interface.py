@@ -1,4 +1,4 @@
-"""What a loss scaler is to the rest: it is asked for the scale, and told what became of a step."""
+"""The interface of a loss scaler: it gives the scale, and learns from each step's gradients."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, Self, TypeGuard, runtime_checkable
@@ -10,7 +10,7 @@ from torch import Tensor
 class LossScaler(Protocol):
     """A state machine that chooses the loss scale and lives on the device.
 
-    `update` is called once per step with what that step's gradients were; it must not wait for
+    `update` is called once per step with the largest gradient of that step. It must not wait for
     the device (no `.item()`, no `bool(tensor)`).
     """
 

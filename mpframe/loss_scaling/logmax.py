@@ -20,20 +20,21 @@ from there by d octaves on overflows:
 
 Why it is so:
 
-- Only s a enters, never a alone, and s moves by whole octaves: gradients 2^k times as large give a
-  scale 2^k times as small, bit for bit.
-- The gains are plain averages that turn into moving averages with decays β₁ and β₂. σ is that of
-  the errors that μ really made, so it covers a lagging mean; ν observations of σ₀ octaves stand in
-  for it at first and fade: a handful of samples says nothing about a spread.
+- The equations use s a and never a alone, and s moves by whole octaves: gradients 2^k times as
+  large give a scale 2^k times as small, bit for bit.
+- The averages begin as plain averages and turn into moving averages with decays β₁ and β₂. σ is the
+  spread of the errors that μ really made, so it also covers a mean that lags. At first ν
+  observations of σ₀ octaves stand in for it, and they fade: a few samples say nothing about a
+  spread.
 - Real gradients have higher spikes than normal ones, and a step may overflow below T if the
   backward pass holds something larger than a. The margin learns both. A gradient beyond the room
   held for it, overflow or not, costs one octave, and 1/p steps without one give it back. So while
   m < M at most p N + M of N steps are beyond, whatever the distribution (adaptive conformal
   inference, Gibbs and Candès 2021). Before the J-th observation only the spread is still unknown.
-- An overflow is a censored observation: all it says is that the gradient was above what s could
-  hold. The margin needs to know no more than that; the averages would, and leave it out.
-- One overflow must not be paid for long, many in a row must end soon: the retreats fall by 1, 2,
-  4, 8 octaves and are taken back in the reverse order.
+- An overflow is a censored observation: it says only that the gradient was larger than s could
+  hold. That is enough for the margin. It is not enough for the averages, so they leave it out.
+- One overflow must not lower the scale for long, and many in a row must end soon: the retreats are
+  1, 2, 4, 8 octaves and are taken back in the reverse order.
 - `RESTART_AFTER` observations in a row beyond `SURPRISE` σ on the same side are another level, not
   chance (3e-7 per step and side for normal x): the model forgets, and starts from the next
   gradient it sees. Until it has seen one, an overflow only makes the scale retreat.
@@ -144,7 +145,7 @@ class LogMax(AdaptiveScaler):
         self.state = {name: torch.where(ignored, now[name], new[name]) for name in now}
 
     def _surprise(self, amax: Tensor, overflow: Tensor) -> Tensor:
-        """r: how far above the mean the largest scaled gradient lies, or at least lies."""
+        """r: how far above the mean the largest scaled gradient lies; on overflow a lower bound."""
         mean = self.state["mean"]
         held = torch.log2(amax.double() * self.scale)  # float64, where no product overflows
         return torch.where(overflow, mean.clamp(min=self._top), held) - mean

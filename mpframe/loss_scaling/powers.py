@@ -1,7 +1,7 @@
 """Exact powers of two on any device.
 
-`exp2` and `pow` promise an error bound, not exactness, and the bound differs between devices. A
-scale that is off by one bit would make every unscaling round, so these read and write the bits.
+`exp2` and `pow` are exact only within a bound, which differs between devices. If a scale is off by
+one bit, every unscaling rounds. So these functions read and write the bits.
 """
 
 import math

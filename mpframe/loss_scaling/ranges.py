@@ -1,4 +1,4 @@
-"""Is an argument of a scaler allowed? Every refusal names `loss_scaling.<argument>`."""
+"""Checks of a scaler's arguments. Every refusal names `loss_scaling.<argument>`."""
 
 import math
 from numbers import Real

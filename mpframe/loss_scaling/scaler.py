@@ -1,4 +1,4 @@
-"""What every scaler is: a few named 0-d tensors on one device, saved and loaded by name."""
+"""The base of all scalers: a few named 0-d tensors on one device, saved and loaded by name."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -10,9 +10,9 @@ from mpframe.errors import CheckpointError
 
 
 class Scaler:
-    """Keeps a scaler's state. `update` of a kind replaces the tensors and never writes into them.
+    """Keeps a scaler's state. `update` replaces the tensors and never writes into them.
 
-    So a scale taken from an earlier step, in a log or in the graph of a loss, stays what it was.
+    So a scale from an earlier step, in a log or in the graph of a loss, keeps its value.
 
     Args:
         state: the 0-d tensors that decide the scaler's future; `scale` (float32) is one of them.
@@ -22,7 +22,7 @@ class Scaler:
     """Its name in summaries and saved states: that of the class, unless the class sets another."""
 
     def __init_subclass__(cls) -> None:
-        """Name the kind."""
+        """Give the class its `kind`: its own, or its name."""
         cls.kind = cls.__dict__.get("kind", cls.__name__)
 
     def __init__(self, state: dict[str, Tensor]) -> None:

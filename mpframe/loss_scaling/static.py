@@ -2,8 +2,8 @@
 
     s_t = s_0
 
-The cheapest choice and the only one that keeps two runs comparable bit for bit. An overflow still
-skips the step, so inf never reaches the weights; the scale stays, as nothing adapts it.
+This is the cheapest choice and the only one that keeps two runs comparable bit for bit. An overflow
+still skips the step, so inf never reaches the weights; the scale stays as it is.
 """
 
 import torch
@@ -30,4 +30,4 @@ class Static(Scaler):
         super().__init__({"scale": torch.tensor(first, dtype=torch.float32)})
 
     def update(self, amax: Tensor) -> None:
-        """Nothing to learn from `amax`."""
+        """Do nothing: the scale is fixed."""

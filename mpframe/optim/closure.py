@@ -1,7 +1,7 @@
 """Optimizers that evaluate the loss themselves, such as LBFGS: they are given a closure.
 
-They try points and go back, so a step of theirs cannot be taken or skipped as a whole, and what
-they compare between evaluations must not be rounded: fp32 weights, no loss scaling, no clipping.
+Such an optimizer tries points and goes back, so its step cannot be taken or skipped as a whole. The
+losses that it compares must not be rounded: fp32 weights, no loss scaling, no clipping.
 """
 
 import inspect
@@ -50,7 +50,7 @@ def refuse_beside_closure(
     half: bool,
     scaled: bool,
     clipped: bool,
-    vetoed: bool,
+    masked: bool,
     cast: bool = False,
     accumulated: bool = False,
 ) -> None:
@@ -67,7 +67,7 @@ def refuse_beside_closure(
         (scaled, "loss scaling", "loss_scaling=none"),
         (clipped, "clipping", "trainer.clip_norm=null"),
         (accumulated, "accumulation", "trainer.accumulate=1"),
-        (vetoed, "skipping", "trainer.on_loss_spike=warn"),
+        (masked, "skipping", "trainer.on_loss_spike=warn"),
     ):
         if present:
             raise ConfigError(

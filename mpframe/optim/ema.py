@@ -3,9 +3,9 @@
     e <- d_t e + (1 - d_t) m,    d_t = min(d, (1 + t) / (10 + t))
 
 over the masters m after every step that was not skipped; t counts the updates before this one. The
-decay is warmed up, as a constant one would still hold d^t of the random weights it began with: of
-d = 0.99 30 % after 120 steps. The average is kept in fp32: in half it would stop moving as soon as
-(1 - d)(m - e) is below half a unit in the last place of e.
+decay is warmed up. With a constant decay the share of the first, random weights would be d^t: for
+d = 0.99 still 30 % after 120 steps. The average is kept in fp32: in half it would stop moving as
+soon as (1 - d)(m - e) is below half a unit in the last place of e.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ class Ema:
 
     @property
     def updates(self) -> int:
-        """t, those made since the average began. May wait for the device."""
+        """t, the number of updates since the average began. May wait for the device."""
         return int(self._updates)
 
     @torch.no_grad()
@@ -100,9 +100,9 @@ class Ema:
         """Continue from saved averages.
 
         Args:
-            model: what the names are of.
+            model: has parameters with these names.
             averages: what `by_name` gave.
-            updates: those they had seen.
+            updates: t when they were saved.
 
         Raises:
             CheckpointError: they belong to other weights; nothing is taken.

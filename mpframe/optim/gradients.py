@@ -1,7 +1,7 @@
 """From scaled half gradients to what the optimizer may use: fp32, unscaled, measured.
 
-The order is fixed. First to fp32, then unscale: 2^-14 / 2^14 is 0 in half and exact in fp32. Then
-measure, before anything is clipped:
+The order is fixed. They are first cast to fp32 and then unscaled: 2^-14 / 2^14 is 0 in half and
+exact in fp32. Then they are measured, before anything is clipped:
 
     amax = max |g|         inf or nan says that the step overflowed
     norm = sqrt(sum g^2)   over all parameters

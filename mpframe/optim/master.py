@@ -1,12 +1,12 @@
 """A master: the fp32 tensor behind one half weight, and the watch over that weight.
 
-A weight has one master for as long as it lives, whatever optimizers come and go, and all of them
-share it. A master writes its weight, rounded. If anything else writes the weight
-(`load_state_dict`, `copy_`, `clamp_`, a new `.data`), the master takes it over before it is used:
+A weight has one master for its whole life, and all optimizers over the weight share it. A master
+writes its weight, rounded. If anything else writes the weight (`load_state_dict`, `copy_`,
+`clamp_`, a new `.data`), the master takes that value over before it is used:
 
     m <- w    where w is not round(m); elsewhere m keeps the digits that half cannot hold
 
-so a weight that was exchanged for a while and put back changes nothing.
+So a weight that is replaced for a while and then put back changes nothing.
 """
 
 from collections.abc import Collection, Iterable, MutableMapping
@@ -30,7 +30,7 @@ class Master(WriteDetector):
             not copied.
 
     Attributes:
-        value: fp32, on the weight's device; the same tensor for good.
+        value: fp32, on the weight's device; always the same tensor.
         half: the weight's format when it was last written from here.
     """
 

@@ -50,15 +50,15 @@ from mpframe.tree import HALF
 class MasterWeights(Optimizer):
     """Wraps a torch optimizer so that it updates fp32 masters of half parameters.
 
-    It is an `Optimizer` for those who ask (schedulers, hooks), and keeps nothing of its own that
-    the wrapped one has: groups, state, defaults and hooks are that one's.
+    Schedulers and hooks meet it as an `Optimizer`. Its groups, state, defaults and hooks are those
+    of the wrapped optimizer; it keeps no copies of them.
 
     Args:
         optimizer: any torch optimizer, over parameters of any mix of float32, float16, bfloat16,
             on one device.
-        masters: fp32 values to start from, by parameter, also of parameters that a group added
-            later will have; copied. Where a half parameter has none here it keeps the master that
-            it has, and if it has none either, its master starts from the half value.
+        masters: fp32 values to start from, by parameter; copied. They may include parameters of
+            groups that are added later. A half parameter without a value here keeps the master
+            that it has; if it has none, its master starts from the half value.
         keep_masters: False updates the half weights themselves, to study what masters are for.
 
     Raises:
@@ -69,9 +69,8 @@ class MasterWeights(Optimizer):
         optimizer: the wrapped one, the same object.
         needs_closure: the optimizer evaluates the loss itself, as LBFGS does.
         skips_on_device: the optimizer's kernels take the verdict on the device (torch's fused ones
-            do). None before the first step, in which the state is made: were it skipped on the
-            device, it would leave state behind, and SGD's momentum would be whatever the memory
-            held.
+            do). None before the first step, which makes the optimizer's state: a skip on the
+            device would leave that state behind, with arbitrary values in SGD's momentum.
     """
 
     def __init__(
@@ -214,8 +213,8 @@ class MasterWeights(Optimizer):
 
         Raises:
             ConfigError: a second step without new gradients; `max_norm` out of its range; a closure
-                that is missing, or beside half weights, a scaler, clipping or a skip_mask; a sparse
-                gradient that the optimizer does not take. Nothing has moved.
+                that is missing, or that meets half weights, a scaler, clipping or a skip_mask; a
+                sparse gradient that the optimizer does not take. Nothing has changed.
         """
         if max_norm is not None:
             check_max_norm(max_norm)
@@ -370,7 +369,7 @@ class MasterWeights(Optimizer):
             half=half,
             scaled=scaler is not None,
             clipped=max_norm is not None,
-            vetoed=skip_mask is not None,
+            masked=skip_mask is not None,
         )
         result = step_with_closure(self.optimizer, closure)
         self._masters.take_gradients(1.0)

@@ -33,8 +33,8 @@ class Masters:
     """A mapping from parameters to masters, in the order of the optimizer's groups.
 
     Args:
-        starts: fp32 values from before the rounding, by half parameter, also of such as no group
-            has yet: a group that is added later starts from them.
+        starts: fp32 values from before the rounding, by half parameter. They may include
+            parameters that no group has yet: a group that is added later starts from them.
         keep: False makes every parameter its own master.
 
     Attributes:
@@ -118,7 +118,7 @@ class Masters:
         return torch.stack(counts).sum() if counts else zero
 
     def saturation_warning(self, model: nn.Module) -> str | None:
-        """What a log says of them: how many, and the parameters with the most; None without any."""
+        """A line for the log: how many, and the parameters with the most; None if there is none."""
         if not self.saturated():
             return None
         pairs = [(name, p) for name, p in model.named_parameters() if p in self._masters]
@@ -212,7 +212,7 @@ def load_by_name(model: nn.Module, parts: Sequence[Masters], weights: Mapping[st
 
 
 def refuse_wrapped(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose parameters are masters already, and note it for the next time.
+    """Refuse an optimizer whose parameters are masters already, and remember this one.
 
     Raises:
         ConfigError: the optimizer was given here before.

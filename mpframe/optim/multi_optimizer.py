@@ -38,7 +38,8 @@ class MultiOptimizer:
         own_losses: each part lowers a loss of its own, named as it is.
 
     Raises:
-        ConfigError: `skip` is another word, a parameter or a closure is in the way.
+        ConfigError: `skip` is another word; two parts have a parameter in common, or are on
+            different devices; or a part needs a closure.
     """
 
     needs_closure = False

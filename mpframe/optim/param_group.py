@@ -1,4 +1,4 @@
-"""A group of parameters, as those see it who set its learning rate or clip its gradients."""
+"""A group of parameters, as schedules and gradient clipping see it."""
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -9,7 +9,7 @@ from mpframe.errors import CheckpointError, ConfigError
 
 
 class ParamGroup(MutableMapping[str, Any]):
-    """A wrapped optimizer's group: `params` are the model's own, all else is the group's, live.
+    """A wrapped optimizer's group: `params` are the model's own, all other entries are the group's.
 
     Args:
         group: the wrapped optimizer's, over masters.
@@ -42,7 +42,7 @@ class ParamGroup(MutableMapping[str, Any]):
 
 
 def refuse_other_groups(saved: Mapping[str, Any], own: list[dict[str, Any]]) -> None:
-    """Refuse the saved state of an optimizer whose groups have other names; some have none.
+    """Refuse the saved state of an optimizer whose groups have other names (a group may have none).
 
     torch compares their sizes alone, and would give one group the settings of another.
 

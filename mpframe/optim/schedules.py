@@ -112,9 +112,9 @@ def _cosine(optimizer: Optimizer, steps: int, min_factor: float) -> LRScheduler:
 
 
 def refuse_overrun(schedules: Iterable[Schedule], steps: int) -> None:
-    """Refuse a schedule that raises when it is stepped as often as a run is planned.
+    """Refuse a schedule that is shorter than the planned run, because it would raise at its end.
 
-    A resumed one has the length that it was made with.
+    A resumed schedule has the length that it was made with.
 
     Args:
         schedules: made or resumed.

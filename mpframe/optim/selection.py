@@ -1,7 +1,8 @@
 """Which parameter belongs to which of several optimizers, or to which group of one.
 
-They are asked in their order, and a parameter belongs to the first that selects it. One of several
-optimizers must take it; what no group takes is in the group `default`.
+The selections are tried in their order, and a parameter belongs to the first one that takes it.
+With several optimizers one of them must take it. Parameters that no group takes are in the group
+`default`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ Selected = dict[str, list[nn.Parameter]]
 
 @dataclass(frozen=True)
 class Selection:
-    """What an optimizer or a group may take.
+    """Which parameters an optimizer or a group takes.
 
     Attributes:
         parameters: patterns for whole parameter names, e.g. `generator.*`.
@@ -58,7 +59,7 @@ def divided(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
 
 
 def grouped(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
-    """The trainable parameters of each group, `default` first, in which are those of no other.
+    """The trainable parameters of each group; first `default`, with those that no group takes.
 
     Raises:
         ConfigError: a pattern matches no name, or a group gets no parameter.

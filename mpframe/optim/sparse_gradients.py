@@ -1,7 +1,7 @@
 """Whether an optimizer takes sparse gradients, found out before it moves anything.
 
-Most refuse them in the middle of a step, when some parameters have moved and others have not. So
-the first sparse gradient of each parameter is tried on a stand-in, its first row set to zero.
+Most optimizers refuse them in the middle of a step, when some parameters have moved and others have
+not. So the first sparse gradient of each parameter is tried on a stand-in of one row of zeros.
 """
 
 import copy
@@ -26,7 +26,7 @@ def refuse_untaken(optimizer: Optimizer, masters: Iterable[Tensor]) -> None:
     for master in masters:
         try:
             _try(optimizer, master)
-        except Exception as error:  # Whatever else it meets, the step itself will tell.
+        except Exception as error:  # Any other error comes again in the step itself.
             if not isinstance(error, RuntimeError) or "sparse" not in str(error).lower():
                 continue
             raise ConfigError(

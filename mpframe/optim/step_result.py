@@ -11,7 +11,7 @@ from mpframe.optim.verdict import Verdict, read
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did. Every value stays on the device until somebody reads it.
+    """What one optimizer step did. Every value stays on the device until it is read.
 
     Attributes:
         skipped: 0-d bool; True if the gradients were not finite and nothing was changed.
@@ -38,7 +38,7 @@ class StepResult:
 
     @property
     def known(self) -> Verdict:
-        """The verdict, of a step that was read; what a callback is told of always was.
+        """The verdict, if it was read. It was for every step that a callback is called with.
 
         Raises:
             RuntimeError: it was not read.

@@ -1,9 +1,9 @@
 """Whether a weight was written since its master wrote it.
 
 Most writes raise the tensor's version counter, and a new `.data` has another address. A
-`w.data.clamp_()` does neither, so on a CPU the values count too: those of a small weight are kept,
-of a large one the sums of its rows' bits. On an accelerator that would make every step wait for the
-device.
+`w.data.clamp_()` does neither, so on a CPU the values are compared, too: the values of a small
+weight, or the sums over the bits of each row of a large one. On an accelerator this would make
+every step wait for the device, so it is not done there.
 """
 
 from collections.abc import Iterable
@@ -16,12 +16,12 @@ _LARGE = 2**14  # words; a copy of fewer costs no more than their sums
 
 
 class WriteDetector:
-    """What a half weight is known by, as its master last wrote it.
+    """How a half weight is recognised as its master last wrote it.
 
     Attributes:
         address: where its memory is; -1 before the first time.
         version: its version counter.
-        words: a view of its bits; it is held, so that nothing else comes to lie at this address.
+        words: a view of its bits. It keeps the memory, so that no other tensor gets this address.
         bits: a copy of `words`, or the sums of its rows; None if the values do not count.
         summed: which of the two it is.
     """

@@ -44,7 +44,7 @@ class Row:
 
 
 def dtype_map(model: nn.Module, policy: Policy, reads: Reads | None = None) -> list[Row]:
-    """A row for every module that holds parameters or runs an op, in the model's order.
+    """One row for each module that holds parameters or runs an op, in the model's order.
 
     Args:
         model: prepared or not.

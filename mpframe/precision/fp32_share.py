@@ -1,4 +1,4 @@
-"""Which share of the weights stays in fp32 if the mode stores them in half, and why."""
+"""Which share of the weights stays in fp32 if the mode stores weights in half, and why."""
 
 import torch
 from torch import nn

@@ -1,6 +1,6 @@
 """Lazy layers: their parameters have no shape before the first forward pass.
 
-What has no shape cannot be rounded and has no master.
+A parameter without a shape cannot be rounded and has no master.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
-"""Which op a module of `torch.nn` runs: what the dtype map and the weights' storage go by.
+"""Which op a module of `torch.nn` runs. The dtype map and the storage of weights use this.
 
 `nn.Conv2d` runs `conv2d`, `nn.KLDivLoss` runs `kl_div`: the op is nearly always the class's name
-in another spelling. The exceptions are listed. A user's subclass of a known module is that module;
-a module of its own kind has no op here, and its weights stay fp32 unless it is pinned.
+in another spelling. The exceptions are listed. A user's subclass of a known module counts as that
+module. A module of any other class has no op here, and its weights stay fp32 unless it is pinned.
 """
 
 import re

@@ -9,7 +9,7 @@ An op belongs to at most one list:
 
 Names are PyTorch's, and one name stands for every spelling: `matmul` is also `torch.matmul(a, b)`,
 `a.matmul(b)` and `a @ b`. An op of another library is named with it: `torchvision.nms`. The lists
-know nothing of devices: the same ones hold on all of them.
+know nothing of devices: the same lists hold on all of them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -60,7 +60,7 @@ class OpLists:
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled and copied by its arguments: a read-only mapping cannot be."""
+        """Pickle and copy by the arguments, because a read-only mapping cannot be pickled."""
         return type(self), (self.allow, self.deny, self.infer, dict(self.modules))
 
     @classmethod
@@ -98,6 +98,11 @@ class OpLists:
             for name in LISTS
         }
         return replace(self, **moved)
+
+    def moved_from(self, other: "OpLists") -> dict[str, str]:
+        """The ops that stand in another list than in `other`, each with its list, by name."""
+        ops = self.allow | self.deny | self.infer | other.allow | other.deny | other.infer
+        return {op: self.list_of(op) for op in sorted(ops) if self.list_of(op) != other.list_of(op)}
 
     def list_of(self, op: str) -> str:
         """The list that holds `op`, in any spelling: `allow`, `deny`, `infer`, or `none`."""

@@ -74,10 +74,10 @@ class _Leave:
         left = mode is not None and mode.leave(self.name)
         if not left or not self.policy.ops.empty:
             return None
-        # Without lists no op casts its own inputs: what follows expects half.
+        # Without lists no op casts its own inputs, and what follows expects half.
         return map_tensors(lambda tensor: cast_to(tensor, self.policy.half_dtype), result)
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype`, unless it is of a kind that is never cast."""
+    """`tensor` in `dtype`; returned as it is if its format is never cast."""
     return tensor.to(dtype) if tensor.dtype in CASTABLE else tensor

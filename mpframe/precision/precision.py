@@ -84,8 +84,8 @@ class Precision:
                 has lost its fp32 value already; its master starts from the half value.
             optimizer: over the model's parameters.
             example: what the model is called with, for `trace`; None: not traced.
-            keep_frozen: False gives up the fp32 values of weights that need no gradient, 4 bytes
-                each; one that is optimized later after all then starts from its half value.
+            keep_frozen: False drops the fp32 values of weights that need no gradient, which saves
+                4 bytes each; if such a weight is trained later, it starts from its half value.
 
         Returns:
             The same model, and the wrapped optimizer with masters from before the rounding.
@@ -109,9 +109,9 @@ class Precision:
     def trace(self, model: nn.Module, example: Any) -> None:
         """Run the model once, to store in half every weight that only half ops read.
 
-        Without it the classes of torch.nn tell which weights these are, and those of other classes
-        stay fp32. What several examples show is put together. Lazy layers get their shapes and
-        first values; otherwise the model and the random generators are left as they were.
+        Without a trace the classes of torch.nn tell which weights these are, and weights of other
+        classes stay fp32. The results of several calls are put together. Lazy layers get their
+        shapes and first values; all else of the model, and the random generators, stay as they are.
 
         Args:
             model: on its device, before or after it is prepared.
@@ -124,14 +124,14 @@ class Precision:
             self._reads[model] = self.reads(model) | reads_of(model, example, self.cast())
 
     def reads(self, model: nn.Module) -> Reads:
-        """The ops that were seen to read each weight; empty if the model was not traced."""
+        """The ops that read each weight in the trace; empty if the model was not traced."""
         return self._reads.get(model, Reads())
 
     def attach(self, model: nn.Module) -> None:
         """Let pins and recurrent layers follow this precision's casts; no weight is touched.
 
-        `prepare` does it. By itself it is for a model that is evaluated in another mode than it
-        is trained in. A second time it does nothing.
+        `prepare` calls it. Call it alone for a model that is evaluated in another mode than it was
+        trained in. A second call does nothing.
         """
         if model in self._hooked:
             return
@@ -153,8 +153,8 @@ class Precision:
     def cast(self) -> AbstractContextManager[None]:
         """Run the ops of the block by the lists; one weight is cast at most once in it.
 
-        Blocks nest: the innermost decides, also if it is an fp32 one, which casts nothing. They
-        are of the thread that enters them, and of no other.
+        Blocks nest: the innermost decides, also if it is an fp32 one, which casts nothing. A block
+        acts in the thread that enters it, and in no other.
         """
         return block(self._casts)
 
@@ -170,7 +170,7 @@ class Precision:
         return "\n".join([table, *fp32_share(model, self.policy, self.reads(model))])
 
     def warnings(self) -> list[str]:
-        """What the chosen rung of the precision ladder costs, a line each; empty for a full one."""
+        """What the chosen settings cost in accuracy, a line each; empty if they cost nothing."""
         mode, half = self.policy.mode, self.policy.half
         lines = []
         if not self.master_weights:
@@ -201,7 +201,7 @@ class Precision:
 
 
 def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Without lists no op casts its inputs: the model's are brought to its weights' format."""
+    """Cast the model's inputs to the format of its weights, because without lists no op does."""
     weight = next(model.parameters(), None)
     if weight is None:
         return args, kwargs

@@ -1,12 +1,12 @@
 """Which ops read each weight, seen in one forward pass.
 
-A weight that only half ops read may be stored in half: rounded once when it is stored, or again at
-each read, it is the same number. A module's class does not say which ops these are. An expert
-layer multiplies slices of one large weight; a layer with weight standardisation subtracts a mean
-from its weight before it convolves.
+A weight that only half ops read may be stored in half: whether it is rounded once, when it is
+stored, or again at each read, the op gets the same numbers. A module's class does not say which ops
+these are. An expert layer multiplies slices of one large weight; a layer with weight
+standardisation subtracts a mean from its weight before it convolves.
 
-Moving values reads nothing. A view, a copy or a concatenation rounded is the rounded one's view,
-copy or concatenation, so what reads the result is what counts.
+An op that only moves values does not count as a reader. The view, copy or concatenation of a
+rounded weight equals the rounded view, copy or concatenation. The ops that read the result count.
 """
 
 import sys
@@ -39,7 +39,7 @@ _LOOKS = frozenset({"__get__", "__set__", "requires_grad_"})
 
 @dataclass(frozen=True)
 class Read:
-    """An op that read a weight.
+    """An op that reads a weight.
 
     Attributes:
         op: its name in the lists; empty for a kernel.
@@ -62,7 +62,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a forward pass showed.
+    """What a forward pass showed about the weights.
 
     Attributes:
         of: the ops that read each weight; a weight that none read is left out.
@@ -135,7 +135,7 @@ class _Watch(TorchFunctionMode):
 
     @contextmanager
     def calls(self, model: nn.Module) -> Iterator[None]:
-        """Within the block the watch knows which modules are being called."""
+        """Within the block the watch follows which modules are being called."""
         hooks = []
         for name, module in model.named_modules():
             if isinstance(module, ScriptModule):  # It takes no hooks, and may have been called.

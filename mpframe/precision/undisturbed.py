@@ -1,4 +1,4 @@
-"""Runs a model to learn about it: what a forward pass moves is afterwards as it was before."""
+"""Runs a model to learn about it, and then restores all that a forward pass changes."""
 
 import random
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch.jit import ScriptModule
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """The block runs `model`; its buffers and the random generators are then as before.
+    """The block runs `model`; afterwards its buffers and the random generators are as before.
 
     A module may fill, replace or add buffers in the block: the old ones come back. (A ScriptModule
     cannot.)
@@ -36,7 +36,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """The block draws random numbers, and those after it are as if it had not."""
+    """The block may draw random numbers; those drawn after it are the same as without it."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     python, numpy = random.getstate(), np.random.get_state()
     try:

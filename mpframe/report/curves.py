@@ -1,28 +1,30 @@
-"""The runs' curves in one picture: losses, loss scale, skipped steps.
+"""The runs' curves in one picture: losses, every metric, loss scale, skipped steps.
 
 Each group has one colour and one dash pattern, because the lines of two modes often coincide. There
-is a line for each run.
+is a line for each run. Text and axes take the reader's colour scheme, light or dark.
 """
 
 import io
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from mpframe.report.groups import RunGroup
 from mpframe.report.records import Curve, Record
-from mpframe.tracking.tracker import Tag
+from mpframe.tracking.tags import Tag, metric_tag
 
-_PANELS = (
-    (Tag.LOSS_TRAIN, "training loss"),
-    (Tag.LOSS_VAL, "validation loss"),
-    (Tag.SCALE, "loss scale"),
-    (Tag.SKIPPED_TOTAL, "skipped steps, total"),
-)
+_METRIC = re.compile(metric_tag("(.+)"))
 # Only one solid line: the others must let it show through.
 _DASHES = ("-", (0, (6, 3)), (3, (2, 3)), (0, (7, 2, 1, 2)), (0, (3, 5)), (2, (1, 2)), (0, (9, 5)))
-_MOST_POINTS = 800
+_MOST_POINTS = 300  # a panel is about 400 pixels wide
+_LONG = 55  # letters of a label, from which on the legend has one column
 _FEW = 40  # points, up to which each is marked
+_INK = "#010203"  # stands for the reader's text colour until the picture is written
+_COLOURED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+_SCHEME = (
+    b"svg { color: #1c2430 } @media (prefers-color-scheme: dark) { svg { color: #dfe5ec } } *{"
+)
 
 
 def draw(groups: Sequence[RunGroup]) -> bytes:
@@ -31,42 +33,60 @@ def draw(groups: Sequence[RunGroup]) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    rows = math.ceil(len(groups) / 2)
+    panels = _panels(groups)
+    height = 2.9 * math.ceil(len(panels) / 2) + 0.24 * len(groups)
+    settings: Any = {"svg.hashsalt": "mpframe", "font.size": 10, **dict.fromkeys(_COLOURED, _INK)}
     # Without a date, and with fixed element names, the same runs give the same bytes.
-    with rc_context({"svg.hashsalt": "mpframe", "font.size": 10}):
-        figure = Figure(
-            figsize=(11, 7 + 0.24 * rows), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1)
-        )
-        for axes, (tag, title) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+    with rc_context(settings):
+        layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1)
+        figure = Figure(figsize=(9, height), layout=layout, facecolor="none")
+        grid = figure.subplots(math.ceil(len(panels) / 2), 2).flat
+        for axes in grid[len(panels) :]:
+            axes.set_axis_off()
+        for axes, (tag, title) in zip(grid, panels, strict=False):
+            axes.set_facecolor("none")
             _panel(axes, tag, title, groups)
         handles = [_line(number) for number, _ in enumerate(groups)]
-        labels = [_plain(group.label) for group in groups]
-        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+        labels = [_plain(f"{group.label}, n {len(group.runs)}") for group in groups]
+        columns = 2 if max(map(len, labels)) < _LONG else 1
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
         text = io.BytesIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()
+    return text.getvalue().replace(_INK.encode(), b"currentColor").replace(b"*{", _SCHEME, 1)
 
 
-def _panel(axes: Any, tag: Tag, title: str, groups: Sequence[RunGroup]) -> None:
+def _panels(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
+    """Tag and title of each panel; a metric that any run has is one."""
+    tags = {tag for group in groups for run in group.runs for tag in run.curves}
+    metrics = [(found[0], found[1]) for tag in sorted(tags) if (found := _METRIC.fullmatch(tag))]
+    return [
+        (Tag.LOSS_TRAIN, "training loss"),
+        (Tag.LOSS_VAL, "validation loss"),
+        *metrics,
+        (Tag.SCALE, "loss scale"),
+        (Tag.SKIPPED_TOTAL, "skipped steps"),
+    ]
+
+
+def _panel(axes: Any, tag: str, title: str, groups: Sequence[RunGroup]) -> None:
     drawn = []
     for number, group in enumerate(groups):
         for run in group.runs:
             for curve in _curves(run, tag):
                 drawn += [value for _, value in curve if math.isfinite(value)]
                 _plot(axes, curve, run, number)
-    axes.set_title(title)
+    axes.set_title(_plain(title))
     axes.set_xlabel("step (tried)")
-    axes.set_ylabel(title.split(",")[0])
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25)
     if not drawn:
         axes.text(0.5, 0.5, "not recorded", ha="center", transform=axes.transAxes, color="0.5")
-    elif tag is Tag.SCALE:
+    elif tag == Tag.SCALE:
         axes.set_yscale("log", base=2)
-    elif tag is Tag.SKIPPED_TOTAL:
+    elif tag == Tag.SKIPPED_TOTAL:
         axes.set_ylim(0, max(drawn) * 1.05 + 1)
         axes.yaxis.get_major_locator().set_params(integer=True)
-    elif 0 < min(drawn) < max(drawn) / 30:
+    elif not _METRIC.fullmatch(tag) and 0 < min(drawn) < max(drawn) / 30:
         axes.set_yscale("log")
 
 
@@ -79,7 +99,7 @@ def _plot(axes: Any, curve: Curve, run: Record, number: int) -> None:
         axes.plot(steps[-1], values[-1], "x", color=style["color"], markersize=8)
 
 
-def _curves(run: Record, tag: Tag) -> list[Curve]:
+def _curves(run: Record, tag: str) -> list[Curve]:
     """The run's curves of that tag: one, or one for each of several optimizers or losses."""
     found = [curve for name, curve in run.curves.items() if name.startswith(f"{tag}/")]
     return found or ([run.curves[tag]] if tag in run.curves else [])

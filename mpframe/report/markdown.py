@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from mpframe.report.groups import RunGroup
 from mpframe.report.records import Record
-from mpframe.report.tables import NOTES, Table, every_run, results, unfinished
+from mpframe.report.tables import COST_NOTES, NOTES, Table, costs, every_run, results, unfinished
 
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>#|~!&])")
 
@@ -24,6 +24,9 @@ def as_markdown(title: str, groups: Sequence[RunGroup], records: Sequence[Record
         f"# {_escaped(title)}",
         _table(results(groups)),
         *NOTES,
+        "## Speed and memory",
+        _table(costs(groups)),
+        *COST_NOTES,
         *(["## Not finished", _table(stopped)] if stopped else []),
         "## Every run",
         _table(every_run(groups)),

@@ -11,37 +11,32 @@ from html import escape
 from mpframe.report.curves import draw
 from mpframe.report.groups import RunGroup
 from mpframe.report.records import Record
-from mpframe.report.tables import NOTES, Table, every_run, results, unfinished
+from mpframe.report.tables import COST_NOTES, NOTES, Table, costs, every_run, results, unfinished
 
 _CAPTION = "A line for each run and each of several losses; a cross where it did not finish."
-_TEXT_COLUMNS = {
-    "dtype",
-    "loss scaling",
-    "options",
-    "runs",
-    "run",
-    "status",
-    "reason",
-    "remark",
-    "device",
-}
+_TEXT_COLUMNS = {"run", "precision, scaling", "status", "reason"}
+_MOST_PICTURES = 900_000  # bytes of range pictures in one page; a third more as base64
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #1c2430; background: #fff;
-  margin: 2rem auto; max-width: 1240px; padding: 0 1.5rem; }
+:root { color-scheme: light dark; --text: #1c2430; --quiet: #5b6675; --back: #fff; --line: #e3e7ed;
+  --head: #c5ccd6; --hover: #f5f7fa; }
+@media (prefers-color-scheme: dark) { :root { --text: #dfe5ec; --quiet: #9aa6b4; --back: #14181e;
+  --line: #2b323b; --head: #48525e; --hover: #1c222a; } }
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--text); background: var(--back);
+  margin: 2rem auto; max-width: 1100px; padding: 0 1.25rem; }
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
-p { max-width: 75ch; } .quiet { color: #5b6675; font-size: .88rem; }
+p { max-width: 75ch; } .quiet { color: var(--quiet); font-size: .88rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .84rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .55rem; text-align: right; border-bottom: 1px solid #e3e7ed;
+th, td { padding: .35rem .5rem; text-align: right; border-bottom: 1px solid var(--line);
   vertical-align: top; }
-th { color: #5b6675; font-weight: 600; border-bottom: 2px solid #c5ccd6;
+th { color: var(--quiet); font-weight: 600; border-bottom: 2px solid var(--head);
   vertical-align: bottom; }
-td { white-space: nowrap; } td .quiet { font-size: .77rem; } .text { text-align: left; }
-tbody tr:hover { background: #f5f7fa; }
-td.wrap { white-space: normal; overflow-wrap: anywhere; min-width: 10rem; }
+td { white-space: nowrap; } td .quiet { font-size: .77rem; }
+.text { text-align: left; } td.text { white-space: normal; overflow-wrap: anywhere; }
+tbody tr:hover { background: var(--hover); }
 img { max-width: 100%; height: auto; } img.full { width: 100%; } figure { margin: 1rem 0 1.6rem; }
 summary { cursor: pointer; margin: .5rem 0; }
-figcaption { color: #5b6675; font-size: .88rem; overflow-wrap: anywhere; }
+figcaption { color: var(--quiet); font-size: .88rem; overflow-wrap: anywhere; }
 """
 
 
@@ -59,8 +54,11 @@ def as_page(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -
         f"<p class=quiet>{escape(_counted(groups, records))}</p>",
         "<h2>Results</h2>",
         _table(results(groups)),
-        *(f"<p class=quiet>{escape(note)}</p>" for note in NOTES),
+        *_quiet(NOTES),
         *(["<h2>Not finished</h2>", _table(stopped)] if stopped else []),
+        "<h2>Speed and memory</h2>",
+        _table(costs(groups)),
+        *_quiet(COST_NOTES),
         "<h2>Curves</h2>",
         _figure("svg+xml", draw(groups), _CAPTION),
         *_range_pictures(records),
@@ -88,6 +86,10 @@ def _counted(groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
     return "; ".join([*said, *([f"on {', '.join(devices)}"] if devices else [])])
 
 
+def _quiet(notes: Iterable[str]) -> list[str]:
+    return [f"<p class=quiet>{escape(note)}</p>" for note in notes]
+
+
 def _table(table: Table) -> str:
     head, *rows = table
     cells = "".join(f"<th{_kind(name)}>{escape(name)}</th>" for name in head)
@@ -108,23 +110,27 @@ def _lines(cell: str) -> str:
 
 
 def _kind(name: str) -> str:
-    if name in ("options", "reason", "remark"):
-        return ' class="text wrap"'
     return " class=text" if name in _TEXT_COLUMNS else ""
 
 
 def _range_pictures(records: Sequence[Record]) -> list[str]:
-    """The pictures of each run; only those of the first one are unfolded."""
+    """The pictures of each run, as long as the page has room; those of the first are unfolded."""
+    runs = [run for run in records if run.pictures]
+    sizes = [sum(len(png) for _, png in run.pictures) for run in runs]
+    room = [sum(sizes[: number + 1]) <= _MOST_PICTURES for number in range(len(runs))]
     shown = [
         f"<details{' open' * (number == 0)}><summary>{escape(run.name)}, {escape(run.mode)}: "
-        f"{len(run.pictures)} pictures</summary>{_of_run(run)}</details>"
-        for number, run in enumerate(run for run in records if run.pictures)
+        f"{len(run.pictures)} pictures</summary>{_of_run(run, fits)}</details>"
+        for number, (run, fits) in enumerate(zip(runs, room, strict=True))
     ]
     return ["<h2>Ranges</h2>", *shown] if shown else []
 
 
-def _of_run(run: Record) -> str:
-    return "".join(_figure("png", png, f"{run.name}: {name}") for name, png in run.pictures)
+def _of_run(run: Record, fits: bool) -> str:
+    if fits:
+        return "".join(_figure("png", png, f"{run.name}: {name}") for name, png in run.pictures)
+    names = ", ".join(escape(name) for name, _ in run.pictures)
+    return f"<p class=quiet>In {escape(run.name)}/numerics, too many for this page: {names}</p>"
 
 
 def _figure(kind: str, content: bytes, caption: str) -> str:

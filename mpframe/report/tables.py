@@ -1,9 +1,9 @@
 """The report's tables as plain text cells; page.py and markdown.py lay them out.
 
-The second line of a cell is less important: a spread, a ratio. A column of empty cells is left out.
+The second line of a cell is less important: options, a spread, a ratio. A column of empty cells is
+left out. No table has more columns than fit on a page of 800 pixels.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from mpframe.report.groups import RunGroup, Span
@@ -11,93 +11,128 @@ from mpframe.report.records import Record
 from mpframe.tracking.summary import Summary
 
 Table = list[list[str]]
+NO_SPREAD = "one seed,\nno spread"
 NOTES = (
-    "Numbers are means over the finished runs of a group, n of them, then the lowest and the "
-    "highest. Gap and ratios are relative to the fp32 runs with otherwise equal options. A gap "
-    "smaller than the spread of the fp32 runs, or of a single seed, means nothing.",
-    "Samples / s are those of the whole run: its training samples over its training time, without "
-    "validation and saving; the time of a step is the median.",
+    "Numbers are means over the n finished runs of a group, then the lowest and the highest. The "
+    "gap is relative to the fp32 runs with otherwise equal options. A gap smaller than the spread "
+    "of the fp32 runs means nothing, and one seed has no spread.",
+)
+COST_NOTES = (
+    "The time of a step is the median. Samples / s are those of the whole run: its training "
+    "samples over its training time, without validation and saving. Ratios are relative to the "
+    "fp32 runs with otherwise equal options.",
     "Memory is what torch allocated at most on a CUDA device. On a CPU it is the peak of the whole "
     "process, which all jobs of a sweep share: there only its growth is meaningful.",
 )
 
 
 def results(groups: Sequence[RunGroup]) -> Table:
-    """A row for each group, after the head; an empty cell is unknown."""
+    """What was learnt: a row for each group, after the head; an empty cell is unknown."""
     metrics = {run.summary.metric for group in groups for run in group.runs if run.summary}
     known = sorted(name for name in metrics if name)
     metric = known[0] if len(known) == 1 else "metric"
-    head = ["dtype", "loss scaling", "options", "runs", metric, "gap to fp32", "val loss"]
-    head += ["skipped", "final scale", "samples / s", "step, ms", "memory, MiB"]
-    return _without_empty([head, *map(_row, groups)])
+    head = ["precision, scaling", "n", metric, "best", "gap to fp32", "val loss"]
+    rows = [
+        [
+            _shown(group),
+            _count(group),
+            _spread(group.span(_metric), ".4f"),
+            _spread(group.span(lambda s: s.best), ".4f"),
+            _gap(group),
+            _spread(group.span(lambda s: s.val_loss), ".4g"),
+        ]
+        for group in groups
+    ]
+    return _without_empty([head, *rows])
+
+
+def costs(groups: Sequence[RunGroup]) -> Table:
+    """What it took: a row for each group, after the head; an empty cell is unknown."""
+    head = ["precision, scaling", "step, ms", "samples / s", "memory, MiB", "skipped"]
+    rows = [
+        [
+            _shown(group),
+            _beside_fp32(group, _milliseconds, ".3g"),
+            _beside_fp32(group, lambda summary: summary.samples_per_second),
+            _beside_fp32(group, _mebibytes),
+            _spread(group.span(lambda s: s.skipped_steps), ".4g"),
+            _final_scales(group),
+        ]
+        for group in groups
+    ]
+    return _without_empty([[*head, "final scale"], *rows])
 
 
 def unfinished(groups: Sequence[RunGroup]) -> Table:
     """A row for each run that is not finished, after the head; empty if all are."""
     rows = [
-        [*_named(group, run), run.status, run.reason]
+        [_named(run), _shown(group), run.status, run.reason]
         for group in groups
         for run in group.runs
         if not run.finished
     ]
-    head = ["run", "dtype", "loss scaling", "options", "seed", "status", "reason"]
+    head = ["run", "precision, scaling", "status", "reason"]
     return _without_empty([head, *rows]) if rows else []
 
 
 def every_run(groups: Sequence[RunGroup]) -> Table:
     """A row for each run, after the head."""
-    head = ["run", "dtype", "loss scaling", "options", "seed", "status", "steps", "skipped"]
-    head += ["metric", "val loss", "seconds", "device", "torch", "remark"]
+    head = ["run", "precision, scaling", "status", "steps", "metric", "val loss", "seconds"]
     rows = [
-        [*_named(group, run), run.status, *_numbers(run.summary), run.reason * run.finished]
+        [
+            _named(
+                run, *([run.summary.device, f"torch {run.summary.torch}"] if run.summary else [])
+            ),
+            _shown(group),
+            _lines(run.status, run.reason * run.finished),
+            *_numbers(run.summary),
+        ]
         for group in groups
         for run in group.runs
     ]
     return _without_empty([head, *rows])
 
 
-def _row(group: RunGroup) -> list[str]:
+def _shown(group: RunGroup) -> str:
     first = group.runs[0]
-    scales = [
-        run.summary.final_scale for run in group.runs if run.summary and run.summary.final_scale
-    ]
-    return [
-        first.mode,
-        first.scaling,
-        " ".join(group.differing),
-        _counts(group.runs),
-        _spread(group.span(_metric), ".4f"),
-        _gap(group),
-        _spread(group.span(lambda s: s.val_loss), ".4g"),
-        _spread(group.span(lambda s: s.skipped_steps), ".4g"),
-        ", ".join(dict.fromkeys(_scale(scale) for scale in scales)),
-        _beside_fp32(group, lambda summary: summary.samples_per_second),
-        _beside_fp32(group, _milliseconds, ".3g"),
-        _beside_fp32(group, _mebibytes),
-    ]
+    return _lines(f"{first.mode}, {first.scaling}", " ".join(group.differing))
 
 
-def _named(group: RunGroup, run: Record) -> list[str]:
-    seed = run.summary.seed if run.summary else run.options.get("seed", "")
-    return [run.name, run.mode, run.scaling, " ".join(group.differing), str(seed)]
+def _named(run: Record, *more: str) -> str:
+    seed = run.summary.seed if run.summary else run.options.get("seed", "unknown")
+    return _lines(run.name, ", ".join([f"seed {seed}", *more]))
+
+
+def _where(done: Summary | None) -> list[str]:
+    return [done.device, f"torch {done.torch}"] if done else []
 
 
 def _numbers(done: Summary | None) -> list[str]:
     if done is None:
-        return [""] * 7
+        return [""] * 4
     return [
-        str(done.steps),
-        str(done.skipped_steps),
-        "" if done.val_metric is None else f"{done.metric} {done.val_metric:.4f}",
+        _lines(str(done.steps), f"{done.skipped_steps} skipped" if done.skipped_steps else ""),
+        _validated(done),
         "" if done.val_loss is None else f"{done.val_loss:.4g}",
         f"{done.seconds:.1f}",
-        done.device,
-        done.torch,
     ]
 
 
-def _counts(runs: Sequence[Record]) -> str:
-    return ", ".join(f"{n} {status}" for status, n in Counter(r.status for r in runs).items())
+def _validated(done: Summary) -> str:
+    """The metric at the last validation and, below it, the best value of what is monitored."""
+    if done.val_metric is None:
+        return ""
+    last = f"{done.metric} {done.val_metric:.4f}"
+    if done.best is None:
+        return last
+    monitored = "loss " if done.monitor == "loss" else ""
+    return f"{last}\nbest {monitored}{done.best:.4f}, step {done.best_step}"
+
+
+def _count(group: RunGroup) -> str:
+    """The finished runs; if others did not finish, of how many."""
+    finished = sum(run.finished for run in group.runs)
+    return str(finished) if finished == len(group.runs) else f"{finished} of {len(group.runs)}"
 
 
 def _spread(span: Span | None, form: str) -> str:
@@ -109,27 +144,35 @@ def _spread(span: Span | None, form: str) -> str:
 
 
 def _gap(group: RunGroup) -> str:
-    """The gap and, below it, the spread to compare it with; of one seed the gap comes second."""
+    """The gap and, below it, the spread of the fp32 runs; of one seed there is no finding."""
     pair = group.beside(_metric)
     if pair is None or group.runs[0].mode == "fp32":
         return ""
     own, full = pair
-    gap, counts = f"{own.mean - full.mean:+.4f}", f"n {own.count}, fp32 n {full.count}"
     if min(own.count, full.count) == 1:
-        return f"one seed\n{gap}, {counts}"
-    return f"{gap}\n{counts} spread {full.high - full.low:.4f}"
+        return NO_SPREAD
+    return f"{own.mean - full.mean:+.4f}\nfp32: n {full.count}, spread {full.high - full.low:.4f}"
 
 
 def _beside_fp32(
     group: RunGroup, value: Callable[[Summary], float | None], form: str = ".0f"
 ) -> str:
-    """The mean and, below it, its ratio to that of the fp32 runs, with the number of runs."""
+    """The mean and, below it, its ratio to that of the fp32 runs, if each side has several."""
     own, pair = group.span(value), group.beside(value)
     mean = f"{own.mean:{form}}" if own else ""
-    if pair is None or not pair[1].mean:
+    if pair is None or not pair[1].mean or group.runs[0].mode == "fp32":
         return mean
-    ratio = pair[0].mean / pair[1].mean
-    return f"{mean}\n{ratio:.2f} x, n {pair[0].count} / {pair[1].count}"
+    several = min(pair[0].count, pair[1].count) > 1
+    return f"{mean}\n{pair[0].mean / pair[1].mean:.2f} x fp32" if several else mean
+
+
+def _final_scales(group: RunGroup) -> str:
+    ends = [run.summary.final_scale for run in group.runs if run.summary]
+    return ", ".join(dict.fromkeys(_scale(end) for end in ends if end))
+
+
+def _lines(first: str, second: str) -> str:
+    return f"{first}\n{second}" if second else first
 
 
 def _without_empty(table: Table) -> Table:

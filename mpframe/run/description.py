@@ -3,14 +3,22 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from mpframe.config.redaction import redacted
+from omegaconf import DictConfig, OmegaConf
+from torch.nn.parameter import is_lazy
+
+from mpframe.config.locations import CONF
+from mpframe.config.redaction import hide, redacted
 from mpframe.config.schema import Config
 from mpframe.data import Loader
 from mpframe.numerics.autopsy.evidence import scaling_of
 from mpframe.numerics.doctor import Subject, hints_on
+from mpframe.precision import OpLists
+from mpframe.run.hparams import called, hparams, precision_in_words, varied
 from mpframe.tracking.environment import environment_text
-from mpframe.tracking.tracker import Tag, Tracker, metric_tag
+from mpframe.tracking.tags import Tag, metric_tag
+from mpframe.tracking.tracker import Tracker
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of
 
@@ -38,31 +46,55 @@ def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> N
 
 
 def describe(
-    tracker: Tracker, config: Config, trainer: Trainer, config_text: str, secrets: Sequence[str]
+    tracker: Tracker,
+    config: Config,
+    trainer: Trainer,
+    train: Loader,
+    config_text: str,
+    secrets: Sequence[str],
+    hydra: DictConfig | None,
 ) -> None:
     """Write the texts, the layout of the charts and the hyperparameters to TensorBoard."""
-    tracker.text(Tag.TEXT_CONFIG, f"```yaml\n{config_text}\n```")
+    tracker.text(Tag.TEXT_ABOUT, hide(_about(config, trainer, train), secrets))
+    tracker.text(Tag.TEXT_CONFIG, _options(config_text, trainer.precision.policy.ops))
     tracker.text(Tag.TEXT_DTYPE_MAP, f"```\n{trainer.precision.describe(trainer.model)}\n```")
     tracker.text(Tag.TEXT_ENVIRONMENT, environment_text())
     tracker.layout(trainer.metrics)
     results = [Tag.LOSS_TRAIN, Tag.LOSS_VAL, *map(metric_tag, trainer.metrics)]
-    tracker.hparams(redacted(_hparams(config, trainer), secrets), results)
+    columns, first = hparams(config, scaling_of(trainer), varied(hydra))
+    tracker.hparams(redacted(columns, secrets), results, first)
 
 
-def _hparams(config: Config, trainer: Trainer) -> dict[str, str | float | int]:
-    """The same keys in every run: TensorBoard drops a column that some runs lack."""
-    return {
-        "model": str(config.model["_target_"]),
-        "dataset": str(config.dataset["_target_"]),
-        "dtype": config.dtype.mode,
-        "half": config.dtype.half,
-        "loss_scaling": scaling_of(trainer),
-        "optimizer": " + ".join(str(node["_target_"]) for node in config.optimizer_nodes),
-        "lr": float(config.optimizer_nodes[0].get("lr", float("nan"))),
-        "batch_size": config.data.batch_size,
-        "accumulate": config.trainer.accumulate,
-        "clip_norm": config.trainer.clip_norm or 0.0,
-        "ema_decay": config.trainer.ema_decay or 0.0,
-        "epochs": config.trainer.epochs,
-        "seed": config.run.seed,
-    }
+def _about(config: Config, trainer: Trainer, train: Loader) -> str:
+    """The run in three lines: its precision, what learns from what, and how."""
+    weights = sum(own.numel() for own in trainer.model.parameters() if not is_lazy(own))
+    optimizers = " + ".join(map(called, config.optimizer_nodes))
+    lines = [
+        f"**{precision_in_words(config)}** on {device_of(trainer.model)}, loss scaling "
+        f"{scaling_of(trainer)}, ops {ops_in_words(trainer.precision.policy.ops)}",
+        f"**{called(config.model)}**, {weights:,} weights; data: {called(config.dataset)}, "
+        f"{len(train)} batches an epoch, {config.trainer.epochs} epochs",
+        f"**{optimizers}**; schedule: {called(config.scheduler)}; seed {config.run.seed}",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _options(config_text: str, ops: OpLists) -> str:
+    """The options as Markdown; the lists of ops are long, so their file and the moves say them."""
+    options: Any = OmegaConf.create(config_text)
+    options.ops = {"modules": dict(ops.modules)}
+    said = f"`ops.allow`, `ops.deny`, `ops.infer` and `ops.move`: {ops_in_words(ops)}"
+    return f"{said}\n\n```yaml\n{OmegaConf.to_yaml(options)}\n```"
+
+
+def ops_in_words(ops: OpLists) -> str:
+    """The shipped file that lists of ops differ least from, what was moved, and what is pinned."""
+    names = sorted(file.stem for file in (CONF / "ops").glob("*.yaml"))
+    moved = {name: ops.moved_from(OpLists.named(name)) for name in names}
+    nearest = min(names, key=lambda name: len(moved[name]))
+    words = [f"`{nearest}`"]
+    if moved[nearest]:
+        words.append("moved " + ", ".join(f"`{op}` to {to}" for op, to in moved[nearest].items()))
+    if ops.modules:
+        words.append("pinned " + ", ".join(f"`{name}` to {to}" for name, to in ops.modules.items()))
+    return ", ".join(words)

@@ -46,6 +46,8 @@ def summary_of(
         epochs=progress.epoch,
         train_loss=None if results.loss is None else float(results.loss),
         **_validation(results.evaluation),
+        best=results.best.value,
+        best_step=results.best.step,
         seconds=throughput.seconds if throughput else time.perf_counter() - began,
         samples=throughput.samples if throughput else 0,
         train_seconds=throughput.train_seconds if throughput else None,
@@ -59,6 +61,19 @@ def summary_of(
         seed=config.run.seed,
         device=str(build.resolve_device(config.run.device)) if trainer else config.run.device,
         torch=torch.__version__,
+    )
+
+
+def worsening_of(config: Config, callbacks: RunCallbacks | None) -> str | None:
+    """A line if the last validation is much worse than the best one, with the way out."""
+    line = callbacks.results.worsening if callbacks else None
+    if line is None:
+        return None
+    if config.trainer.keep_best:
+        return f"{line}; that checkpoint is kept"
+    return (
+        f"{line}: trainer.keep_best=1 keeps the best checkpoint, callbacks=early_stopping ends the "
+        "run in time, and a lower optimizer.lr may prevent it"
     )
 
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 from omegaconf import DictConfig
 
 from mpframe import build
 from mpframe.checkpoint import retention
-from mpframe.config.redaction import hidden_from_logs, hide, secrets_of, values_of
+from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.data import Loader, Task
 from mpframe.errors import (
@@ -27,13 +28,15 @@ from mpframe.errors import (
     UserCodeError,
 )
 from mpframe.run.callbacks import RunCallbacks
+from mpframe.run.console import RESULT, console
 from mpframe.run.description import announce, describe
 from mpframe.run.first_weights import take_first_weights
 from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.lock import RunLock
-from mpframe.run.outcome import summary_of
+from mpframe.run.outcome import summary_of, worsening_of
 from mpframe.run.requeue import requeue
 from mpframe.run.resuming import Resume
+from mpframe.run.usage import usage_of
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import set_up
@@ -67,6 +70,7 @@ class Run:
         self.run_folder = RunFolder(folder, composed, hydra, self.secrets)
         self.config_text = self.run_folder.config
         self.folder = folder
+        self.hydra = hydra
         self.started = time.perf_counter()
         self.trainer: Trainer | None = None
         self.callbacks: RunCallbacks | None = None
@@ -82,6 +86,7 @@ class Run:
         """
         with (
             hidden_from_logs(self.secrets),
+            console(self.config.trainer.verbosity),
             self.run_folder,
             RunLock(self.folder),
             self.interruption,
@@ -114,6 +119,9 @@ class Run:
         mostly_skipped = self.trainer.progress.mostly_skipped if self.trainer else None
         if mostly_skipped:
             log.warning("warning: %s", mostly_skipped)
+        worsening = worsening_of(self.config, self.callbacks)
+        if worsening:
+            log.warning("warning: %s", worsening)
         return self._finish(Status.FINISHED, stopped or mostly_skipped)
 
     def _stopped(self, received: Signals) -> RunInterrupted:
@@ -139,14 +147,17 @@ class Run:
         if config.trainer.max_steps == 0:
             return
         identity = self._start(trainer, train)
+        usage = redacted(usage_of(task, trainer), self.secrets)
         # The curves of a checkpoint's own step are in it, and are written again.
         first_step = max(1, trainer.progress.global_step)
         with (
             self.interruption.deferred(),
             Tracker(self.folder, first_step, config.trainer.on_save_error) as tracker,
         ):
-            describe(tracker, config, trainer, self.config_text, self.secrets)
-            self._train_with(trainer, train, val, self._context(identity, tracker, train))
+            text, secrets = self.config_text, self.secrets
+            describe(tracker, config, trainer, train, text, secrets, self.hydra)
+            context = self._context(identity, tracker, train, usage)
+            self._train_with(trainer, train, val, context)
             tracker.finished()
 
     def _start(self, trainer: Trainer, train: Loader) -> str:
@@ -178,10 +189,20 @@ class Run:
         self.callbacks = RunCallbacks(self.config, self.started, self.interruption)
         trainer.callbacks = self.callbacks.by_name
 
-    def _context(self, identity: str, tracker: Tracker, train: Loader) -> RunContext:
+    def _context(
+        self, identity: str, tracker: Tracker, train: Loader, usage: dict[str, Any]
+    ) -> RunContext:
         assert self.callbacks is not None
-        throughput = self.callbacks.throughput
-        return RunContext(self.folder, self.config_text, identity, tracker, train, throughput)
+        return RunContext(
+            folder=self.folder,
+            config=self.config_text,
+            identity=identity,
+            tracker=tracker,
+            train=train,
+            throughput=self.callbacks.throughput,
+            results=self.callbacks.results,
+            usage=usage,
+        )
 
     def _finish(self, status: Status, reason: str | None = None) -> Summary:
         told = None if reason is None else hide(reason, self.secrets)
@@ -202,6 +223,7 @@ class Run:
             summary.skipped_steps,
             summary.seconds,
             self.folder,
+            extra=RESULT,
         )
         return summary
 

@@ -65,7 +65,8 @@ def shown_command(arguments: Iterable[str], environment: Mapping[str, str]) -> s
     """
     arguments = list(arguments)
     secrets = secrets_of(arguments, environment)
-    return shlex.join(_without_secrets(argument, secrets) for argument in arguments)
+    program, *words = (_without_secrets(argument, secrets) for argument in arguments)
+    return f"{program} {shlex.join(words)}".rstrip()  # "mpframe train" is two words, not a name.
 
 
 def _without_secrets(argument: str, secrets: Sequence[str]) -> str:

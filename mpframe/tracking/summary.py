@@ -46,6 +46,8 @@ class Summary:
         metric: name of the monitored metric, e.g. `accuracy`, or else of the first one; the file
             calls the value `val_<metric>`.
         val_metric: its value at the last validation.
+        best: the best value of the monitored metric; None if the metric has no direction.
+        best_step: `global_step` of its validation, skipped steps counted.
         other_metrics: the values of the others, by name; `val_<name>` in the file.
         seconds: wall time of the run, validation included, over all its starts.
         samples: training samples in the steps tried, over all starts.
@@ -67,6 +69,8 @@ class Summary:
     monitor: str | None = None
     metric: str | None = None
     val_metric: float | None = None
+    best: float | None = None
+    best_step: int | None = None
     other_metrics: dict[str, float] = field(default_factory=dict)
     seconds: float
     samples: int | None = None

@@ -15,9 +15,8 @@ the curve of what was repeated is replaced and every tag's steps strictly increa
 import base64
 import logging
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,67 +25,33 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorboard.compat.proto.histogram_pb2 import (  # type: ignore[import-untyped]
     HistogramProto,
 )
-from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untyped]
+    DATA_CLASS_BLOB_SEQUENCE,
+    DATA_CLASS_SCALAR,
+    DATA_CLASS_TENSOR,
+    Summary,
+)
 from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams.plugin_data_pb2 import (  # type: ignore[import-untyped]
+    HParamsPluginData,
+)
 from tensorboard.plugins.text import metadata as text_metadata  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.utils.tensorboard import summary as summaries
 
 from mpframe.errors import MpframeError
 from mpframe.tracking.event_file import EventFile
+from mpframe.tracking.tags import Tag, meaning_of, metric_tag
 
 log = logging.getLogger(__name__)
 
+_PLUGINS = {
+    "simple_value": ("scalars", DATA_CLASS_SCALAR),
+    "image": ("images", DATA_CLASS_BLOB_SEQUENCE),
+    "histo": ("histograms", DATA_CLASS_TENSOR),
+}
 _COLOURS = 4  # red, green, blue and opacity
 LONGEST_WAIT = 5.0  # seconds a resumed run waits for the clock to pass its older event files
-
-
-class Tag(StrEnum):
-    """Every tag of a run, with its `meaning` and its `unit`; `metric_tag` names the metrics'.
-
-    Losses and gradients are unscaled: the loss scale is nowhere in them.
-    """
-
-    meaning: str
-    unit: str
-
-    def __new__(cls, tag: str, meaning: str, unit: str) -> Self:
-        member = str.__new__(cls, tag)
-        member._value_ = tag
-        member.meaning, member.unit = meaning, unit
-        return member
-
-    def of(self, name: str) -> str:
-        """The tag of one of several optimizers or losses; of the only one (no name) itself."""
-        return f"{self}/{name}" if name else str(self)
-
-    LOSS_TRAIN = "loss/train", "mean loss of the step's samples", "loss"
-    LOSS_VAL = "loss/val", "mean loss of the validation samples", "loss"
-    LR = "optim/lr", "learning rate the step used, first parameter group", "1"
-    GRAD_NORM = "grad/norm", "global 2-norm of the gradients before clipping", "loss / parameter"
-    GRAD_AMAX = (
-        "grad/amax",
-        "largest |gradient| before clipping, inf on overflow",
-        "loss / parameter",
-    )
-    SCALE = "loss_scale/scale", "loss scale the step used", "1"
-    SKIPPED_TOTAL = "loss_scale/skipped_total", "skipped steps since the run began", "steps"
-    LOG2_MEAN = "loss_scale/log2_mean", "LogMax's mean of log2(amax)", "octaves"
-    LOG2_STD = "loss_scale/log2_std", "LogMax's standard deviation of log2(amax)", "octaves"
-    SAMPLES_PER_SECOND = (
-        "speed/samples_per_second",
-        "training samples over training time, of the steps since the last point",
-        "samples / s",
-    )
-    PEAK_BYTES = "memory/peak_bytes", "most memory in use at once, this rank", "bytes"
-    TEXT_CONFIG = "text/config", "the resolved config", "Markdown"
-    TEXT_DTYPE_MAP = "text/dtype_map", "what every module stores and computes in", "Markdown"
-    TEXT_ENVIRONMENT = "text/environment", "versions, hardware, commit, command line", "Markdown"
-
-
-def metric_tag(name: str) -> str:
-    """The tag of a validation metric, e.g. `metric/accuracy/val`."""
-    return f"metric/{name}/val"
 
 
 class Tracker:
@@ -113,6 +78,7 @@ class Tracker:
             self._events = EventFile(folder, self._first_step)
         self._warns = on_error == "warn"
         self._step, self._of_step = 0, list[str]()
+        self._explained = set[str]()
 
     def scalars(self, step: int, values: Mapping[str, float | Tensor]) -> None:
         """Log `values` at `step` as one event.
@@ -167,7 +133,9 @@ class Tracker:
         metadata = text_metadata.create_summary_metadata(None, None)
         self._add(Summary(value=[Summary.Value(tag=tag, tensor=content, metadata=metadata)]))
 
-    def hparams(self, config: Mapping[str, Any], metrics: Iterable[str]) -> None:
+    def hparams(
+        self, config: Mapping[str, Any], metrics: Iterable[str], first: Collection[str] = ()
+    ) -> None:
         """Enter the run into the HParams table; `finished` marks it as a success.
 
         Pass the same keys in every run, else TensorBoard drops the columns, and keep an option
@@ -178,13 +146,14 @@ class Tracker:
             config: option path -> bool, int, float, str, None, or a list of those. Numbers stay
                 numbers, all else is written as text.
             metrics: the tags that are the table's results.
+            first: the keys whose columns come first, because runs differ in them.
 
         Raises:
             MpframeError: a value is of another type.
         """
         values = {key: _hparam(key, value) for key, value in config.items()}
         experiment, start, _ = summaries.hparams(values, dict.fromkeys(metrics))  # type: ignore[no-untyped-call]
-        self._add(experiment)
+        self._add(_with_first(experiment, first))
         self._add(start)
 
     def finished(self) -> None:
@@ -234,6 +203,10 @@ class Tracker:
     def _add(self, summary: Summary, step: int | None = None) -> None:
         if step is not None:
             self._keep(summary, step)
+        for value in summary.value:
+            if value.tag not in self._explained:
+                self._explained.add(value.tag)
+                _explain(value)
         with self._unwritable():
             self._events.add(summary, self._first_step if step is None else step)
 
@@ -270,6 +243,19 @@ def checked_events(last_step: Any) -> dict[str, Any]:
     return {"step": int(last_step["step"]), "events": events}
 
 
+def _explain(value: Any) -> None:
+    """Give a tag's first value what the tag means; TensorBoard keeps it for all later ones.
+
+    The fast reader of its server heeds a description only if plugin and data class stand beside it.
+    """
+    meaning = meaning_of(value.tag)
+    if meaning is None:
+        return
+    value.metadata.summary_description = meaning.markdown
+    if plugin := _PLUGINS.get(value.WhichOneof("value")):
+        value.metadata.plugin_data.plugin_name, value.metadata.data_class = plugin
+
+
 def _decoded(event: str) -> Any:
     try:
         return Summary.FromString(base64.b64decode(event))
@@ -284,6 +270,16 @@ def _to_numbers(values: Mapping[str, float | Tensor]) -> dict[str, float]:
         here = {tag: t.float() for tag, t in tensors.items() if t.device == device}
         numbers.update(zip(here, torch.stack(list(here.values())).tolist(), strict=True))
     return numbers
+
+
+def _with_first(experiment: Any, first: Collection[str]) -> Any:
+    """The columns of `first` marked as those that differ; TensorBoard shows such columns first."""
+    plugin_data = experiment.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(plugin_data.content)
+    for info in content.experiment.hparam_infos:
+        info.differs = info.name in first
+    plugin_data.content = content.SerializeToString()
+    return experiment
 
 
 def _hparam(key: str, value: object) -> str | int | float:
@@ -311,7 +307,10 @@ def _charts(metrics: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
             "learning rate": lines(Tag.LR),
             "samples per second, lately": lines(Tag.SAMPLES_PER_SECOND),
         },
-        "loss scaling": {"scale": lines(Tag.SCALE), "skipped steps": lines(Tag.SKIPPED_TOTAL)},
+        "loss scaling": {
+            "scale, log2": lines(Tag.LOG2_SCALE),
+            "skipped steps": lines(Tag.SKIPPED_TOTAL),
+        },
         "gradients": {"norm and amax": lines(Tag.GRAD_NORM, Tag.GRAD_AMAX)},
     }
 

@@ -1,7 +1,7 @@
-"""What watches a run is a `Callback`: the trainer calls it after what each method names.
+"""The interface `Callback`: it watches a run, and the trainer calls its methods.
 
-A run has its callbacks by name and in an order (conf/callbacks/default.yaml); the state of each is
-kept in a checkpoint by that name.
+A run has its callbacks by name and in an order (conf/callbacks/default.yaml). A checkpoint keeps
+the state of each by that name.
 
     load_state_dict    if the run goes on from a checkpoint
     setup              once, before the training
@@ -27,15 +27,14 @@ log = logging.getLogger(__name__)
 
 
 class Callback:
-    """Watches a run; each method is called after what it names and does nothing here.
+    """Watches a run. Each method is called at the event of its name, and does nothing here.
 
-    All but one are called at once. `on_optimizer_step` has to know whether the step was skipped,
-    and an optimizer that skips on the device (a fused one) does not tell that at once. What it may
-    rely on: it is called for every step, in order, and `trainer.progress` then stands as it did
-    after that step, but for `epoch` and `batch`. All else of the trainer (weights, scaler, next
-    batch) may be some steps further; the schedule may not. A callback that needs these as the step
-    left them calls `trainer.read_verdicts()` in its `on_step_end`; in every step, if it needs every
-    step, at the price of a wait for the device each time.
+    All methods but one are called at once. `on_optimizer_step` has to know whether the step was
+    skipped, and an optimizer that skips on the device (a fused one) does not tell that at once. So
+    it may be called some steps later: for every step, in order, with `trainer.progress` and the
+    schedule as they were after that step, except `epoch` and `batch`. The rest of the trainer
+    (weights, scaler, next batch) may be some steps further. A callback that needs them as the step
+    left them calls `trainer.read_verdicts()` in its `on_step_end`; each call waits for the device.
     """
 
     def setup(self, trainer: "Trainer", context: "RunContext") -> None:
@@ -56,7 +55,7 @@ class Callback:
         """A step was tried, and `result.known` says whether it was skipped; see above for when."""
 
     def on_prediction_step(self, trainer: "Trainer") -> None:
-        """A batch is about to be validated; raising abandons the validation, to be redone."""
+        """A batch is about to be validated; an error here ends the validation before its end."""
 
     def on_evaluate(self, trainer: "Trainer", evaluation: Evaluation) -> None:
         """The model was validated."""
@@ -65,16 +64,16 @@ class Callback:
         """A pass over the training data is complete (and validated, if that is due)."""
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        """All that was due after a step is done: here a run is saved, and may be stopped."""
+        """All that was due after a step is done. Here a run is saved, and here it may stop."""
 
     def on_train_end(self, trainer: "Trainer") -> None:
         """The planned end is reached, and nothing stopped the run before."""
 
     def on_save(self, trainer: "Trainer") -> None:
-        """A checkpoint is about to be taken: bring what is written elsewhere up to it."""
+        """A checkpoint is about to be taken: files that belong to it must be complete now."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know of this one: numbers, strings, lists, dicts, tensors."""
+        """What a resumed run needs: numbers, strings, lists, dicts, tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -114,7 +113,7 @@ def has_state(callback: Callback) -> bool:
 
 
 def naming(name: str, callback: Callback) -> AbstractContextManager[None]:
-    """Within the block an error of a user's callback names it; ours say themselves what is wrong.
+    """Within the block an error of a user's callback gets its name; our own name themselves.
 
     Args:
         name: the callback's entry in the group `callbacks`.

@@ -46,5 +46,5 @@ class ClosureTrainer(Trainer):
                 scaled=self.scaler is not None,
                 clipped=self.plan.clip_norm is not None,
                 accumulated=self.plan.accumulate > 1,
-                vetoed=self.spikes is not None and self.spikes.policy != "warn",
+                masked=self.spikes is not None and self.spikes.policy != "warn",
             )

@@ -25,7 +25,7 @@ class Evaluation:
     Attributes:
         loss: mean loss per sample.
         metrics: the value of each metric.
-        higher_is_better: the direction of each metric; None if it does not tell.
+        higher_is_better: the direction of each metric; None if the metric has none.
         monitor: the name of the metric that tells progress, or `loss`.
     """
 
@@ -41,11 +41,11 @@ class Evaluation:
 
     @property
     def watched(self) -> float:
-        """What tells progress: the monitored metric if it has a direction, else the loss."""
+        """What shows progress: the monitored metric if it has a direction, else the loss."""
         return self.loss if self.direction(self.monitor) is None else self.value
 
     def direction(self, name: str) -> bool | None:
-        """Whether more is better of a metric or of `loss`; None if the metric does not tell."""
+        """Whether higher is better, for a metric or `loss`; None if a metric has no direction."""
         return False if name == LOSS else self.higher_is_better.get(name)
 
 

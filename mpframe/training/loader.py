@@ -1,4 +1,4 @@
-"""What the trainer asks of a loader."""
+"""The interface of a data loader, as the trainer uses it."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol

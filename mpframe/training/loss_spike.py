@@ -2,7 +2,7 @@
 
     spike:  L > factor * median(L of the last 50 applied steps)
 
-It is the median and not the mean, so that one spike does not hide the next. No loss is judged
+The median is used and not the mean, so that one spike does not hide the next. No loss is judged
 before ten steps have been applied, or if the median is not positive, because a factor of it means
 nothing then. A loss that is nan or inf is an overflow and no spike, and its step is skipped anyway.
 
@@ -24,7 +24,7 @@ LEAST = 10
 
 
 class LossSpikes:
-    """Judges each step's loss against the median of the applied ones.
+    """Compares each step's loss with the median of the losses of applied steps.
 
     Args:
         policy: `warn`, `skip` or `stop`; the last two leave the step out.

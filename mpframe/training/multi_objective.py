@@ -3,7 +3,7 @@
     skip="each"    the losses take turns in their order: the second is computed with the weights
                    that the first one's update left, as a generator's after its discriminator's
     skip="all"     all losses are computed with the same weights before any optimizer steps,
-                   because none may have moved before the last verdict is known
+                   because no part may move before the verdicts on all losses are known
 
 A loss reaches the parameters of its own part alone: a generator's loss runs through the
 discriminator and leaves no gradient there.
@@ -98,10 +98,10 @@ class MultiObjectiveTrainer(Trainer):
         else:
             losses = self._accumulate_all(objectives, optimizer, scaler, batches)
         if self._unread and self._schedules:
-            self.read_verdicts()  # As in Trainer.train_step: they have to know the step before.
+            self.read_verdicts()  # These need the verdict on the step before.
         with UserCode("optimizer:", getattr(optimizer, "optimizer", optimizer)):
             result: StepResult = optimizer.step(
-                scaler, max_norm=self.plan.clip_norm, skip_if_dropped=self.plan.whole_windows
+                scaler, max_norm=self.plan.clip_norm, skip_if_dropped=self.plan.skip_if_dropped
             )
         self._buffers.restore_where(result.any_skipped())
         return result, losses
@@ -160,7 +160,7 @@ class MultiObjectiveTrainer(Trainer):
 
 
 class _SharedScaler:
-    """A scaler that several turns share: it is told once a step, of the largest gradient of any.
+    """A scaler that several turns share: updated once a step, with the largest amax of all turns.
 
     So its scale is the same in all turns of a step.
     """
@@ -175,7 +175,7 @@ class _SharedScaler:
         return scale_of(self._scaler)
 
     def update(self, amax: Tensor) -> None:
-        """Keep what a turn saw."""
+        """Keep the amax of a turn."""
         self._amaxes.append(amax)
 
     def flush(self) -> None:

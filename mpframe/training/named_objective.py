@@ -1,4 +1,4 @@
-"""One of a step's objectives, as those who examine a step ask for it."""
+"""One of a step's objectives, for code that examines a step: doctor, autopsy, search, ranges."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from mpframe.objectives import Objective
 
 @dataclass(frozen=True)
 class NamedObjective:
-    """An objective and what its backward pass goes by.
+    """An objective and what its backward pass needs.
 
     Attributes:
         name: of the loss; "" for the only one.

@@ -1,4 +1,4 @@
-"""How long a run is to last, and where it stands: the numbers the trainer's loop goes by."""
+"""How long a run lasts, and how far it has come: the numbers that control the trainer's loop."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Plan:
         clip_norm: clip the global norm of the unscaled gradients to this, > 0 and finite; None: do
             not.
         eval_every: steps between validations; None: after each epoch.
-        whole_windows: skip a step where any of its micro-batches overflowed; False drops those.
+        skip_if_dropped: skip a step where any of its micro-batches overflowed; False drops those.
         compile: compile the forward pass and its casts into one graph.
 
     Raises:
@@ -32,7 +32,7 @@ class Plan:
     accumulate: int = 1
     clip_norm: float | None = None
     eval_every: int | None = None
-    whole_windows: bool = False
+    skip_if_dropped: bool = False
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Plan:
         return planned if self.max_steps is None else min(planned, self.max_steps)
 
     def numbers(self, batches: int) -> dict[str, int]:
-        """What a schedule may be made for, each at least 1.
+        """The numbers that a schedule may need, each at least 1.
 
         Args:
             batches: micro-batches per epoch.
@@ -59,6 +59,22 @@ class Plan:
         total = max(1, self.total_steps(batches))
         each = max(1, math.ceil(batches / self.accumulate))
         return {"total_steps": total, "epochs": math.ceil(total / each), "steps_per_epoch": each}
+
+    def steps_left(self, progress: "Progress", batches: int) -> int:
+        """Steps to the planned end if none of them is skipped, from where a run stands.
+
+        Args:
+            progress: where it stands.
+            batches: micro-batches per epoch.
+        """
+        epochs, present = self.epochs - progress.epoch, batches - progress.batch
+        if epochs <= 0:
+            return 0
+        each, rest = math.ceil(batches / self.accumulate), math.ceil(present / self.accumulate)
+        left = (epochs - 1) * each + rest
+        return (
+            left if self.max_steps is None else max(0, min(left, self.max_steps - progress.steps))
+        )
 
 
 @dataclass
@@ -93,7 +109,7 @@ class Progress:
 
     @property
     def global_step(self) -> int:
-        """Steps tried, whatever came of them: the x axis of every curve."""
+        """Steps tried, applied or skipped: the x axis of every curve."""
         return self.steps + self.skipped + self.pending
 
     @property
@@ -109,10 +125,10 @@ class Progress:
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> Self:
-        """Where a checkpoint says that a run stands.
+        """The progress that a checkpoint holds.
 
         Raises:
-            CheckpointError: a count is none.
+            CheckpointError: a count is not a whole number >= 0.
         """
         for name, value in state.items():
             for count in value.values() if isinstance(value, dict) else (value,):

@@ -1,19 +1,21 @@
 """What a run hands to each of its callbacks, once, before it trains."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpframe.data.loader import Loader
 from mpframe.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
+    from mpframe.training.callbacks.results import Results
     from mpframe.training.callbacks.throughput import Throughput
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """A run, seen from its callbacks.
+    """What a callback may know and use of its run.
 
     Attributes:
         folder: the run's folder; exists, and a callback may write files into it.
@@ -22,6 +24,8 @@ class RunContext:
         tracker: writes to TensorBoard.
         train: the loader of the training data, `len(train)` batches an epoch.
         throughput: samples and seconds of the training so far.
+        results: the last loss, the last validation and the best one.
+        usage: what a stranger must know to use the weights, as JSON values; see run/usage.py.
     """
 
     folder: Path
@@ -30,3 +34,5 @@ class RunContext:
     tracker: Tracker
     train: Loader
     throughput: "Throughput"
+    results: "Results"
+    usage: Mapping[str, Any] = field(default_factory=dict)

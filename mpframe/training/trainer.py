@@ -5,7 +5,7 @@ backward, gradients to fp32 and unscaled, checked, clipped, masters updated and 
 weights. If the gradients are not finite nothing has changed at the end but the loss scale: not the
 weights, the optimizer's state, the buffers, the average, the schedule or the step count.
 
-Everything is handed in; what watches a run (logs, checkpoints, progress) is a `Callback`. The
+All parts are arguments; what watches a run (logs, checkpoints, progress) is a `Callback`. The
 trainer of several losses is in multi_objective.py, that of LBFGS in closure_trainer.py.
 """
 
@@ -42,7 +42,7 @@ from mpframe.user_code import InBatch, UserCode, blame, name_of, raised
 
 log = logging.getLogger(__name__)
 
-_MOST_PENDING = 100  # A run that only skips is not to go on unseen.
+_MOST_PENDING = 100  # So that a run that only skips steps is noticed.
 
 AnyOptimizer = MasterWeights | MultiOptimizer
 
@@ -132,7 +132,7 @@ class Trainer:
         else:
             loss = self._accumulate(batches)
         if self._unread and (self._schedules or self.spikes is not None):
-            # They have to know the step before; the device has this one's passes queued by now.
+            # These need the verdict on the step before; the device has this step's passes queued.
             self.read_verdicts()
         skip_mask = None if self.spikes is None else self.spikes.judge(loss)
         try:
@@ -140,7 +140,7 @@ class Trainer:
             result = self.optimizer.step(
                 self.scaler,  # type: ignore[arg-type]
                 max_norm=self.plan.clip_norm,
-                skip_if_dropped=self.plan.whole_windows,
+                skip_if_dropped=self.plan.skip_if_dropped,
                 skip_mask=skip_mask,
             )
         except BaseException:
@@ -153,12 +153,12 @@ class Trainer:
     def read_verdicts(self) -> None:
         """Let the host know which of the steps so far were skipped, and act on it.
 
-        The one place where what depends on the verdict happens: the counts, the schedule and the
-        callbacks, for one step after the other. An optimizer that steps by the host's command has
-        read its verdict already, and each step comes here at once. One that skips on the device
-        reads nothing, and its steps wait for this call: the host waits for the device once for all
-        of them. `fit` calls it when something is due that depends on them, and before the next
-        update where there is a schedule; `state_dict` does, and so may a callback.
+        All that depends on the verdict happens here, and only here: the counts, the schedule and
+        the callbacks, for one step after the other. A plain optimizer has read its verdict already,
+        and each step comes here at once. An optimizer that skips on the device reads nothing, and
+        its steps wait for this call: the host waits for the device once for all of them. `fit`
+        calls it when something is due that depends on them, and before the next update if there is
+        a schedule; `state_dict` calls it, and so may a callback.
         """
         results, self._unread = self._unread, []
         self.progress.pending = 0
@@ -195,12 +195,12 @@ class Trainer:
         """Refuse a schedule that ends before the plan does, at `batches` micro-batches an epoch.
 
         Raises:
-            ConfigError: it would fail in mid-run.
+            ConfigError: the schedule would fail in the middle of the run.
         """
         refuse_overrun(self._schedules.values(), self.plan.total_steps(batches))
 
     def probe(self, batch: Batch) -> None:
-        """Let scalers take their first scale from one backward pass in fp32; no more moves."""
+        """Let scalers take their first scale from one backward pass in fp32; all else stays."""
         self.model.train()
         batch = self._on_device(batch)
         for name, scaler in self.scalers.items():
@@ -269,7 +269,7 @@ class Trainer:
         _load_by_name(self.scaler, state["scaler"], "loss_scaling")
         _load_by_name(self.schedule, state["schedule"], "scheduler")
         if self.ema is not None and state["ema"] is not None:
-            # An older checkpoint did not count them, and its decay was never warmed up.
+            # An older checkpoint has no such count, and its decay was never warmed up.
             updates = state.get("ema_updates", state["progress"]["steps"])
             self.ema.load_by_name(self.model, state["ema"], updates)
         if self.spikes is not None and state["spikes"] is not None:
@@ -361,7 +361,7 @@ class Trainer:
             yield
 
     def _advance(self, result: StepResult) -> None:
-        """Go on after a step: the average at once, all else when the verdict is known."""
+        """Follow a step: the average moves at once, all else once the verdict is known."""
         verdict = result.verdict
         if self.ema is not None and not (verdict and verdict.skipped):
             self.ema.update(None if verdict else result.skipped)
@@ -436,7 +436,7 @@ class Trainer:
 
 
 def _by_name(given: Any) -> dict[str, Any]:
-    """Something of which there may be one, several by name, or none; the only one is named ""."""
+    """By name what may be one thing, several by name, or none; a single one is named ""."""
     if given is None:
         return {}
     return dict(given) if isinstance(given, Mapping) else {"": given}

@@ -81,7 +81,7 @@ def test_the_result_is_printed_and_written(
     written = json.loads((run_copy / "evaluation_step_00000044.json").read_text())
     assert written["val_loss"] == summary["val_loss"]
     assert written["val_accuracy"] == summary["val_accuracy"]
-    assert (written["step"], written["weights"], written["samples"]) == (44, "ema", 360)
+    assert (written["step"], written["weights"], written["samples"]) == (44, "ema", 180)
     assert (written["precision"], written["batch_size"]) == ("mixed(float16)", 64)
     (line,) = capsys.readouterr().out.splitlines()
     assert f"val_loss {summary['val_loss']:.6g}, val_accuracy {summary['val_accuracy']:.6g}" in line

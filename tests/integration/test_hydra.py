@@ -17,7 +17,7 @@ from mpframe.config.locations import CONF
 from mpframe.run.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "trainer.progress=false"]
+SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "trainer.progress=off"]
 
 
 def command(folder: Path, *words: str, program: str = "") -> subprocess.CompletedProcess[str]:
@@ -118,7 +118,7 @@ def test_a_trial_that_diverges_counts_as_failed_and_the_search_goes_on(tmp_path:
         tmp_path, "-m", "hydra/sweeper=optuna", "loss_scaling=static", scales, *SMALL[:2],
         *OPTUNA[:2],
         "hydra/sweeper/sampler=grid", "trainer.max_consecutive_skips=2", "trainer.autopsy=off",
-        "trainer.max_steps=4", "trainer.progress=false", "hydra.sweep.dir=out",
+        "trainer.max_steps=4", "trainer.progress=off", "hydra.sweep.dir=out",
     )  # fmt: skip
     assert sorted(str(own["status"]) for own in summaries(tmp_path / "out")) == [
         "diverged",
@@ -171,7 +171,7 @@ def test_a_job_that_fails_is_one_line_and_the_others_go_on(tmp_path: Path) -> No
         (["--info", "defaults"], "hydra/callbacks/default"),
         (["--info", "searchpath"], "structured://"),
         (["--help"], "loss_scaling: Backoff, LogMax"),
-        (["--version"], "Hydra 1."),
+        (["--version"], "hydra-core 1."),
     ],
 )
 def test_a_flag_of_hydra_answers(words: list[str], says: str, tmp_path: Path) -> None:
@@ -216,15 +216,15 @@ def test_compose_and_run_in_a_notebook(tmp_path: Path) -> None:
 
 def test_an_installed_program_imports_from_the_current_folder(tmp_path: Path) -> None:
     """Python puts the folder of the program first, and not the current one."""
-    program = tmp_path / "bin" / "mpframe-train"
+    program = tmp_path / "bin" / "mpframe"
     program.parent.mkdir()
-    program.write_text("from mpframe.cli.train import main\nmain()\n")
+    program.write_text("from mpframe.cli.main import main\nmain()\n")
     here = tmp_path / "here"
     here.mkdir()
     (here / "my_model.py").write_text(MODEL)
     (here / "json.py").write_text("raise SystemExit('a file of the user took a module of Python')")
     own = ["model._target_=my_model.net", "model.hidden=4", "hydra.run.dir=run"]
-    done = command(here, *own, *SMALL[2:], program=str(program))
+    done = command(here, "train", *own, *SMALL[2:], program=str(program))
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from conftest import StartRun, scalars
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from mpframe import checkpoint
 from mpframe.config.locations import CONF
@@ -49,7 +51,7 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_first_command_reaches_97_percent(tmp_path: Path) -> None:
-    done = command(tmp_path, "dtype=mixed", "loss_scaling=Backoff")
+    done = command(tmp_path, "dtype=mixed", "loss_scaling=Backoff", "trainer.progress=on")
     assert done.returncode == 0, done.stderr
     (folder,) = (path.parent for path in tmp_path.glob("runs/*/*/summary.json"))
     summary = Summary.read(folder)
@@ -67,13 +69,23 @@ def test_the_first_command_reaches_97_percent(tmp_path: Path) -> None:
 def test_the_sweep_of_nine_ends_with_nine_finished_runs(tmp_path: Path) -> None:
     done = command(
         tmp_path, "-m", "dtype=fp32,mixed,amp", "loss_scaling=static,Backoff,LogMax",
-        "trainer.max_steps=3", "trainer.progress=false",
+        "trainer.max_steps=3", "trainer.progress=off",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     summaries = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/*/*/summary.json")]
     assert [summary["status"] for summary in summaries] == ["finished"] * 9
     assert len({(s["dtype"], s["loss_scaling"]) for s in summaries}) == 9
     assert "9 of 9 jobs finished" in done.stdout
+    columns = [hparam_columns(path.parent) for path in tmp_path.glob("runs/*/*/*/summary.json")]
+    assert all(own == columns[0] for own in columns)
+    assert {name for name, varies in columns[0].items() if varies} == {"dtype", "loss_scaling"}
+
+
+def hparam_columns(folder: Path) -> dict[str, bool]:
+    """The columns of a run in the HParams table, and whether each comes first."""
+    data = EventAccumulator(str(folder)).Reload().PluginTagToContent("hparams")
+    told = HParamsPluginData.FromString(data["_hparams_/experiment"]).experiment.hparam_infos
+    return {info.name: info.differs for info in told}
 
 
 def test_a_failed_job_does_not_stop_a_sweep(tmp_path: Path) -> None:
@@ -82,12 +94,12 @@ def test_a_failed_job_does_not_stop_a_sweep(tmp_path: Path) -> None:
         "-m",
         "dataset.batch_size=5000,64",
         "trainer.max_steps=1",
-        "trainer.progress=false",
+        "trainer.progress=off",
     )
     assert done.returncode == 1
     folders = [path.parent for path in tmp_path.glob("runs/*/*/*/summary.json")]
     statuses = {folder.name: Summary.read(folder).status for folder in folders}
-    assert statuses == {"0": "failed", "1": "finished"}
+    assert statuses == {"dataset.batch_size=5000": "failed", "dataset.batch_size=64": "finished"}
     assert "dataset.batch_size=5000: the training set has 1437 samples" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -8,7 +8,7 @@ from conftest import StartRun
 from test_runs import command
 
 from mpframe import checkpoint
-from mpframe.errors import ConfigError, DivergedError
+from mpframe.errors import ConfigError, DivergedError, UserCodeError
 from mpframe.tracking.summary import Summary
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32"]
@@ -116,11 +116,31 @@ def test_more_skips_than_steps_are_said(
 def test_a_sweep_says_diverged_and_ends_with_exit_code_1(tmp_path: Path) -> None:
     done = command(
         tmp_path, "-m", "model=mlp", "dtype=mixed", "loss_scaling=static", "trainer.epochs=1",
-        "loss_scaling.scale=1073741824,1024", "trainer.progress=false", "hydra.sweep.dir=sweep",
+        "loss_scaling.scale=1073741824,1024", "trainer.progress=off", "hydra.sweep.dir=sweep",
     )  # fmt: skip
     assert done.returncode == 1
     lines = (tmp_path / "sweep" / "sweep.csv").read_text().splitlines()
     assert [row["status"] for row in csv.DictReader(lines)] == ["diverged", "finished"]
+
+
+def test_a_resumed_run_has_the_same_best(start_run: StartRun, tmp_path: Path) -> None:
+    """Whether the best value lies before the checkpoint that the run goes on from, or behind it."""
+    options = [
+        *(*SMALL, "scheduler=none", "optimizer.lr=0.1", "trainer.max_steps=40"),
+        *("trainer.eval_every=4", "trainer.checkpoint_every=6"),
+    ]
+    whole = start_run(tmp_path / "whole", *options)
+    rows = csv.DictReader((tmp_path / "whole" / "metrics.csv").read_text().splitlines())
+    seen = {int(row["step"]): float(row["val_accuracy"]) for row in rows if row["val_loss"]}
+    assert whole.best_step == max(seen, key=lambda step: seen[step]) == 32
+    assert f"{whole.best:.9g}" == f"{seen[32]:.9g}"
+    for stop in (17, 37):
+        breaks = ["+callbacks.bad._target_=own_callbacks.Breaks", f"+callbacks.bad.step={stop}"]
+        with pytest.raises(UserCodeError):
+            start_run(tmp_path / str(stop), *options, *breaks)
+        assert (Summary.read(tmp_path / str(stop)).best_step == 32) is (stop == 37)
+        resumed = start_run(tmp_path / str(stop), *options, "resume=auto")
+        assert (resumed.best, resumed.best_step) == (whole.best, 32)
 
 
 def test_a_metric_named_loss_is_refused(start_run: StartRun, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ The server has two readers, its own in Python and the fast one that it starts as
 it where that is installed; each has its own rule for hiding what a resumed run repeated.
 """
 
+import base64
 import json
 import os
 import re
@@ -20,12 +21,18 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
 
-from mpframe.tracking.tracker import Tag, Tracker, metric_tag
+from mpframe.tracking.tags import Tag, metric_tag
+from mpframe.tracking.tracker import Tracker
 
 PATIENCE = 90.0  # seconds; a busy machine takes 20 to start the server
 ALL_STATUSES = ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"]
 CONFIG_TEXT = "```yaml\nseed: 0\n```"
 ACCURACY = metric_tag("accuracy")
+PICTURE = "numerics/weights/layers_by_exponent"
+HISTOGRAM = "numerics/weights/exponents/head"
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 
 
 def log_run(folder: Path, lr: float, steps: range, purge_step: int | None, offset: float) -> None:
@@ -34,6 +41,8 @@ def log_run(folder: Path, lr: float, steps: range, purge_step: int | None, offse
         tracker.text(Tag.TEXT_CONFIG, CONFIG_TEXT)
         tracker.hparams({"optimizer.lr": lr, "dtype": "mixed", "ema": None}, [ACCURACY])
         tracker.layout(["accuracy"])
+        tracker.image(PICTURE, PNG, steps.start)
+        tracker.histogram(HISTOGRAM, [1.0, 3.0], [0.0, 1.0, 2.0], steps.start)
         for step in steps:
             scale = float("inf") if step == 2 else 2.0**16
             tracker.scalars(step, {Tag.LOSS_TRAIN: offset + step, Tag.SCALE: scale})
@@ -140,6 +149,26 @@ def test_scalar_tags(server: Server) -> None:
     assert tags == {"plain": expected, "sweep/resumed": expected}
 
 
+def test_a_tag_is_shown_with_its_meaning(server: Server) -> None:
+    shown = server.get("plugin/scalars/tags")["plain"][Tag.SCALE]["description"]
+    assert shown == (
+        "<p><strong>Loss scale</strong> (unit: none): the number that the loss of the step was "
+        "multiplied by.</p>"
+    )
+    pictures, counts = (
+        server.get(f"plugin/{kind}/tags")["plain"] for kind in ("images", "histograms")
+    )
+    assert "<strong>Ranges of all layers</strong>" in pictures[PICTURE]["description"]
+    assert "<strong>Exponents of <code>head</code>" in counts[HISTOGRAM]["description"]
+
+
+def test_pictures_and_histograms_arrive(server: Server) -> None:
+    (picture,) = server.get("plugin/images/images", run="plain", tag=PICTURE, sample="0")
+    assert picture["step"] == 1
+    ((_, step, bars),) = server.get("plugin/histograms/histograms", run="plain", tag=HISTOGRAM)
+    assert (step, sum(count for *_, count in bars)) == (1, 4.0)
+
+
 def test_scalar_values(server: Server) -> None:
     points = server.get("plugin/scalars/scalars", run="plain", tag=Tag.LOSS_TRAIN)
     assert [(step, value) for _, step, value in points] == [(s, float(s)) for s in range(1, 11)]
@@ -207,7 +236,7 @@ def test_layout_of_several_runs_is_one_page(server: Server) -> None:
     charts = {page["title"]: [chart["title"] for chart in page["chart"]] for page in categories}
     assert charts == {
         "training": ["loss", "accuracy", "learning rate", "samples per second, lately"],
-        "loss scaling": ["scale", "skipped steps"],
+        "loss scaling": ["scale, log2", "skipped steps"],
         "gradients": ["norm and amax"],
     }
 

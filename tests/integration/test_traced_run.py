@@ -21,7 +21,7 @@ from mpframe.config.locations import CONF
 from mpframe.errors import RunInterrupted, UserCodeError
 from mpframe.objectives.adversarial import discriminator_objective, generator_objective
 from mpframe.precision import Precision
-from mpframe.tracking.tracker import Tag
+from mpframe.tracking.tags import Tag
 from mpframe.training.trainer import Trainer
 
 FOREIGN = ["model._target_=foreign.Foreign", "dtype=mixed", "trainer.checkpoint_every=4"]

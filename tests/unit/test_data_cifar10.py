@@ -12,9 +12,10 @@ import pytest
 import torch
 from time_limit import time_limit
 
-from mpframe.data import ArrayImages, cifar10
+from mpframe.data import ArrayImages, Normalize, cifar10
 from mpframe.data.datasets import cifar_files
 from mpframe.data.datasets.cifar_files import read_binary, read_python
+from mpframe.data.datasets.hold_out import hold_out
 from mpframe.errors import DataError
 
 COUNT = 20
@@ -148,12 +149,17 @@ def test_the_task_joins_five_files_and_tests_on_the_sixth(
     task = cifar10(str(folder if direct else tmp_path))
     assert isinstance(task.train, ArrayImages)
     assert isinstance(task.val, ArrayImages)
+    assert isinstance(task.test, ArrayImages)
     pixels = np.concatenate([content(part)[0] for part in range(5)])
     labels = [label for part in range(5) for label in content(part)[1]]
-    assert torch.equal(task.train.images, torch.from_numpy(pixels).view(-1, 3, 32, 32))
-    assert task.train.targets.tolist() == labels
-    assert task.val.targets.tolist() == content(5)[1]
-    assert (task.train.augment, task.val.augment) == ("crop_flip", "none")
+    images, targets = torch.from_numpy(pixels).view(-1, 3, 32, 32), torch.tensor(labels)
+    for part, indices in zip((task.train, task.val), hold_out(targets, one_in=10), strict=True):
+        assert torch.equal(part.images, images[indices])
+        assert torch.equal(part.targets, targets[indices])
+    assert task.test.targets.tolist() == content(5)[1]
+    augments = [part.augment for part in (task.train, task.val, task.test)]
+    assert augments == ["crop_flip", "none", "none"]
+    assert task.test.normalize == Normalize.measured(task.train.images)
 
 
 # Untrusted files
@@ -264,8 +270,10 @@ def test_the_real_files(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip(f"MPFRAME_DATA holds no CIFAR-10: {error}")
     assert isinstance(task.train, ArrayImages)
     assert isinstance(task.val, ArrayImages)
-    assert task.train.targets.bincount().tolist() == [5000] * 10
-    assert task.val.targets.bincount().tolist() == [1000] * 10
+    assert isinstance(task.test, ArrayImages)
+    assert task.train.targets.bincount().tolist() == [4500] * 10
+    assert task.val.targets.bincount().tolist() == [500] * 10
+    assert task.test.targets.bincount().tolist() == [1000] * 10
 
 
 def test_a_pickle_of_no_ops_is_refused_at_once(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpframe.data import ArrayImages, Task, digits
-from mpframe.data.datasets.digits import stratified_fifth
+from mpframe.data.datasets.hold_out import hold_out
 from mpframe.errors import ConfigError
 
 
@@ -15,22 +15,23 @@ def task() -> Task:
     return digits()
 
 
-def arrays(task: Task) -> tuple[ArrayImages, ArrayImages]:
+def arrays(task: Task) -> tuple[ArrayImages, ArrayImages, ArrayImages]:
     assert isinstance(task.train, ArrayImages)
     assert isinstance(task.val, ArrayImages)
-    return task.train, task.val
+    assert isinstance(task.test, ArrayImages)
+    return task.train, task.val, task.test
 
 
 def test_sizes_and_shapes(task: Task) -> None:
-    train, val = arrays(task)
-    assert (len(train), len(val)) == (1437, 360)
+    train, val, test = arrays(task)
+    assert (len(train), len(val), len(test)) == (1437, 180, 180)
     inputs, target = train[0]
     assert inputs.shape == (1, 8, 8)
     assert inputs.dtype == torch.float32
     assert target.dtype == torch.int64
 
 
-def test_every_digit_is_in_exactly_one_split(task: Task) -> None:
+def test_every_digit_is_in_exactly_one_part(task: Task) -> None:
     from sklearn.datasets import load_digits
 
     stored = torch.cat([part.images for part in arrays(task)]).flatten(1)
@@ -38,37 +39,59 @@ def test_every_digit_is_in_exactly_one_split(task: Task) -> None:
     assert sorted(stored.tolist()) == sorted(published.tolist())
 
 
-def test_every_class_gives_a_fifth_to_validation(task: Task) -> None:
-    train, val = (part.targets.bincount(minlength=10) for part in arrays(task))
-    # Counting off in fives over all classes in a row: each class is off by less than one.
-    assert ((val - (train + val) / 5).abs() < 1).all()
+def test_every_class_gives_a_tenth_to_validation_and_to_test(task: Task) -> None:
+    train, val, test = (part.targets.bincount(minlength=10) for part in arrays(task))
+    # Counting off in tens over all classes in a row: each class is off by less than one.
+    assert ((val - (train + val + test) / 10).abs() < 1).all()
+    assert ((test - (train + val + test) / 10).abs() < 1).all()
 
 
 def test_the_split_is_random_and_never_changes() -> None:
     targets = torch.arange(100) % 4
-    train, val = stratified_fifth(targets)
-    assert val.tolist() == stratified_fifth(targets)[1].tolist()
-    assert sorted(train.tolist() + val.tolist()) == list(range(100))
-    assert val.tolist() == VAL_OF_100
+    train, held = hold_out(targets, one_in=5)
+    assert sorted(train.tolist() + held.tolist()) == list(range(100))
+    assert held.tolist() == HELD_OF_100
     torch.manual_seed(1)
-    assert val.tolist() == stratified_fifth(targets)[1].tolist()
+    assert torch.equal(hold_out(targets, one_in=5)[1], held)
+
+
+def test_parts_share_what_is_held_out() -> None:
+    targets = torch.arange(100) % 4
+    whole, held = hold_out(targets, one_in=5)
+    train, first, second = hold_out(targets, one_in=5, parts=2)
+    assert torch.equal(train, whole)
+    assert (first.diff() > 0).all()
+    assert torch.equal(torch.cat([first, second]).sort().values, held)
+    assert targets[first].bincount().tolist() == [3, 2, 3, 2]
+    assert targets[second].bincount().tolist() == [2, 3, 2, 3]
 
 
 # The split of 100 samples in four classes: pinned, for a changed split would move every result.
-VAL_OF_100 = [3, 10, 17, 23, 42, 45, 47, 48, 52, 58, 60, 61, 62, 63, 71, 76, 77, 81, 84, 86]
+HELD_OF_100 = [3, 10, 17, 23, 42, 45, 47, 48, 52, 58, 60, 61, 62, 63, 71, 76, 77, 81, 84, 86]
 
 
 def test_training_images_are_normalised(task: Task) -> None:
-    train, _ = arrays(task)
+    train, *_ = arrays(task)
     inputs, _ = train.fetch_batch(range(len(train)))
     # 92,000 float32 values up to 2: their mean's rounding is far below one unit of 2^-22.
     assert abs(inputs.double().mean().item()) < 2.0**-22
     assert abs(inputs.double().std(correction=0).item() - 1) < 1e-6
 
 
+def test_a_stranger_prepares_them_by_the_description(task: Task) -> None:
+    how = task.preprocessing
+    assert how is not None
+    _, val, _ = arrays(task)
+    raw = val.images * 16  # exact: a power of two
+    inputs = (raw / how["value_range"][1] - how["mean"][0]) / how["std"][0]
+    # Three roundings of values below 4, where half a unit in the last place is 2^-23.
+    torch.testing.assert_close(val.normalize(val.images), inputs, rtol=0, atol=3 * 2.0**-23)
+    assert task.class_names == [str(digit) for digit in range(10)]
+
+
 def test_only_training_images_are_augmented() -> None:
-    train, val = arrays(digits(augment="crop"))
-    assert (train.augment, val.augment) == ("crop", "none")
+    augments = [part.augment for part in arrays(digits(augment="crop"))]
+    assert augments == ["crop", "none", "none"]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torchvision.datasets import FashionMNIST
 
-from mpframe.data import ArrayImages, fashion_mnist
+from mpframe.data import ArrayImages, Normalize, fashion_mnist
+from mpframe.data.datasets.hold_out import hold_out
 from mpframe.data.datasets.idx import read_idx
 from mpframe.errors import DataError
 
@@ -50,12 +52,15 @@ def write_all(folder: Path, *, packed: bool) -> None:
 def test_every_layout_is_read(tmp_path: Path, layout: str, packed: bool) -> None:
     write_all(tmp_path / layout, packed=packed)
     task = fashion_mnist(str(tmp_path), augment="crop")
-    for part, split in ((task.train, "train"), (task.val, "t10k")):
+    train, val = hold_out(labels_of("train"), one_in=12)
+    rows = ((task.train, "train", train), (task.val, "train", val), (task.test, "t10k", ...))
+    for part, file, indices in rows:
         assert isinstance(part, ArrayImages)
-        assert torch.equal(part.images, images_of(split).unsqueeze(1))
-        assert torch.equal(part.targets, labels_of(split).long())
-    assert (task.train.augment, task.val.augment) == ("crop", "none")
-    assert task.train.normalize == task.val.normalize
+        assert torch.equal(part.images, images_of(file).unsqueeze(1)[indices])
+        assert torch.equal(part.targets, labels_of(file).long()[indices])
+    assert (task.train.augment, task.val.augment, task.test.augment) == ("crop", "none", "none")
+    assert task.train.normalize == Normalize.measured(task.train.images)
+    assert task.train.normalize == task.val.normalize == task.test.normalize
 
 
 def test_missing_files_say_where_they_were_looked_for_and_how_to_get_them(tmp_path: Path) -> None:
@@ -154,6 +159,12 @@ def test_the_real_files() -> None:
         pytest.skip(f"MPFRAME_DATA holds no Fashion-MNIST: {error}")
     assert isinstance(task.train, ArrayImages)
     assert isinstance(task.val, ArrayImages)
-    assert (len(task.train), len(task.val)) == (60_000, 10_000)
-    assert task.train.targets.bincount().tolist() == [6000] * 10
-    assert task.val.targets.bincount().tolist() == [1000] * 10
+    assert isinstance(task.test, ArrayImages)
+    assert task.train.targets.bincount().tolist() == [5500] * 10
+    assert task.val.targets.bincount().tolist() == [500] * 10
+    assert task.test.targets.bincount().tolist() == [1000] * 10
+
+
+def test_class_names_are_the_published_ones(tmp_path: Path) -> None:
+    write_all(tmp_path, packed=False)
+    assert list(fashion_mnist(str(tmp_path)).class_names or ()) == FashionMNIST.classes

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.ImageOps
 import pytest
 import torch
 from PIL import Image
@@ -34,7 +35,7 @@ def save(path: Path, array: np.ndarray) -> Path:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """Six PNG per class to train on and two to validate, 8 x 8."""
-    for split, count in (("train", 6), ("test", 2)):
+    for split, count in (("train", 6), ("val", 2)):
         for name in CLASSES:
             for number in range(count):
                 save(tmp_path / split / name / f"{number}.png", picture(number))
@@ -68,6 +69,17 @@ def test_pixels_and_classes(tree: Path, cache_bytes: int) -> None:
     assert torch.equal(raw(val), expected[:2].repeat(3, 1, 1, 1))
 
 
+def test_the_task_says_how_a_stranger_prepares_an_image(tree: Path) -> None:
+    save(tree / "val" / "ant" / "0.png", picture(0, side=12)[:9])
+    task = load(tree)
+    assert task.class_names == CLASSES
+    how = task.preprocessing
+    assert how is not None
+    scope = {"PIL": PIL, "image": Image.fromarray(picture(0, side=12)[:9]), "size": (8, 8)}
+    pixels = torch.from_numpy(np.array(eval(how["resize"], scope))).permute(2, 0, 1)
+    assert torch.equal(pixels, raw(parts(task)[1])[0])
+
+
 def test_decoding_late_changes_nothing(tree: Path) -> None:
     for workers in (0, 1):
         batches = [
@@ -93,10 +105,39 @@ def test_limit_per_class_takes_the_first_of_each(tree: Path) -> None:
     assert torch.equal(raw(train)[4:8], raw(everything)[6:10])
 
 
-def test_val_is_taken_before_test(tree: Path) -> None:
+def test_a_test_folder_is_the_test_part(tree: Path) -> None:
+    assert load(tree).test is None
     for name in CLASSES:
-        save(tree / "val" / name / "0.png", picture(9))
-    assert len(parts(load(tree))[1]) == 3
+        save(tree / "test" / name / "0.png", picture(9))
+    task = load(tree, augment="crop")
+    assert isinstance(task.test, Images)
+    assert [len(part) for part in (task.train, task.val, task.test)] == [18, 6, 3]
+    assert torch.equal(raw(task.test)[2], torch.from_numpy(picture(9)).permute(2, 0, 1))
+    assert (task.test.augment, task.test.normalize) == ("none", task.train.normalize)
+
+
+def test_without_val_one_training_image_in_ten_validates(
+    tree: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tree / "val").rename(tree / "test")
+    with caplog.at_level("INFO"):
+        task = load(tree, augment="crop")
+    assert [len(part) for part in (task.train, task.val, task.test)] == [16, 2, 6]
+    assert task.val.augment == "none"
+    (tree / "test").rename(tree / "val")
+    every = raw(load(tree).train).flatten(1).tolist()
+    assert sorted(torch.cat([raw(task.train), raw(task.val)]).flatten(1).tolist()) == sorted(every)
+    assert caplog.messages[1] == (
+        f"{tree}: has no val/, so one image in 10 of train/ validates and is not trained on"
+    )
+
+
+def test_the_limit_comes_after_the_validation_was_held_out(tree: Path) -> None:
+    (tree / "val").rename(tree / "test")
+    whole, limited = load(tree), load(tree, limit_per_class=1)
+    assert limited.train.targets.tolist() == [0, 1, 2]
+    assert torch.equal(raw(limited.val), raw(whole.val))
+    assert limited.test.targets.tolist() == [0, 1, 2]
 
 
 def test_grey(tree: Path) -> None:
@@ -166,8 +207,8 @@ def test_links_that_leave_the_tree_are_refused(tree: Path, tmp_path_factory: Any
     for link, target in (
         (tree / "train" / "ant" / "z.png", outside / "secret.png"),
         (tree / "train" / "dog", outside),
-        (tree / "test" / "bee" / "z.png", Path("../../../../etc/passwd")),
-        (tree / "test", outside),
+        (tree / "val" / "bee" / "z.png", Path("../../../../etc/passwd")),
+        (tree / "val", outside),
     ):
         moved = link.with_name("moved")
         if link.exists():
@@ -232,17 +273,17 @@ def test_a_picture_of_absurd_size_is_refused_from_its_header(tmp_path: Path) -> 
 
 
 def test_trees_without_splits(tree: Path) -> None:
-    (tree / "test").rename(tree / "valid")
+    (tree / "val").rename(tree / "valid")
     with pytest.raises(DataError) as caught:
         load(tree)
     assert str(caught.value) == (
-        f"dataset.root={tree}: needs the folders train/<class>/ and val/<class>/ (or test/) with "
-        "images; set dataset.root to such a tree"
+        f"dataset.root={tree}: needs the folders train/<class>/ and val/<class>/ or test/<class>/ "
+        "with images; set dataset.root to such a tree"
     )
 
 
 def test_splits_with_different_classes(tree: Path) -> None:
-    (tree / "test" / "cat").rename(tree / "test" / "dog")
+    (tree / "val" / "cat").rename(tree / "val" / "dog")
     with pytest.raises(DataError, match="must hold the same class folders, but cat is in one of"):
         load(tree)
 
@@ -281,3 +322,4 @@ def test_a_real_tree() -> None:
     count = sum(path.is_dir() for path in (root / "train").iterdir())
     task = image_folder(str(root), classes=count, limit_per_class=20)
     assert len(parts(task)[0]) == 20 * count
+    assert task.test is None or len(task.test) == 20 * count

@@ -1,9 +1,14 @@
 """Whole-batch images: right pixels, right scale, augmentation by (seed, epoch, index) alone."""
 
+import json
+import math
+import re
+from typing import Any
+
 import pytest
 import torch
 
-from mpframe.data import ArrayImages, Normalize
+from mpframe.data import ArrayImages, Normalize, classification
 from mpframe.errors import ConfigError, DataError
 
 PLAIN = Normalize((0.0, 0.0), (1.0, 1.0))
@@ -25,6 +30,38 @@ def test_normalize_takes_bytes_and_fractions_alike(dtype: torch.dtype) -> None:
     assert inputs.dtype == torch.float32
     # Three float32 roundings of values below 2: each at most 2^-24 relative, taken as 4e-7.
     torch.testing.assert_close(inputs.double(), expected, rtol=0, atol=4e-7)
+
+
+def by_hand(raw: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
+    """What a stranger makes of raw images by the description alone."""
+    low, high = how["value_range"]
+    mean, std = (torch.tensor(how[key]).view(-1, 1, 1) for key in ("mean", "std"))
+    return ((raw.float() - low) / (high - low) - mean) / std
+
+
+def test_a_stranger_prepares_images_by_the_description() -> None:
+    data = make(count=5)
+    normalize = Normalize((0.25, 0.5), (0.5, 2.0))
+    how = json.loads(json.dumps(normalize.described(8)))
+    # As above, and the division by 255 rounds once more.
+    torch.testing.assert_close(by_hand(data.images, how), normalize(data.images), rtol=0, atol=6e-7)
+    assert (how["size"], how["layout"], how["resize"]) == ([8, 8], "NCHW", None)
+    assert how["channel_order"] == "grey"
+    assert Normalize((0.5,) * 3, (1.0,) * 3).described(8)["channel_order"] == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ({"class_names": "cat"}, "the class_names of its Task are a str; give a list of strings"),
+        ({"class_names": [0, 1]}, "the class_names of its Task are a list of an int, an int; give"),
+        ({"preprocessing": {"mean": torch.ones(1)}}, "of its Task cannot be written as JSON (Obj"),
+        ({"preprocessing": {"mean": math.nan}}, "of its Task cannot be written as JSON (Out of"),
+    ],
+)
+def test_a_task_refuses_what_no_export_can_carry(own: dict[str, Any], text: str) -> None:
+    with pytest.raises(DataError, match=re.escape(text)):
+        classification(make(), make(), **own)
 
 
 def test_measured_statistics_bring_mean_0_and_variance_1() -> None:

@@ -9,6 +9,7 @@ import pytest
 from mpframe.errors import ConfigError
 from mpframe.training.callbacks.early_stopping import EarlyStopping
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.plan import Progress
 
 
 class Stopped:
@@ -16,6 +17,7 @@ class Stopped:
 
     def __init__(self) -> None:
         self.stop_reason: str | None = None
+        self.progress = Progress()
 
     def stop(self, reason: str) -> None:
         self.stop_reason = reason
@@ -28,6 +30,7 @@ def evaluation(value: float, higher: bool | None = True) -> Evaluation:
 def checks_until_stopped(callback: Any, evaluations: list[Evaluation]) -> int | None:
     trainer: Any = Stopped()
     for number, own in enumerate(evaluations, start=1):
+        trainer.progress.steps = 10 * number
         callback.on_evaluate(trainer, own)
         if trainer.stop_reason is not None:
             return number
@@ -60,11 +63,25 @@ def test_the_loss_may_be_monitored_whatever_the_metric_is() -> None:
     assert checks_until_stopped(EarlyStopping(patience=1, monitor="loss"), falling) == 3
 
 
-def test_the_reason_is_one_line() -> None:
+@pytest.mark.parametrize(
+    ("values", "best"), [((0.25, 0.5, 0.25, 0.125), "0.5 (step 20)"), ((math.nan, math.nan), "nan")]
+)
+def test_the_reason_names_the_best_value_and_its_step(values: tuple[float, ...], best: str) -> None:
     trainer: Any = Stopped()
     callback = EarlyStopping(patience=2)
-    for value in (0.5, 0.25, 0.125):
+    for number, value in enumerate(values, start=1):
+        trainer.progress.steps = 10 * number
         callback.on_evaluate(trainer, evaluation(value))
+    assert trainer.stop_reason == (
+        f"early stopping: val_accuracy was not better than {best} in the last 2 validations"
+    )
+
+
+def test_a_state_from_before_the_best_value_had_its_step_is_read() -> None:
+    trainer: Any = Stopped()
+    callback = EarlyStopping(patience=2)
+    callback.load_state_dict({"best": 0.5, "waited": 1, "name": "accuracy"})
+    callback.on_evaluate(trainer, evaluation(0.25))
     assert trainer.stop_reason == (
         "early stopping: val_accuracy was not better than 0.5 in the last 2 validations"
     )

@@ -1,6 +1,8 @@
 """Reports: what is compared with what, what is told of failed runs, what a page may hold."""
 
 import base64
+import itertools
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +16,11 @@ import yaml
 from mpframe.cli import report as report_command
 from mpframe.errors import ConfigError
 from mpframe.report import as_markdown, as_page, compared, find_runs
-from mpframe.report.tables import every_run, results, unfinished
+from mpframe.report.curves import _panels, draw
+from mpframe.report.tables import costs, every_run, results, unfinished
 from mpframe.tracking.summary import Status, Summary
-from mpframe.tracking.tracker import Tag, Tracker
+from mpframe.tracking.tags import Tag, metric_tag
+from mpframe.tracking.tracker import Tracker
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -30,6 +34,8 @@ SUMMARY = Summary(
     val_loss=0.2,
     metric="accuracy",
     val_metric=0.9,
+    best=0.96,
+    best_step=80,
     seconds=10.0,
     samples_per_second=1000.0,
     median_step_seconds=0.004,
@@ -75,9 +81,16 @@ def make_run(tmp_path: Path) -> MakeRun:
     return make
 
 
-def table(folder: Path) -> list[dict[str, str]]:
-    head, *rows = results(compared(find_runs([folder])[1]))
+def table(folder: Path, of: Callable[..., list[list[str]]] = results) -> list[dict[str, str]]:
+    head, *rows = of(compared(find_runs([folder])[1]))
     return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def gaps(folder: Path) -> dict[str, float]:
+    """The gap to fp32 of each group that is not fp32, by its label."""
+    groups = [g for g in compared(find_runs([folder])[1]) if g.runs[0].mode != "fp32"]
+    pairs = {group.label: group.beside(lambda summary: summary.val_metric) for group in groups}
+    return {label: round(p[0].mean - p[1].mean, 4) for label, p in pairs.items() if p}
 
 
 # --- what is compared with what
@@ -93,22 +106,41 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row(make_run: MakeRun, tmp_p
                     peak_memory_bytes=75 * 2**20),
         )  # fmt: skip
     full, mixed = table(tmp_path)
-    assert (full["dtype"], full["loss scaling"], full["runs"]) == ("fp32", "none", "3 finished")
-    assert full["accuracy"] == "0.9300\n0.9000 – 0.9500"
-    assert full["gap to fp32"] == ""
-    assert mixed == {
-        "dtype": "mixed float16",
-        "loss scaling": "Backoff",
-        "runs": "3 finished",
-        "accuracy": "0.9200\n0.8900 – 0.9400",
-        "gap to fp32": "-0.0100\nn 3, fp32 n 3 spread 0.0500",
+    assert full == {
+        "precision, scaling": "fp32, none",
+        "n": "3",
+        "accuracy": "0.9300\n0.9000 – 0.9500",
+        "best": "0.9600",
+        "gap to fp32": "",
         "val loss": "0.2",
+    }
+    assert mixed == {
+        "precision, scaling": "mixed float16, Backoff",
+        "n": "3",
+        "accuracy": "0.9200\n0.8900 – 0.9400",
+        "best": "0.9600",
+        "gap to fp32": "-0.0100\nfp32: n 3, spread 0.0500",
+        "val loss": "0.2",
+    }
+    full, mixed = table(tmp_path, costs)
+    assert full["step, ms"] == "4"
+    assert mixed == {
+        "precision, scaling": "mixed float16, Backoff",
+        "step, ms": "2\n0.50 x fp32",
+        "samples / s": "2000\n2.00 x fp32",
+        "memory, MiB": "75\n0.75 x fp32",
         "skipped": "2\n1 – 3",
         "final scale": "65536",
-        "samples / s": "2000\n2.00 x, n 3 / 3",
-        "step, ms": "2\n0.50 x, n 3 / 3",
-        "memory, MiB": "75\n0.75 x, n 3 / 3",
     }
+
+
+def test_one_seed_is_no_finding(make_run: MakeRun, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        make_run(f"full{seed}", replace(SUMMARY, seed=seed))
+    make_run("mixed", replace(MIXED, val_metric=0.95, median_step_seconds=0.002))
+    _, mixed = table(tmp_path)
+    assert (mixed["n"], mixed["gap to fp32"]) == ("1", "one seed,\nno spread")
+    assert "x fp32" not in str(table(tmp_path, costs))
 
 
 def test_each_group_is_held_against_fp32_with_its_own_options(
@@ -117,13 +149,14 @@ def test_each_group_is_held_against_fp32_with_its_own_options(
     for lr, accuracy in ((0.1, 0.9), (0.2, 0.5)):
         make_run(f"full{lr}", replace(SUMMARY, val_metric=accuracy), optimizer__lr=lr)
         make_run(f"mixed{lr}", replace(MIXED, val_metric=accuracy + 0.03), optimizer__lr=lr)
-    rows = {(row["dtype"], row["options"]): row["gap to fp32"] for row in table(tmp_path)}
-    assert rows == {
-        ("fp32", "optimizer.lr=0.1"): "",
-        ("fp32", "optimizer.lr=0.2"): "",
-        ("mixed float16", "optimizer.lr=0.1"): "one seed\n+0.0300, n 1, fp32 n 1",
-        ("mixed float16", "optimizer.lr=0.2"): "one seed\n+0.0300, n 1, fp32 n 1",
+    assert gaps(tmp_path) == {
+        "mixed float16 · Backoff · optimizer.lr=0.1": 0.03,
+        "mixed float16 · Backoff · optimizer.lr=0.2": 0.03,
     }
+    assert [row["precision, scaling"] for row in table(tmp_path)][:2] == [
+        "fp32, none\noptimizer.lr=0.1",
+        "fp32, none\noptimizer.lr=0.2",
+    ]
 
 
 def test_options_of_precision_do_not_part_a_run_from_its_fp32_runs(
@@ -131,8 +164,7 @@ def test_options_of_precision_do_not_part_a_run_from_its_fp32_runs(
 ) -> None:
     make_run("0", SUMMARY)
     make_run("1", replace(MIXED, val_metric=0.8), loss_scaling__init_scale=2.0, ops={"deny": []})
-    _, mixed = table(tmp_path)
-    assert mixed["gap to fp32"] == "one seed\n-0.1000, n 1, fp32 n 1"
+    assert list(gaps(tmp_path).values()) == [-0.1]
 
 
 def test_an_option_that_only_one_scaler_has_tells_no_groups_apart(
@@ -140,20 +172,26 @@ def test_an_option_that_only_one_scaler_has_tells_no_groups_apart(
 ) -> None:
     make_run("0", MIXED, loss_scaling__growth_interval=7)
     make_run("1", replace(MIXED, loss_scaling="LogMax"), loss_scaling__mean_decay=0.5)
-    assert "options" not in table(tmp_path)[0]
+    assert [row["precision, scaling"] for row in table(tmp_path)] == [
+        "mixed float16, Backoff",
+        "mixed float16, LogMax",
+    ]
 
 
 def test_an_option_that_one_run_lacks_does(make_run: MakeRun, tmp_path: Path) -> None:
     make_run("0", MIXED)
     make_run("1", MIXED, model__dropout=0.5)
-    assert [row["options"] for row in table(tmp_path)] == ["", "model.dropout=0.5"]
+    assert [row["precision, scaling"] for row in table(tmp_path)] == [
+        "mixed float16, Backoff",
+        "mixed float16, Backoff\nmodel.dropout=0.5",
+    ]
 
 
 def test_without_fp32_runs_there_is_no_gap(make_run: MakeRun, tmp_path: Path) -> None:
     make_run("0", MIXED)
     (row,) = table(tmp_path)
     assert "gap to fp32" not in row
-    assert row["samples / s"] == "1000"
+    assert table(tmp_path, costs)[0]["samples / s"] == "1000"
 
 
 # --- runs that did not finish
@@ -167,7 +205,7 @@ def test_unfinished_runs_are_shown_and_not_averaged(make_run: MakeRun, tmp_path:
     make_run("4", None)
     groups = compared(find_runs([tmp_path])[1])
     (row,) = table(tmp_path)
-    assert row["runs"] == "1 finished, 1 diverged, 1 interrupted, 1 failed, 1 no summary"
+    assert row["n"] == "1 of 5"
     assert row["accuracy"] == "0.9000"
     said = {line[-2]: line[-1] for line in unfinished(groups)[1:]}
     assert said == {
@@ -183,9 +221,8 @@ def test_unfinished_runs_are_shown_and_not_averaged(make_run: MakeRun, tmp_path:
 def test_a_finished_run_that_mostly_skipped_is_remarked(make_run: MakeRun, tmp_path: Path) -> None:
     make_run("0", replace(MIXED, reason="1 step applied, 43 skipped: most of the run"))
     make_run("1", replace(SUMMARY, status=Status.FAILED, reason="no disk"))
-    head, *rows = every_run(compared(find_runs([tmp_path])[1]))
-    told = {row[head.index("run")]: row[head.index("remark")] for row in rows}
-    assert told == {"0": "1 step applied, 43 skipped: most of the run", "1": ""}
+    told = [row["status"] for row in table(tmp_path, every_run)]
+    assert told == ["failed", "finished\n1 step applied, 43 skipped: most of the run"]
 
 
 def test_a_run_that_cannot_be_read_is_shown_with_its_reason(
@@ -209,7 +246,7 @@ def test_a_diverged_loss_of_nan_is_drawn_and_told(make_run: MakeRun, tmp_path: P
     _, runs = find_runs([tmp_path])
     assert [step for step, _ in runs[0].curves["loss/train"]] == [1, 2, 3]
     told = dict(zip(*every_run(compared(runs)), strict=True))
-    assert (told["metric"], told["val loss"]) == ("accuracy nan", "nan")
+    assert (told["metric"], told["val loss"]) == ("accuracy nan\nbest 0.9600, step 80", "nan")
     assert as_page("t", compared(runs), runs)
 
 
@@ -346,6 +383,78 @@ def test_the_same_runs_give_the_same_page(make_run: MakeRun, tmp_path: Path) -> 
         _, runs = find_runs([tmp_path])
         pages.append(as_page("t", compared(runs), runs))
     assert pages[0] == pages[1]
+
+
+def nine_runs(make_run: MakeRun, points: int = 400) -> None:
+    """Three modes with three seeds each: curves of two metrics, and range pictures."""
+    noise = random.Random(0)
+    picture = PNG + noise.randbytes(30_000)
+    modes = [SUMMARY, MIXED, replace(MIXED, dtype="amp", loss_scaling="LogMax")]
+    for number, (summary, seed) in enumerate(itertools.product(modes, (1, 2, 3))):
+        folder = make_run(
+            f"optimizer.lr=0.003,dtype={summary.dtype},seed={seed}",
+            replace(summary, seed=seed, val_metric=noise.uniform(0.9, 0.95), samples_per_second=1e6,
+                    skipped_steps=10_000 + seed, final_scale=2.0**24, median_step_seconds=1.0),
+            model__hidden=2 ** (number // 3),
+        )  # fmt: skip
+        (folder / "numerics").mkdir()
+        for name in range(10):
+            (folder / "numerics" / f"{name}.png").write_bytes(picture)
+        with Tracker(folder) as tracker:
+            for step in range(points):
+                values = {tag: noise.random() for tag in (Tag.LOSS_TRAIN, Tag.SCALE, Tag.LOSS_VAL)}
+                values |= {metric_tag(name): noise.random() for name in ("accuracy", "top5")}
+                tracker.scalars(step, values)
+
+
+def test_a_page_of_nine_runs_is_below_two_megabytes_and_fits_800_pixels(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    nine_runs(make_run)
+    _, runs = find_runs([tmp_path])
+    groups = compared(runs)
+    page = as_page("t", groups, runs)
+    assert len(page.encode()) < 2_000_000
+    assert page.count("data:image/png") == 20  # those of two runs, and the others by name
+    assert page.count("too many for this page") == 7
+    for table in (results(groups), costs(groups), every_run(groups)):
+        assert _least_width(table) < 800 - 40
+
+
+def _least_width(table: list[list[str]]) -> float:
+    """The least width of a table in pixels: text wraps anywhere, heads between words, numbers not.
+
+    A digit of the page's 12.6 pixel letters is at most 8 wide, those of a second line, of 11.6
+    pixels, 7; a column's padding is 16.
+    """
+    width = 0.0
+    for head, *cells in zip(*table, strict=True):
+        longest = 8 * max(len(word) for word in head.split())
+        if head not in ("run", "precision, scaling", "status"):
+            for first, _, second in (cell.partition("\n") for cell in cells):
+                longest = max(longest, 8 * len(first), 7 * len(second))
+        width += longest + 16
+    return width
+
+
+def test_every_metric_has_its_curves(make_run: MakeRun, tmp_path: Path) -> None:
+    nine_runs(make_run, points=2)
+    groups = compared(find_runs([tmp_path])[1])
+    assert [title for _, title in _panels(groups)] == [
+        "training loss", "validation loss", "accuracy", "top5", "loss scale", "skipped steps",
+    ]  # fmt: skip
+
+
+def test_page_and_curves_take_the_colours_of_the_reader(make_run: MakeRun, tmp_path: Path) -> None:
+    with Tracker(make_run("0")) as tracker:
+        tracker.scalars(1, {Tag.LOSS_TRAIN: 1.0})
+    _, runs = find_runs([tmp_path])
+    groups = compared(runs)
+    picture = draw(groups)
+    assert b"@media (prefers-color-scheme: dark) { svg {" in picture
+    assert b"fill: currentColor" in picture
+    assert b"#010203" not in picture
+    assert "@media (prefers-color-scheme: dark) { :root {" in as_page("t", groups, runs)
 
 
 # --- the command

@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mpframe.errors import MpframeError
 from mpframe.files.durable import write_atomically
-from mpframe.report.sweep_table import COLUMNS, find_jobs, report
+from mpframe.report.sweep_jobs import COLUMNS, find_jobs
+from mpframe.report.sweep_table import as_text, write_table
 from mpframe.tracking.summary import Status, Summary
 
 SUMMARY = Summary(
@@ -26,6 +28,8 @@ SUMMARY = Summary(
     val_loss=0.123456,
     metric="accuracy",
     val_metric=0.973333,
+    best=0.981111,
+    best_step=80,
     seconds=12.3456,
     samples_per_second=1000.5,
     peak_memory_bytes=12345678901,
@@ -55,7 +59,7 @@ def strict(text: str) -> dict[str, object]:
 def test_summary_has_the_published_keys(tmp_path: Path) -> None:
     SUMMARY.write(tmp_path)
     written = strict((tmp_path / "summary.json").read_text())
-    assert set(written) == {*PUBLISHED.split(), "reason", "monitor"}
+    assert set(written) == {*PUBLISHED.split(), "reason", "monitor", "best", "best_step"}
     assert (written["status"], written["val_accuracy"]) == ("finished", 0.973333)
 
 
@@ -161,11 +165,19 @@ def make_job(
 ) -> Path:
     folder = sweep / (subdir or str(number))
     (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "hydra.yaml").write_text(f"hydra:\n  job:\n    num: {number}\n")
-    (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {o}\n" for o in overrides))
+    own = {
+        "mode": "MULTIRUN", "job": {"num": number}, "overrides": {"task": overrides},
+        "runtime": {"cwd": "/there", "output_dir": f"/there/out/{subdir or number}"},
+        "sweep": {"dir": "out"},
+    }  # fmt: skip
+    (folder / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": own}))
     if summary is not None:
         summary.write(folder)
     return folder
+
+
+def report(sweep: Path) -> str:
+    return as_text(sweep, write_table(sweep))
 
 
 def table(sweep: Path) -> list[dict[str, str]]:
@@ -177,45 +189,49 @@ def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     fp32 = replace(SUMMARY, dtype="fp32", half=None, loss_scaling="none", final_scale=None)
     diverged = replace(SUMMARY, status=Status.DIVERGED, val_loss=math.nan, val_metric=None)
+    diverged.best = diverged.best_step = None
     make_job(tmp_path, 0, ["dtype=fp32", "seed=1"], fp32)
     make_job(tmp_path, 1, ["dtype=mixed", "seed=1"], diverged)
     make_job(tmp_path, 2, ["dtype=amp", "seed=1"], None)
-    text = report(tmp_path, find_jobs(tmp_path))
+    text = report(tmp_path)
     assert text.splitlines() == [
         "",
         "every job: seed=1",
         "",
-        "job  overrides    mode           scaling  val metric       val loss  skipped steps  "
-        "final scale  seconds  status",
-        "0    dtype=fp32   fp32           none     accuracy 0.9733  0.1235    2              "
-        "             12.35    finished",
-        "1    dtype=mixed  mixed float16  Backoff  accuracy         nan       2              "
-        "65536        12.35    diverged",
-        "2    dtype=amp                                                                      "
-        "                      no summary",
+        "job  overrides    mode           scaling  val metric       val loss  best               "
+        "skipped steps  final scale  seconds  status",
+        "0    dtype=fp32   fp32           none     accuracy 0.9733  0.1235    0.9811 at step 80  "
+        "2                           12.35    finished",
+        "1    dtype=mixed  mixed float16  Backoff  accuracy         nan                          "
+        "2              65536        12.35    diverged",
+        "2    dtype=amp                                                                          "
+        "                                     no summary",
         "1 of 3 jobs finished; this table: sweep.md and sweep.csv beside it",
     ]
     assert (tmp_path / "sweep.md").read_text().splitlines()[2:5] == [
-        "| job | overrides | mode | scaling | val metric | val loss | skipped steps | final scale "
-        "| seconds | status |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| 0 | dtype=fp32 | fp32 | none | accuracy 0.9733 | 0.1235 | 2 |  | 12.35 | finished |",
+        "| job | overrides | mode | scaling | val metric | val loss | best "
+        "| skipped steps | final scale | seconds | status |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 0 | dtype=fp32 | fp32 | none | accuracy 0.9733 | 0.1235 | 0.9811 at step 80 "
+        "| 2 |  | 12.35 | finished |",
     ]
 
 
 def test_csv_keeps_every_digit_and_every_override(tmp_path: Path) -> None:
     make_job(tmp_path, 0, ["a=1", "b=x"], SUMMARY)
     make_job(tmp_path, 1, ["a=1", "b=y"], None)
-    report(tmp_path, find_jobs(tmp_path))
+    report(tmp_path)
     first, second = table(tmp_path)
-    assert tuple(first) == COLUMNS
+    assert tuple(first) == (*COLUMNS, "b")
     assert (first["overrides"], first["metric"]) == ("a=1 b=x", "accuracy")
     numbers = [float(first[k]) for k in ("val_metric", "val_loss", "seconds", "final_scale")]
     assert numbers == [0.973333, 0.123456, 12.3456, 65536.0]
     assert {k: v for k, v in second.items() if v} == {
         "job": "1",
+        "folder": "1",
         "overrides": "a=1 b=y",
         "status": "no summary",
+        "b": "y",
     }
 
 
@@ -227,20 +243,18 @@ def test_jobs_are_sorted_by_number_wherever_their_folders_lie(tmp_path: Path) ->
 
 def test_a_single_jobs_overrides_stay_in_its_line(tmp_path: Path) -> None:
     make_job(tmp_path, 0, ["dtype=fp32"], SUMMARY)
-    assert report(tmp_path, find_jobs(tmp_path)).splitlines()[2].split()[:2] == ["0", "dtype=fp32"]
+    assert report(tmp_path).splitlines()[2].split()[:2] == ["0", "dtype=fp32"]
 
 
 def test_a_bar_in_an_override_does_not_break_the_table(tmp_path: Path) -> None:
     make_job(tmp_path, 0, ["ops.modules={a|b: fp32}"], SUMMARY)
-    (tmp_path / "0" / ".hydra" / "overrides.yaml").write_text("- 'ops.modules={a|b: fp32}'\n")
-    report(tmp_path, find_jobs(tmp_path))
+    report(tmp_path)
     assert r"| ops.modules={a\|b: fp32} |" in (tmp_path / "sweep.md").read_text()
 
 
 def test_no_name_of_a_job_steers_the_terminal(tmp_path: Path) -> None:
-    make_job(tmp_path, 0, ["seed=1"], replace(SUMMARY, metric="\x1b[2Jmetric"))
-    (tmp_path / "0" / ".hydra" / "overrides.yaml").write_text('["run_name=\\e[31m"]')
-    shown = report(tmp_path, find_jobs(tmp_path)) + (tmp_path / "sweep.md").read_text()
+    make_job(tmp_path, 0, ["run_name=\x1b[31m"], replace(SUMMARY, metric="\x1b[2Jmetric"))
+    shown = report(tmp_path) + (tmp_path / "sweep.md").read_text()
     assert "\x1b" not in shown
     assert "\\x1b[2Jmetric" in shown
     assert "run_name=\\x1b[31m" in shown
@@ -256,13 +270,40 @@ def test_a_damaged_summary_is_named_and_its_job_kept(
     assert str(folder / "summary.json") in capsys.readouterr().out
 
 
-def test_what_an_older_sweep_left_is_not_in_the_table(tmp_path: Path) -> None:
-    make_job(tmp_path, 7, ["seed=7"], SUMMARY)
-    rerun = make_job(tmp_path, 0, ["seed=0"], SUMMARY)
-    for path in (*(tmp_path / "7").rglob("*"), rerun / "summary.json"):
-        os.utime(path, (1000, 1000))
-    (job,) = find_jobs(tmp_path, since=2000)
-    assert (job.number, job.summary) == (0, None)
+def test_only_the_sweeps_own_jobs_are_in_its_table(tmp_path: Path) -> None:
+    make_job(tmp_path, 0, ["seed=0"], SUMMARY)
+    make_job(tmp_path / "inner", 1, ["seed=1"], SUMMARY)
+    single = make_job(tmp_path, 2, ["seed=2"], SUMMARY) / ".hydra" / "hydra.yaml"
+    single.write_text(single.read_text().replace("MULTIRUN", "RUN"))
+    assert [job.overrides for job in find_jobs(tmp_path)] == [("seed=0",)]
+
+
+def test_a_damaged_record_of_a_job_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_job(tmp_path, 0, ["seed=0"], SUMMARY)
+    record = make_job(tmp_path, 1, ["seed=1"], SUMMARY) / ".hydra" / "hydra.yaml"
+    record.write_text("hydra: {mode: MULTIRUN}\n")
+    assert [job.number for job in find_jobs(tmp_path)] == [0]
+    assert capsys.readouterr().out == f"{tmp_path / '1'}: not a job's folder ('runtime')\n"
+
+
+def test_the_csv_has_a_column_for_each_swept_option(tmp_path: Path) -> None:
+    make_job(tmp_path, 0, ["seed=1", "++optimizer.lr=0.1", "model=mlp"], SUMMARY)
+    make_job(tmp_path, 1, ["seed=2", "++optimizer.lr=0.2", "model=mlp"], SUMMARY)
+    report(tmp_path)
+    assert [(row["seed"], row["optimizer.lr"]) for row in table(tmp_path)] == [
+        ("1", "0.1"),
+        ("2", "0.2"),
+    ]
+    assert "model" not in table(tmp_path)[0]
+
+
+def test_why_a_job_did_not_finish_stands_below_the_table(tmp_path: Path) -> None:
+    make_job(tmp_path, 0, ["seed=1"], replace(SUMMARY, status=Status.FAILED, reason="no \x1bdisk"))
+    make_job(tmp_path, 1, ["seed=2"], replace(SUMMARY, reason="ended early"))
+    assert report(tmp_path).splitlines()[-2] == "job 0 failed: no \\x1bdisk"
+    assert (tmp_path / "sweep.md").read_text().endswith("\n\n- job 0 failed: no \\x1bdisk\n")
 
 
 def test_a_folder_without_jobs_has_none(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from mpframe.files.durable import append_whole
 from mpframe.tracking import event_file
 from mpframe.tracking import tracker as tracking
 from mpframe.tracking.environment import environment_text, shown_command
-from mpframe.tracking.tracker import Tag, Tracker, metric_tag
+from mpframe.tracking.tags import PATTERNS, Tag, meaning_of, metric_tag
+from mpframe.tracking.tracker import Tracker
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -122,16 +123,66 @@ def test_numbers_keep_float32_precision(tmp_path: Path) -> None:
 # --- tags
 
 
+def description(folder: Path, tag: str) -> str:
+    return str(read(folder).SummaryMetadata(tag).summary_description)
+
+
 def test_every_tag_says_what_it_is_in_which_unit() -> None:
-    assert all(tag.meaning and tag.unit for tag in Tag)
+    meanings = [*(tag.meaning for tag in Tag), *PATTERNS.values()]
+    assert all(own.title and own.text and own.unit for own in meanings)
+    assert len({own.title for own in meanings}) == len(meanings)
+    assert not [own for own in meanings if own.text.endswith(".")]
 
 
 def test_tags_are_the_published_names() -> None:
     published = """loss/train loss/val optim/lr grad/norm grad/amax loss_scale/scale
-        loss_scale/skipped_total loss_scale/log2_mean loss_scale/log2_std speed/samples_per_second
-        memory/peak_bytes text/config text/dtype_map text/environment"""
+        loss_scale/log2_scale loss_scale/skipped_total loss_scale/log2_mean loss_scale/log2_std
+        speed/samples_per_second memory/peak_bytes text/about text/config text/dtype_map
+        text/environment"""
     assert sorted(Tag) == sorted(published.split())
     assert metric_tag("accuracy") == "metric/accuracy/val"
+
+
+def test_names_are_filled_into_the_meaning_of_a_tag() -> None:
+    def told(tag: str) -> str:
+        meaning = meaning_of(tag)
+        return meaning.markdown if meaning else ""
+
+    assert told("metric/top5/val") == (
+        "**Validation `top5`** (unit: its own): the metric `top5` over all validation samples."
+    )
+    assert told("loss/train/generator").startswith(
+        "**Training loss of `generator`** (unit: loss): "
+    )
+    headroom = told("numerics/updates/headroom_bits/stage1.conv")
+    assert headroom.startswith("**Headroom of `stage1.conv`** (unit: bits): from the largest value")
+    assert headroom.endswith("Counted: what the step added to the master weights.")
+    assert told("mine/anything") == told("numerics/mine/headroom_bits/a") == told("losses") == ""
+
+
+def test_the_first_value_of_a_tag_carries_its_meaning(tmp_path: Path) -> None:
+    tag = "numerics/weights/exponents/head"
+    with Tracker(tmp_path) as tracker:
+        for step in (1, 2):
+            tracker.scalars(step, {Tag.LOSS_TRAIN: 1.0, "mine": 2.0})
+            tracker.histogram(tag, [1.0], [0.0, 1.0], step)
+    assert description(tmp_path, Tag.LOSS_TRAIN) == Tag.LOSS_TRAIN.meaning.markdown
+    assert description(tmp_path, tag).startswith("**Exponents of `head`** (unit: values)")
+    assert curve(tmp_path, "mine") == [(1, 2.0), (2, 2.0)]
+    with pytest.raises(KeyError):
+        description(tmp_path, "mine")
+
+
+def test_a_run_resumed_elsewhere_carries_the_meaning_of_what_it_writes_again(
+    tmp_path: Path,
+) -> None:
+    with Tracker(tmp_path / "first") as tracker:
+        tracker.scalars(1, {Tag.LOSS_TRAIN: 1.0})
+        tracker.scalars(2, {Tag.LOSS_TRAIN: 1.0})
+        kept = tracker.last_step()
+    with Tracker(tmp_path / "second", purge_step=2) as tracker:
+        tracker.write_again(kept)
+    assert description(tmp_path / "second", Tag.LOSS_TRAIN)
 
 
 def test_no_tag_is_the_start_of_another() -> None:
@@ -168,6 +219,13 @@ def test_hparams_are_in_the_runs_own_event_file(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_hparams_that_differ_are_marked_to_be_shown_first(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.hparams({"lr": 0.1, "seed": 3}, [Tag.LOSS_VAL], ["seed"])
+    infos = hparams_data(tmp_path)["_hparams_/experiment"].experiment.hparam_infos
+    assert {info.name: info.differs for info in infos} == {"lr": False, "seed": True}
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_only_a_finished_run_is_marked_a_success(tmp_path: Path, finished: bool) -> None:
     with Tracker(tmp_path) as tracker:
@@ -200,7 +258,7 @@ def test_layout_draws_every_curve_that_belongs_on_the_page(tmp_path: Path) -> No
         "accuracy": ["metric/accuracy/val"],
         "learning rate": ["optim/lr"],
         "samples per second, lately": ["speed/samples_per_second"],
-        "scale": ["loss_scale/scale"],
+        "scale, log2": ["loss_scale/log2_scale"],
         "skipped steps": ["loss_scale/skipped_total"],
         "norm and amax": ["grad/norm", "grad/amax"],
     }

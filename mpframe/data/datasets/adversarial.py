@@ -40,13 +40,13 @@ class Fooled:
         return torch.as_tensor(self._fooled, dtype=torch.float64) / self._seen
 
 
-def adversarial(train: Dataset[Any], val: Dataset[Any]) -> Task:
+def adversarial(train: Dataset[Any], val: Dataset[Any], test: Dataset[Any] | None = None) -> Task:
     """The task on any images: objectives `discriminator` and `generator`, in this order."""
     objectives: dict[str, Objective] = {
         "discriminator": discriminator_objective,
         "generator": generator_objective,
     }
-    return Task(train, val, objectives, Fooled)
+    return Task(train, val, objectives, Fooled, test=test)
 
 
 def digits_gan(
@@ -58,4 +58,4 @@ def digits_gan(
 ) -> Task:
     """The handwritten digits, to be imitated. Arguments and errors as of `digits`."""
     images = digits(root, channels, image_size, classes, augment)
-    return adversarial(images.train, images.val)
+    return adversarial(images.train, images.val, images.test)

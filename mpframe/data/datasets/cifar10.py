@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mpframe.data.datasets import cifar_files
+from mpframe.data.datasets.hold_out import hold_out
 from mpframe.data.datasets.images import ArrayImages, Normalize
 from mpframe.data.facts import require_facts, require_labels
 from mpframe.data.task import Task, classification
@@ -14,7 +15,12 @@ from mpframe.errors import DataError
 
 Reader = Callable[[Path], tuple[Tensor, Tensor]]
 
-_CLASSES = 10
+_ONE_IN = 10  # of the training images validates
+_NAMES = (
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
+)
+_CLASSES = len(_NAMES)
 _BINARY = "cifar-10-batches-bin"
 _PYTHON = "cifar-10-batches-py"
 
@@ -26,7 +32,9 @@ def cifar10(
     classes: int = _CLASSES,
     augment: str = "crop_flip",
 ) -> Task:
-    """CIFAR-10, its 50,000 training images and its 10,000 test images to validate.
+    """CIFAR-10: of its 50,000 training images 5,000 validate; its 10,000 test images test.
+
+    The split never changes: 500 images of each class validate.
 
     Args:
         root: holds cifar-10-batches-bin or cifar-10-batches-py (torchvision's), or is one of them.
@@ -42,11 +50,16 @@ def cifar10(
     require_facts(
         "CIFAR-10", channels=(channels, 3), image_size=(image_size, 32), classes=(classes, _CLASSES)
     )
-    train, val = _find(root)
-    images, targets = _read(train)
-    normalize = Normalize.measured(images)
+    train_files, test_files = _find(root)
+    images, targets = _read(train_files)
+    train, val = hold_out(targets, one_in=_ONE_IN)
+    normalize = Normalize.measured(images[train])
     return classification(
-        ArrayImages(images, targets, normalize, augment), ArrayImages(*_read(val), normalize)
+        ArrayImages(images[train], targets[train], normalize, augment),
+        ArrayImages(images[val], targets[val], normalize),
+        ArrayImages(*_read(test_files), normalize),
+        class_names=_NAMES,
+        preprocessing=normalize.described(image_size),
     )
 
 
@@ -60,13 +73,13 @@ def _read(files: list[tuple[Path, Reader]]) -> tuple[Tensor, Tensor]:
 
 
 def _find(root: str) -> tuple[list[tuple[Path, Reader]], list[tuple[Path, Reader]]]:
-    """The training and the validation files, each with its reader."""
+    """The training and the test files, each with its reader."""
     for folder in (Path(root) / _BINARY, Path(root) / _PYTHON, Path(root)):
         for ending, reader in ((".bin", cifar_files.read_binary), ("", cifar_files.read_python)):
             train = [folder / f"data_batch_{part}{ending}" for part in range(1, 6)]
-            val = folder / f"test_batch{ending}"
-            if all(path.is_file() for path in [*train, val]):
-                return [(path, reader) for path in train], [(val, reader)]
+            test = folder / f"test_batch{ending}"
+            if all(path.is_file() for path in [*train, test]):
+                return [(path, reader) for path in train], [(test, reader)]
     fetch = f"from torchvision.datasets import CIFAR10 as C; C({str(root)!r}, download=True)"
     raise DataError(
         f"dataset.root={root}: no complete CIFAR-10 (data_batch_1 to 5 and test_batch, with .bin "

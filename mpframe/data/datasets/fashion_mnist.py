@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mpframe.data.datasets.hold_out import hold_out
 from mpframe.data.datasets.idx import read_idx
 from mpframe.data.datasets.images import ArrayImages, Normalize
 from mpframe.data.facts import require_facts, require_labels
@@ -14,8 +15,13 @@ from mpframe.data.task import Task, classification
 from mpframe.errors import DataError
 
 _FOLDERS = (".", "FashionMNIST/raw", "usr/share/datasets/fashion-mnist")
-_CLASSES = 10
+_NAMES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+_CLASSES = len(_NAMES)
 _SIDE = 28
+_ONE_IN = 12  # of the training images validates
 
 
 def fashion_mnist(
@@ -25,7 +31,9 @@ def fashion_mnist(
     classes: int = _CLASSES,
     augment: str = "none",
 ) -> Task:
-    """Fashion-MNIST, its 60,000 training images and its 10,000 test images to validate.
+    """Fashion-MNIST: of its 60,000 training images 5,000 validate; its 10,000 test images test.
+
+    The split never changes: 500 images of each class validate.
 
     Args:
         root: holds the four idx files, plain or .gz: directly, in torchvision's
@@ -46,10 +54,14 @@ def fashion_mnist(
         classes=(classes, _CLASSES),
     )
     images, targets = _read(root, "train")
-    normalize = Normalize.measured(images)
+    train, val = hold_out(targets, one_in=_ONE_IN)
+    normalize = Normalize.measured(images[train])
     return classification(
-        ArrayImages(images, targets, normalize, augment),
+        ArrayImages(images[train], targets[train], normalize, augment),
+        ArrayImages(images[val], targets[val], normalize),
         ArrayImages(*_read(root, "t10k"), normalize),
+        class_names=_NAMES,
+        preprocessing=normalize.described(image_size),
     )
 
 

@@ -22,6 +22,8 @@ from mpframe.errors import DataError
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+RESIZE = "PIL.ImageOps.fit(image, size, PIL.Image.Resampling.BILINEAR)"
+"""What `decode` does to an image of another size: cut the middle out, then scale it."""
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 _MOST_PIXELS = 2**26
 _MODES = {1: "L", 3: "RGB"}
@@ -41,14 +43,25 @@ class Listing:
     paths: tuple[str, ...]
     targets: Tensor
 
+    def part(self, indices: Tensor) -> "Listing":
+        """The images of these indices, [n] int64 and ascending."""
+        paths = tuple(self.paths[index] for index in indices.tolist())
+        return Listing(self.classes, paths, self.targets[indices])
 
-def list_images(root: Path, split: str, limit_per_class: int | None) -> Listing:
+    def first(self, per_class: int | None) -> "Listing":
+        """The first so many images of each class; all of them if None."""
+        if per_class is None:
+            return self
+        starts = torch.searchsorted(self.targets, self.targets)
+        return self.part((torch.arange(len(self.targets)) - starts < per_class).nonzero().flatten())
+
+
+def list_images(root: Path, split: str) -> Listing:
     """List `root`/`split`.
 
     Args:
         root: the tree.
         split: the folder within it that holds one folder per class.
-        limit_per_class: take the first so many of each class; None takes all.
 
     Raises:
         DataError: a class without images, a link that leaves `root`, or an unreadable folder.
@@ -68,8 +81,8 @@ def list_images(root: Path, split: str, limit_per_class: int | None) -> Listing:
             raise DataError(
                 f"{folder}: has no {_listed(SUFFIXES)}; add images or remove the folder"
             )
-        paths += files[:limit_per_class]
-        counts.append(len(files[:limit_per_class]))
+        paths += files
+        counts.append(len(files))
     _warn_of(others, root / split)
     targets = torch.arange(len(folders)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
     return Listing(tuple(folder.name for folder in folders), tuple(paths), targets)

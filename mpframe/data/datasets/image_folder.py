@@ -1,17 +1,22 @@
-"""Any tree of train/<class>/*.jpg and val/<class>/*.jpg as a classification task."""
+"""Any tree of train/<class>/*.jpg, val/<class>/*.jpg and test/ as a classification task."""
 
+import logging
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mpframe.data.datasets.image_files import Listing, decode, list_images
+from mpframe.data.datasets.hold_out import hold_out
+from mpframe.data.datasets.image_files import RESIZE, Listing, decode, list_images
 from mpframe.data.datasets.images import ArrayImages, Images, Normalize, spread
 from mpframe.data.facts import require_facts, require_whole
 from mpframe.data.task import Task, classification
 from mpframe.errors import ConfigError, DataError
 
-_VAL = ("val", "test")
+log = logging.getLogger(__name__)
+
+_PARTS = ("train", "val", "test")
+_ONE_IN = 10  # of the training images validates if there is no val/
 
 
 def image_folder(
@@ -23,7 +28,10 @@ def image_folder(
     cache_bytes: int = 2**30,
     limit_per_class: int | None = None,
 ) -> Task:
-    """The images under `root`: train/ to learn from, val/ (or else test/) to validate.
+    """The images under `root`: train/ to learn from, val/ to validate, test/ to test.
+
+    One of val/ and test/ may be missing. Without val/ one training image in ten validates, the same
+    ones in every run.
 
     Args:
         root: the tree; class folders are numbered in the order of their names.
@@ -33,23 +41,29 @@ def image_folder(
         augment: none, crop or crop_flip; for training only.
         cache_bytes: decode once and keep all images in memory if they need no more than this;
             else decode each time (set dataset.workers then).
-        limit_per_class: use the first so many images of each class; None uses all.
+        limit_per_class: use the first so many images of each class, in each part; None uses all.
 
     Raises:
         ConfigError: an option is out of range or does not fit the tree.
-        DataError: folders are missing, differ between the splits, or hold unreadable files.
+        DataError: folders are missing, differ between the parts, or hold unreadable files.
     """
     _require_options(channels, image_size, cache_bytes, limit_per_class)
-    train, val = _list_splits(Path(root), limit_per_class)
+    listed = {name: part.first(limit_per_class) for name, part in _list_parts(Path(root)).items()}
+    train = listed["train"]
     require_facts(f"{root}/train", classes=(classes, len(train.classes)))
-    files = len(train.paths) + len(val.paths)
+    files = sum(len(part.paths) for part in listed.values())
     in_memory = files * channels * image_size**2 <= cache_bytes
     shape = channels, image_size
     sample = train.paths[spread(len(train.paths))]
     normalize = Normalize.measured(_decode_all(sample, shape))
+    images = {
+        name: _images(part, shape, normalize, augment if name == "train" else "none", in_memory)
+        for name, part in listed.items()
+    }
     return classification(
-        _images(train, shape, normalize, augment, in_memory),
-        _images(val, shape, normalize, "none", in_memory),
+        **images,
+        class_names=train.classes,
+        preprocessing=normalize.described(image_size, resize=RESIZE),
     )
 
 
@@ -90,22 +104,39 @@ def _decode_all(paths: tuple[str, ...] | list[str], shape: tuple[int, int]) -> T
     return images
 
 
-def _list_splits(root: Path, limit_per_class: int | None) -> tuple[Listing, Listing]:
-    val_split = next((name for name in _VAL if (root / name).is_dir()), None)
-    if val_split is None or not (root / "train").is_dir():
+def _list_parts(root: Path) -> dict[str, Listing]:
+    """The images of train, val and, if there is such a folder, test."""
+    folders = [name for name in _PARTS if (root / name).is_dir()]
+    if "train" not in folders or len(folders) == 1:
         raise DataError(
-            f"dataset.root={root}: needs the folders train/<class>/ and val/<class>/ (or test/) "
-            "with images; set dataset.root to such a tree"
+            f"dataset.root={root}: needs the folders train/<class>/ and val/<class>/ or "
+            "test/<class>/ with images; set dataset.root to such a tree"
         )
-    train = list_images(root, "train", limit_per_class)
-    val = list_images(root, val_split, limit_per_class)
-    if train.classes != val.classes:
-        odd = sorted(set(train.classes) ^ set(val.classes))
+    listed = {name: list_images(root, name) for name in folders}
+    for name, part in listed.items():
+        _require_same_classes(root, listed["train"], part, name)
+    if "val" not in listed:
+        listed["train"], listed["val"] = _validation_held_out(root, listed["train"])
+    return listed
+
+
+def _validation_held_out(root: Path, train: Listing) -> tuple[Listing, Listing]:
+    log.info(
+        "%s: has no val/, so one image in %d of train/ validates and is not trained on",
+        root,
+        _ONE_IN,
+    )
+    left, held = hold_out(train.targets, one_in=_ONE_IN)
+    return train.part(left), train.part(held)
+
+
+def _require_same_classes(root: Path, train: Listing, part: Listing, name: str) -> None:
+    if train.classes != part.classes:
+        odd = sorted(set(train.classes) ^ set(part.classes))
         raise DataError(
-            f"dataset.root={root}: train/ and {val_split}/ must hold the same class folders, "
+            f"dataset.root={root}: train/ and {name}/ must hold the same class folders, "
             f"but {odd[0]} is in one of them only"
         )
-    return train, val
 
 
 def _require_options(

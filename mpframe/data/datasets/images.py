@@ -7,6 +7,7 @@ the network. `fetch_batch` therefore does each stage once for the whole batch.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,28 @@ class Normalize:
         mean = torch.tensor(self.mean).mul_(top).view(-1, 1, 1)
         factor = torch.tensor(self.std).mul_(top).reciprocal_().view(-1, 1, 1)
         return images.float().sub(mean).mul_(factor)
+
+    def described(
+        self, side: int, brightest: float = 255.0, resize: str | None = None
+    ) -> dict[str, Any]:
+        """What is done to a raw image, as JSON values, for `Task.preprocessing`.
+
+        A raw image of values 0..`brightest` becomes (raw / brightest - mean) / std, per channel.
+
+        Args:
+            side: pixels a side.
+            brightest: the largest value that a raw pixel can have.
+            resize: how an image of another size is brought to this one; None: there is none.
+        """
+        return {
+            "layout": "NCHW",
+            "channel_order": "RGB" if len(self.mean) == 3 else "grey",
+            "size": [side, side],
+            "resize": resize,
+            "value_range": [0.0, brightest],
+            "mean": list(self.mean),
+            "std": list(self.std),
+        }
 
 
 def spread(count: int) -> slice:

@@ -1,8 +1,8 @@
-"""Cast blocks: which casts are on is a matter of the present thread.
+"""Cast blocks: each thread has its own.
 
 PyTorch keeps a stack of function modes for each thread. A block puts a `CastMode` of its own on the
-stack of its thread, so that two threads share nothing that changes; whoever asks which casts are on
-asks that stack. The innermost block decides, also if it is one that casts nothing.
+stack of its thread, so two threads share nothing that changes. That stack alone says which casts
+are on. The innermost block decides, also if it is one that casts nothing.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def block(casts: Casts | None, pins: Pins | None = None) -> Iterator[None]:
     Args:
         casts: a precision's.
         pins: the pinned modules that the block begins in, (module, pin), innermost last. None: a
-            block within one of the same casts goes on with it; any other begins in none.
+            block inside a block of the same casts keeps its pins; any other begins without.
     """
     outer = enabled_modes()
     if pins is None and outer and casts is not None and outer[-1].casts is casts:

@@ -46,7 +46,7 @@ from mpframe.tree import map_tensors
 Pins = Sequence[tuple[str, str]]  # (module, pin)
 
 _data: Any = torch._C.TensorBase.data
-_DATA = (_data.__get__, _data.__set__)  # reading `.data`, and `.data = ...`
+_DATA = (_data.__get__, _data.__set__)  # reads of `.data`, and `.data = ...`
 _optimizer_steps = 0
 
 
@@ -60,7 +60,7 @@ register_optimizer_step_post_hook(_count_step)
 
 
 class Casts:
-    """What the blocks of one precision share: the policy, and modes that wait for a block.
+    """What the blocks of one precision share: the policy, and cast modes that can be used again.
 
     Args:
         policy: what decides.
@@ -71,13 +71,13 @@ class Casts:
         self.compute_on(torch.device("cpu"))
 
     def compute_on(self, device: torch.device) -> None:
-        """Where the tensors will be. Half tensors need no look if half is not emulated."""
+        """Prepare for tensors on `device`. Without emulation half tensors need no look."""
         self.emulates = self.policy.emulates(device)
         self.to_half = CASTABLE if self.emulates else CASTABLE - {self.policy.half_dtype}
         self._idle: list[CastMode] = []
 
     def take(self) -> "CastMode":
-        """A mode that no other block has; one that was used knows its ops already."""
+        """A mode that no other block has now. A used one is preferred: it has plans for its ops."""
         if torch.compiler.is_compiling():
             return CastMode(self)
         try:
@@ -86,7 +86,7 @@ class Casts:
             return CastMode(self)
 
     def give_back(self, mode: "CastMode") -> None:
-        """The block of `mode` has ended."""
+        """Take `mode` back when its block has ended."""
         if not torch.compiler.is_compiling():
             mode.forget()
             self._idle.append(mode)
@@ -153,7 +153,7 @@ class CastMode(TorchFunctionMode):
         self._pin = pin
 
     def leave(self, module: str) -> bool:
-        """End what `enter(module, ...)` began, and whatever inside it an exception left open.
+        """End what `enter(module, ...)` began, and what an exception left open inside it.
 
         Returns:
             False if the module was not entered: nothing is done.
@@ -176,7 +176,7 @@ class CastMode(TorchFunctionMode):
         return run
 
     def _run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """The functions that a higher-order op is given are run by it: their ops are cast there.
+        """Run a higher-order op: it calls the functions it is given, and their ops are cast there.
 
         A nested compile region may not close over the mode. It becomes a part of the graph around.
         """
@@ -203,7 +203,7 @@ class CastMode(TorchFunctionMode):
         return map_tensors(self._round, result) if self._emulates else result
 
     def _run_data(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Who has a weight's `.data` writes to it unseen: its cast is not kept in this block."""
+        """A write through `.data` leaves no trace: the weight's cast is not kept in this block."""
         if not torch.compiler.is_compiling() and _is_weight(args[0]):
             self._open_weights[id(args[0])] = args[0]
         return func(*args, **kwargs)

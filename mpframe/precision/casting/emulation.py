@@ -42,11 +42,12 @@ def _convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("mpframe::convert", mutates_args=())
 def _opaque_convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor.to(dtype)`, closed to the compiler.
+    """`tensor.to(dtype)`, which the compiler cannot look into.
 
     Inductor drops a pair of casts to half and back, because the result without it is more exact.
-    The rounding is the very thing that is emulated. The result is always new, as an op of this kind
-    has to give: a compiled graph that runs in a cast block meets tensors that were rounded already.
+    But the rounding is what is emulated here. The result is always a new tensor, because an op of
+    this kind must not return its input, and a compiled graph may meet tensors that are rounded
+    already.
     """
     return tensor.to(dtype, copy=True)
 

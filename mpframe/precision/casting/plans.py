@@ -1,4 +1,4 @@
-"""How one call is run: what becomes of its tensors, and of its numbers, before the op sees them.
+"""How one call is run: what is done to its tensors and its numbers before the op gets them.
 
     as is       nothing is cast
     fp32        half inputs widened
@@ -117,8 +117,8 @@ def _run_fp32(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Widen half inputs if another input is fp32 (or the other half format).
 
-    A 0-d tensor beside larger ones does not count, as in PyTorch's promotion: it is a number, not
-    an operand.
+    A 0-d tensor beside larger ones does not count, as in PyTorch's promotion: it is treated as a
+    number.
     """
     if len(formats_of(args, kwargs)) < 2:
         return func(*args, **kwargs)

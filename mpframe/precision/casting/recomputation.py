@@ -1,16 +1,16 @@
-"""What the backward pass runs in Python runs under the casts of its forward pass.
+"""Python code that runs in the backward pass gets the casts of its forward pass.
 
-Activation checkpointing runs a forward pass again within the backward pass: its cast block may have
-ended, and a GPU's backward pass is in threads of their own, which have no block. For torch.autocast
-torch.utils.checkpoint notes the state and restores it; of a function mode it knows nothing. So the
-casts are noted here where PyTorch makes, in the forward pass, what waits for the backward pass:
+Activation checkpointing runs a forward pass again within the backward pass. By then the cast block
+may have ended, and a GPU's backward pass runs in threads of its own, which have no block.
+torch.utils.checkpoint saves and restores the state of torch.autocast, but not a function mode. So
+the casts are saved here, where PyTorch makes in the forward pass what waits for the backward pass:
 
     the frame of a checkpoint     keeps the function that is run again
     the node of a custom          has the function's `backward`: hand-written formulas, and what
     autograd.Function             recomputes, as reentrant checkpoints and reversible layers do
 
-A `backward` that meets half and fp32 is so cast as its `forward` was, which torch.autocast
-does for those that are marked with `torch.amp.custom_bwd`.
+So a `backward` that meets half and fp32 is cast as its `forward` was. torch.autocast does that only
+for functions marked with `torch.amp.custom_bwd`.
 """
 
 import functools
@@ -28,13 +28,13 @@ _COMPILED = "torch._functorch._aot_autograd"
 
 @functools.cache
 def follow_backward_passes() -> None:
-    """Let every checkpoint and custom function made from now on keep the casts of its making."""
+    """Let every checkpoint and custom function keep the casts that are on when it is made."""
     _follow_checkpoints(torch.utils.checkpoint._CheckpointFrame)
     _follow_functions(BackwardCFunction)
 
 
 def with_casts_of_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, to be run under the casts that are on now on this thread, whenever it is run."""
+    """`function` with the casts that are on now on this thread, whenever and wherever it runs."""
     noted = casts_here()
 
     @functools.wraps(function)
@@ -46,7 +46,7 @@ def with_casts_of_now(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _follow_checkpoints(frame: Any) -> None:
-    """Frames keep their function with the casts of the moment in which they are made."""
+    """Let frames keep their function with the casts that are on when the frame is made."""
     make = frame.__init__
 
     @functools.wraps(make)
@@ -57,7 +57,7 @@ def _follow_checkpoints(frame: Any) -> None:
 
 
 def _follow_functions(node: Any) -> None:
-    """Nodes of custom functions, made in the forward pass, run `backward` under its casts."""
+    """Let the nodes of custom functions run `backward` under the casts of the forward pass."""
     make, apply = node.__init__, node.apply
 
     @functools.wraps(make)

@@ -57,10 +57,10 @@ def _asks(function: types.FunctionType) -> bool:
 
 @cache
 def _answered(module: str) -> dict[str, Any]:
-    """The globals of `module` with every question answered "no".
+    """The globals of `module` with every such question answered "no".
 
-    Without `__name__`: torch.compile would look the names up in the module it names, and find the
-    questions as they were.
+    They have no `__name__`: torch.compile would look the names up in the module of that name, and
+    find the questions as they were.
     """
     names = {**vars(sys.modules[module]), **dict.fromkeys(_QUESTIONS, _no)}
     del names["__name__"]

@@ -96,7 +96,7 @@ class Checkpoints(Callback):
         """Continue from a saved one."""
         if state["validation"] is not None:
             global_step, validation = state["validation"]
-            retention.rank(validation)  # Raises if it is none.
+            retention.rank_of(validation)  # Raises if it is none.
             self._validation = int(global_step), dict(validation)
 
     def save(self, trainer: Trainer) -> None:
@@ -155,7 +155,7 @@ class Checkpoints(Callback):
 
     def _among_the_best(self, global_step: int) -> bool:
         validation = self._validation_at(global_step)
-        rank = retention.rank(validation) if self._plan.keep_best and validation else None
+        rank = retention.rank_of(validation) if self._plan.keep_best and validation else None
         if rank is None:
             return False
         self._background.wait()  # What is being written counts among those already there.
@@ -169,6 +169,7 @@ class Checkpoints(Callback):
                 "trainer": trainer.state_dict(),
                 "rng": checkpoint.rng_state(),
                 "callbacks": states_of(trainer.callbacks),
+                "usage": dict(self._context.usage),
             },
             self._context.config,
             {

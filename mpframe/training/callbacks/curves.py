@@ -7,7 +7,8 @@ from torch import Tensor
 from mpframe.optim import MultiOptimizer
 from mpframe.optim.step_result import StepResult
 from mpframe.tracking.memory import peak_memory
-from mpframe.tracking.tracker import Tag, Tracker, checked_events, metric_tag
+from mpframe.tracking.tags import Tag, metric_tag
+from mpframe.tracking.tracker import Tracker, checked_events
 from mpframe.training.callback import Callback
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.evaluation import Evaluation
@@ -74,6 +75,7 @@ class Curves(Callback):
             Tag.GRAD_NORM: result.grad_norm,
             Tag.GRAD_AMAX: result.amax,
             Tag.SCALE: result.scale,
+            Tag.LOG2_SCALE: result.scale.log2(),
             Tag.SKIPPED_TOTAL: trainer.progress.skipped,
             Tag.PEAK_BYTES: peak_memory(),
         }
@@ -99,6 +101,7 @@ def _of_part(trainer: Trainer, name: str, part: StepResult) -> dict[str, float |
         Tag.GRAD_NORM.of(name): part.grad_norm,
         Tag.GRAD_AMAX.of(name): part.amax,
         Tag.SCALE.of(name): part.scale,
+        Tag.LOG2_SCALE.of(name): part.scale.log2(),
         Tag.SKIPPED_TOTAL.of(name): trainer.progress.part_skips.get(name, 0),
     }
     if isinstance(trainer.optimizer, MultiOptimizer):

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from mpframe.errors import ConfigError, nearest
+from mpframe.training.best import Best
 from mpframe.training.callback import Callback
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.run_context import RunContext
@@ -34,8 +35,7 @@ class EarlyStopping(Callback):
                 f"callbacks.early_stopping.min_delta={min_delta}: must be a finite number >= 0"
             )
         self._patience, self._min_delta, self._monitor = patience, min_delta, monitor
-        self._best: float | None = None
-        self._name, self._waited = "", 0
+        self._best, self._waited = Best(), 0
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """End a run at once that goes on from where it was stopped, unless the patience grew."""
@@ -47,29 +47,23 @@ class EarlyStopping(Callback):
         Raises:
             ConfigError: there is no such metric, or it does not say which value is better.
         """
-        self._name = evaluation.monitor if self._monitor is None else self._monitor
-        value, higher = self._watched(evaluation, self._name)
-        if not math.isnan(value) and self._is_better(value, higher):
-            self._best, self._waited = value, 0
-        else:
-            self._waited += 1
+        name = evaluation.monitor if self._monitor is None else self._monitor
+        value, higher = self._watched(evaluation, name)
+        step = trainer.progress.global_step
+        better = self._best.offer(name, value, step, higher, by=self._min_delta)
+        self._waited = 0 if better else self._waited + 1
         self._stop_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far, and the validations since."""
-        return {"best": self._best, "waited": self._waited, "name": self._name}
+        return {"best": self._best.state_dict(), "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from saved ones."""
         best = state["best"]
-        self._best, self._waited = None if best is None else float(best), int(state["waited"])
-        self._name = str(state["name"])
-
-    def _is_better(self, value: float, higher: bool) -> bool:
-        if self._best is None:
-            return True
-        gain = value - self._best if higher else self._best - value
-        return gain > self._min_delta
+        if "name" in state:  # A checkpoint from before the best value had its step.
+            best = {"name": state["name"], "value": best, "step": None}
+        self._best, self._waited = Best.saved(best), int(state["waited"])
 
     def _watched(self, evaluation: Evaluation, name: str) -> tuple[float, bool]:
         known = {**evaluation.metrics, "loss": evaluation.loss}
@@ -88,8 +82,7 @@ class EarlyStopping(Callback):
 
     def _stop_if_due(self, trainer: Trainer) -> None:
         if self._waited >= self._patience:
-            best = math.nan if self._best is None else self._best
             trainer.stop(
-                f"early stopping: val_{self._name} was not better than {best:g} in the last "
-                f"{self._waited} validations"
+                f"early stopping: val_{self._best.name} was not better than {self._best} in the "
+                f"last {self._waited} validations"
             )

@@ -1,27 +1,43 @@
-"""Keeps what the summary says of a run: the last loss and the last validation."""
+"""Keeps what the summary says of a run: the last loss, the last validation and the best one."""
 
+from collections import deque
 from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
 from mpframe.optim.step_result import StepResult
+from mpframe.training.best import Best, much_worse
 from mpframe.training.callback import Callback
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.trainer import Trainer
 
+_RECENT = 100  # validations
+
 
 class Results(Callback):
-    """Keeps the last loss and the last validation.
+    """Keeps the last loss, the last validation and the best one.
 
     Attributes:
         loss: unscaled, of the last step; None before the first one.
         evaluation: the last one; None before the first one.
+        best: of the monitored metric; without a value if the metric has no direction.
     """
 
     def __init__(self) -> None:
         self.loss: float | Tensor | None = None
         self.evaluation: Evaluation | None = None
+        self.best = Best()
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+
+    @property
+    def worsening(self) -> str | None:
+        """What to say if the last validation is much worse than the best one; None otherwise."""
+        best, last = self.best.value, self.evaluation
+        if best is None or last is None or not much_worse(best, self._recent):
+            return None
+        name = self.best.name
+        return f"the last val_{name}, {last.value:g}, is much worse than the best, {self.best}"
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Keep the loss; it stays on the device."""
@@ -29,14 +45,24 @@ class Results(Callback):
             self.loss = result.loss
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Keep the validation."""
+        """Keep the validation, and whether it is the best one so far."""
         self.evaluation = evaluation
+        name, value = evaluation.monitor, evaluation.value
+        higher = evaluation.direction(name)
+        if higher is None:
+            return
+        if name != self.best.name:
+            self._recent.clear()
+        self._recent.append(value)
+        self.best.offer(name, value, trainer.progress.global_step, higher)
 
     def state_dict(self) -> dict[str, Any]:
-        """Both, as numbers."""
+        """All of it, as numbers."""
         return {
             "loss": None if self.loss is None else float(self.loss),
             "evaluation": None if self.evaluation is None else asdict(self.evaluation),
+            "best": self.best.state_dict(),
+            "recent": list(self._recent),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -50,3 +76,6 @@ class Results(Callback):
                 dict(held["higher_is_better"]),
                 str(held["monitor"]),
             )
+        if "best" in state:  # An older checkpoint has none.
+            self.best = Best.saved(state["best"])
+            self._recent.extend(float(value) for value in state["recent"])

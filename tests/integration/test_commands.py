@@ -1,0 +1,94 @@
+"""The program `mpframe`: its commands, their help, and the scripts over them."""
+
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import mpframe
+from mpframe.cli import main as program
+from mpframe.cli.main import COMMANDS, help_of, main, overview, start
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_COMMANDS = {"__init__", "job", "main", "program"}
+
+
+@pytest.fixture(autouse=True)
+def _same_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+
+
+def test_every_file_of_cli_is_a_command() -> None:
+    files = {path.stem for path in (ROOT / "mpframe" / "cli").glob("*.py")}
+    assert files - NOT_COMMANDS == COMMANDS.keys() - {"bench"}
+
+
+def test_every_script_is_a_twin_of_a_command() -> None:
+    scripts = [path.read_text() for path in (ROOT / "scripts").glob("*.py")]
+    started = re.findall(r'start\("(\w+)"', "".join(scripts))
+    assert len(started) == len(scripts)
+    assert set(started) == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_has_usage_examples_and_its_options(name: str) -> None:
+    text = help_of(name)
+    assert text.splitlines()[0] in overview()
+    assert len(text.splitlines()[0]) <= 90
+    assert f"\nUsage: mpframe {name}" in text
+    assert f"\n    mpframe {name}" in text
+    module = import_module(COMMANDS[name])
+    for option in getattr(module, "_OPTIONS", getattr(module, "_DEFAULTS", ())):
+        assert re.search(rf"^    {option}=", text, re.MULTILINE), option
+
+
+def test_help_version_and_a_typo_are_answered_without_torch() -> None:
+    """In one new process: the questions come one after the other."""
+    ask = "; ".join(
+        [
+            "import sys",
+            "from mpframe.cli.main import main",
+            *(f"main({words})" for words in (["--help"], ["--version"], ["search", "--help"])),
+            "assert not {'torch', 'hydra', 'omegaconf'} & sys.modules.keys()",
+            "main(['trian'])",
+        ]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr == ("mpframe: trian: no such command; nearest: train; see mpframe --help\n")
+    assert done.returncode == 1
+    help_text, version, search = re.split(r"^(mpframe \d.*\n)", done.stdout, flags=re.MULTILINE)
+    assert help_text == overview() + "\n"
+    assert version.startswith(f"mpframe {mpframe.__version__}, torch 2.")
+    assert search == help_of("search") + "\n"
+
+
+def test_python_m_is_the_same_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpframe"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, overview() + "\n", "")
+
+
+def test_a_command_gets_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    module = type("Module", (), {"main": staticmethod(lambda: seen.append(list(sys.argv)))})
+    monkeypatch.setattr(program, "import_module", lambda _: module)
+    main(["train", "dtype=amp", "-m"])
+    start("train", ["dtype=fp32"], "scripts/train.py")
+    assert seen == [["mpframe train", "dtype=amp", "-m"], ["scripts/train.py", "dtype=fp32"]]
+
+
+def test_options_are_printed_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["options"])
+    printed = capsys.readouterr().out
+    assert "`trainer.max_steps`" in printed
+    main(["options", f"out={tmp_path / 'page.md'}"])
+    assert (tmp_path / "page.md").read_text() == printed
+    with pytest.raises(SystemExit):
+        main(["options", "outt=page.md"])
+    assert capsys.readouterr().err == "mpframe: outt=page.md: no such option; nearest: out\n"
