@@ -130,8 +130,9 @@ class TrainerOptions:
         2, "Checkpoints kept, the newest ones.", unit="checkpoints", low=1, watches=True
     )
     keep_best: int = option(
-        0,
-        "Checkpoints kept besides, the best by the monitored metric; each is saved when made.",
+        1,
+        "Checkpoints kept besides, the best by the monitored metric; each is saved when made, and "
+        "the best one is tested when the run is finished. 0: the last weights are.",
         unit="checkpoints",
         low=0,
         watches=True,

@@ -1,4 +1,4 @@
-"""A run's numbers as a table: `metrics.csv` in its folder, one row for a step.
+"""A run's numbers as a table: `metrics.csv` in its folder, one row for a step, one for the test.
 
     step,epoch,train_loss,...,val_loss,val_accuracy
     10,0,2.1840832,...,,

@@ -58,8 +58,10 @@ def test_the_first_command_reaches_97_percent(tmp_path: Path) -> None:
     assert summary.status == "finished"
     assert summary.val_metric is not None
     assert summary.val_metric >= 0.97
+    assert summary.test_metric is not None
+    assert summary.test_metric >= 0.97
     assert done.stdout.splitlines()[-1].startswith(
-        f"finished: val_accuracy {summary.val_metric:.4f}"
+        f"finished: test_accuracy {summary.test_metric:.4f} (best weights), "
     )
     assert "step/s" in done.stderr  # the progress bar
     names = {path.name for path in folder.iterdir()}

@@ -12,7 +12,7 @@ from mpframe.training.trainer import Trainer
 
 _COLUMNS = (
     *("step", "epoch", "train_loss", "learning_rate", "grad_norm", "grad_amax"),
-    *("loss_scale", "skipped_steps", "val_loss"),
+    *("loss_scale", "skipped_steps", "val_loss", "test_loss"),
 )
 
 
@@ -20,7 +20,8 @@ class CsvLog(Callback):
     """Writes a row for every step that is logged or validated; losses and gradients unscaled.
 
     A row is complete, and written, at the end of its step. A checkpoint holds the last one, because
-    a run may be stopped in the validation that belongs to it.
+    a run may be stopped in the validation that belongs to it. The test has a row of its own, the
+    last one.
 
     Args:
         log_every: steps between two rows of the training's numbers.
@@ -39,7 +40,8 @@ class CsvLog(Callback):
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Open the table; rows of steps that a resumed run takes again are cut off."""
         global_step = trainer.progress.global_step
-        columns = [*_COLUMNS, *(f"val_{name}" for name in trainer.metrics)]
+        metrics = [f"{split}_{name}" for split in ("val", "test") for name in trainer.metrics]
+        columns = [*_COLUMNS, *metrics]
         self._file = MetricsCsv(context.folder, columns, global_step, self._on_error)
         self._pending = bool(global_step) and self._last.get("step") == global_step
 
@@ -61,6 +63,12 @@ class CsvLog(Callback):
         metrics = {f"val_{name}": value for name, value in evaluation.metrics.items()}
         self._note(trainer, **_numbers(self._of_step), val_loss=evaluation.loss, **metrics)
 
+    def on_test(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Write the test's row."""
+        metrics = {f"test_{name}": value for name, value in evaluation.metrics.items()}
+        self._write()
+        self._file.add(_at(trainer) | {"test_loss": evaluation.loss, **metrics})
+
     def on_step_end(self, trainer: Trainer) -> None:
         """Write the step's row, if it has one."""
         if trainer.progress.global_step % self._log_every == 0:
@@ -81,10 +89,9 @@ class CsvLog(Callback):
         self._of_step = _numbers(state.get("of_step", {}))  # An older checkpoint has none.
 
     def _note(self, trainer: Trainer, **values: float | int) -> None:
-        progress = trainer.progress
-        if self._last.get("step") != progress.global_step:
+        if self._last.get("step") != trainer.progress.global_step:
             self._write()
-            self._last = {"step": progress.global_step, "epoch": progress.epoch}
+            self._last = _at(trainer)
         self._last |= values
         self._pending = True
 
@@ -92,6 +99,10 @@ class CsvLog(Callback):
         if self._pending:
             self._pending = False
             self._file.add(self._last)
+
+
+def _at(trainer: Trainer) -> dict[str, float | int]:
+    return {"step": trainer.progress.global_step, "epoch": trainer.progress.epoch}
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float | int]:
