@@ -144,7 +144,6 @@ def _main(arguments: list[str]) -> None:
     own, given = take_options(arguments, _OPTIONS)
     if not own.get("checkpoint"):
         raise ConfigError("checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42")
-    _refuse_flags(given)
     path = Path(own["checkpoint"])
     kind = own.get("weights")
     _refuse_unknown("weights", kind, KINDS)
@@ -164,12 +163,6 @@ def _refuse_unknown(option: str, value: str | None, known: Sequence[str]) -> Non
         raise ConfigError(
             f"{option}={value}: choose {' or '.join(known)}" + f"; {hint}" * bool(hint)
         )
-
-
-def _refuse_flags(given: list[str]) -> None:
-    for word in given:
-        if word.startswith("-"):
-            raise ConfigError(f"{word}: no such option; give option=value")
 
 
 def _use(trainer: Trainer, kind: str, state: dict[str, Any], path: Path) -> None:

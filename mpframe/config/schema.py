@@ -193,7 +193,26 @@ class TrainerOptions:
         choices=("fp32", "float16", "bfloat16"),
     )
     compile: bool = option(False, "Compile model and casts into one graph (torch.compile).")
-    progress: bool = option(True, "Show a progress bar.", watches=True)
+    profile: bool = option(
+        False,
+        "Record a few steps: a trace for a browser, and the largest costs by module and format.",
+        watches=True,
+    )
+    progress: str | bool = option(  # A file's unquoted `off` is read as false.
+        "auto",
+        "Show a progress bar; auto: if stderr is a terminal and verbosity is not quiet. true is "
+        "read as on, false as off.",
+        choices=("auto", "on", "off"),
+        watches=True,
+    )
+    verbosity: str = option(
+        "normal",
+        "What the console shows: quiet: warnings, errors and the result; normal: also a line at "
+        "every validation; verbose: also a line at every log_every steps. train.log holds what "
+        "normal shows, and with verbose the rest, too.",
+        choices=("quiet", "normal", "verbose"),
+        watches=True,
+    )
 
 
 @dataclass
@@ -362,7 +381,7 @@ RUN_OPTIONS = {f.name for f in dataclasses.fields(RunOptions)}
 # Those of conf/callbacks/default.yaml.
 _WATCHING_CALLBACKS = (
     *("ranges", "amax_record", "curves", "csv", "autopsy", "loss_spikes", "saturation"),
-    "progress_bar",
+    *("log_lines", "profile", "progress_bar"),
 )
 
 

@@ -26,6 +26,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from mpframe.config.again import say_on_signal
 from mpframe.config.overrides import word_of
 from mpframe.config.redaction import as_yaml, secrets_of, values_of
 from mpframe.errors import printable
@@ -50,6 +51,8 @@ class SweepTable(Callback):
         self._folder = Path(config.hydra.sweep.dir).absolute()
         # Hydra does not call on_multirun_end if a job failed, but then the table is needed, too.
         atexit.register(self._report)
+        if config.hydra.runtime.choices["hydra/launcher"] != "basic":
+            say_on_signal(Path(config.hydra.sweep.dir))
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         _hide_secrets(Path(config.hydra.sweep.dir) / "multirun.yaml")

@@ -5,6 +5,7 @@ Whatever way a run ends, `summary.json` says so: finished, interrupted, diverged
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,9 @@ from omegaconf import DictConfig
 
 from mpframe import build
 from mpframe.checkpoint import retention
+from mpframe.config.composing import checked
+from mpframe.config.output_folder import refuse_unwritable
+from mpframe.config.overrides import word_of
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.data import Loader, Task
@@ -28,6 +32,7 @@ from mpframe.errors import (
     UserCodeError,
 )
 from mpframe.run.callbacks import RunCallbacks
+from mpframe.run.console import RESULT, console
 from mpframe.run.description import announce, describe
 from mpframe.run.final_test import final_test
 from mpframe.run.first_weights import take_first_weights
@@ -87,6 +92,7 @@ class Run:
         """
         with (
             hidden_from_logs(self.secrets),
+            console(self.config.trainer.verbosity),
             self.run_folder,
             RunLock(self.folder),
             self.interruption,
@@ -128,7 +134,8 @@ class Run:
         self._finish(Status.INTERRUPTED, str(RunInterrupted(received)))
         if self.config.trainer.requeue:
             requeue(received)
-        return RunInterrupted(received, f"continue with resume=auto hydra.run.dir={self.folder}")
+        place = shlex.quote(word_of("hydra.run.dir", str(self.folder)))
+        return RunInterrupted(received, f"continue with resume=auto {place}")
 
     def _fit(self) -> None:
         config = self.config
@@ -236,6 +243,7 @@ class Run:
             summary.skipped_steps,
             summary.seconds,
             self.folder,
+            extra=RESULT,
         )
         return summary
 
@@ -262,6 +270,29 @@ def _results(summary: Summary) -> str:
     said = "" if tested is None else f"test_{name} {tested:.4f} ({summary.tested} weights), "
     value = summary.monitored
     return said + ("" if value is None else f"val_{name} {value:.4f}, ")
+
+
+def train(config: DictConfig, folder: str | Path) -> Summary:
+    """Train what Hydra's `compose` gave, in a notebook or a program of your own.
+
+        from hydra import compose, initialize_config_module
+        from mpframe import train
+
+        with initialize_config_module("mpframe.conf", version_base="1.3"):
+            config = compose("config", ["dtype=amp", "trainer.max_steps=20"])
+        summary = train(config, "runs/notebook")
+
+    Args:
+        config: a composed configuration; it is checked as on the command line.
+        folder: the run's folder, which is made.
+
+    Raises:
+        MpframeError: an option is not allowed, or the run could not start or go on.
+    """
+    checked_config, place = checked(config), Path(folder)
+    refuse_unwritable("folder", place)
+    place.mkdir(parents=True, exist_ok=True)
+    return Run(checked_config, config, place).train()
 
 
 @contextmanager

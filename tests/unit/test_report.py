@@ -437,18 +437,21 @@ def test_a_page_of_nine_runs_is_below_two_megabytes_and_fits_800_pixels(
         assert _least_width(table) < 800 - 40
 
 
-def _least_width(table: list[list[str]]) -> float:
-    """The least width of a table in pixels: text wraps anywhere, heads between words, numbers not.
+TEXTS = ("run", "precision, scaling", "status", "reason")
 
-    A digit of the page's 12.6 pixel letters is at most 8 wide, those of a second line, of 11.6
-    pixels, 7; a column's padding is 16.
+
+def _least_width(table: list[list[str]]) -> float:
+    """The least width of a table in pixels: text wraps in 96 pixels, heads between words.
+
+    Numbers do not wrap. A digit of the page's 13.4 pixel letters is at most 8.5 wide, those of a
+    second line, of 12.3 pixels, 8; a column's padding is 16.
     """
     width = 0.0
     for head, *cells in zip(*table, strict=True):
-        longest = 8 * max(len(word) for word in head.split())
-        if head not in ("run", "precision, scaling", "status"):
+        longest = max(8.5 * max(len(word) for word in head.split()), 96 * (head in TEXTS))
+        if head not in TEXTS:
             for first, _, second in (cell.partition("\n") for cell in cells):
-                longest = max(longest, 8 * len(first), 7 * len(second))
+                longest = max(longest, 8.5 * len(first), 8.0 * len(second))
         width += longest + 16
     return width
 
