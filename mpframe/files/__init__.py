@@ -3,6 +3,7 @@
     durable.py      writes a file whole or not at all; appends whole pieces
     plain_file.py   opens regular files alone: no links, FIFOs or devices
     stored_yaml.py  reads a run's stored options as plain values, within bounds
+    turns.py        lets processes work in a folder one after the other
 
 Begin with durable.py. Imports `errors` alone, so that every other package can use it.
 """
