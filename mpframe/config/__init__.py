@@ -5,9 +5,7 @@ a composed configuration against it. Hydra composes; the others stand around it:
 
     store.py         gives Hydra the schema            flags.py         Hydra's flags
     overrides.py     the words of a command line       composing.py     one job, or why not
-    sweep.py         a sweep's values                  job_check.py     checks before a job starts
-    job_name.py      the name of a sweep's job         earlier.py       is this job's run there?
-    again.py         how a stopped sweep goes on
+    sweep/           the jobs of a sweep               job_check.py     checks before a job starts
     command_line.py  what the commands use             stored.py        a checkpoint's options
     redaction.py     keeps secrets out                 options_page.py  writes docs/options.md
 

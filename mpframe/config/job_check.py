@@ -21,12 +21,12 @@ from mpframe.config.composing import (
     refuse_bad_override,
     without_hydra,
 )
-from mpframe.config.earlier import holds_this_run, resolved_text
-from mpframe.config.job_name import leave_out
 from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.overrides import parsed
 from mpframe.config.source import PRIMARY
-from mpframe.config.sweep import axes, first_job, refuse_unfit_choices
+from mpframe.config.sweep.earlier import holds_this_run, resolved_text
+from mpframe.config.sweep.job_name import leave_out
+from mpframe.config.sweep.values import axes, first_job, refuse_unfit_choices
 from mpframe.errors import ConfigError, MpframeError
 
 
