@@ -88,7 +88,7 @@ def _moves(word: str) -> list[str]:
 
 
 def _with_own_targets(words: list[str]) -> list[str]:
-    """Let a user's own class stand alone: none of the shipped choice's arguments go with it."""
+    """Give a user's own class none of the arguments of the shipped choice."""
     groups = [group for group, section in OPEN.items() if not section.named]
     own = {g for g in groups for word in words if word.lstrip("+").startswith(f"{g}._target_=")}
     chosen = {g for g in groups for word in words if word.startswith(f"{g}=")}
