@@ -70,11 +70,12 @@ def _about(config: Config, trainer: Trainer, train: Loader) -> str:
     weights = sum(own.numel() for own in trainer.model.parameters() if not is_lazy(own))
     optimizers = " + ".join(map(called, config.optimizer_nodes))
     lines = [
-        f"**{precision_in_words(config)}** on {device_of(trainer.model)}, loss scaling "
+        f"**Precision**: {precision_in_words(config)} on {device_of(trainer.model)}, loss scaling "
         f"{scaling_of(trainer)}, ops {ops_in_words(trainer.precision.policy.ops)}",
-        f"**{called(config.model)}**, {weights:,} weights; data: {called(config.dataset)}, "
-        f"{len(train)} batches an epoch, {config.trainer.epochs} epochs",
-        f"**{optimizers}**; schedule: {called(config.scheduler)}; seed {config.run.seed}",
+        f"**Model and data**: {called(config.model)}, {weights:,} weights; "
+        f"{called(config.dataset)}, {len(train)} batches an epoch",
+        f"**Training**: {optimizers}, schedule {called(config.scheduler)}, "
+        f"{config.trainer.epochs} epochs, seed {config.run.seed}",
     ]
     return "\n".join(f"- {line}" for line in lines)
 
