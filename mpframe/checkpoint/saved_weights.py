@@ -8,15 +8,14 @@ bit, and rounds the masters to the weights that it stores in half. Only the loss
 everywhere: a mode without scaling has no use for one.
 """
 
-from collections.abc import Mapping, Sequence, Set
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpframe.errors import CheckpointError, ConfigError, nearest
+from mpframe.errors import CheckpointError, ConfigError
 from mpframe.tree import HALF, dtype_name
 
 KINDS = ("trained", "ema")
@@ -57,45 +56,6 @@ def averages_of(state: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
             f"{path}: holds no averages, trainer.ema_decay was off; use weights=trained"
         )
     return _tensors(state, "ema", path)
-
-
-def fitted(
-    saved: Mapping[str, Tensor], own: Mapping[str, Tensor], left_out: Sequence[str], source: str
-) -> dict[str, Tensor]:
-    """The saved weights for a model with the weights `own`, except those that may differ.
-
-    Args:
-        saved: the checkpoint's, by name.
-        own: the model's; a left-out name keeps this value.
-        left_out: name patterns as in `head.*`.
-        source: the value of `init_from`, for messages.
-
-    Raises:
-        ConfigError: a pattern matches no name, or no weight is left.
-        CheckpointError: names are missing or unexpected, or shapes differ; all are listed.
-    """
-    _refuse_idle(left_out, {*saved, *own})
-
-    def wanted(name: str) -> bool:
-        return not any(fnmatchcase(name, pattern) for pattern in left_out)
-
-    missing = [name for name in own if wanted(name) and name not in saved]
-    unexpected = [name for name in saved if wanted(name) and name not in own]
-    taken = [name for name in own if wanted(name) and name in saved]
-    differing = [
-        f"{name} {tuple(saved[name].shape)} for {tuple(own[name].shape)}"
-        for name in taken
-        if saved[name].shape != own[name].shape
-    ]
-    lists = {"missing": missing, "unexpected": unexpected, "of another shape": differing}
-    found = "; ".join(f"{what}: {_few(names)}" for what, names in lists.items() if names)
-    if found or not taken:
-        first = (missing + unexpected + differing or ["head"])[0].split()[0].rpartition(".")[0]
-        raise CheckpointError(
-            f"init_from={source}: {found or 'nothing is left to take'}; use the model it was made "
-            f"with, or name what may differ: init_from_except=[{first or 'head'}.*]"
-        )
-    return {**own, **{name: saved[name] for name in taken}}
 
 
 def rounding(model: nn.Module, weights: Mapping[str, Tensor]) -> str:
@@ -145,18 +105,17 @@ def steps_tried(state: Mapping[str, Any], path: Path) -> int:
     return sum(steps)
 
 
-def _refuse_idle(patterns: Sequence[str], names: Set[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            hint = nearest(pattern, names)
-            raise ConfigError(
-                f"init_from_except={pattern}: matches no weight of the checkpoint or the model; "
-                f"{hint or 'there are ' + _few(sorted(names))}"
-            )
+def trained_in(state: Mapping[str, Any], path: Path) -> str:
+    """The precision of the run, e.g. `mixed(float16)`.
 
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    Raises:
+        CheckpointError: the state does not say.
+    """
+    trainer = state.get("trainer")
+    precision = trainer.get("precision") if isinstance(trainer, Mapping) else None
+    if not isinstance(precision, str):
+        raise _not_of_a_run(path, "precision")
+    return precision
 
 
 def _tensors(state: Mapping[str, Any], name: str, path: Path) -> dict[str, Tensor]:

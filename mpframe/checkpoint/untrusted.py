@@ -10,6 +10,9 @@ AssertionError to MemoryError and RecursionError. To the user all of it means on
 damaged.
 """
 
+import io
+import pickle
+import pickletools
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +24,8 @@ from torch import Tensor
 from mpframe.errors import CheckpointError, MpframeError, first_line
 
 _LARGEST_PICKLE = 2**24  # bytes; a thousand parameters with their optimizer state take 1 MB
+_OLD_FORMAT = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # The first of its pickles.
+_OLD_PICKLES = 5  # This number, a version, facts of the machine, the state, the order of its bytes.
 _DEEPEST = 50
 _MOST_VALUES = 10**7
 
@@ -49,6 +54,29 @@ def refuse_bomb(path: Path) -> None:
         )
 
 
+def refuse_long_pickles(path: Path) -> None:
+    """Refuse a file in torch's older format, five pickles and then bytes, that would take minutes.
+
+    Raises:
+        CheckpointError: the pickles have more bytes than any run's.
+        Exception: not such a file; whatever pickletools raises.
+    """
+    with path.open("rb") as file:
+        head = io.BytesIO(file.read(_LARGEST_PICKLE))
+    if not head.getvalue().startswith(_OLD_FORMAT):
+        raise ValueError("neither an archive nor torch's older format")
+    try:
+        for _ in range(_OLD_PICKLES):
+            for _ in pickletools.genops(head):
+                pass
+    except ValueError:
+        if len(head.getvalue()) < _LARGEST_PICKLE:
+            raise
+        raise CheckpointError(
+            f"{path}: refused, its pickles have more than {_LARGEST_PICKLE} bytes; use another file"
+        ) from None
+
+
 def refuse_oversized(path: Path, state: Any) -> None:
     """Refuse a state that is larger than its file: by a tensor, or by lists that repeat.
 
@@ -68,12 +96,13 @@ def refuse_oversized(path: Path, state: Any) -> None:
 
 
 @contextmanager
-def damaged_if_raising(path: Path, what: str) -> Iterator[None]:
+def damaged_if_raising(path: Path, what: str, way_out: str = "use an older one") -> Iterator[None]:
     """Within the block any exception but mpframe's own becomes: the file is damaged.
 
     Args:
         path: the file that the block reads.
         what: what it then is, e.g. `not a manifest`.
+        way_out: what to do then.
 
     Raises:
         CheckpointError: the block raised.
@@ -84,7 +113,7 @@ def damaged_if_raising(path: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{path}: damaged, {what} ({first_line(error):.120}); use an older one"
+            f"{path}: damaged, {what} ({first_line(error):.120}); {way_out}"
         ) from None
 
 

@@ -18,16 +18,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from mpframe import build, checkpoint
-from mpframe.checkpoint.saved_weights import fitted, weights_of
+from mpframe import build
 from mpframe.cli.program import program
 from mpframe.config.command_line import jobs
 from mpframe.config.schema import Config
-from mpframe.errors import ConfigError
 from mpframe.numerics.doctor import Finding, Severity, Subject, examine
-from mpframe.training.trainer import Trainer
+from mpframe.run.first_weights import take_first_weights
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -59,9 +56,9 @@ def subject_of(config: Config, words: Sequence[str] = ()) -> Subject:
     config = replace(config, trainer=replace(config.trainer, compile=False))
     build.seed_everything(config.run.seed)
     task = build.build_task(config)
-    train, _ = build.build_loaders(config, task)
+    train = build.build_loaders(config, task).train
     trainer = build.build_trainer(config, task, len(train))
-    trained_in = _take_weights(trainer, config) if config.run.init_from else None
+    trained_in = None if config.run.init_from is None else take_first_weights(trainer, config.run)
     added = {word.lstrip("+").partition("=")[0] for word in words if word.startswith("+")}
     return Subject(trainer, train, config.flat, added, trained_in)
 
@@ -72,15 +69,3 @@ def as_text(words: Sequence[str], findings: list[Finding]) -> str:
     counts = {kind: sum(f.severity is kind for f in findings) for kind in Severity}
     said = [f"{n} {kind.name.lower()}{'s' * (n != 1)}" for kind, n in counts.items() if n]
     return "\n".join([head, *map(str, findings), ", ".join(said) or "nothing found"])
-
-
-def _take_weights(trainer: Trainer, config: Config) -> str:
-    """Load init_from; returns the precision its weights were trained in."""
-    source = str(config.run.init_from)
-    state = checkpoint.load(Path(source))
-    saved = weights_of(state, "trained", Path(source))
-    trainer.load_weights(fitted(saved, trainer.weights(), config.run.init_from_except, source))
-    try:
-        return str(state["trainer"]["precision"])
-    except (KeyError, TypeError):
-        raise ConfigError(f"init_from={source}: does not say its precision; retrain it") from None

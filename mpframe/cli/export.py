@@ -1,82 +1,218 @@
-"""Export a checkpoint's weights as safetensors, with plain names.
+"""Export a checkpoint as a file for anybody, with a sidecar that says how to use it.
 
-Usage: mpframe export checkpoint=PATH out=FILE.safetensors [format=...] [weights=...]
+Usage: mpframe export checkpoint=PATH out=FILE [format=...] [weights=...] [option=value] ...
 
     mpframe export checkpoint=runs/2026-11-21/05-45-42 out=model.safetensors
-    mpframe export checkpoint=runs/mine out=half.safetensors format=float16 weights=ema
+    mpframe export checkpoint=runs/mine out=half.safetensors weights_dtype=float16
+    mpframe export checkpoint=runs/mine out=model.onnx format=onnx weights=ema
+    mpframe export checkpoint=runs/mine out=model.pt2 format=torch_export
 
 Options:
     checkpoint=PATH       a run (its newest checkpoint) or one checkpoint; must be given
-    out=FILE              must be given; a file that exists is not overwritten
-    format=fp32|float16|bfloat16    default: fp32; rounded once, from the fp32 masters
+    out=FILE              must be given
+    format=safetensors|state_dict|onnx|torch_export    default: safetensors
     weights=trained|ema   default: trained; ema: the averages of trainer.ema_decay
+    weights_dtype=fp32|float16|bfloat16    default: fp32; rounded once, from the fp32 masters
+    overwrite=true        replace a file that exists; default: false
+    model.OPTION=VALUE    for a graph: options of the model
+
+The sidecar is FILE.json.
+
+safetensors and state_dict hold weights. onnx and torch_export hold the model as a graph, which runs
+without its code, for any batch size; it takes inputs of weights_dtype and computes in it. For a
+graph a class that is not mpframe's must be named again, as in model._target_=my_pkg.Net. onnx needs
+pip install mpframe[onnx].
 """
 
+import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mpframe import checkpoint
-from mpframe.checkpoint.export import FORMATS, Exported, converted, exists, write
-from mpframe.checkpoint.saved_weights import KINDS, steps_tried, weights_of
+from torch import nn
+
+from mpframe import build, checkpoint
+from mpframe.checkpoint import Snapshot
+from mpframe.checkpoint.export.files import (
+    FORMATS,
+    GRAPHS,
+    as_safetensors,
+    as_state_dict,
+    beside,
+    refuse_taken,
+    write,
+)
+from mpframe.checkpoint.export.graph import as_onnx, as_pt2, graph_inputs, require_onnx, traced
+from mpframe.checkpoint.export.rounding import DTYPES, Exported, converted
+from mpframe.checkpoint.export.sidecar import as_json, facts_of, model_facts
+from mpframe.checkpoint.saved_weights import KINDS, weights_of
 from mpframe.cli.program import program
+from mpframe.config.redaction import redacted, secrets_of
+from mpframe.config.stored import config_of
 from mpframe.errors import ConfigError, nearest, printable, take_options
+from mpframe.tree import dtype_name
 
-_DEFAULTS = {"checkpoint": "", "out": "", "format": "fp32", "weights": "trained"}
+_DEFAULTS = {
+    "checkpoint": "",
+    "out": "",
+    "format": "safetensors",
+    "weights": "trained",
+    "weights_dtype": "fp32",
+    "overwrite": "false",
+}
+_CHOICES = {
+    "format": tuple(FORMATS),
+    "weights": KINDS,
+    "weights_dtype": tuple(DTYPES),
+    "overwrite": ("false", "true"),
+}
+
+
+@dataclass(frozen=True)
+class Export:
+    """What the command line asks for.
+
+    Attributes:
+        options: this program's own, by name.
+        given: `option=value` words that change the run's options.
+    """
+
+    options: dict[str, str]
+    given: list[str]
+
+    @property
+    def source(self) -> Path:
+        """The checkpoint's folder."""
+        return checkpoint.newest(Path(self.options["checkpoint"]))
+
+    @property
+    def out(self) -> Path:
+        """The file to write."""
+        return Path(self.options["out"])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Export the checkpoint of `checkpoint=...` into `out=...`.
+    """Export the checkpoint of `checkpoint=...` into `out=...` and a sidecar `out.json`.
 
     Args:
-        arguments: `checkpoint=RUN_OR_CHECKPOINT`, `out=FILE.safetensors`,
-            `format=fp32|float16|bfloat16`, `weights=trained|ema`; the command line if None.
+        arguments: `checkpoint=RUN_OR_CHECKPOINT`, `out=FILE`,
+            `format=safetensors|state_dict|onnx|torch_export`, `weights=trained|ema`,
+            `weights_dtype=fp32|float16|bfloat16`, `overwrite=true`, and for a graph the options of
+            the run to change; the command line if None.
     """
     with program():
         _main(sys.argv[1:] if arguments is None else arguments)
 
 
 def _main(arguments: list[str]) -> None:
-    options = _checked(arguments)
-    source, out = Path(options["checkpoint"]), Path(options["out"])
-    if out.exists():
-        raise exists(out)
-    state = checkpoint.load(source)
-    step = steps_tried(state, source)
-    exported = converted(weights_of(state, options["weights"], source), options["format"])
-    facts = {"format": "pt", "step": str(step), "weights": options["weights"]}
-    write(out, exported, facts)
-    print(printable(_text(options, step, exported)))
+    export = _checked(arguments)
+    options, form = export.options, export.options["format"]
+    refuse_taken(export.out, options["overwrite"] == "true")
+    if form == "onnx":
+        require_onnx()
+    snapshot = checkpoint.read(Path(options["checkpoint"]))
+    weights = weights_of(snapshot.state, options["weights"], export.source)
+    exported = converted(weights, options["weights_dtype"])
+    facts = facts_of(snapshot, export.source)
+    facts["weights"] = {
+        "kind": options["weights"],
+        "dtype": dtype_name(DTYPES[options["weights_dtype"]]),
+        "saturated": exported.saturated,
+    }
+    content = (
+        _graph(export, snapshot, exported, facts)
+        if form in GRAPHS
+        else _weights(form, exported, _without_secrets(facts))
+    )
+    write(export.out, content, form, _without_secrets(facts))
+    print(printable(_text(export, facts, exported)))
 
 
-def _checked(arguments: list[str]) -> dict[str, str]:
-    given, rest = take_options(arguments, _DEFAULTS)
-    for word in rest:
-        hint = nearest(word.partition("=")[0], _DEFAULTS)
-        raise ConfigError(f"{word}: no such option; {hint or 'known: ' + ', '.join(_DEFAULTS)}")
-    options = {**_DEFAULTS, **given}
+def _weights(form: str, exported: Exported, facts: dict[str, Any]) -> bytes:
+    if form == "state_dict":
+        return as_state_dict(exported.tensors)
+    return as_safetensors(exported.tensors, facts)
+
+
+def _graph(export: Export, snapshot: Snapshot, exported: Exported, facts: dict[str, Any]) -> bytes:
+    """The model's graph; `facts` then say which model was built, and what the graph takes."""
+    options = export.options
+    facts["computes_in"] = facts["weights"]["dtype"]
+    facts["inputs"] = graph_inputs(facts, options["weights_dtype"])
+    config = config_of(snapshot.config, export.source / "config.yaml", export.given)
+    facts["model"] = model_facts(config.model)
+    model: nn.Module = build.build_model(config)
+    graph = traced(model, exported, options["weights_dtype"], facts["inputs"])
+    words = as_json(_without_secrets(facts))
+    return as_onnx(graph, words) if options["format"] == "onnx" else as_pt2(graph, words)
+
+
+def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
+    hidden: dict[str, Any] = redacted(facts, secrets_of([], os.environ))
+    return hidden
+
+
+def _checked(arguments: list[str]) -> Export:
+    own, given = take_options(arguments, _DEFAULTS)
+    options = {**_DEFAULTS, **own}
     for name, example in (
         ("checkpoint", "runs/2026-11-21/05-45-42"),
         ("out", "model.safetensors"),
     ):
         if not options[name]:
             raise ConfigError(f"{name}: must be given, e.g. {name}={example}")
-    for name, choices in (("format", tuple(FORMATS)), ("weights", KINDS)):
-        if options[name] not in choices:
-            hint = nearest(options[name], choices)
+    for name, choices in _CHOICES.items():
+        _refuse_unless(name, options[name], choices)
+    _refuse_unfit_ending(options)
+    if options["format"] not in GRAPHS:
+        _refuse_more(given, options["format"])
+    return Export(options, given)
+
+
+def _refuse_unless(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value in choices:
+        return
+    if name == "format" and value in DTYPES:  # What the option once was.
+        raise ConfigError(f"format={value}: is no file's format; give weights_dtype={value}")
+    hint = nearest(value, choices)
+    raise ConfigError(f"{name}={value}: choose {', '.join(choices)}" + f"; {hint}" * bool(hint))
+
+
+def _refuse_unfit_ending(options: dict[str, str]) -> None:
+    out, form = Path(options["out"]), options["format"]
+    for other, endings in FORMATS.items():
+        if out.suffix in endings and other != form:
             raise ConfigError(
-                f"{name}={options[name]}: choose {', '.join(choices)}" + f"; {hint}" * bool(hint)
+                f"out={out}: a file of format={form} ends in {FORMATS[form][0]}; rename it, or "
+                f"give format={other}"
             )
-    return options
 
 
-def _text(options: dict[str, str], step: int, exported: Exported) -> str:
-    held = exported.saturated
+def _refuse_more(given: list[str], form: str) -> None:
+    for word in given:
+        name = word.partition("=")[0]
+        if name.partition(".")[0] == "model":
+            raise ConfigError(
+                f"{word}: format={form} builds no model; leave it out, or give format=onnx or "
+                "torch_export"
+            )
+        hint = nearest(name, _DEFAULTS)
+        raise ConfigError(f"{word}: no such option; {hint or 'known: ' + ', '.join(_DEFAULTS)}")
+
+
+def _text(export: Export, facts: dict[str, Any], exported: Exported) -> str:
+    options, held = export.options, exported.saturated
     worst = sorted(held, key=lambda name: -held[name])
     saturation = (
-        f"; {sum(held.values())} values beyond the range of {options['format']} are held at its "
-        f"end ({', '.join(worst[:3])}{', ...' if len(worst) > 3 else ''})"
+        f"; {sum(held.values())} values beyond the range of {options['weights_dtype']} are held "
+        f"at its end ({', '.join(worst[:3])}{', ...' if len(worst) > 3 else ''})"
     )
+    unknown = [key for key in ("inputs", "preprocessing", "class_names") if facts[key] is None]
     return (
-        f"{options['out']}: {len(exported.tensors)} tensors in {options['format']}, weights "
-        f"{options['weights']}, step {step}" + saturation * bool(held)
+        f"{export.out}: {len(exported.tensors)} tensors in {options['weights_dtype']}, weights "
+        f"{options['weights']}, step {facts['run']['step']}"
+        + saturation * bool(held)
+        + f"; {beside(export.out).name} says how to use them"
+        + f", but for {', '.join(unknown)}, which the run did not know" * bool(unknown)
     )

@@ -8,12 +8,13 @@ A job returns its monitored validation metric, so that a sweeper can search for 
     a search (Optuna)          raised: the sweeper counts the trial as failed and goes on
 """
 
+import logging
 import math
 import os
 import sys
 import traceback
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
@@ -21,9 +22,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from mpframe.cli.program import current_folder_importable
+from mpframe.config.again import stopped
 from mpframe.config.command_line import checked
+from mpframe.config.earlier import holds_this_run, resolved_text
 from mpframe.config.redaction import hide, secrets_of, values_of
-from mpframe.errors import MpframeError, RunInterrupted, printable
+from mpframe.config.schema import Config
+from mpframe.errors import DivergedError, MpframeError, RunInterrupted, printable
+from mpframe.files.turns import turn_in
+from mpframe.tracking.summary import Status, Summary
+
+log = logging.getLogger(__name__)
 
 
 class JobError(CompactHydraException):
@@ -62,9 +70,15 @@ class Jobs:
         if self._failures:
             raise self._failures[0]
 
+    def _stop(self, error: RunInterrupted, own: DictConfig) -> NoReturn:
+        """End this process: the jobs that are left are not started either."""
+        if os.getpid() == self._home:
+            sys.exit(print_error(stopped(error.received, Path(own.sweep.dir))))
+        sys.exit(print_error(RunInterrupted(error.received), f"job {own.job.num}: "))
+
     def _fail(self, error: Exception, own: DictConfig) -> None:
         if self._sweep and isinstance(error, RunInterrupted):
-            sys.exit(print_error(error))  # The jobs that are left are not started either.
+            self._stop(error, own)
         searches = own.runtime.choices["hydra/sweeper"] != "basic"
         if self._sweep and (searches or os.getpid() != self._home):
             raise JobError(f"job {own.job.num}: {error}") from error
@@ -83,12 +97,56 @@ def print_error(error: MpframeError, place: str = "") -> int:
 
 
 def _trained(composed: DictConfig, own: DictConfig) -> float | None:
-    config = checked(composed)
+    config, folder = checked(composed), Path(own.runtime.output_dir)
+    if own.mode is not RunMode.MULTIRUN:
+        return _metric(_run(config, composed, own))
+    # Two jobs of a sweep may be the same, and run at the same time.
+    with turn_in(folder, f"waiting for another process that runs this job, in {folder}"):
+        return _metric(_found(config, composed, folder) or _run(config, composed, own))
+
+
+def _run(config: Config, composed: DictConfig, own: DictConfig) -> Summary:
     from mpframe.run.run import Run  # torch comes in here, and not before.
 
-    metric = Run(config, composed, Path(own.runtime.output_dir), own).train().monitored
-    # A sweeper takes no nan for a result.
-    return None if metric is None or math.isnan(metric) else metric
+    return Run(config, composed, Path(own.runtime.output_dir), own).train()
+
+
+def _found(config: Config, composed: DictConfig, folder: Path) -> Summary | None:
+    """What the job came to when the sweep was started before; None if it did not end by itself.
+
+    Then `resume` is set so that it goes on from its newest checkpoint.
+
+    Raises:
+        ConfigError: the folder holds a run with other options.
+        DivergedError: it diverged.
+    """
+    if not holds_this_run(folder, resolved_text(composed), config.run.resume):
+        return None
+    summary = _summary_in(folder)
+    if summary is not None and summary.status is Status.DIVERGED:
+        raise DivergedError(
+            f"diverged when the sweep ran before, {summary.reason}; to run it again delete {folder}"
+        )
+    if summary is not None and summary.status is Status.FINISHED:
+        log.info("finished when the sweep ran before, in %s", folder)
+        return summary
+    if config.run.resume == "none":
+        config.run.resume = "auto"
+    return None
+
+
+def _summary_in(folder: Path) -> Summary | None:
+    """How the run in a folder ended; None if it was killed."""
+    try:
+        return Summary.read(folder)
+    except FileNotFoundError:
+        return None
+
+
+def _metric(summary: Summary) -> float | None:
+    """What a sweeper goes by; it takes no nan for a result."""
+    value = summary.monitored
+    return None if value is None or math.isnan(value) else value
 
 
 def _hide_secrets(error: Exception, composed: DictConfig) -> None:

@@ -48,10 +48,7 @@ def check(composed: DictConfig) -> Config:
     _refuse_unknown("", tree, {*SECTIONS, *OPEN, *RUN_OPTIONS})
     run = _load(RunOptions, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
     _refuse_leaving(run.run_name)
-    if run.init_from_except and run.init_from is None:
-        raise ConfigError(
-            f"init_from_except={run.init_from_except}: has no meaning without init_from; give both"
-        )
+    _refuse_without_source(run)
     optimizer = _section(tree, "optimizer")
     joint = _joint(optimizer) if "parts" in optimizer else None
     _own_options("optimizer", optimizer)
@@ -74,6 +71,17 @@ def check(composed: DictConfig) -> Config:
         metrics=_named(tree, "metrics"),
         flat=flatten(tree),
     )
+
+
+def _refuse_without_source(run: RunOptions) -> None:
+    """The options that belong to `init_from` need it, and names are renamed to names."""
+    names = run.init_from_names or {}
+    for name, value in (("init_from_except", run.init_from_except), ("init_from_names", names)):
+        if value and run.init_from is None:
+            raise ConfigError(f"{name}={value}: has no meaning without init_from; give both")
+    for old, new in names.items():
+        if not isinstance(new, str):
+            raise ConfigError(f"init_from_names={{{old}: {new}}}: must map a word to a word")
 
 
 def _without_groups(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,7 +211,13 @@ def _converted(value: Any, spec: Any) -> Any:
         return value
     blank = OmegaConf.structured(dataclasses.make_dataclass("Holder", [("value", spec.type)]))
     merged = OmegaConf.merge(blank, {"value": value})
-    return OmegaConf.to_container(merged)["value"]  # type: ignore[index, call-overload]
+    held: Any = OmegaConf.to_container(merged)
+    return _as_word(held["value"]) if spec.metadata["range"].choices else held["value"]
+
+
+def _as_word(value: Any) -> Any:
+    """A truth as the word it stands for: YAML reads an unquoted `on` as true, `off` as false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 def _type_name(kind: Any) -> str:
@@ -213,6 +227,8 @@ def _type_name(kind: Any) -> str:
             return word
         if kind == candidate | None:
             return f"{word} or null"
+    if kind == dict[str, str] | None:
+        return "a mapping of words to words, or null"
     return {"list": "a list", "dict": "a mapping"}.get(getattr(kind, "__name__", ""), "a value")
 
 

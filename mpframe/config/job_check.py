@@ -15,9 +15,17 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from mpframe.config.composing import PRIMARY, checked, composed, refuse_bad_override
+from mpframe.config.composing import (
+    checked,
+    composed,
+    refuse_bad_override,
+    without_hydra,
+)
+from mpframe.config.earlier import holds_this_run, resolved_text
+from mpframe.config.job_name import leave_out
 from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.overrides import parsed
+from mpframe.config.source import PRIMARY
 from mpframe.config.sweep import axes, first_job, refuse_unfit_choices
 from mpframe.errors import ConfigError, MpframeError
 
@@ -52,9 +60,10 @@ def _ended() -> Iterator[None]:
 
 
 def _check_sweep(config: DictConfig, name: str) -> None:
-    given = _words(config, "hydra")
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     words = [*(f"{key}={value}" for key, value in params.items()), *_words(config, "task")]
+    leave_out(config, [o.key_or_group for o in parsed(words) if not o.is_sweep_override()])
+    given = _words(config, "hydra")
     swept = axes(words, given, draws=not _is_basic(config, "sweeper"), name=name)
     first = composed([*given, *first_job(swept)], name)
     _check(first, "hydra.sweep.dir")
@@ -71,8 +80,11 @@ def _check(config: DictConfig, option: str) -> None:
             job.hydra.job.num, job.hydra.job.id = 0, "0"
             job.hydra.runtime.output_dir = str(folder.absolute())
         HydraConfig.instance().set_config(job)
-        checked(job)
+        resume = checked(job).run.resume
         refuse_unwritable(option, folder)
+        if option == "hydra.sweep.dir":
+            options = resolved_text(without_hydra(job))
+            holds_this_run(folder / _folder(job, "hydra.sweep.subdir"), options, resume)
     finally:
         HydraConfig.instance().cfg = before
 

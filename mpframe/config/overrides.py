@@ -52,6 +52,22 @@ def parsed(words: list[str]) -> list[Override]:
     return overrides
 
 
+def word_of(option: str, value: str) -> str:
+    """The word that gives an option a text as its value, in quotes if Hydra needs them."""
+    word = f"{option}={value}"
+    try:
+        plain = parsed([word])[0]
+    except ConfigError:
+        plain = None
+    if plain is not None and not plain.is_sweep_override() and plain.value() == value:
+        return word
+    # A backslash is one of the text, unless a quote follows.
+    escaped = re.sub(
+        r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value
+    )
+    return f"{option}='{escaped}'"
+
+
 def _moves(word: str) -> list[str]:
     """An addition to an op list, or a removal, as moves of single ops."""
     match = _MOVE.match(word)

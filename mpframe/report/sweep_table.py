@@ -1,4 +1,6 @@
-"""The table at the end of a sweep: one line per job, read back from the jobs' folders.
+"""The table of a sweep: one line per job, read back from the jobs' folders after each of them.
+
+It has every job that lies in the sweep's folder, those of earlier starts of the sweep too.
 
 A Hydra callback, wired in the config as
 
@@ -15,115 +17,84 @@ import atexit
 import csv
 import io
 import os
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from mpframe.config.again import say_on_signal
+from mpframe.config.overrides import word_of
 from mpframe.config.redaction import as_yaml, secrets_of, values_of
-from mpframe.errors import MpframeError, printable
+from mpframe.errors import printable
 from mpframe.files.durable import write_atomically
-from mpframe.tracking.summary import FILE_NAME, Summary
+from mpframe.files.turns import turn_in
+from mpframe.report.sweep_jobs import COLUMNS, JobRow, find_jobs
+from mpframe.tracking.summary import Status
 
-NO_SUMMARY = "no summary"
-COLUMNS = (
-    "job",
-    "overrides",
-    "mode",
-    "scaling",
-    "metric",
-    "val_metric",
-    "val_loss",
-    "best",
-    "best_step",
-    "skipped_steps",
-    "final_scale",
-    "seconds",
-    "status",
-)
-_JOINED = {"metric", "best_step"}  # In the readable table each is in the cell of its value.
+# In the readable table these are told by the cell of another column.
+_JOINED = {"metric", "best_step", "folder", "test_loss", "tested"}
+_LARGEST_WHOLE = 2**40  # written digit by digit: any scale that training comes to
 
 
 class SweepTable(Callback):
-    """Prints the sweep's table and leaves it as `sweep.md` and `sweep.csv` in `hydra.sweep.dir`."""
+    """Keeps `sweep.md` and `sweep.csv` in `hydra.sweep.dir`, and prints the table in the end."""
 
     def __init__(self) -> None:
         self._folder = Path()
-        self._started = 0.0
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         _pin_sweep_dir(config)
         self._folder = Path(config.hydra.sweep.dir).absolute()
-        self._started = time.time()
         # Hydra does not call on_multirun_end if a job failed, but then the table is needed, too.
         atexit.register(self._report)
+        if config.hydra.runtime.choices["hydra/launcher"] != "basic":
+            say_on_signal(Path(config.hydra.sweep.dir))
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         _hide_secrets(Path(config.hydra.sweep.dir) / "multirun.yaml")
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """In the job's process, which may be one of several."""
+        if config.hydra.mode is RunMode.MULTIRUN:
+            write_table(Path(config.hydra.sweep.dir))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.unregister(self._report)
         self._report()
 
     def _report(self) -> None:
-        jobs = find_jobs(self._folder, since=self._started)
+        jobs = write_table(self._folder)
         if jobs:
-            print(report(self._folder, jobs))
+            print(as_text(self._folder, jobs))
 
 
-@dataclass(frozen=True)
-class JobRow:
-    """One job of a sweep.
+def write_table(folder: Path) -> list[JobRow]:
+    """Write `sweep.csv` and `sweep.md` into a sweep's folder; returns their jobs.
 
-    Attributes:
-        number: Hydra's job number.
-        overrides: what the command line set for this job.
-        summary: how it ended; None if there is no readable summary.
+    Processes take turns, from reading to writing, so the last one has written all jobs.
     """
-
-    number: int
-    overrides: tuple[str, ...]
-    summary: Summary | None
-
-    def cells(self) -> dict[str, Any]:
-        """The job's values by column, numbers unrounded; None is an empty cell."""
-        cells: dict[str, Any] = dict.fromkeys(COLUMNS)
-        cells |= {"job": self.number, "overrides": " ".join(self.overrides), "status": NO_SUMMARY}
-        if self.summary is not None:
-            cells |= {key: value for key, value in vars(self.summary).items() if key in cells}
-            cells["mode"] = " ".join(filter(None, (self.summary.dtype, self.summary.half)))
-            cells["scaling"] = self.summary.loss_scaling
-        return cells
+    if not folder.is_dir():
+        return []
+    with turn_in(folder):
+        jobs = find_jobs(folder)
+        if jobs:
+            write_atomically(folder / "sweep.csv", _csv(jobs))
+            title, rows = _readable(jobs)
+            write_atomically(folder / "sweep.md", title + _markdown(rows) + _reasons(jobs, "\n- "))
+    return jobs
 
 
-def find_jobs(folder: Path, since: float = 0.0) -> list[JobRow]:
-    """The jobs below a sweep's folder, in the order of their numbers.
-
-    Args:
-        folder: `hydra.sweep.dir`.
-        since: Unix time in seconds; what is older was left by another sweep in the same folder.
-    """
-    configs = (
-        path for path in folder.rglob(".hydra/overrides.yaml") if path.stat().st_mtime >= since
-    )
-    jobs = (_read_job(path.parent, since) for path in configs)
-    return sorted(jobs, key=lambda job: job.number)
-
-
-def report(folder: Path, jobs: Sequence[JobRow]) -> str:
-    """Write `sweep.csv` and `sweep.md` into `folder`; returns the table as aligned plain text."""
-    write_atomically(folder / "sweep.csv", _csv(jobs))
-    shared, rows = _readable(jobs)
-    title = f"every job: {shared}\n\n" if shared else ""
-    write_atomically(folder / "sweep.md", title + _markdown(rows))
+def as_text(folder: Path, jobs: Sequence[JobRow]) -> str:
+    """The table as aligned plain text."""
+    title, rows = _readable(jobs)
     finished = sum(job.summary is not None and job.summary.status == "finished" for job in jobs)
     where = os.path.relpath(folder / "sweep.md")
     last = f"{finished} of {len(jobs)} jobs finished; this table: {where} and sweep.csv beside it"
-    return f"\n{title}{_aligned(rows)}\n{last}"
+    return f"\n{title}{_aligned(rows)}\n{_reasons(jobs, '')}{last}"
 
 
 def _pin_sweep_dir(config: DictConfig) -> None:
@@ -131,9 +102,8 @@ def _pin_sweep_dir(config: DictConfig) -> None:
 
     A folder named after an option that is swept would otherwise scatter the jobs.
     """
-    folder = config.hydra.sweep.dir.replace("'", "\\'")
     with read_write(config.hydra):
-        config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{folder}'")
+        config.hydra.overrides.hydra.append(word_of("hydra.sweep.dir", config.hydra.sweep.dir))
 
 
 def _hide_secrets(path: Path) -> None:
@@ -145,54 +115,76 @@ def _hide_secrets(path: Path) -> None:
             write_atomically(path, shown)
 
 
-def _read_job(hydra_folder: Path, since: float) -> JobRow:
-    hydra = OmegaConf.load(hydra_folder / "hydra.yaml").hydra
-    overrides = OmegaConf.load(hydra_folder / "overrides.yaml")
-    return JobRow(hydra.job.num, tuple(overrides), _read_summary(hydra_folder.parent, since))
-
-
-def _read_summary(folder: Path, since: float) -> Summary | None:
-    path = folder / FILE_NAME
-    if not path.exists() or path.stat().st_mtime < since:
-        return None
-    try:
-        return Summary.read(folder)
-    except (OSError, MpframeError) as error:
-        print(printable(str(error)))
-        return None
-
-
-def _csv(jobs: Iterable[JobRow]) -> str:
+def _csv(jobs: Sequence[JobRow]) -> str:
+    shared = _shared(jobs)
+    swept = [_options(o for o in job.overrides if o not in shared) for job in jobs]
+    names = dict.fromkeys(name for options in swept for name in options)
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, [*COLUMNS, *names], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(job.cells() for job in jobs)
+    writer.writerows(job.cells() | options for job, options in zip(jobs, swept, strict=True))
     return text.getvalue()
+
+
+def _shared(jobs: Sequence[JobRow]) -> set[str]:
+    """The overrides that all jobs have; those of a single job stay in its line."""
+    return set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+
+
+def _options(overrides: Iterable[str]) -> dict[str, str]:
+    """The values by option."""
+    pairs = (override.lstrip("+").partition("=") for override in overrides)
+    return {option: value for option, _, value in pairs}
 
 
 def _readable(jobs: Sequence[JobRow]) -> tuple[str, list[list[str]]]:
     """What all jobs were given alike, and the rows, the head first, for a reader.
 
     The csv has one column for the metric's name and one for its value, people want one for both;
-    so it is with the best value and its step.
+    so it is with the best value and its step, and with the test and whose weights were tested. A
+    job's folder is named as its overrides say. Without a test there is no such column.
     """
-    shared = [o for o in jobs[0].overrides if all(o in job.overrides for job in jobs)]
-    shared = shared if len(jobs) > 1 else []
-    rows = [[name.replace("_", " ") for name in COLUMNS if name not in _JOINED]]
+    shared = _shared(jobs)
+    left_out = _JOINED if any(map(_tested, jobs)) else _JOINED | {"test_metric"}
+    rows = [[name.replace("_", " ") for name in COLUMNS if name not in left_out]]
     for job in jobs:
         cells = {name: _rounded(value) for name, value in job.cells().items()}
         cells["overrides"] = printable(" ".join(o for o in job.overrides if o not in shared))
         cells["val_metric"] = " ".join(filter(None, (cells.pop("metric"), cells["val_metric"])))
         cells["best"] = " at step ".join(filter(None, (cells["best"], cells.pop("best_step"))))
-        rows.append(list(cells.values()))
-    return " ".join(shared), rows
+        cells["test_metric"] = _tested(job)
+        rows.append([value for name, value in cells.items() if name not in left_out])
+    alike = printable(" ".join(o for o in jobs[0].overrides if o in shared))
+    return f"every job: {alike}\n\n" if shared else "", rows
+
+
+def _tested(job: JobRow) -> str:
+    """The test's value of the metric, or its loss, and whose weights were tested."""
+    done = job.summary
+    if done is None or done.test_loss is None:
+        return ""
+    value = f"loss {_rounded(done.test_loss)}"
+    if done.test_metric is not None:
+        value = _rounded(done.test_metric)
+    return f"{value} ({done.tested})"
+
+
+def _reasons(jobs: Sequence[JobRow], before: str) -> str:
+    """Why jobs did not finish, a line each."""
+    told = [(job.number, job.summary) for job in jobs if job.summary is not None]
+    return "".join(
+        f"{before}job {number} {summary.status}: {printable(summary.reason)}\n"
+        for number, summary in told
+        if summary.status is not Status.FINISHED and summary.reason
+    )
 
 
 def _rounded(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"
+        whole = value.is_integer() and abs(value) < _LARGEST_WHOLE
+        return f"{value:.0f}" if whole else f"{value:.4g}"
     if isinstance(value, dict):
         return " ".join(f"{name} {_rounded(own)}" for name, own in value.items())
     return printable(str(value))

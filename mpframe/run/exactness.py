@@ -9,18 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpframe.config.check import flatten
+from mpframe.config.earlier import ELSEWHERE, changes
 from mpframe.config.schema import only_watches, watching
 from mpframe.errors import CheckpointError
 
 Options = Mapping[str, Any]
 
-# Neither are these: `auto` may be the same device, and the checkpoint's facts name the one it was;
-# a resumed run takes no first weights; data may lie elsewhere, and come by other hands in the same
-# order.
-_ELSEWHERE = {
-    *("device", "init_from", "init_from_except"),
-    *("dataset.root", "dataset.workers", "dataset.worker_timeout"),
-}
+# A resumed run takes no first weights. The checkpoint's facts name the device it was made on.
+_ELSEWHERE = ELSEWHERE | {"init_from", "init_from_names", "init_from_except"}
 _LENGTH = {"trainer.epochs", "trainer.max_steps"}
 _CARRIED = ("optimizer", "scheduler")
 
@@ -98,13 +94,5 @@ def other_arithmetic(then: Any, now: Mapping[str, Any]) -> list[str]:
 
 
 def _changes(then: Options, now: Options) -> dict[str, tuple[str, str]]:
-    old, new = flatten(then), flatten(now)
-    if not old or not new:
-        return {}  # Saved without a configuration, in a loop of the user's own.
-    paths = sorted(old.keys() | new.keys())
-    pairs = {path: (_shown(old.get(path)), _shown(new.get(path))) for path in paths}
-    return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
+    # Without options it was saved in a loop of the user's own.
+    return changes(then, now) if then and now else {}

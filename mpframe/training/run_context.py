@@ -1,8 +1,9 @@
 """What a run hands to each of its callbacks, once, before it trains."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpframe.data.loader import Loader
 from mpframe.tracking.tracker import Tracker
@@ -24,6 +25,7 @@ class RunContext:
         train: the loader of the training data, `len(train)` batches an epoch.
         throughput: samples and seconds of the training so far.
         results: the last loss, the last validation and the best one.
+        usage: what a stranger must know to use the weights, as JSON values; see run/usage.py.
     """
 
     folder: Path
@@ -33,3 +35,4 @@ class RunContext:
     train: Loader
     throughput: "Throughput"
     results: "Results"
+    usage: Mapping[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpframe import Backoff, OpLists, Precision, Trainer, checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.saved_weights import fitted
+from mpframe.checkpoint.fitting import fitted
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
@@ -152,7 +152,9 @@ SAVED = {"body.w": torch.ones(2), "head.w": torch.ones(5), "old.w": torch.ones(1
 
 
 def test_what_may_differ_keeps_its_first_values() -> None:
-    weights = fitted(SAVED, OWN, ["head.*", "old*"], "run")
+    taken = fitted(SAVED, OWN, ["head.*", "old*"], "run")
+    weights = taken.weights
+    assert (taken.kept, taken.unused) == (["head.w", "head.b"], ["head.w", "old.w"])
     assert list(weights) == list(OWN)
     assert torch.equal(weights["body.w"], SAVED["body.w"])
     assert weights["head.w"] is OWN["head.w"]

@@ -112,12 +112,12 @@ WATCH = {
         for name in (
             *("async_save", "autopsy", "autopsy_after", "checkpoint_every", "checkpoint_minutes"),
             *("eval_every", "keep_best", "keep_last", "log_every", "max_consecutive_skips"),
-            *("monitor", "on_save_error", "progress", "requeue"),
+            *("monitor", "on_save_error", "progress", "requeue", "verbosity"),
         )
     ),
 }
 ACT = {
-    *("device", "init_from", "init_from_except", "seed"),
+    *("device", "init_from", "init_from_names", "init_from_except", "seed"),
     *("dtype.compute", "dtype.half", "dtype.master_weights", "dtype.mode"),
     *("ops.allow", "ops.deny", "ops.infer", "ops.modules", "ops.move"),
     *("optimizer.groups", "optimizer.lr"),

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.export import FORMATS, converted, write
+from mpframe.checkpoint.export.files import as_safetensors, refuse_taken, write
+from mpframe.checkpoint.export.graph import graph_inputs
+from mpframe.checkpoint.export.rounding import DTYPES, converted
 from mpframe.checkpoint.saved_weights import weights_of
 from mpframe.cli.export import main
 from mpframe.errors import CheckpointError, ConfigError
@@ -65,27 +67,27 @@ def test_fp32_changes_nothing() -> None:
     assert exported.saturated == {}
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", DTYPES)
 def test_a_file_loads_back_with_safetensors_and_into_a_model(form: str, tmp_path: Path) -> None:
     model = net()
     path = tmp_path / "model.safetensors"
-    write(path, converted(model.state_dict(), form), {"step": "7"})
+    path.write_bytes(as_safetensors(converted(model.state_dict(), form).tensors, {"step": 7}))
     loaded = load_file(path)
     with safe_open(path, framework="pt") as file:
-        assert file.metadata() == {"step": "7"}
+        assert file.metadata() == {"format": "pt", "mpframe": '{"step": 7}'}
     assert loaded.keys() == model.state_dict().keys()
     assert loaded["1.num_batches_tracked"].dtype == torch.int64
-    twin = net().to(FORMATS[form])
+    twin = net().to(DTYPES[form])
     twin.load_state_dict(loaded)
     for name, tensor in model.state_dict().items():
-        wanted = tensor.to(FORMATS[form]) if tensor.is_floating_point() else tensor
+        wanted = tensor.to(DTYPES[form]) if tensor.is_floating_point() else tensor
         assert torch.equal(twin.state_dict()[name], wanted), name
 
 
 def test_tied_and_sliced_weights_are_written_each_for_itself(tmp_path: Path) -> None:
     shared = torch.arange(12.0).reshape(3, 4)
     weights = {"a": shared, "b": shared, "c": shared.t(), "d": shared[:, 1:3]}
-    write(tmp_path / "x", converted(weights, "fp32"), {})
+    (tmp_path / "x").write_bytes(as_safetensors(converted(weights, "fp32").tensors, {}))
     for name, tensor in load_file(tmp_path / "x").items():
         assert torch.equal(tensor, weights[name])
 
@@ -104,23 +106,44 @@ def test_what_cannot_be_exported_is_refused(tensor: Tensor, text: str) -> None:
         converted({"w": tensor}, "float16")
 
 
-def test_nothing_is_overwritten_and_nothing_left_of_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("allowed", range(4))  # The file, its folder, the sidecar, its folder.
+def test_nothing_is_left_of_a_failure(
+    allowed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_text("mine")
-    exported = converted(net().state_dict(), "fp32")
-    with pytest.raises(ConfigError, match="exists, and nothing is overwritten"):
-        write(path, exported, {})
-    assert path.read_text() == "mine"
+    real, calls = os.fsync, []
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) > allowed:
+            raise OSError(28, "No space left on device")
+        real(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ConfigError, match=r"other: cannot be written \(No space left on device\)"):
-        write(tmp_path / "other", exported, {})
-    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    with pytest.raises(ConfigError, match=r"x: cannot be written \(No space left on device\); ch"):
+        write(tmp_path / "x", b"weights", "safetensors", {"schema": 1})
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_what_may_be_replaced_is_replaced_and_links_are_not_followed(tmp_path: Path) -> None:
+    out, kept = tmp_path / "model.safetensors", tmp_path / "kept"
+    kept.write_text("mine")
+    for taken in (out, tmp_path / "model.safetensors.json"):
+        for target in ("kept", "nowhere"):
+            taken.symlink_to(target)
+            with pytest.raises(
+                ConfigError, match=f"out={out}: {taken} exists; choose another file"
+            ):
+                refuse_taken(out, overwrite=False)
+            refuse_taken(out, overwrite=True)
+            write(out, b"weights", "safetensors", {"schema": 1})
+            assert not taken.is_symlink()
+            out.unlink()
+            (tmp_path / "model.safetensors.json").unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert kept.read_text() == "mine"
+    out.mkdir()
+    with pytest.raises(ConfigError, match=f"out={out}: {out} is a folder; name a file"):
+        refuse_taken(out, overwrite=True)
 
 
 @pytest.fixture
@@ -140,10 +163,11 @@ def test_the_command_says_what_it_wrote_and_what_was_held(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "half.safetensors"
-    main([f"checkpoint={saved}", f"out={out}", "format=float16"])
+    main([f"checkpoint={saved}", f"out={out}", "weights_dtype=float16"])
     assert capsys.readouterr().out.strip() == (
         f"{out}: 2 tensors in float16, weights trained, step 7; 1 values beyond the range of "
-        "float16 are held at its end (a)"
+        "float16 are held at its end (a); half.safetensors.json says how to use them, but for "
+        "inputs, preprocessing, class_names, which the run did not know"
     )
     loaded = load_file(out)
     assert loaded["a"].tolist() == [1.0, 65504.0]
@@ -164,12 +188,33 @@ def test_the_averages_may_be_exported(saved: Path, tmp_path: Path) -> None:
         ("out=x", "checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42"),
         ("checkpoint=RUN", "out: must be given, e.g. out=model.safetensors"),
         (
-            "checkpoint=RUN out=x format=fp16",
-            "format=fp16: choose fp32, float16, bfloat16; nearest",
+            "checkpoint=RUN out=x weights_dtype=fp16",
+            "weights_dtype=fp16: choose fp32, float16, bfloat16; nearest",
+        ),
+        (
+            "checkpoint=RUN out=x format=float16",
+            "format=float16: is no file's format; give weights_dtype=float16",
+        ),
+        (
+            "checkpoint=RUN out=x format=onx",
+            "format=onx: choose safetensors, state_dict, onnx, torch_export; nearest: onnx",
+        ),
+        (
+            "checkpoint=RUN out=m.onnx",
+            "out=m.onnx: a file of format=safetensors ends in .safetensors; rename it, or give "
+            "format=onnx",
+        ),
+        (
+            "checkpoint=RUN out=x model.width=3",
+            "model.width=3: format=safetensors builds no model; leave it out, or give format=onnx",
+        ),
+        (
+            "checkpoint=RUN out=x format=torch_export",
+            "the checkpoint does not say that its model is called with plain tensors",
         ),
         ("checkpoint=RUN out=x weights=avg", "weights=avg: choose trained, ema"),
         ("checkpoint=RUN out=x fromat=fp32", "fromat=fp32: no such option; nearest: format"),
-        ("checkpoint=RUN out=RUN", "out=RUN: exists, and nothing is overwritten"),
+        ("checkpoint=RUN out=RUN", "out=RUN: RUN is a folder; name a file"),
         ("checkpoint=RUN out=RUN/no/x", "out=RUN/no/x: cannot be written (No such file or dir"),
         ("checkpoint=RUN/nope out=x", "RUN/nope: no readable checkpoint"),
     ],
@@ -211,3 +256,36 @@ GOOD = {"weights": {"a": torch.ones(2)}, "ema": None, "progress": {"steps": 1, "
 def test_a_state_that_is_no_runs_is_refused(state: Any, kind: str, text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         weights_of(state, kind, Path("x"))
+
+
+IMAGE = {"name": "images", "shape": [None, 1, 8, 8], "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        None,
+        [],
+        "images",
+        {"images": IMAGE},
+        ["images"],
+        [IMAGE | {"name": "images[0]"}],
+        [IMAGE | {"name": 3}],
+        [IMAGE | {"shape": None}],
+        [IMAGE | {"shape": [None, -1]}],
+        [IMAGE | {"shape": [None, 2.5]}],
+        [IMAGE | {"shape": [2**20, 2**20]}],
+        [IMAGE | {"dtype": "load"}],
+        [IMAGE | {"dtype": 3}],
+        [{"name": "images"}],
+    ],
+)
+def test_inputs_that_no_graph_can_take_are_refused(inputs: Any) -> None:
+    with pytest.raises(CheckpointError, match="does not say that its model is called with plain t"):
+        graph_inputs({"inputs": inputs}, "fp32")
+
+
+def test_a_half_graph_takes_half_where_the_model_takes_floating_numbers() -> None:
+    words = {"name": "words", "shape": [None, 5], "dtype": "int64"}
+    taken = graph_inputs({"inputs": [IMAGE, words]}, "bfloat16")
+    assert taken == [IMAGE | {"dtype": "bfloat16"}, words]

@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mpframe.errors import MpframeError
 from mpframe.files.durable import write_atomically
-from mpframe.report.sweep_table import COLUMNS, find_jobs, report
+from mpframe.report.sweep_jobs import COLUMNS, find_jobs
+from mpframe.report.sweep_table import as_text, write_table
 from mpframe.tracking.summary import Status, Summary
 
 SUMMARY = Summary(
@@ -57,7 +59,15 @@ def strict(text: str) -> dict[str, object]:
 def test_summary_has_the_published_keys(tmp_path: Path) -> None:
     SUMMARY.write(tmp_path)
     written = strict((tmp_path / "summary.json").read_text())
-    assert set(written) == {*PUBLISHED.split(), "reason", "monitor", "best", "best_step"}
+    assert set(written) == {
+        *PUBLISHED.split(),
+        "reason",
+        "monitor",
+        "best",
+        "best_step",
+        "test_loss",
+        "tested",
+    }
     assert (written["status"], written["val_accuracy"]) == ("finished", 0.973333)
 
 
@@ -163,11 +173,19 @@ def make_job(
 ) -> Path:
     folder = sweep / (subdir or str(number))
     (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "hydra.yaml").write_text(f"hydra:\n  job:\n    num: {number}\n")
-    (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {o}\n" for o in overrides))
+    own = {
+        "mode": "MULTIRUN", "job": {"num": number}, "overrides": {"task": overrides},
+        "runtime": {"cwd": "/there", "output_dir": f"/there/out/{subdir or number}"},
+        "sweep": {"dir": "out"},
+    }  # fmt: skip
+    (folder / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": own}))
     if summary is not None:
         summary.write(folder)
     return folder
+
+
+def report(sweep: Path) -> str:
+    return as_text(sweep, write_table(sweep))
 
 
 def table(sweep: Path) -> list[dict[str, str]]:
@@ -183,7 +201,7 @@ def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     make_job(tmp_path, 0, ["dtype=fp32", "seed=1"], fp32)
     make_job(tmp_path, 1, ["dtype=mixed", "seed=1"], diverged)
     make_job(tmp_path, 2, ["dtype=amp", "seed=1"], None)
-    text = report(tmp_path, find_jobs(tmp_path))
+    text = report(tmp_path)
     assert text.splitlines() == [
         "",
         "every job: seed=1",
@@ -207,19 +225,38 @@ def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
 
 
+def test_the_test_has_a_column_if_a_job_was_tested(tmp_path: Path) -> None:
+    found = {"test_loss": 0.25, "tested": "best"}
+    make_job(tmp_path, 0, [], replace(SUMMARY, **found, test_metrics={"accuracy": 0.96}))
+    make_job(tmp_path, 1, [], replace(SUMMARY, **found, metric=None, val_metric=None))
+    make_job(tmp_path, 2, [], SUMMARY)
+    report(tmp_path)
+    head, _, *rows = (
+        [cell.strip() for cell in line.split("|")]
+        for line in (tmp_path / "sweep.md").read_text().splitlines()
+    )
+    place = head.index("test metric")
+    assert [row[place] for row in rows] == ["0.96 (best)", "loss 0.25 (best)", ""]
+    first, _, last = table(tmp_path)
+    assert [first[k] for k in ("test_metric", "test_loss", "tested")] == ["0.96", "0.25", "best"]
+    assert last["test_metric"] == ""
+
+
 def test_csv_keeps_every_digit_and_every_override(tmp_path: Path) -> None:
     make_job(tmp_path, 0, ["a=1", "b=x"], SUMMARY)
     make_job(tmp_path, 1, ["a=1", "b=y"], None)
-    report(tmp_path, find_jobs(tmp_path))
+    report(tmp_path)
     first, second = table(tmp_path)
-    assert tuple(first) == COLUMNS
+    assert tuple(first) == (*COLUMNS, "b")
     assert (first["overrides"], first["metric"]) == ("a=1 b=x", "accuracy")
     numbers = [float(first[k]) for k in ("val_metric", "val_loss", "seconds", "final_scale")]
     assert numbers == [0.973333, 0.123456, 12.3456, 65536.0]
     assert {k: v for k, v in second.items() if v} == {
         "job": "1",
+        "folder": "1",
         "overrides": "a=1 b=y",
         "status": "no summary",
+        "b": "y",
     }
 
 
@@ -231,20 +268,18 @@ def test_jobs_are_sorted_by_number_wherever_their_folders_lie(tmp_path: Path) ->
 
 def test_a_single_jobs_overrides_stay_in_its_line(tmp_path: Path) -> None:
     make_job(tmp_path, 0, ["dtype=fp32"], SUMMARY)
-    assert report(tmp_path, find_jobs(tmp_path)).splitlines()[2].split()[:2] == ["0", "dtype=fp32"]
+    assert report(tmp_path).splitlines()[2].split()[:2] == ["0", "dtype=fp32"]
 
 
 def test_a_bar_in_an_override_does_not_break_the_table(tmp_path: Path) -> None:
     make_job(tmp_path, 0, ["ops.modules={a|b: fp32}"], SUMMARY)
-    (tmp_path / "0" / ".hydra" / "overrides.yaml").write_text("- 'ops.modules={a|b: fp32}'\n")
-    report(tmp_path, find_jobs(tmp_path))
+    report(tmp_path)
     assert r"| ops.modules={a\|b: fp32} |" in (tmp_path / "sweep.md").read_text()
 
 
 def test_no_name_of_a_job_steers_the_terminal(tmp_path: Path) -> None:
-    make_job(tmp_path, 0, ["seed=1"], replace(SUMMARY, metric="\x1b[2Jmetric"))
-    (tmp_path / "0" / ".hydra" / "overrides.yaml").write_text('["run_name=\\e[31m"]')
-    shown = report(tmp_path, find_jobs(tmp_path)) + (tmp_path / "sweep.md").read_text()
+    make_job(tmp_path, 0, ["run_name=\x1b[31m"], replace(SUMMARY, metric="\x1b[2Jmetric"))
+    shown = report(tmp_path) + (tmp_path / "sweep.md").read_text()
     assert "\x1b" not in shown
     assert "\\x1b[2Jmetric" in shown
     assert "run_name=\\x1b[31m" in shown
@@ -260,13 +295,40 @@ def test_a_damaged_summary_is_named_and_its_job_kept(
     assert str(folder / "summary.json") in capsys.readouterr().out
 
 
-def test_what_an_older_sweep_left_is_not_in_the_table(tmp_path: Path) -> None:
-    make_job(tmp_path, 7, ["seed=7"], SUMMARY)
-    rerun = make_job(tmp_path, 0, ["seed=0"], SUMMARY)
-    for path in (*(tmp_path / "7").rglob("*"), rerun / "summary.json"):
-        os.utime(path, (1000, 1000))
-    (job,) = find_jobs(tmp_path, since=2000)
-    assert (job.number, job.summary) == (0, None)
+def test_only_the_sweeps_own_jobs_are_in_its_table(tmp_path: Path) -> None:
+    make_job(tmp_path, 0, ["seed=0"], SUMMARY)
+    make_job(tmp_path / "inner", 1, ["seed=1"], SUMMARY)
+    single = make_job(tmp_path, 2, ["seed=2"], SUMMARY) / ".hydra" / "hydra.yaml"
+    single.write_text(single.read_text().replace("MULTIRUN", "RUN"))
+    assert [job.overrides for job in find_jobs(tmp_path)] == [("seed=0",)]
+
+
+def test_a_damaged_record_of_a_job_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_job(tmp_path, 0, ["seed=0"], SUMMARY)
+    record = make_job(tmp_path, 1, ["seed=1"], SUMMARY) / ".hydra" / "hydra.yaml"
+    record.write_text("hydra: {mode: MULTIRUN}\n")
+    assert [job.number for job in find_jobs(tmp_path)] == [0]
+    assert capsys.readouterr().out == f"{tmp_path / '1'}: not a job's folder ('runtime')\n"
+
+
+def test_the_csv_has_a_column_for_each_swept_option(tmp_path: Path) -> None:
+    make_job(tmp_path, 0, ["seed=1", "++optimizer.lr=0.1", "model=mlp"], SUMMARY)
+    make_job(tmp_path, 1, ["seed=2", "++optimizer.lr=0.2", "model=mlp"], SUMMARY)
+    report(tmp_path)
+    assert [(row["seed"], row["optimizer.lr"]) for row in table(tmp_path)] == [
+        ("1", "0.1"),
+        ("2", "0.2"),
+    ]
+    assert "model" not in table(tmp_path)[0]
+
+
+def test_why_a_job_did_not_finish_stands_below_the_table(tmp_path: Path) -> None:
+    make_job(tmp_path, 0, ["seed=1"], replace(SUMMARY, status=Status.FAILED, reason="no \x1bdisk"))
+    make_job(tmp_path, 1, ["seed=2"], replace(SUMMARY, reason="ended early"))
+    assert report(tmp_path).splitlines()[-2] == "job 0 failed: no \\x1bdisk"
+    assert (tmp_path / "sweep.md").read_text().endswith("\n\n- job 0 failed: no \\x1bdisk\n")
 
 
 def test_a_folder_without_jobs_has_none(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
-"""Weights as a safetensors file: plain names, one format, no code.
+"""Weights in one format, rounded once.
 
-    8 bytes: length of the header | JSON header: name -> dtype, shape, offsets | the bytes
-
-The values are the fp32 masters (or their averages), rounded once to the format asked for:
+The values are the fp32 masters (or their averages):
 
     w = round_to_half(m),  |m| beyond the format's range -> its end
 
@@ -13,16 +11,14 @@ buffers are written as they are.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.files.durable import write_atomically
+from mpframe.tree import HALVES
 
-FORMATS = {"fp32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, **HALVES}
 
 
 @dataclass(frozen=True)
@@ -38,54 +34,27 @@ class Exported:
     saturated: dict[str, int]
 
 
-def converted(weights: Mapping[str, Tensor], form: str) -> Exported:
+def converted(weights: Mapping[str, Tensor], dtype: str) -> Exported:
     """Round weights once to a format.
 
     Args:
         weights: parameters and buffers by name.
-        form: `fp32`, `float16` or `bfloat16`.
+        dtype: `fp32`, `float16` or `bfloat16`.
 
     Raises:
         ConfigError: another format.
         CheckpointError: a weight is nan or inf, or complex or double and would lose more than
             the rounding.
     """
-    if form not in FORMATS:
-        raise ConfigError(f"format={form}: choose {', '.join(FORMATS)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"weights_dtype={dtype}: choose {', '.join(DTYPES)}")
     tensors, saturated = {}, {}
     for name, tensor in weights.items():
         _refuse_unfit(name, tensor)
-        tensors[name], beyond = _rounded(tensor, FORMATS[form])
+        tensors[name], beyond = _rounded(tensor, DTYPES[dtype])
         if beyond:
             saturated[name] = beyond
     return Exported(tensors, saturated)
-
-
-def write(path: Path, exported: Exported, facts: Mapping[str, str]) -> None:
-    """Write a safetensors file that appears whole or not at all, and never replaces another.
-
-    Args:
-        path: the file; must not exist.
-        exported: what to write.
-        facts: words for the header's metadata.
-
-    Raises:
-        ConfigError: the file exists, or its folder cannot be written.
-    """
-    if path.exists():
-        raise exists(path)
-    content = save(exported.tensors, metadata=dict(facts))
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise ConfigError(
-            f"out={path}: cannot be written ({error.strerror}); choose another file"
-        ) from error
-
-
-def exists(path: Path) -> ConfigError:
-    """The error of an export to a file that exists."""
-    return ConfigError(f"out={path}: exists, and nothing is overwritten; choose another file")
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:

@@ -1,0 +1,170 @@
+"""A model with its weights as one graph, which runs without the model's code.
+
+The graph computes in the format of its weights and casts nothing: an export in float16 takes
+float16 inputs. The first dimension of each input is the batch and may have any size.
+"""
+
+import io
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.checkpoint.export.rounding import DTYPES, Exported
+from mpframe.errors import CheckpointError, ConfigError, UserCodeError, first_line
+from mpframe.tree import dtype_name
+from mpframe.user_code import name_of, raised
+
+KEY = "mpframe"
+"""Under this name a file holds the sidecar's words."""
+_MOST_VALUES = 2**26
+
+
+def traced(
+    model: nn.Module, weights: Exported, dtype: str, inputs: Sequence[Mapping[str, Any]]
+) -> torch.export.ExportedProgram:
+    """A model as a graph, by torch.export.
+
+    Args:
+        model: on the CPU; takes the weights, and is left in evaluation mode.
+        weights: all of its parameters and buffers, in `dtype`.
+        dtype: `fp32`, `float16` or `bfloat16`.
+        inputs: of a sidecar.
+
+    Raises:
+        CheckpointError: the weights are another model's.
+        UserCodeError: the model cannot be traced.
+    """
+    _load(model.to(DTYPES[dtype]), weights)
+    examples = {one["name"]: _example(one) for one in inputs}
+    batch = torch.export.Dim("batch")
+    sizes = {name: {0: batch} if held.dim() else {} for name, held in examples.items()}
+    single = len(examples) == 1
+    arguments = tuple(examples.values()) if single else ()
+    keywords = {} if single else examples
+    try:
+        with _quiet():
+            program = torch.export.export(
+                model.eval(),
+                arguments,
+                keywords,
+                dynamic_shapes=tuple(sizes.values()) if single else sizes,
+            )
+    except Exception as error:  # Whatever the tracer or the user's model raises.
+        raise UserCodeError(
+            f"model: {name_of(model)} cannot be traced into a graph: {raised(error)}; use "
+            "format=safetensors, or write its forward so that torch.export takes it"
+        ) from error
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # It names folders of this machine.
+    return program
+
+
+def as_pt2(program: torch.export.ExportedProgram, words: str) -> bytes:
+    """The content of a `.pt2` file; `words` is its extra file `mpframe`."""
+    file = io.BytesIO()
+    torch.export.save(program, file, extra_files={KEY: words})
+    return file.getvalue()
+
+
+def as_onnx(program: torch.export.ExportedProgram, words: str) -> bytes:
+    """The content of an `.onnx` file; `words` is its metadata property `mpframe`.
+
+    Raises:
+        ConfigError: the packages for it are missing.
+        UserCodeError: an op of the graph has no counterpart in ONNX.
+    """
+    require_onnx()
+    try:
+        with _quiet():
+            made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+    except Exception as error:
+        raise UserCodeError(
+            f"format=onnx: the graph cannot be written as ONNX: {first_line(error):.200}; use "
+            "format=torch_export or safetensors"
+        ) from error
+    made.model.metadata_props[KEY] = words
+    for node in made.model.graph.all_nodes():
+        node.metadata_props.clear()  # Stack traces, with folders of this machine.
+    content: bytes = made.model_proto.SerializeToString()
+    return content
+
+
+def require_onnx() -> None:
+    """Refuse to write ONNX without the packages that do it.
+
+    Raises:
+        ConfigError: they are missing; the message names the extra.
+    """
+    for package in ("onnx", "onnxscript"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"format=onnx: {package} is not installed; get it with pip install mpframe[onnx], "
+                "or use format=torch_export"
+            )
+
+
+def graph_inputs(facts: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
+    """The inputs that a graph takes: those of the sidecar, floating ones in `dtype`.
+
+    Raises:
+        CheckpointError: the checkpoint does not say what its model is called with, or that is not
+            a list of plain tensors.
+    """
+    inputs = facts["inputs"]
+    if not inputs or not isinstance(inputs, list) or not all(map(_is_plain, inputs)):
+        raise CheckpointError(
+            "the checkpoint does not say that its model is called with plain tensors, which a "
+            "graph needs; use format=safetensors"
+        )
+    own = dtype_name(DTYPES[dtype])
+    floating = [getattr(torch, one["dtype"]).is_floating_point for one in inputs]
+    return [
+        {**one, "dtype": own} if is_floating else one
+        for one, is_floating in zip(inputs, floating, strict=True)
+    ]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block nothing is logged: of an error the tracer writes the whole graph so far."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _is_plain(described: Any) -> bool:
+    """Whether this, which may come from anybody, is an input whose example takes little memory."""
+    try:
+        sizes = [2 if size is None else size for size in described["shape"]]
+        dtype = getattr(torch, described["dtype"])
+        named = described["name"].isidentifier()
+    except (TypeError, KeyError, AttributeError):
+        return False
+    whole = all(type(size) is int and size > 0 for size in sizes)
+    return named and whole and math.prod(sizes) <= _MOST_VALUES and isinstance(dtype, torch.dtype)
+
+
+def _example(described: Mapping[str, Any]) -> Tensor:
+    """Two samples of zeros: a valid index of any table, too."""
+    shape = [2 if size is None else size for size in described["shape"]]
+    return torch.zeros(shape, dtype=getattr(torch, described["dtype"]))
+
+
+def _load(model: nn.Module, weights: Exported) -> None:
+    try:
+        model.load_state_dict(weights.tensors)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"model: its weights are not those of {name_of(model)}: {first_line(error)}; give the "
+            "options of model that the run had"
+        ) from None

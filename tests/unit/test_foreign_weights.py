@@ -1,0 +1,299 @@
+"""Weights of others: every common form is read, and nothing hostile or damaged is."""
+
+import collections
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mpframe.checkpoint import untrusted
+from mpframe.checkpoint.fitting import fitted, renamed
+from mpframe.checkpoint.foreign_weights import is_foreign, read_foreign
+from mpframe.errors import CheckpointError, ConfigError
+
+STATE = {
+    "conv.weight": torch.arange(6.0).view(2, 3),
+    "norm.running_var": torch.tensor([0.1, 1e-30]),
+    "norm.num_batches_tracked": torch.tensor(7),
+    "head.weight": torch.tensor([1.5, -2.25], dtype=torch.bfloat16),
+}
+
+
+def assert_same(tensors: dict[str, Tensor]) -> None:
+    assert tensors.keys() == STATE.keys()
+    for name, tensor in STATE.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor)
+
+
+def save(path: Path, state: Any, **options: Any) -> Path:
+    torch.save(state, path, **options)
+    return path
+
+
+def sharded(folder: Path, kind: str) -> Path:
+    """Two shards and their index, named as Hugging Face's save_pretrained names them."""
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[kind]
+    folder.mkdir(exist_ok=True)
+    places = {}
+    for number, names in enumerate((list(STATE)[:2], list(STATE)[2:]), 1):
+        shard = f"{stem}-{number:05}-of-00002.{kind}"
+        tensors = {name: STATE[name] for name in names}
+        (save_file if kind == "safetensors" else torch.save)(tensors, folder / shard)
+        places |= dict.fromkeys(names, shard)
+    index = folder / f"{stem}.{kind}.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+    return index
+
+
+def one_file(folder: Path) -> Path:
+    save_file(STATE, folder / "model.safetensors")
+    return folder
+
+
+FORMS: dict[str, Callable[[Path], Path]] = {
+    "safetensors": lambda folder: one_file(folder) / "model.safetensors",
+    "its folder": one_file,
+    "a state dict": lambda folder: save(folder / "a.pth", collections.OrderedDict(STATE)),
+    "in torch's older format": lambda folder: save(
+        folder / "a.pth", STATE, _use_new_zipfile_serialization=False
+    ),
+    "parameters": lambda folder: save(
+        folder / "a.pt",
+        {k: torch.nn.Parameter(v) if v.is_floating_point() else v for k, v in STATE.items()},
+    ),
+    "state_dict": lambda folder: save(folder / "a.ckpt", {"epoch": 3, "state_dict": STATE}),
+    "model": lambda folder: save(folder / "a.bin", {"model": STATE, "optimizer": {"state": {}}}),
+    "an index of safetensors": lambda folder: sharded(folder, "safetensors"),
+    "an index of bins": lambda folder: sharded(folder, "bin"),
+    "a folder with shards": lambda folder: sharded(folder, "bin").parent,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_read_bit_for_bit(form: str, tmp_path: Path) -> None:
+    path = FORMS[form](tmp_path)
+    assert is_foreign(path)
+    assert_same(read_foreign(path).tensors)
+
+
+def test_what_is_no_weight_is_named(tmp_path: Path) -> None:
+    beside = {"epoch": 3, "optimizer": {}, "model_ema": STATE}
+    assert read_foreign(save(tmp_path / "a", {"model": STATE, **beside})).left == (
+        *("epoch", "model_ema", "optimizer"),
+    )
+    assert read_foreign(save(tmp_path / "b", {**STATE, "version": 2})).left == ("version",)
+
+
+def test_the_cache_of_a_hub_is_read_through_its_links(tmp_path: Path) -> None:
+    blobs, version = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    version.mkdir(parents=True)
+    for path in sharded(tmp_path / "made", "safetensors").parent.iterdir():
+        path.rename(blobs / f"digest of {path.name}")
+        (version / path.name).symlink_to(blobs / f"digest of {path.name}")
+    assert_same(read_foreign(version).tensors)
+    assert_same(read_foreign(version / "model.safetensors.index.json").tensors)
+
+
+# What is refused
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, ("touch attacked",))
+
+
+def content(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def deflated(path: Path) -> Path:
+    buffer = io.BytesIO()
+    torch.save({"a": torch.zeros(2**20)}, buffer)
+    with zipfile.ZipFile(buffer) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as to:
+        for entry in source.infolist():
+            to.writestr(entry.filename, source.read(entry))
+    return path
+
+
+def old(path: Path, state: bytes) -> Path:
+    """A file in torch's older format, its state this pickle."""
+    magic = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
+    parts = [magic, pickle.dumps(1001, protocol=2), pickle.dumps({}, protocol=2), state]
+    return content(path, b"".join(parts) + pickle.dumps([], protocol=2))
+
+
+def fifo(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def index(folder: Path, places: Any) -> Path:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": places}))
+    return path
+
+
+def shard(folder: Path, places: dict[str, str]) -> Path:
+    save_file({"a": torch.zeros(1)}, folder / "s.safetensors")
+    return index(folder, places)
+
+
+def linked(folder: Path) -> Path:
+    (folder / "out").mkdir()
+    (folder / "in").mkdir()
+    save_file(STATE, folder / "out" / "mine.safetensors")
+    (folder / "in" / "model.safetensors").symlink_to(folder / "out" / "mine.safetensors")
+    return folder / "in"
+
+
+LONG = pickle.PROTO + b"\x02" + (pickle.EMPTY_LIST + pickle.POP) * 2**15 + b"N."
+HOSTILE: list[tuple[str, Callable[[Path], Path], str]] = [
+    ("code", lambda f: save(f / "a.pth", {"a": Attack()}), "holds code or objects, which are never loaded; save its state dict alone"),
+    ("code, older", lambda f: save(f / "a.pth", {"a": Attack()}, _use_new_zipfile_serialization=False), "holds code or objects"),
+    ("a bare pickle", lambda f: content(f / "a.pth", pickle.dumps(Attack())), "damaged, not a file of weights (neither an archive nor torch's older format); use another file of weights"),
+    ("a bomb", lambda f: deflated(f / "a.pth"), "its entries are not stored as torch stores them"),
+    ("hollow", lambda f: save(f / "a.pth", {"a": torch.zeros(1).expand(10**12)}), "a tensor of 1000000000000 values in a file of"),
+    ("hollow, older", lambda f: save(f / "a.pth", {"a": torch.zeros(1).expand(10**12)}, _use_new_zipfile_serialization=False), "a tensor of 1000000000000 values in a file of"),
+    ("endless, older", lambda f: old(f / "a.pth", LONG), "its pickles have more than 65536 bytes"),
+    ("cut, older", lambda f: content(f / "a.pth", pickle.dumps(0x1950A86A20F9469CFC6C, 2)), "damaged, not a file of weights"),
+    ("cut safetensors", lambda f: content(f / "a.safetensors", b"\xff" * 20), "damaged, not a file of weights"),
+    ("empty", lambda f: content(f / "a.pth", b""), "damaged, not a file of weights"),
+    ("a list", lambda f: save(f / "a.pth", [1]), "holds a list, not a state dict"),
+    ("a tensor", lambda f: save(f / "a.pth", torch.ones(1)), "holds a Tensor, not a state dict"),
+    ("nothing of use", lambda f: save(f / "a.pth", {"epoch": 1, "net": {"a": 1}}), "holds no state dict, but epoch, net; save the state dict alone"),
+    ("a shard elsewhere", lambda f: index(f, {"a": "../s.safetensors"}), "refused, it leads out of its folder"),
+    ("a shard anywhere", lambda f: index(f, {"a": "/etc/passwd"}), "refused, it leads out of its folder"),
+    ("a link out", linked, "refused, it leads out of its folder; put the file itself there"),
+    ("a shard that is no name", lambda f: index(f, {"a": 3}), "refused, it leads out of its folder"),
+    ("a missing shard", lambda f: index(f, {"a": "s.safetensors"}), "damaged, not a file of weights"),
+    ("no index", lambda f: content(f / "a.index.json", b"[]"), "damaged, not an index of weights"),
+    ("a weight that is not there", lambda f: shard(f, {"a": "s.safetensors", "b": "s.safetensors"}), "s.safetensors misses b, against the index"),
+    ("a weight too many", lambda f: shard(f, {"b": "s.safetensors"}), "also holds a, against the index"),
+    ("a FIFO", lambda f: fifo(f / "a.pth"), "damaged, not a file of weights"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "text"), [row[1:] for row in HOSTILE], ids=[r[0] for r in HOSTILE]
+)
+def test_what_is_hostile_or_damaged_is_refused_in_one_line(
+    make: Callable[[Path], Path], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(untrusted, "_LARGEST_PICKLE", 2**16)
+    with pytest.raises(CheckpointError) as refused:
+        read_foreign(make(tmp_path))
+    assert text in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "attacked").exists()
+
+
+# Names
+
+OWN = {"encoder.conv.weight", "encoder.conv.bias", "head.weight"}
+
+
+def saved(*names: str) -> dict[str, Tensor]:
+    return {name: torch.tensor(float(number)) for number, name in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "expected"),
+    [
+        (["backbone.a", "head.b"], {"backbone.*": "encoder.*"}, ["encoder.a", "head.b"]),
+        (["a.0.w", "a.1.w"], {"a.*.w": "layers.*.weight"}, ["layers.0.weight", "layers.1.weight"]),
+        (["a.x.y"], {"a.*.*": "*.b.*"}, ["x.b.y"]),
+        (["a.x", "b"], {"a.x": "first", "*": "rest.*"}, ["first", "rest.b"]),
+        (["model.a", "model.b"], {"model.*": "*"}, ["a", "b"]),
+        (["a"], {"*": "encoder.*"}, ["encoder.a"]),
+        (["module.a", "module.b"], {}, ["a", "b"]),
+        (["module._orig_mod.a"], {}, ["a"]),
+        (["module.a", "b"], {}, ["module.a", "b"]),
+        (["a[0].w+"], {"a[0].w+": "a"}, ["a"]),
+    ],
+)
+def test_patterns_give_new_names(
+    given: list[str], names: dict[str, str], expected: list[str]
+) -> None:
+    own = saved(*given)
+    result = renamed(own, names, OWN, "file")
+    assert list(result) == expected
+    assert [float(v) for v in result.values()] == [float(v) for v in own.values()]
+
+
+def test_a_prefix_of_the_models_own_stays() -> None:
+    assert list(renamed(saved("module.a"), {}, {"module.a"}, "file")) == ["module.a"]
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "text"),
+    [
+        ({"bakbone.*": "*"}, ConfigError, "init_from_names=bakbone.*: matches no weight of file that an earlier pattern leaves; nearest: backbone.a"),
+        ({"*": "x.*", "head.b": "y"}, ConfigError, "init_from_names=head.b: matches no weight of file that an earlier pattern leaves; nearest: head.b"),
+        ({"backbone.a": "*"}, ConfigError, "init_from_names={backbone.a: *}: each * on the right stands for one on the left, which has fewer"),
+        ({"backbone.a": "head.b"}, CheckpointError, "init_from=file: two of its weights would be head.b by init_from_names; let each pattern give names of its own"),
+    ],
+)  # fmt: skip
+def test_patterns_that_cannot_be_meant_are_refused(
+    names: dict[str, str], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as refused:
+        renamed(saved("backbone.a", "head.b"), names, OWN, "file")
+    assert str(refused.value) == text
+
+
+# What fits
+
+
+def test_the_pattern_that_would_do_is_named() -> None:
+    own = {name: torch.zeros(()) for name in sorted(OWN)}
+    given = saved("backbone.conv.weight", "backbone.conv.bias", "head.weight")
+    with pytest.raises(CheckpointError) as refused:
+        fitted(given, own, [], "file")
+    assert "name its weights as the model does: init_from_names={backbone.*:encoder.*}, or" in str(
+        refused.value
+    )
+    names = {"backbone.*": "encoder.*"}
+    assert fitted(renamed(given, names, OWN, "file"), own, [], "file").kept == []
+
+
+def test_another_kind_is_refused() -> None:
+    own = {"a": torch.zeros(2), "n": torch.tensor(0)}
+    given = {"a": torch.zeros(2, dtype=torch.int8), "n": torch.tensor(0.0)}
+    with pytest.raises(CheckpointError) as refused:
+        fitted(given, own, [], "file")
+    assert "of another kind: a int8 for floating, n floating for int64" in str(refused.value)
+    with pytest.raises(CheckpointError, match="a sparse_coo for floating"):
+        fitted({**own, "a": torch.zeros(2).to_sparse()}, own, [], "file")
+
+
+def test_a_tied_name_takes_the_weight_that_was_saved() -> None:
+    table = torch.zeros(3)
+    own = {"embed.weight": table, "head.weight": table.detach(), "other": torch.zeros(3)}
+    given = {"embed.weight": torch.ones(3), "other": torch.zeros(3)}
+    taken = fitted(given, own, [], "file")
+    assert taken.weights["head.weight"] is given["embed.weight"]
+    assert (taken.kept, taken.unused) == ([], [])
+
+
+def test_what_was_left_out_or_widened_is_told() -> None:
+    own = {"a": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1)}
+    given = {"a": torch.ones(1).half(), "b": torch.ones(1).double(), "old": torch.ones(1)}
+    assert fitted(given, own, ["c", "old"], "file").remarks() == [
+        "with their first values: c",
+        "not used: old",
+        "1 tensors are float16, and were widened exactly: masters start from half values",
+        "1 tensors are float64, and are rounded where fp32 is kept",
+    ]

@@ -1,0 +1,98 @@
+"""A sweep's job is named by what was swept: one folder's name, and no two jobs alike."""
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from mpframe.config.job_name import leave_out, name_of
+
+SECRET = "hunter-2-hunter"
+
+
+def name(*words: str, shared: tuple[str, ...] = (), number: int = 3) -> str:
+    return name_of(words, shared, number, [SECRET])
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["seed=2", "dtype=mixed"], "dtype=mixed,seed=2"),
+        (["++model.width=8", "+model.depth=1"], "model.depth=1,model.width=8"),
+        (["model.hidden=[8,8]"], "model.hidden=[8,8]"),
+        (["optimizer.lr=0.00012345678901234567"], "optimizer.lr=0.00012345678901234567"),
+        (["model._target_=nets.Wide"], "model._target_=nets.Wide"),
+        (["dtype@other=fp32"], "dtype@other=fp32"),
+        ([], "3"),
+    ],
+)
+def test_a_name_says_what_was_swept(words: list[str], named: str) -> None:
+    assert name(*words) == named
+
+
+def test_what_every_job_has_alike_is_not_in_the_name() -> None:
+    words = ["trainer.epochs=1", "++model.width=8", "~scheduler", "seed=2"]
+    assert name(*words, shared=("trainer.epochs", "model.width", "scheduler")) == "seed=2"
+    assert name(*words[:1], shared=("trainer.epochs",), number=7) == "7"
+
+
+@pytest.mark.parametrize(
+    ("word", "start"),
+    [
+        ("model=nets/wide", "model=nets_wide~"),
+        ("run_name='../../x'", "run_name=.._.._x~"),
+        ("run_name='a b'", "run_name=a_b~"),
+        ("run_name='\x1b[31m\n'", "run_name=_[31m_~"),
+        ("run_name='C:\\\\x'", "run_name=C_x~"),
+        ("ops.modules={head:fp32}", "ops.modules=_head_fp32_~"),
+        ("seed=${oc.env:N}", "seed=_oc.env_N_~"),
+        ("~scheduler", "_scheduler~"),
+    ],
+)
+def test_what_no_folder_takes_is_replaced_and_told_apart(word: str, start: str) -> None:
+    named = name(word)
+    assert named.startswith(start)
+    assert len(named) == len(start) + 8
+    assert named == name(word)
+
+
+def test_names_that_would_be_alike_differ() -> None:
+    words = ("x='a/b'", "x='a b'", "x='a:b'", 'x="a b"', "x=a_b", "x='a_b'", "x=A_b")
+    assert len({name(word) for word in words}) == len(words)
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "漢"])
+def test_a_long_name_is_cut_to_what_a_file_system_takes(letter: str) -> None:
+    names = {name(f"run_name='{letter * 250}{end}'") for end in "ab"}
+    assert len(names) == 2
+    assert all(len(named.encode()) < 200 for named in names)
+    assert all(named.startswith("run_name=" + letter * 40) for named in names)
+
+
+def test_a_secret_is_not_in_the_name() -> None:
+    words = f"model.token={SECRET}", "seed=1"
+    assert name(*words) == "model.token=hidden,seed=1,job=3"
+    assert name(*words, number=4) == "model.token=hidden,seed=1,job=4"
+
+
+def job(*words: str, **hydra: object) -> DictConfig:
+    """As Hydra composes it, but with nothing besides."""
+    own = {"job": {"num": 5}, "overrides": {"task": list(words), "hydra": []}, **hydra}
+    return OmegaConf.create({"hydra": own, "name": "${job_name:}"})
+
+
+def test_in_a_configuration_it_is_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference in an option is not followed; what it refers to may be a secret, or nowhere."""
+    monkeypatch.setenv("API_TOKEN", SECRET)
+    assert job("seed=1", "dtype=fp32").name == "dtype=fp32,seed=1"
+    assert job(f"model.token={SECRET}").name == "model.token=hidden,job=5"
+    assert job("seed=${nowhere}").name.startswith("seed=_nowhere_~")
+
+
+def test_options_are_left_out_by_hydras_own_option() -> None:
+    config = job("seed=1")
+    config.hydra.job.config = {"override_dirname": {"exclude_keys": ["dtype"]}}
+    leave_out(config, ["seed", "dtype", "dataset@x"])
+    assert config.hydra.overrides.hydra == [
+        "hydra.job.config.override_dirname.exclude_keys=['dtype','seed','dataset@x']"
+    ]
+    config.hydra.job.config.override_dirname.exclude_keys = ["seed"]
+    assert config.name == "5"
