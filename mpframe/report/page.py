@@ -108,7 +108,8 @@ def _cells(head: Iterable[str], row: Iterable[str]) -> str:
 
 def _lines(cell: str) -> str:
     first, _, second = escape(cell).partition("\n")
-    return f"{first}<br><span class=quiet>{second}</span>" if second else first
+    quiet = second.replace("\n", "<br>")
+    return f"{first}<br><span class=quiet>{quiet}</span>" if quiet else first
 
 
 def _kind(name: str) -> str:
