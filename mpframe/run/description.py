@@ -1,4 +1,4 @@
-"""What a run says of itself before it trains: in its log, and in TensorBoard."""
+"""What a run says about itself before it trains: in its log, and in TensorBoard."""
 
 import logging
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def describe(
 
 
 def _about(config: Config, trainer: Trainer, train: Loader) -> str:
-    """The run in three lines: its precision, what learns from what, and how."""
+    """The run in three lines: its precision, its model and data, its training."""
     weights = sum(own.numel() for own in trainer.model.parameters() if not is_lazy(own))
     optimizers = " + ".join(map(called, config.optimizer_nodes))
     lines = [
@@ -82,7 +82,7 @@ def _about(config: Config, trainer: Trainer, train: Loader) -> str:
 
 
 def _options(config_text: str, ops: OpLists) -> str:
-    """The options as Markdown; the lists of ops are long, so their file and the moves say them."""
+    """The options as Markdown, with the name of a file in place of the long lists of ops."""
     options: Any = OmegaConf.create(config_text)
     options.ops = {"modules": dict(ops.modules)}
     said = f"`ops.allow`, `ops.deny`, `ops.infer` and `ops.move`: {ops_in_words(ops)}"
