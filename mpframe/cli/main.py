@@ -22,6 +22,7 @@ COMMANDS = {
     "new": "mpframe.cli.new",
     "train": "mpframe.cli.train",
     "evaluate": "mpframe.cli.evaluate",
+    "predict": "mpframe.cli.predict",
     "export": "mpframe.cli.export",
     "report": "mpframe.cli.report",
     "doctor": "mpframe.cli.doctor",
