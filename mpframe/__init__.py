@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mpframe.optim import MasterWeights
     from mpframe.optim.step_result import StepResult
     from mpframe.precision import OpLists, Precision
+    from mpframe.run.run import train
     from mpframe.training.trainer import Trainer
 
 _HOMES = {
@@ -23,6 +24,7 @@ _HOMES = {
     "Static": "mpframe.loss_scaling",
     "StepResult": "mpframe.optim",
     "Trainer": "mpframe.training.trainer",
+    "train": "mpframe.run.run",
 }
 
 __version__ = "0.1.0"
@@ -36,6 +38,7 @@ __all__ = [
     "Static",
     "StepResult",
     "Trainer",
+    "train",
 ]
 
 

@@ -25,7 +25,7 @@ optimizer = torch.optim.AdamW([weight])
 weight.sum().backward()
 optimizer.step()
 """
-_FIRST_STEP = ["-m", "mpframe.bench.first_step", "trainer.progress=false", "hydra.run.dir=run"]
+_FIRST_STEP = ["-m", "mpframe.bench.first_step", "trainer.progress=off", "hydra.run.dir=run"]
 # What is measured: the command, and the exit code it must have.
 _COMMANDS: dict[str, tuple[list[str], int]] = {
     IMPORT_TORCH: (["-c", "import torch"], 0),

@@ -4,7 +4,7 @@ Nothing else instantiates a `_target_`, and no part below reads an option.
 """
 
 from mpframe.build.callbacks import build_callbacks
-from mpframe.build.data import build_loaders, build_task
+from mpframe.build.data import Loaders, build_loaders, build_task
 from mpframe.build.device import resolve_device, seed_everything
 from mpframe.build.model import build_model
 from mpframe.build.precision import build_precision, in_fp32
@@ -13,6 +13,7 @@ from mpframe.build.target import make
 from mpframe.build.trainer import build_plan, build_trainer
 
 __all__ = [
+    "Loaders",
     "build_callbacks",
     "build_loaders",
     "build_model",

@@ -1,6 +1,6 @@
 """The dataset: its samples, loss and metric, and the loaders of them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpframe.build.device import resolve_device
 from mpframe.build.objective import with_objective
@@ -23,8 +23,16 @@ def build_task(config: Config) -> Task:
     return with_objective(task, config)
 
 
-def build_loaders(config: Config, task: Task) -> tuple[Loader, Loader]:
-    """The training loader (shuffled, whole batches only) and the validation loader."""
+class Loaders(NamedTuple):
+    """The loaders of a task's parts; `test` is None if it has none."""
+
+    train: Loader
+    val: Loader
+    test: Loader | None
+
+
+def build_loaders(config: Config, task: Task) -> Loaders:
+    """The loaders: training data shuffled and in whole batches only, the others as they are."""
     data = config.data
     require_workers(data.workers)
     common: dict[str, Any] = {
@@ -36,4 +44,7 @@ def build_loaders(config: Config, task: Task) -> tuple[Loader, Loader]:
     }
     train = Loader(task.train, data.batch_size, shuffle=True, drop_last=True, **common)
     val = Loader(task.val, data.batch_size, shuffle=False, split="validation", **common)
-    return train, val
+    if task.test is None:
+        return Loaders(train, val, None)
+    test = Loader(task.test, data.batch_size, shuffle=False, split="test", **common)
+    return Loaders(train, val, test)

@@ -135,7 +135,7 @@ def _examined(step: Evidence, trainer: Trainer, path: Path) -> Report:
 def _rebuilt(config: Config) -> tuple[Trainer, Loader]:
     build.seed_everything(config.run.seed)
     task = build.build_task(config)
-    train, _ = build.build_loaders(config, task)
+    train = build.build_loaders(config, task).train
     return build.build_trainer(config, task, 1), train
 
 

@@ -56,7 +56,7 @@ def subject_of(config: Config, words: Sequence[str] = ()) -> Subject:
     config = replace(config, trainer=replace(config.trainer, compile=False))
     build.seed_everything(config.run.seed)
     task = build.build_task(config)
-    train, _ = build.build_loaders(config, task)
+    train = build.build_loaders(config, task).train
     trainer = build.build_trainer(config, task, len(train))
     trained_in = None if config.run.init_from is None else take_first_weights(trainer, config.run)
     added = {word.lstrip("+").partition("=")[0] for word in words if word.startswith("+")}

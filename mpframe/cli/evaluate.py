@@ -1,4 +1,4 @@
-"""Measure a checkpoint again: the numbers of the run, bit for bit.
+"""Measure a checkpoint again, on the test or validation data: the run's numbers, bit for bit.
 
 Usage: mpframe evaluate checkpoint=PATH [option=value] ...
 
@@ -7,9 +7,11 @@ Usage: mpframe evaluate checkpoint=PATH [option=value] ...
     mpframe evaluate checkpoint=runs/mine dataset.root=/elsewhere device=cpu out=numbers.json
 
 Options:
-    checkpoint=PATH       a run (its newest checkpoint) or one checkpoint; must be given
+    checkpoint=PATH       a run or one checkpoint; must be given. A run stands for the checkpoint
+                          that was tested, and with split=val for its newest one
+    split=val|test        default: test, or val if the dataset has no test part
     weights=trained|ema   default: as the run was validated
-    out=FILE.json         default: evaluation_step_N.json in the run's folder
+    out=FILE.json         default: evaluation_SPLIT_step_N.json in the run's folder
     option=value          an option of the run to change; GROUP=CHOICE, too
     --config-dir=FOLDER, --config-name=NAME    as for mpframe train
 
@@ -23,24 +25,28 @@ says so.
 # configuration is trusted.
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpframe import build, checkpoint
+from mpframe.checkpoint import retention
 from mpframe.checkpoint.saved_weights import KINDS, averages_of, steps_tried, weights_of
 from mpframe.cli.program import program
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
+from mpframe.data import Loader
 from mpframe.errors import ConfigError, nearest, printable, take_options
 from mpframe.files.durable import write_atomically
-from mpframe.tracking.summary import strict_json
+from mpframe.tracking.summary import Summary, strict_json
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of
 
-_OPTIONS = ("checkpoint", "out", "weights")
+_OPTIONS = ("checkpoint", "out", "split", "weights")
+_SPLITS = ("val", "test")
 
 
 @dataclass(frozen=True)
@@ -48,14 +54,16 @@ class Evaluated:
     """An evaluation and what it is of.
 
     Attributes:
+        split: `val` or `test`.
         step: steps the run had tried when the checkpoint was saved.
         weights: `trained` or `ema`.
         precision: the mode evaluated in, e.g. `amp(float16)`.
         device: where.
-        batch_size, samples: of the validation data.
+        batch_size, samples: of the data measured on.
     """
 
     evaluation: Evaluation
+    split: str
     step: int
     weights: str
     precision: str
@@ -68,36 +76,41 @@ def main(arguments: list[str] | None = None) -> None:
     """Evaluate the checkpoint of `checkpoint=...`; print loss and metric and write them as JSON.
 
     Args:
-        arguments: `checkpoint=RUN_OR_CHECKPOINT`, `weights=trained|ema`, `out=FILE.json`, and
-            options of the run to change; the command line if None.
+        arguments: `checkpoint=RUN_OR_CHECKPOINT`, `split=val|test`, `weights=trained|ema`,
+            `out=FILE.json`, and options of the run to change; the command line if None.
     """
     with program():
         _main(sys.argv[1:] if arguments is None else arguments)
 
 
-def evaluate(path: Path, given: list[str], weights: str | None = None) -> Evaluated:
+def evaluate(
+    path: Path, given: list[str], weights: str | None = None, split: str | None = None
+) -> Evaluated:
     """Evaluate a checkpoint.
 
     Args:
-        path: a run's folder (its newest checkpoint) or a checkpoint within it.
+        path: a run's folder or a checkpoint within it.
         given: `GROUP=CHOICE` and `option=value` words that change the run's options.
         weights: `trained` or `ema`; None: as the run was validated.
+        split: `val` or `test`; None: `test` if the dataset has one.
 
     Raises:
         MpframeError: anything that is missing, damaged or does not fit, in one line.
     """
+    path = _checkpoint_of(path, split)
     snapshot, source = checkpoint.read(path), checkpoint.newest(path)
     state, config = snapshot.state, config_of(snapshot.config, source / "config.yaml", given)
     trained = weights_of(state, "trained", path)
     kind = weights or ("ema" if config.trainer.ema_decay is not None else "trained")
     build.seed_everything(config.run.seed)
     task = build.build_task(config)
-    _, val = build.build_loaders(config, task)
+    split, loader = _chosen(split, build.build_loaders(config, task))
     trainer = build.build_trainer(config, task, 1)
     trainer.load_weights(trained)
     _use(trainer, kind, state, path)
-    evaluation = trainer.evaluate(val)
-    return _described(config, trainer, evaluation, (steps_tried(state, path), kind, val.size))
+    evaluation = trainer.evaluate(loader)
+    facts = split, steps_tried(state, path), kind, loader.size
+    return _described(config, trainer, evaluation, facts)
 
 
 def run_folder(path: Path) -> Path:
@@ -105,28 +118,51 @@ def run_folder(path: Path) -> Path:
     return path.parent.parent if path.absolute().parent.name == checkpoint.FOLDER else path
 
 
+def _checkpoint_of(path: Path, split: str | None) -> Path:
+    """The checkpoint that was tested, if the run in `path` tested its best; else `path` itself."""
+    if split == "val" or checkpoint.newest(path) == path:
+        return path
+    try:
+        tested = Summary.read(path).tested
+    except OSError:  # A run that is not finished may have none, and has not been tested.
+        return path
+    best = retention.best_in(path, 1) if tested == "best" else []
+    if best:
+        checkpoint.refuse_mixed(path)
+    return best[0] if best else path
+
+
+def _chosen(split: str | None, loaders: build.Loaders) -> tuple[str, Loader]:
+    if split == "val" or (split is None and loaders.test is None):
+        return "val", loaders.val
+    if loaders.test is None:
+        raise ConfigError("split=test: the dataset has no test part; use split=val")
+    return "test", loaders.test
+
+
 def _main(arguments: list[str]) -> None:
     own, given = take_options(arguments, _OPTIONS)
     if not own.get("checkpoint"):
         raise ConfigError("checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42")
-    _refuse_flags(given)
     path = Path(own["checkpoint"])
     kind = own.get("weights")
-    if kind is not None and kind not in KINDS:
-        hint = nearest(kind, KINDS)
-        raise ConfigError(f"weights={kind}: choose {' or '.join(KINDS)}" + f"; {hint}" * bool(hint))
+    _refuse_unknown("weights", kind, KINDS)
+    _refuse_unknown("split", own.get("split"), _SPLITS)
     if "out" in own:
         refuse_unwritable("out", Path(own["out"]).parent)
-    done = evaluate(path, given, kind)
-    out = Path(own.get("out") or run_folder(path) / f"evaluation_step_{done.step:08d}.json")
+    done = evaluate(path, given, kind, own.get("split"))
+    name = f"evaluation_{done.split}_step_{done.step:08d}.json"
+    out = Path(own.get("out") or run_folder(path) / name)
     _write(out, path, done)
     print(printable(_text(path, done, out)))
 
 
-def _refuse_flags(given: list[str]) -> None:
-    for word in given:
-        if word.startswith("-"):
-            raise ConfigError(f"{word}: no such option; give option=value")
+def _refuse_unknown(option: str, value: str | None, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
+        hint = nearest(value, known)
+        raise ConfigError(
+            f"{option}={value}: choose {' or '.join(known)}" + f"; {hint}" * bool(hint)
+        )
 
 
 def _use(trainer: Trainer, kind: str, state: dict[str, Any], path: Path) -> None:
@@ -141,13 +177,13 @@ def _use(trainer: Trainer, kind: str, state: dict[str, Any], path: Path) -> None
 
 
 def _described(
-    config: Config, trainer: Trainer, evaluation: Evaluation, facts: tuple[int, str, int]
+    config: Config, trainer: Trainer, evaluation: Evaluation, facts: tuple[str, int, str, int]
 ) -> Evaluated:
-    step, kind, samples = facts
+    split, step, kind, samples = facts
     device = device_of(trainer.model)
     precision = trainer.eval_precision or trainer.precision
     return Evaluated(
-        evaluation, step, kind, str(precision), str(device), config.data.batch_size, samples
+        evaluation, split, step, kind, str(precision), str(device), config.data.batch_size, samples
     )
 
 
@@ -156,8 +192,9 @@ def _write(out: Path, path: Path, done: Evaluated) -> None:
         "checkpoint": str(path),
         "step": done.step,
         "weights": done.weights,
-        "val_loss": done.evaluation.loss,
-        **{f"val_{name}": value for name, value in done.evaluation.metrics.items()},
+        "split": done.split,
+        f"{done.split}_loss": done.evaluation.loss,
+        **{f"{done.split}_{name}": value for name, value in done.evaluation.metrics.items()},
         "precision": done.precision,
         "device": done.device,
         "batch_size": done.batch_size,
@@ -172,10 +209,10 @@ def _write(out: Path, path: Path, done: Evaluated) -> None:
 
 
 def _text(path: Path, done: Evaluated, out: Path) -> str:
-    result = done.evaluation
-    metrics = "".join(f", val_{name} {value:.6g}" for name, value in result.metrics.items())
+    result, split = done.evaluation, done.split
+    metrics = "".join(f", {split}_{name} {value:.6g}" for name, value in result.metrics.items())
     return (
-        f"{path}, step {done.step}: val_loss {result.loss:.6g}{metrics} "
+        f"{path}, step {done.step}: {split}_loss {result.loss:.6g}{metrics} "
         f"({done.samples} samples, {done.precision} on {done.device}, "
         f"weights {done.weights}); written to {out}"
     )

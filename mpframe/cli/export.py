@@ -1,4 +1,4 @@
-"""Export a checkpoint as a file for anybody, with a sidecar FILE.json that says how to use it.
+"""Export a checkpoint as a file for anybody, with a sidecar that says how to use it.
 
 Usage: mpframe export checkpoint=PATH out=FILE [format=...] [weights=...] [option=value] ...
 
@@ -15,6 +15,8 @@ Options:
     weights_dtype=fp32|float16|bfloat16    default: fp32; rounded once, from the fp32 masters
     overwrite=true        replace a file that exists; default: false
     model.OPTION=VALUE    for a graph: options of the model
+
+The sidecar is FILE.json.
 
 safetensors and state_dict hold weights. onnx and torch_export hold the model as a graph, which runs
 without its code, for any batch size; it takes inputs of weights_dtype and computes in it. For a

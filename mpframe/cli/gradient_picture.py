@@ -78,7 +78,7 @@ def _measured(
     """The ranges of one step in fp32, from the same weights, batch and random numbers each time."""
     build.seed_everything(config.run.seed)
     task = build.build_task(config)
-    train, _ = build.build_loaders(config, task)
+    train = build.build_loaders(config, task).train
     trainer = build.build_trainer(build.in_fp32(config), task, 1)
     trainer.load_weights(weights)
     trainer = _scaled(trainer, scale)

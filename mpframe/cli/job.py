@@ -14,15 +14,15 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from mpframe.cli.again import command_again
 from mpframe.cli.program import current_folder_importable
+from mpframe.config.again import stopped
 from mpframe.config.command_line import checked
 from mpframe.config.earlier import holds_this_run, resolved_text
 from mpframe.config.redaction import hide, secrets_of, values_of
@@ -70,10 +70,15 @@ class Jobs:
         if self._failures:
             raise self._failures[0]
 
+    def _stop(self, error: RunInterrupted, own: DictConfig) -> NoReturn:
+        """End this process: the jobs that are left are not started either."""
+        if os.getpid() == self._home:
+            sys.exit(print_error(stopped(error.received, Path(own.sweep.dir))))
+        sys.exit(print_error(RunInterrupted(error.received), f"job {own.job.num}: "))
+
     def _fail(self, error: Exception, own: DictConfig) -> None:
         if self._sweep and isinstance(error, RunInterrupted):
-            # The jobs that are left are not started either.
-            sys.exit(print_error(_with_command(error, own)))
+            self._stop(error, own)
         searches = own.runtime.choices["hydra/sweeper"] != "basic"
         if self._sweep and (searches or os.getpid() != self._home):
             raise JobError(f"job {own.job.num}: {error}") from error
@@ -82,11 +87,6 @@ class Jobs:
             print_error(error, f"job {own.job.num}: ")
         elif self._sweep:
             traceback.print_exception(error)
-
-
-def _with_command(error: RunInterrupted, own: DictConfig) -> RunInterrupted:
-    folder = Path(own.sweep.dir)
-    return RunInterrupted(error.received, f"continue the sweep with: {command_again(folder)}")
 
 
 def print_error(error: MpframeError, place: str = "") -> int:

@@ -17,6 +17,7 @@ from mpframe import __version__
 from mpframe.errors import ConfigError, nearest, one_line_exit
 
 COMMANDS = {
+    "new": "mpframe.cli.new",
     "train": "mpframe.cli.train",
     "evaluate": "mpframe.cli.evaluate",
     "export": "mpframe.cli.export",

@@ -135,7 +135,7 @@ def _trained(config: Config, steps: int, seed: int) -> Evaluation:
     config = replace(config, trainer=limits, run=replace(config.run, seed=seed))
     task, train = _data(config)
     trainer = _trainer(config, task)
-    _, val = build.build_loaders(config, task)
+    val = build.build_loaders(config, task).val
     trainer.callbacks = {"skip_guard": SkipGuard(limits.max_consecutive_skips)}
     try:
         trainer.fit(train)
@@ -147,7 +147,7 @@ def _trained(config: Config, steps: int, seed: int) -> Evaluation:
 def _data(config: Config) -> tuple[Task, Loader]:
     build.seed_everything(config.run.seed)
     task = build.build_task(config)
-    return task, build.build_loaders(config, task)[0]
+    return task, build.build_loaders(config, task).train
 
 
 def _trainer(config: Config, task: Task) -> Trainer:

@@ -24,11 +24,13 @@ import torch
 from mpframe.build import build_scaler
 from mpframe.cli.program import program
 from mpframe.config.command_line import checked, compose_named
-from mpframe.errors import ConfigError
+from mpframe.config.schema import Config
+from mpframe.errors import ConfigError, take_options
 from mpframe.loss_scaling.interface import LossScaler, name_of
 from mpframe.numerics.simulation import as_table, draw, replay
 from mpframe.tracking.amax_record import read_amax
 
+_OPTIONS = ("run", "loss_scaling", "out")
 _ALL = ("static", "Backoff", "LogMax")
 
 
@@ -45,30 +47,34 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _simulate(arguments: list[str]) -> None:
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    source = given.pop("run", "")
-    if not source:
+    given, options = take_options(arguments, _OPTIONS)
+    if not given.get("run"):
         raise ConfigError("run: must be given, e.g. run=runs/2026-11-21/05-45-42")
-    own = "loss_scaling._target_" in given
-    names = given.pop("loss_scaling", "own" if own else ",".join(_ALL)).split(",")
-    picture = Path(given.pop("out", "") or _beside(Path(source)))
-    options = [f"{key}={value}" for key, value in given.items()]
-    half = getattr(torch, given.get("dtype.half", "float16"))
-    recorded = read_amax(Path(source))
+    source = Path(given["run"])
+    own = any(word.startswith("loss_scaling._target_=") for word in options)
+    names = given.get("loss_scaling", "own" if own else ",".join(_ALL)).split(",")
+    picture = Path(given.get("out") or _beside(source))
+    configs = {name: _config(name, options) for name in names}
+    half = getattr(torch, next(iter(configs.values())).dtype.half)
+    recorded = read_amax(source)
     amax = recorded[np.isfinite(recorded)]
     if len(amax) < len(recorded):
         # What they would have been is unknown, and any guess would decide the result.
         print(f"{len(recorded) - len(amax)} steps overflowed in the run itself and are left out")
-    scalers = [_scaler(name, options) for name in names]
+    scalers = [_scaler(name, config) for name, config in configs.items()]
     replays = {name_of(scaler): replay(amax, scaler, half) for scaler in scalers}
     print(as_table(replays))
     draw(amax, replays, picture, half)
     print(f"picture: {picture}")
 
 
-def _scaler(name: str, options: list[str]) -> LossScaler:
+def _config(name: str, options: list[str]) -> Config:
     _, composed = compose_named([f"loss_scaling={name}", *options])
-    scaler = build_scaler(checked(composed))
+    return checked(composed)
+
+
+def _scaler(name: str, config: Config) -> LossScaler:
+    scaler = build_scaler(config)
     if scaler is None:
         raise ConfigError(f"loss_scaling={name}: has no scale to replay; choose {', '.join(_ALL)}")
     return scaler

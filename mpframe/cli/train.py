@@ -23,10 +23,10 @@ import hydra
 from mpframe.cli.job import JobError, Jobs, print_error
 from mpframe.cli.program import current_folder_importable
 from mpframe.config.command_line import prepare
-from mpframe.config.composing import PRIMARY
 from mpframe.config.flags import parsed_flags
 from mpframe.config.locations import CONF
 from mpframe.config.refusal import refusal_of
+from mpframe.config.source import PRIMARY
 from mpframe.errors import MpframeError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"

@@ -211,7 +211,13 @@ def _converted(value: Any, spec: Any) -> Any:
         return value
     blank = OmegaConf.structured(dataclasses.make_dataclass("Holder", [("value", spec.type)]))
     merged = OmegaConf.merge(blank, {"value": value})
-    return OmegaConf.to_container(merged)["value"]  # type: ignore[index, call-overload]
+    held: Any = OmegaConf.to_container(merged)
+    return _as_word(held["value"]) if spec.metadata["range"].choices else held["value"]
+
+
+def _as_word(value: Any) -> Any:
+    """A truth as the word it stands for: YAML reads an unquoted `on` as true, `off` as false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 def _type_name(kind: Any) -> str:

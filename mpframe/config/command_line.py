@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from mpframe.config.composing import checked, composed, hydra_over, without_hydra
+from mpframe.config.composing import checked, composed, without_hydra
 from mpframe.config.flags import parsed_flags
 from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.overrides import parsed, rewritten
 from mpframe.config.schema import Config
+from mpframe.config.source import Source, hydra_over, source_of, take_source
 from mpframe.config.sweep import axes
 from mpframe.errors import ConfigError
 
@@ -38,6 +39,9 @@ def prepare(arguments: list[str]) -> list[str]:
     if flags.shell_completion:
         return arguments
     given = [argument for argument in arguments if argument not in words]
+    place = source_of(flags).place
+    if flags.config_path not in (None, place):
+        given.append(f"--config-path={place}")  # Hydra would look beside its program's file.
     # Before the flags: of some the value may be left out, and the next word would be taken for it.
     return [*rewritten(words), *given]
 
@@ -61,47 +65,50 @@ def jobs(arguments: list[str]) -> Iterator[Job]:
     """Each job that training would run.
 
     Args:
-        arguments: the command line, as training takes it; of its flags only `-m`.
+        arguments: the command line, as training takes it; of its flags only `-m` and those that
+            name a source.
 
     Raises:
         ConfigError: an option or a value is not allowed.
     """
     multirun = not {"-m", "--multirun"}.isdisjoint(arguments)
     given = [argument for argument in arguments if argument not in ("-m", "--multirun")]
-    for word in given:
-        if word.startswith("-"):
-            raise ConfigError(f"{word}: no such option; give option=value, and -m for a sweep")
-    for typed in _typed(given, multirun):
+    source, words = take_source(given, "give option=value, and -m for a sweep")
+    for typed in _typed(words, multirun, source):
         overrides = rewritten(typed)
-        with hydra_over():
-            config = checked(composed(overrides))
+        with hydra_over(source):
+            config = checked(composed(overrides, source.name))
         yield Job(typed, overrides, config)
 
 
 def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
-    """What `option=value` words compose; for one job, no flags.
+    """What `option=value` words compose for one job.
+
+    Args:
+        given: the words, and flags that name a source.
 
     Raises:
         ConfigError: a word names no choice or option of this program, or is malformed.
     """
-    words = rewritten(given)
+    source, typed = take_source(given)
+    words = rewritten(typed)
     overrides = parsed(words)
     for override in overrides:
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: give one value; there is no sweep here")
-    with hydra_over():
-        return overrides, composed(words)
+    with hydra_over(source):
+        return overrides, composed(words, source.name)
 
 
-def _typed(given: list[str], multirun: bool) -> list[list[str]]:
+def _typed(given: list[str], multirun: bool, source: Source) -> list[list[str]]:
     """The words of each job, as they were typed."""
     if not multirun:
         return [given]
     swept = [[word] for word in given]
-    with hydra_over():
+    with hydra_over(source):
         for place, word in enumerate(given):
             if not _is_rewritten(word):
-                swept[place] = axes([word])[0]
+                swept[place] = axes([word], name=source.name)[0]
     return [list(job) for job in itertools.islice(itertools.product(*swept), _JOBS)]
 
 

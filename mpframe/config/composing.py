@@ -6,11 +6,9 @@ first that names no choice or option, or has a value that is not allowed, is nam
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
@@ -19,20 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mpframe.config import store  # noqa: F401 - Hydra finds the schema in its ConfigStore
 from mpframe.config.check import check, refuse_bad_value
-from mpframe.config.locations import CONF
 from mpframe.config.overrides import MAPPINGS, parsed
 from mpframe.config.schema import OPEN, Config, use_instead
+from mpframe.config.source import PRIMARY
 from mpframe.errors import ConfigError, nearest
-
-PRIMARY = "config"
-"""The name of the shipped primary configuration."""
-
-
-@contextmanager
-def hydra_over(folder: Path = CONF) -> Iterator[None]:
-    """Within the block Hydra composes from a folder."""
-    with initialize_config_dir(str(folder), version_base="1.3", job_name="train"):
-        yield
 
 
 def composed(words: list[str], name: str = PRIMARY) -> DictConfig:

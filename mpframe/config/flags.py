@@ -1,8 +1,12 @@
-"""The flags of a command line, which are Hydra's, and which of them do not go together."""
+"""The flags of a command line, which are Hydra's, and which of them do not go together.
+
+The three that say where a configuration is composed from are flags of the other commands, too.
+"""
 
 import argparse
 from pathlib import Path
 
+from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -15,17 +19,43 @@ def parsed_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         ConfigError: a flag is unknown, lacks its value, or does not go with another one.
     """
-    try:
-        flags, rest = _parser().parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error.argument_name}: {error.message}; see --help") from None
+    flags, rest = _parsed(_parser(), arguments)
     _refuse_unfit(flags, rest)
     return flags, [*flags.overrides, *rest]
 
 
+def source_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Of the flags those that say where Hydra composes from, and all other arguments, in order.
+
+    Raises:
+        ConfigError: a flag lacks its value, or names no folder.
+    """
+    flags, rest = _parsed(_source_parser(), arguments)
+    _refuse_unfit_source(flags)
+    return flags, rest
+
+
+def _parsed(
+    parser: argparse.ArgumentParser, arguments: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    try:
+        return parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}; see --help") from None
+
+
+def _source_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    for flag in ("--config-path/-cp", "--config-name/-cn", "--config-dir/-cd"):
+        parser.add_argument(*flag.split("/"))
+    return parser
+
+
 def _parser() -> argparse.ArgumentParser:
     """Hydra's flags, as its documentation lists them."""
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        add_help=False, exit_on_error=False, parents=[_source_parser()]
+    )
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--info", "-i", const="all", nargs="?", choices=_INFO)
@@ -33,8 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(*switch.split("/"), action="store_true")
     for switch in ("--hydra-help", "--version", "--resolve"):
         parser.add_argument(switch, action="store_true")
-    for flag in ("--package/-p", "--config-path/-cp", "--config-name/-cn", "--config-dir/-cd"):
-        parser.add_argument(*flag.split("/"))
+    parser.add_argument("--package", "-p")
     parser.add_argument("--experimental-rerun")
     return parser
 
@@ -58,7 +87,20 @@ def _refuse_unfit(flags: argparse.Namespace, rest: list[str]) -> None:
         word.startswith(("install=", "uninstall=", "query=")) for word in flags.overrides
     ):
         raise ConfigError("--shell-completion: add install=SHELL or uninstall=SHELL, e.g. bash")
-    if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
+    _refuse_unfit_source(flags)
+
+
+def _refuse_unfit_source(flags: argparse.Namespace) -> None:
+    path, folder, name = flags.config_path, flags.config_dir, flags.config_name
+    if path is not None and "://" not in path and not Path(path).is_dir():
+        raise ConfigError(f"--config-path={path}: no such folder; name one with .yaml files")
+    if folder is None:
+        return
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--config-dir={folder}: no such folder; name one with .yaml files")
+    hidden = Path(folder).resolve() != CONF and (Path(folder) / "config.yaml").exists()
+    if hidden and not (path or name):
         raise ConfigError(
-            f"--config-dir={flags.config_dir}: no such folder; name one with .yaml files"
+            f"--config-dir={folder}: mpframe's config.yaml hides the one in it; give yours another "
+            "name and add --config-name=NAME"
         )

@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from mpframe.config.composing import (
-    PRIMARY,
     checked,
     composed,
     refuse_bad_override,
@@ -26,6 +25,7 @@ from mpframe.config.earlier import holds_this_run, resolved_text
 from mpframe.config.job_name import leave_out
 from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.overrides import parsed
+from mpframe.config.source import PRIMARY
 from mpframe.config.sweep import axes, first_job, refuse_unfit_choices
 from mpframe.errors import ConfigError, MpframeError
 

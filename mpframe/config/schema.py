@@ -130,8 +130,9 @@ class TrainerOptions:
         2, "Checkpoints kept, the newest ones.", unit="checkpoints", low=1, watches=True
     )
     keep_best: int = option(
-        0,
-        "Checkpoints kept besides, the best by the monitored metric; each is saved when made.",
+        1,
+        "Checkpoints kept besides, the best by the monitored metric; each is saved when made, and "
+        "the best one is tested when the run is finished. 0: the last weights are.",
         unit="checkpoints",
         low=0,
         watches=True,
@@ -192,7 +193,21 @@ class TrainerOptions:
         choices=("fp32", "float16", "bfloat16"),
     )
     compile: bool = option(False, "Compile model and casts into one graph (torch.compile).")
-    progress: bool = option(True, "Show a progress bar.", watches=True)
+    progress: str | bool = option(  # A file's unquoted `off` is read as false.
+        "auto",
+        "Show a progress bar; auto: if stderr is a terminal and verbosity is not quiet. true is "
+        "read as on, false as off.",
+        choices=("auto", "on", "off"),
+        watches=True,
+    )
+    verbosity: str = option(
+        "normal",
+        "What the console shows: quiet: warnings, errors and the result; normal: also a line at "
+        "every validation; verbose: also a line at every log_every steps. train.log holds what "
+        "normal shows, and with verbose the rest, too.",
+        choices=("quiet", "normal", "verbose"),
+        watches=True,
+    )
 
 
 @dataclass
@@ -361,7 +376,7 @@ RUN_OPTIONS = {f.name for f in dataclasses.fields(RunOptions)}
 # Those of conf/callbacks/default.yaml.
 _WATCHING_CALLBACKS = (
     *("ranges", "amax_record", "curves", "csv", "autopsy", "loss_spikes", "saturation"),
-    "progress_bar",
+    *("log_lines", "progress_bar"),
 )
 
 

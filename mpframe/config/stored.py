@@ -2,13 +2,14 @@
 
 A checkpoint may come from anybody, and a configuration is code: a `_target_` names what is called.
 So nothing that its `config.yaml` says is run, called or looked up, with one exception: if it names
-a class or function that a file of this program's own `conf/` names as well, that one is
-meant. Any other must be named again on the command line, which is the user's word:
+a class or function that a file of this program's own `conf/`, or of a folder that the user names,
+has at the same place, that one is meant. Any other must be named again on the command line:
 
     stored                          command line                    built
     model: mpframe.models.cnn       -                               the shipped cnn, stored options
     model: my_pkg.Net               -                               refused, naming my_pkg.Net
     model: my_pkg.Net               model._target_=my_pkg.Net       my_pkg.Net, stored options
+    model: my_pkg.Net               --config-dir=conf               the same, if a file there has it
     model: my_pkg.Net               model=cnn model.width=16        cnn as the command line says
 
 Nested targets, Hydra's other special keys, interpolations and YAML aliases are refused wherever
@@ -19,13 +20,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.locations import CONF
 from mpframe.config.schema import OPEN, Config
+from mpframe.config.source import take_source
+from mpframe.config.trust import Trusted, refuse_unnamed
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.files.stored_yaml import parsed
 
@@ -50,26 +52,29 @@ def config_of(text: str, path: Path, given: list[str]) -> Config:
     Args:
         text: the stored configuration, YAML.
         path: where it came from, for messages.
-        given: `GROUP=CHOICE` and `option=value` words.
+        given: `GROUP=CHOICE` and `option=value` words, and flags that name the user's own folder.
 
     Raises:
         CheckpointError: the stored configuration is none, or names what is not ours.
         ConfigError: the command line, or the two together, are not allowed.
     """
-    read = parsed(text, path)
+    source, words = take_source(given)
+    read, trusted = parsed(text, path), Trusted(source)
     stored = {k: v for k, v in read.items() if k not in _UNUSED}
     joint = _parts(read.get("optimizer"))
-    overrides, composed = compose_named([*_choices_of(stored, given), *given])
+    overrides, composed = compose_named([*_choices_of(stored, words, trusted), *given])
+    overrides = [own for own in overrides if own.key_or_group != "hydra.searchpath"]
     _refuse_unfit(overrides)
     fresh = _without_hydra(composed)
-    named = {o.key_or_group for o in overrides if _is_group(o.key_or_group)} & _words(given)
+    named = {o.key_or_group for o in overrides if _is_group(o.key_or_group)} & _words(words)
     for group in named:
         if not _same_target(stored, fresh, group):
             stored[group] = {}
     taken = [o.key_or_group for o in overrides if not _is_group(o.key_or_group)]
     for key in taken:
         _drop(stored, key)
-    _refuse_unsafe(path, {**stored, "optimizer": joint}, named)
+    refuse_unnamed(path, _unnamed(stored, named, trusted))
+    _refuse_code(path, {**stored, "optimizer": joint})
     for key in (*named, *taken):
         _put(stored, key, fresh)
     parts = {"parts": {name: {**part, **_OPTIMIZER} for name, part in joint.items()}}
@@ -97,12 +102,12 @@ def _is_group(key: str) -> bool:
     return (CONF / key).is_dir()
 
 
-def _choices_of(stored: Mapping[str, Any], given: list[str]) -> list[str]:
+def _choices_of(stored: Mapping[str, Any], given: list[str], trusted: Trusted) -> list[str]:
     """`GROUP=CHOICE` for what is stored, so that the command line may name its options."""
     choices = []
     for group in _used(stored) - _words(given):
         target = _target(stored, group)
-        names = [choice for choice, own in _shipped(group).items() if own == target]
+        names = [choice for choice, own in trusted.choices(group).items() if own == target]
         choices.append(f"{group}={names[0] if names else 'own'}")
     return choices
 
@@ -116,14 +121,6 @@ def _words(given: list[str]) -> set[str]:
     """The groups the command line chooses from, `group._target_=...` included."""
     keys = {word.partition("=")[0].lstrip("+~") for word in given}
     return {key.removesuffix("._target_") for key in keys}
-
-
-def _shipped(group: str) -> dict[str, Any]:
-    """The targets of a group by choice, from the files of conf/."""
-    files = sorted((CONF / group).glob("*.yaml"))
-    nodes = {file.stem: yaml.safe_load(file.read_text()) or {} for file in files}
-    targets = {choice: node.get("_target_", "???") for choice, node in nodes.items()}
-    return {choice: target for choice, target in targets.items() if target != "???"}
 
 
 def _target(tree: Mapping[str, Any], group: str) -> Any:
@@ -145,17 +142,27 @@ def _refuse_unfit(overrides: list[Override]) -> None:
             )
 
 
-def _refuse_unsafe(path: Path, stored: Mapping[str, Any], named: set[str]) -> None:
-    for group in _used(stored):
+def _unnamed(
+    stored: Mapping[str, Any], named: set[str], trusted: Trusted
+) -> Iterator[tuple[str, Any]]:
+    """(word of the command line, target) of what only the stored configuration names."""
+    for group in sorted(_used(stored) - named):
         target = _target(stored, group)
-        if group not in named and target not in _shipped(group).values():
-            raise CheckpointError(
-                f"{path}: {group}._target_={target} is not mpframe's own, and a stored "
-                f"configuration runs nothing; if you trust it, add {group}._target_={target}"
-            )
-    _refuse_own_metrics(path, stored.get("metrics"))
+        if not trusted.names(group, target):
+            yield f"{group}._target_", target
+    # The group holds what a user added; the dataset's own metrics are not stored.
+    metrics = stored.get("metrics")
+    for name, node in metrics.items() if isinstance(metrics, dict) else ():
+        target = node.get("_target_") if isinstance(node, dict) else None
+        if target is not None and not trusted.names(f"metrics.{name}", target):
+            yield f"+metrics.{name}._target_", target
+
+
+def _refuse_code(path: Path, stored: Mapping[str, Any]) -> None:
+    """Refuse all that could run, but for the targets, which have been found trusted."""
+    targets = _TARGETS | {f"metrics.{name}._target_" for name in stored.get("metrics") or ()}
     for place, key in _keys(stored):
-        if not isinstance(key, str) or (key.startswith("_") and place not in _TARGETS):
+        if not isinstance(key, str) or (key.startswith("_") and place not in targets):
             raise CheckpointError(f"{path}: {place} is refused, a stored configuration is data")
     for place, value in _leaves(stored):
         if not isinstance(value, str | int | float | None):
@@ -163,17 +170,6 @@ def _refuse_unsafe(path: Path, stored: Mapping[str, Any], named: set[str]) -> No
         if isinstance(value, str) and "${" in value:
             raise CheckpointError(
                 f"{path}: {place} refers to what is not in the file; give it as {place}=VALUE"
-            )
-
-
-def _refuse_own_metrics(path: Path, metrics: Any) -> None:
-    """The group `metrics` holds what a user added; the dataset's own metrics are not stored."""
-    for name, node in metrics.items() if isinstance(metrics, dict) else ():
-        if isinstance(node, dict) and "_target_" in node:
-            option = f"metrics.{name}._target_={node['_target_']}"
-            raise CheckpointError(
-                f"{path}: {option} is not mpframe's own, and a stored configuration runs nothing; "
-                f"if you trust it, add +{option}"
             )
 
 

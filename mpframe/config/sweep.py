@@ -13,13 +13,13 @@ from hydra.errors import HydraException
 
 from mpframe.config.check import refuse_bad_value
 from mpframe.config.composing import (
-    PRIMARY,
     choices_of,
     composed,
     paths,
     refuse_unknown_choice,
 )
 from mpframe.config.overrides import parsed
+from mpframe.config.source import PRIMARY
 from mpframe.errors import ConfigError, nearest
 
 _VALUES_CHECKED = 512

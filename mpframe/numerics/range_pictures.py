@@ -1,8 +1,12 @@
 """Pictures of ranges: layers over exponents, and exponents over time.
 
 The colour of a cell is the share of a layer's values with that exponent, on a logarithmic scale
-from one in a million to all. The lines are the limits of the half format at the loss scale: left of
-the first a value is lost, left of the second it keeps fewer bits, right of the third it is inf.
+from one in a million to all. The lines are the limits of the half format at the loss scale: below
+the first a value is lost, below the second it keeps fewer bits, above the third it is inf. Values
+in fp32 do not meet these limits, so their layers have no lines.
+
+TensorBoard first shows a picture a few hundred pixels wide, so they are small, with few words and
+large letters.
 """
 
 import io
@@ -15,15 +19,16 @@ import torch
 
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.exponents import HIGHEST, LOWEST, Limits
-from mpframe.numerics.ranges import SCALED, Counts, Ranges
+from mpframe.numerics.ranges import KINDS, SCALED, Counts, Ranges
 from mpframe.tree import dtype_name
 
 LEAST = 1e-6
-_DPI = 110
+_DPI = 100
+_EXPONENT = "exponent, floor(log2 |x|)"
 
 
 def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> bool:
-    """One kind of a report: a row for each layer.
+    """One kind of a report: a row for each layer, with its name and its share of zeros.
 
     Args:
         ranges: the report.
@@ -38,23 +43,25 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
     if not has.any():
         return False
     names = [name for name, there in zip(ranges.layers, has, strict=True) if there]
+    in_half = _in_half(ranges, kind)[has]
     shares = ranges.bins(kind)[has] / ranges.field(kind, "count")[has, None]
     zeros = ranges.fraction(kind, "zeros")[has]
-    figure = _figure(width=11, height=max(4.0, 1.8 + 0.2 * len(names)))
+    letters, row = (11.0, 0.26) if len(names) <= 20 else (8.0, 0.17)
+    figure = _figure(width=6.6, height=max(3.4, 1.3 + row * len(names)))
     axes = figure.subplots()
     scale = ranges.scale if kind in SCALED else 1.0
-    low, high = _window(shares, half, scale)
+    low, high = _window(shares, half, scale, bool(in_half.any()))
     image = _show(axes, shares[:, low - LOWEST : high + 1 - LOWEST], low, high, len(names))
-    axes.set_yticks(
-        range(len(names)), [f"{_short(n)}  {z:6.1%}" for n, z in zip(names, zeros, strict=True)]
-    )
-    axes.tick_params(axis="y", labelsize=7, labelfontfamily="monospace")
-    _draw_limits(axes, half, scale)
-    axes.set_xlabel("exponent of the value, floor(log2 |x|)")
-    axes.set_ylabel("layer, share of zeros")
-    at = f" at loss scale 2^{np.log2(scale):g}" if kind in SCALED else ""
+    labels = [
+        f"{_short(name)}{'' if there else ' fp32'} {share:4.0%}"
+        for name, there, share in zip(names, in_half, zeros, strict=True)
+    ]
+    axes.set_yticks(range(len(names)), labels, fontsize=letters, fontfamily="monospace")
+    if in_half.any():
+        _draw_limits(axes, half, scale, np.flatnonzero(in_half), (low - 0.5, high + 0.5))
+    axes.set_xlabel(f"{_EXPONENT}; % = zeros")
     axes.set_title(
-        f"{kind.replace('_', ' ')} of step {ranges.step}; limits of {dtype_name(half)}{at}"
+        _title(f"{_words(kind)}, step {ranges.step}", half, kind, ranges, in_half), pad=34
     )
     _finish(figure, axes, image, path)
     return True
@@ -79,30 +86,58 @@ def draw_time(
             for report, row in zip(reports, rows, strict=True)
         ]
     )
-    figure = _figure(width=10, height=5.5)
+    in_half = np.array([_in_half(own, kind)[row] for own, row in zip(reports, rows, strict=True)])
+    figure = _figure(width=6.6, height=4.2)
     axes = figure.subplots()
     scales = np.array([r.scale if kind in SCALED else 1.0 for r in reports])
-    low, high = _window(shares, half, float(scales[-1]))
+    low, high = _window(shares, half, float(scales[-1]), bool(in_half.any()))
     image = _show(
         axes, shares[:, low - LOWEST : high + 1 - LOWEST].T, 0, len(reports) - 1, high - low + 1
     )
-    axes.set_yticks(*_every(range(low, high + 1), 4))
-    axes.set_xticks(*_every([report.step for report in reports], max(1, len(reports) // 10)))
-    for limit, style, label in _limits(half):
-        axes.step(
-            range(len(reports)),
-            limit - np.log2(scales) - low - 0.5,
-            where="mid",
-            color="white",
-            linestyle=style,
-            linewidth=1.2,
-            label=label,
-        )
+    axes.set_yticks(*_every(range(low, high + 1), max(4, (high - low) // 8)))
+    axes.set_xticks(*_every([report.step for report in reports], max(1, len(reports) // 5)))
+    edges = np.arange(len(reports) + 1) - 0.5
+    for (limit, style), says in zip(_limits(half), ("lost", "fewer bits", "inf"), strict=True):
+        heights = np.where(in_half, limit - np.log2(scales) - low - 0.5, np.nan)
+        axes.stairs(heights, edges, baseline=None, color="white", linestyle=style, linewidth=1.6)
+        if in_half[0] and 0 <= heights[0] <= high - low:
+            side = "bottom" if says == "inf" else "top"
+            axes.text(-0.4, heights[0], says, color="white", va=side, fontsize=11)
     axes.set_ylim(-0.5, high - low + 0.5)
     axes.set_xlabel("step (tried)")
-    axes.set_ylabel("exponent of the value, floor(log2 |x|)")
-    axes.set_title(f"{kind.replace('_', ' ')} of {layer} over time; limits of {dtype_name(half)}")
+    axes.set_ylabel(_EXPONENT)
+    axes.set_title(_title(f"{_words(kind)} of {_short(layer)}", half, kind, reports[-1], in_half))
     _finish(figure, axes, image, path)
+
+
+def _draw_limits(
+    axes: Any, half: torch.dtype, scale: float, rows: Any, window: tuple[float, float]
+) -> None:
+    """The limits through the rows in half, and above them what happens on their far sides."""
+    lost, normal, largest = (at - np.log2(scale) - 0.5 for at, _ in _limits(half))
+    for at, (_, style) in zip((lost, normal, largest), _limits(half), strict=True):
+        if window[0] <= at <= window[1]:
+            axes.vlines(np.full(len(rows), at), rows - 0.5, rows + 0.5, "white", style, lw=1.6)
+    words = (("lost", lost, "right"), ("fewer\nbits", (lost + normal) / 2, "center"))
+    for says, at, side in (*words, ("inf", largest, "left")):
+        if window[0] <= at <= window[1]:
+            axes.text(at, -0.6, says, ha=side, va="bottom", fontsize=11)
+
+
+def _in_half(ranges: Ranges, kind: str) -> Any:
+    return ranges.in_half[KINDS.index(kind)]
+
+
+def _words(kind: str) -> str:
+    return kind.replace("_", " ")
+
+
+def _title(what: str, half: torch.dtype, kind: str, ranges: Ranges, in_half: Any) -> str:
+    """What is shown and which limits; the scale moves those of gradients."""
+    if not in_half.any():
+        return f"{what}; fp32"
+    at = f" at 2^{np.log2(ranges.scale):g}" if kind in SCALED else ""
+    return f"{what}; {dtype_name(half)}{at}"
 
 
 def _figure(width: float, height: float) -> Any:
@@ -129,39 +164,28 @@ def _show(axes: Any, shares: Counts, low: float, high: float, rows: int) -> Any:
 
 def _finish(figure: Any, axes: Any, image: Any, path: Path) -> None:
     bar = figure.colorbar(image, ax=axes, pad=0.01)
-    bar.set_label("share of the layer's values (1 = all)")
-    figure.legend(
-        loc="outside lower center", ncols=3, fontsize=8, facecolor="0.3", labelcolor="white"
-    )
+    bar.set_label("share of values")
+    for part in (axes.xaxis.label, axes.yaxis.label, axes.title, bar.ax.yaxis.label):
+        part.set_fontsize(12)
     path.parent.mkdir(parents=True, exist_ok=True)
     png = io.BytesIO()
     figure.savefig(png, dpi=_DPI)
     write_atomically(path, png.getvalue())
 
 
-def _draw_limits(axes: Any, half: torch.dtype, scale: float) -> None:
-    for limit, style, label in _limits(half):
-        axes.axvline(
-            limit - np.log2(scale) - 0.5, color="white", linestyle=style, linewidth=1.2, label=label
-        )
-
-
-def _limits(half: torch.dtype) -> list[tuple[float, Any, str]]:
-    """Exponents of the format's limits, how they are drawn, and what they say."""
+def _limits(half: torch.dtype) -> list[tuple[float, Any]]:
+    """Exponents of the format's limits, and how they are drawn."""
     limits = Limits.of(half)
-    return [
-        (np.log2(limits.lost), ":", f"lost (rounds to 0) up to 2^{np.log2(limits.lost):g}"),
-        (np.log2(limits.normal), "--", f"fewer bits below 2^{np.log2(limits.normal):g}"),
-        (np.log2(limits.largest), "-", f"inf above {limits.largest:g}"),
-    ]
+    styles = ("dotted", "dashed", "solid")
+    exponents = map(np.log2, (limits.lost, limits.normal, limits.largest))
+    return list(zip(exponents, styles, strict=True))
 
 
-def _window(shares: Counts, half: torch.dtype, scale: float) -> tuple[int, int]:
-    """The exponents to show: all that occur, and float16's limits at this scale."""
+def _window(shares: Counts, half: torch.dtype, scale: float, limited: bool) -> tuple[int, int]:
+    """The exponents to show: all that occur, and if values are in float16 its limits."""
     present = np.flatnonzero(shares.any(axis=0)) + LOWEST
-    ends = (
-        [] if half == torch.bfloat16 else [limit - np.log2(scale) for limit, _, _ in _limits(half)]
-    )
+    shown = limited and half != torch.bfloat16
+    ends = [limit - np.log2(scale) for limit, _ in _limits(half)] if shown else []
     low = min([*present, *ends, 0.0]) - 1
     high = max([*present, *ends, 0.0]) + 1
     return max(LOWEST, int(np.floor(low))), min(HIGHEST, int(np.ceil(high)))
@@ -173,4 +197,4 @@ def _every(values: Sequence[int], step: int) -> tuple[list[int], list[str]]:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 34 else "..." + name[-31:]
+    return name if len(name) <= 20 else "…" + name[-19:]

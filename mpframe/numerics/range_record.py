@@ -75,7 +75,12 @@ def read_ranges(folder: Path) -> list[Ranges]:
 
 
 def _encoded(ranges: Ranges) -> bytes:
-    head = {"step": ranges.step, "scale": ranges.scale, "layers": ranges.layers}
+    head = {
+        "step": ranges.step,
+        "scale": ranges.scale,
+        "layers": ranges.layers,
+        "in_half": ranges.in_half.tolist(),
+    }
     numbers = np.concatenate([ranges.rounded_away, ranges.rows.ravel()]).astype("<f8")
     return zlib.compress(json.dumps(head).encode() + b"\n" + numbers.tobytes(), level=1)
 
@@ -85,7 +90,9 @@ def _decoded(block: bytes) -> Ranges:
     known = json.loads(head)
     layers, numbers = tuple(known["layers"]), np.frombuffer(body, "<f8")
     rows = numbers[len(layers) :].reshape(len(KINDS), len(layers), WIDTH)
-    return Ranges(known["step"], known["scale"], layers, rows, numbers[: len(layers)])
+    # An older record does not tell; its pictures showed the limits to every layer.
+    in_half = np.array(known.get("in_half", np.ones((len(KINDS), len(layers)))), dtype=bool)
+    return Ranges(known["step"], known["scale"], layers, rows, numbers[: len(layers)], in_half)
 
 
 def _blocks(content: bytes) -> Iterator[bytes]:

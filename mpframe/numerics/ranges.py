@@ -42,6 +42,7 @@ class Ranges:
         layers: names of modules.
         rows: [kinds, layers, WIDTH] of `exponents.measured`; count 0 if a layer has none.
         rounded_away: [layers], weights whose update half would have rounded away.
+        in_half: [kinds, layers], whether the values were in a 16-bit format.
     """
 
     step: int
@@ -49,6 +50,7 @@ class Ranges:
     layers: tuple[str, ...]
     rows: Counts
     rounded_away: Counts
+    in_half: npt.NDArray[np.bool_]
 
     def field(self, kind: str, name: str) -> Counts:
         """[layers]: a field of `exponents.FIELDS`."""
@@ -92,6 +94,7 @@ class RangeProbe:
         self._half = half
         self._limits = Limits.of(half)
         self._rows: dict[tuple[str, str], Tensor] = {}
+        self._in_half = set[tuple[str, str]]()
         self._before: dict[Tensor, Tensor] = {}
         self._scales = {name: own.scale for name, own in trainer.scalers.items()}
         self._handles = [*self._watch_modules(), *self._watch_parameters()]
@@ -114,6 +117,7 @@ class RangeProbe:
             layers=self.layers,
             rows=flat[1 + layers :].reshape(len(KINDS), layers, WIDTH),
             rounded_away=flat[1 : 1 + layers],
+            in_half=np.array([[(k, own) in self._in_half for own in self.layers] for k in KINDS]),
         )
 
     @property
@@ -155,6 +159,8 @@ class RangeProbe:
     def _seen(self, kind: str, layer: str, values: Tensor) -> None:
         if not values.is_floating_point():
             return
+        if values.element_size() == 2:
+            self._in_half.add((kind, layer))
         values = values.coalesce().values() if values.is_sparse else values
         scale = self._scale() if kind in SCALED else 1.0
         wide = values.float() / scale if kind in SCALED else values

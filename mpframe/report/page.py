@@ -32,9 +32,11 @@ th, td { padding: .35rem .5rem; text-align: right; border-bottom: 1px solid var(
 th { color: var(--quiet); font-weight: 600; border-bottom: 2px solid var(--head);
   vertical-align: bottom; }
 td { white-space: nowrap; } td .quiet { font-size: .77rem; }
-.text { text-align: left; } td.text { white-space: normal; overflow-wrap: anywhere; }
+.text { text-align: left; } td.text { white-space: normal; overflow-wrap: anywhere;
+  min-width: 6rem; }
 tbody tr:hover { background: var(--hover); }
 img { max-width: 100%; height: auto; } img.full { width: 100%; } figure { margin: 1rem 0 1.6rem; }
+details figure { display: inline-block; width: 49%; margin: 0 0 1rem; vertical-align: top; }
 summary { cursor: pointer; margin: .5rem 0; }
 figcaption { color: var(--quiet); font-size: .88rem; overflow-wrap: anywhere; }
 """

@@ -22,6 +22,9 @@ COLUMNS = (
     "val_loss",
     "best",
     "best_step",
+    "test_metric",
+    "test_loss",
+    "tested",
     "skipped_steps",
     "final_scale",
     "seconds",
@@ -55,6 +58,7 @@ class JobRow:
             cells |= {key: value for key, value in vars(self.summary).items() if key in cells}
             cells["mode"] = " ".join(filter(None, (self.summary.dtype, self.summary.half)))
             cells["scaling"] = self.summary.loss_scaling
+            cells["test_metric"] = self.summary.test_metric
         return cells
 
 

@@ -26,6 +26,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from mpframe.config.again import say_on_signal
 from mpframe.config.overrides import word_of
 from mpframe.config.redaction import as_yaml, secrets_of, values_of
 from mpframe.errors import printable
@@ -34,8 +35,8 @@ from mpframe.files.turns import turn_in
 from mpframe.report.sweep_jobs import COLUMNS, JobRow, find_jobs
 from mpframe.tracking.summary import Status
 
-# In the readable table a metric, a step and a folder are told by the cell of another column.
-_JOINED = {"metric", "best_step", "folder"}
+# In the readable table these are told by the cell of another column.
+_JOINED = {"metric", "best_step", "folder", "test_loss", "tested"}
 _LARGEST_WHOLE = 2**40  # written digit by digit: any scale that training comes to
 
 
@@ -50,6 +51,8 @@ class SweepTable(Callback):
         self._folder = Path(config.hydra.sweep.dir).absolute()
         # Hydra does not call on_multirun_end if a job failed, but then the table is needed, too.
         atexit.register(self._report)
+        if config.hydra.runtime.choices["hydra/launcher"] != "basic":
+            say_on_signal(Path(config.hydra.sweep.dir))
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         _hide_secrets(Path(config.hydra.sweep.dir) / "multirun.yaml")
@@ -138,18 +141,32 @@ def _readable(jobs: Sequence[JobRow]) -> tuple[str, list[list[str]]]:
     """What all jobs were given alike, and the rows, the head first, for a reader.
 
     The csv has one column for the metric's name and one for its value, people want one for both;
-    so it is with the best value and its step. A job's folder is named as its overrides say.
+    so it is with the best value and its step, and with the test and whose weights were tested. A
+    job's folder is named as its overrides say. Without a test there is no such column.
     """
     shared = _shared(jobs)
-    rows = [[name.replace("_", " ") for name in COLUMNS if name not in _JOINED]]
+    left_out = _JOINED if any(map(_tested, jobs)) else _JOINED | {"test_metric"}
+    rows = [[name.replace("_", " ") for name in COLUMNS if name not in left_out]]
     for job in jobs:
         cells = {name: _rounded(value) for name, value in job.cells().items()}
         cells["overrides"] = printable(" ".join(o for o in job.overrides if o not in shared))
         cells["val_metric"] = " ".join(filter(None, (cells.pop("metric"), cells["val_metric"])))
         cells["best"] = " at step ".join(filter(None, (cells["best"], cells.pop("best_step"))))
-        rows.append([value for name, value in cells.items() if name != "folder"])
+        cells["test_metric"] = _tested(job)
+        rows.append([value for name, value in cells.items() if name not in left_out])
     alike = printable(" ".join(o for o in jobs[0].overrides if o in shared))
     return f"every job: {alike}\n\n" if shared else "", rows
+
+
+def _tested(job: JobRow) -> str:
+    """The test's value of the metric, or its loss, and whose weights were tested."""
+    done = job.summary
+    if done is None or done.test_loss is None:
+        return ""
+    value = f"loss {_rounded(done.test_loss)}"
+    if done.test_metric is not None:
+        value = _rounded(done.test_metric)
+    return f"{value} ({done.tested})"
 
 
 def _reasons(jobs: Sequence[JobRow], before: str) -> str:

@@ -15,7 +15,8 @@ NO_SPREAD = "one seed,\nno spread"
 NOTES = (
     "Numbers are means over the n finished runs of a group, then the lowest and the highest. The "
     "gap is relative to the fp32 runs with otherwise equal options. A gap smaller than the spread "
-    "of the fp32 runs means nothing, and one seed has no spread.",
+    "of the fp32 runs means nothing, and one seed has no spread. If all finished runs were tested, "
+    "metric and gap are those of the test; best and val loss are of the validation.",
 )
 COST_NOTES = (
     "The time of a step is the median. Samples / s are those of the whole run: its training "
@@ -31,14 +32,17 @@ def results(groups: Sequence[RunGroup]) -> Table:
     metrics = {run.summary.metric for group in groups for run in group.runs if run.summary}
     known = sorted(name for name in metrics if name)
     metric = known[0] if len(known) == 1 else "metric"
+    tested = _all_tested(groups)
+    value = _test_metric if tested else _metric
+    metric = f"test {metric}" if tested else metric
     head = ["precision, scaling", "n", metric, "best", "gap to fp32", "val loss"]
     rows = [
         [
             _shown(group),
             _count(group),
-            _spread(group.span(_metric), ".4f"),
+            _spread(group.span(value), ".4f"),
             _spread(group.span(lambda s: s.best), ".4f"),
-            _gap(group),
+            _gap(group, value),
             _spread(group.span(lambda s: s.val_loss), ".4g"),
         ]
         for group in groups
@@ -119,14 +123,16 @@ def _numbers(done: Summary | None) -> list[str]:
 
 
 def _validated(done: Summary) -> str:
-    """The metric at the last validation and, below it, the best value of what is monitored."""
+    """The metric at the last validation; below it the best value of what is monitored, the test."""
     if done.val_metric is None:
         return ""
-    last = f"{done.metric} {done.val_metric:.4f}"
-    if done.best is None:
-        return last
-    monitored = "loss " if done.monitor == "loss" else ""
-    return f"{last}\nbest {monitored}{done.best:.4f}, step {done.best_step}"
+    lines = [f"{done.metric} {done.val_metric:.4f}"]
+    if done.best is not None:
+        monitored = "loss " if done.monitor == "loss" else ""
+        lines.append(f"best {monitored}{done.best:.4f}, step {done.best_step}")
+    if done.test_metric is not None:
+        lines.append(f"test {done.test_metric:.4f}, {done.tested} weights")
+    return "\n".join(lines)
 
 
 def _count(group: RunGroup) -> str:
@@ -143,9 +149,9 @@ def _spread(span: Span | None, form: str) -> str:
     return f"{span.mean:{form}}\n{span.low:{form}} – {span.high:{form}}"
 
 
-def _gap(group: RunGroup) -> str:
+def _gap(group: RunGroup, value: Callable[[Summary], float | None]) -> str:
     """The gap and, below it, the spread of the fp32 runs; of one seed there is no finding."""
-    pair = group.beside(_metric)
+    pair = group.beside(value)
     if pair is None or group.runs[0].mode == "fp32":
         return ""
     own, full = pair
@@ -183,6 +189,16 @@ def _without_empty(table: Table) -> Table:
 
 def _metric(summary: Summary) -> float | None:
     return summary.val_metric
+
+
+def _test_metric(summary: Summary) -> float | None:
+    return summary.test_metric
+
+
+def _all_tested(groups: Sequence[RunGroup]) -> bool:
+    """Whether every finished run has a test's value of the metric, and there is one."""
+    finished = [run.summary for group in groups for run in group.runs if run.finished]
+    return bool(finished) and all(done and done.test_metric is not None for done in finished)
 
 
 def _milliseconds(summary: Summary) -> float | None:

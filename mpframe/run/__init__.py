@@ -7,6 +7,7 @@ Begin with `Run` in run.py: what a run does, in order.
                               which checkpoint the run goes on from, and what then differs
     callbacks                 all callbacks of a run, in order
     description               what a run says of itself before it trains
+    final_test                what its best weights are worth on data that chose nothing
     usage                     what a stranger must know to use its weights
     outcome, requeue          what it says when it has ended; back into Slurm's queue
 

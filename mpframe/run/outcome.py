@@ -24,6 +24,7 @@ def summary_of(
     began: float,
     status: Status,
     reason: str | None,
+    tested: str | None = None,
 ) -> Summary:
     """The summary of a run.
 
@@ -34,6 +35,7 @@ def summary_of(
         began: when the run began, as `time.perf_counter` says it.
         status: how it ended.
         reason: one line that says more, or None.
+        tested: whose weights were tested, `best` or `last`; None if the run was not tested.
     """
     progress = trainer.progress if trainer else Progress()
     results = callbacks.results if callbacks else Results()
@@ -48,6 +50,7 @@ def summary_of(
         **_validation(results.evaluation),
         best=results.best.value,
         best_step=results.best.step,
+        **_test(results.test, tested),
         seconds=throughput.seconds if throughput else time.perf_counter() - began,
         samples=throughput.samples if throughput else 0,
         train_seconds=throughput.train_seconds if throughput else None,
@@ -90,6 +93,14 @@ def _validation(evaluation: Evaluation | None) -> dict[str, Any]:
         "val_metric": None if name is None else metrics.pop(name),
         "other_metrics": metrics,
     }
+
+
+def _test(evaluation: Evaluation | None, tested: str | None) -> dict[str, Any]:
+    """The test, as the fields of a summary."""
+    if evaluation is None:
+        return {}
+    metrics = dict(evaluation.metrics)
+    return {"test_loss": evaluation.loss, "test_metrics": metrics, "tested": tested}
 
 
 def _final_scale(trainer: Trainer) -> float | dict[str, float] | None:

@@ -5,9 +5,10 @@ Whatever way a run ends, `summary.json` says so: finished, interrupted, diverged
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -16,6 +17,9 @@ from omegaconf import DictConfig
 
 from mpframe import build
 from mpframe.checkpoint import retention
+from mpframe.config.composing import checked
+from mpframe.config.output_folder import refuse_unwritable
+from mpframe.config.overrides import word_of
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.data import Loader, Task
@@ -28,7 +32,9 @@ from mpframe.errors import (
     UserCodeError,
 )
 from mpframe.run.callbacks import RunCallbacks
+from mpframe.run.console import RESULT, console
 from mpframe.run.description import announce, describe
+from mpframe.run.final_test import final_test
 from mpframe.run.first_weights import take_first_weights
 from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.lock import RunLock
@@ -73,6 +79,7 @@ class Run:
         self.started = time.perf_counter()
         self.trainer: Trainer | None = None
         self.callbacks: RunCallbacks | None = None
+        self.tested: str | None = None
         self.interruption = Interruption()
 
     def train(self) -> Summary:
@@ -85,6 +92,7 @@ class Run:
         """
         with (
             hidden_from_logs(self.secrets),
+            console(self.config.trainer.verbosity),
             self.run_folder,
             RunLock(self.folder),
             self.interruption,
@@ -126,18 +134,21 @@ class Run:
         self._finish(Status.INTERRUPTED, str(RunInterrupted(received)))
         if self.config.trainer.requeue:
             requeue(received)
-        return RunInterrupted(received, f"continue with resume=auto hydra.run.dir={self.folder}")
+        place = shlex.quote(word_of("hydra.run.dir", str(self.folder)))
+        return RunInterrupted(received, f"continue with resume=auto {place}")
 
     def _fit(self) -> None:
         config = self.config
         build.seed_everything(config.run.seed)
         task = build.build_task(config)
-        train, val = build.build_loaders(config, task)
-        with closing(train), closing(val):
-            self._fit_with(task, train, val)
+        loaders = build.build_loaders(config, task)
+        with ExitStack() as stack:
+            for loader in filter(None, loaders):
+                stack.callback(loader.close)
+            self._fit_with(task, loaders)
 
-    def _fit_with(self, task: Task, train: Loader, val: Loader) -> None:
-        config = self.config
+    def _fit_with(self, task: Task, loaders: build.Loaders) -> None:
+        config, train = self.config, loaders.train
         # Again: what a dataset imports may draw, but only if it was not imported before.
         build.seed_everything(config.run.seed)
         trainer = self.trainer = build.build_trainer(config, task, len(train))
@@ -155,7 +166,7 @@ class Run:
             text, secrets = self.config_text, self.secrets
             describe(tracker, config, trainer, train, text, secrets, self.hydra)
             context = self._context(identity, tracker, train, usage)
-            self._train_with(trainer, train, val, context)
+            self._train_with(trainer, loaders, context)
             tracker.finished()
 
     def _start(self, trainer: Trainer, train: Loader) -> str:
@@ -171,16 +182,22 @@ class Run:
             log.warning("warning: newer than where the run goes on, now %s", moved)
         return identity
 
-    def _train_with(
-        self, trainer: Trainer, train: Loader, val: Loader, context: RunContext
-    ) -> None:
+    def _train_with(self, trainer: Trainer, loaders: build.Loaders, context: RunContext) -> None:
         assert self.callbacks is not None
-        with (
-            set_up(trainer, context),
-            self.callbacks.checkpoints.around(trainer),
-            _errors_dated(trainer),
-        ):
-            trainer.fit(train, val)
+        with set_up(trainer, context):
+            with self.callbacks.checkpoints.around(trainer), _errors_dated(trainer):
+                trainer.fit(loaders.train, loaders.val)
+            with _errors_dated(trainer):
+                self._test(trainer, loaders)
+
+    def _test(self, trainer: Trainer, loaders: build.Loaders) -> None:
+        """Test what the training came to, if the dataset has a test part."""
+        if loaders.test is None:
+            return
+        loaders.train.close()  # The workers of the test take their place.
+        loaders.val.close()
+        kept = retention.best_in(self.folder, min(1, self.config.trainer.keep_best))
+        self.tested = final_test(trainer, loaders.test, kept[0] if kept else None)
 
     def _renew_callbacks(self, trainer: Trainer) -> None:
         """Give the trainer callbacks that hold no state yet."""
@@ -205,22 +222,28 @@ class Run:
     def _finish(self, status: Status, reason: str | None = None) -> Summary:
         told = None if reason is None else hide(reason, self.secrets)
         summary = summary_of(
-            self.config, self.scaling, self.trainer, self.callbacks, self.started, status, told
+            self.config,
+            self.scaling,
+            self.trainer,
+            self.callbacks,
+            self.started,
+            status,
+            told,
+            self.tested,
         )
         if not self.run_folder.taken:
             log.info("the record in %s stays as it was", self.folder)
             return summary
         self._write(summary)
-        value = summary.monitored
-        metric = f"val_{summary.monitor} {value:.4f}, " if value is not None else ""
         log.info(
             "%s: %s%d steps, %d skipped, %.1f s, in %s",
             status.value,
-            metric,
+            _results(summary),
             summary.steps,
             summary.skipped_steps,
             summary.seconds,
             self.folder,
+            extra=RESULT,
         )
         return summary
 
@@ -238,6 +261,38 @@ class Run:
             if ended_well and self.config.trainer.on_save_error == "stop":
                 raise
             log.warning("warning: %s", error)
+
+
+def _results(summary: Summary) -> str:
+    """The test's result first, then the validation's; of each what tells progress."""
+    name = summary.monitor
+    tested = summary.test_loss if name == "loss" else summary.test_metrics.get(name or "")
+    said = "" if tested is None else f"test_{name} {tested:.4f} ({summary.tested} weights), "
+    value = summary.monitored
+    return said + ("" if value is None else f"val_{name} {value:.4f}, ")
+
+
+def train(config: DictConfig, folder: str | Path) -> Summary:
+    """Train what Hydra's `compose` gave, in a notebook or a program of your own.
+
+        from hydra import compose, initialize_config_module
+        from mpframe import train
+
+        with initialize_config_module("mpframe.conf", version_base="1.3"):
+            config = compose("config", ["dtype=amp", "trainer.max_steps=20"])
+        summary = train(config, "runs/notebook")
+
+    Args:
+        config: a composed configuration; it is checked as on the command line.
+        folder: the run's folder, which is made.
+
+    Raises:
+        MpframeError: an option is not allowed, or the run could not start or go on.
+    """
+    checked_config, place = checked(config), Path(folder)
+    refuse_unwritable("folder", place)
+    place.mkdir(parents=True, exist_ok=True)
+    return Run(checked_config, config, place).train()
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""A run's numbers as a table: `metrics.csv` in its folder, one row for a step.
+"""A run's numbers as a table: `metrics.csv` in its folder, one row for a step, one for the test.
 
     step,epoch,train_loss,...,val_loss,val_accuracy
     10,0,2.1840832,...,,
-    22,1,,...,1.7234567,0.61388888
+    22,1,1.7345678,...,1.7234567,0.61388888
 
-A cell is empty if the step has no such number. The columns are those of the first start and, behind
-them, those that a later start added.
+A step that was not validated has no validation's numbers: those cells are empty. The columns are
+those of the first start and, behind them, those that a later start added.
 """
 
 import csv

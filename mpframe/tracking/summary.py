@@ -18,7 +18,7 @@ from mpframe.files.plain_file import read_regular
 
 FILE_NAME = "summary.json"
 _LARGEST = 2**20  # bytes
-_VAL = "val_"
+_VAL, _TEST = "val_", "test_"
 
 
 class Status(StrEnum):
@@ -49,7 +49,12 @@ class Summary:
         best: the best value of the monitored metric; None if the metric has no direction.
         best_step: `global_step` of its validation, skipped steps counted.
         other_metrics: the values of the others, by name; `val_<name>` in the file.
-        seconds: wall time of the run, validation included, over all its starts.
+        test_loss: mean loss of the test samples, measured once when the run is finished; None if
+            the dataset has none.
+        test_metrics: the metrics of the test, by name; `test_<name>` in the file.
+        tested: whose weights were tested: `best`, those of the best checkpoint that was kept, or
+            `last`.
+        seconds: wall time of the run, validation and test included, over all its starts.
         samples: training samples in the steps tried, over all starts.
         train_seconds: what those steps took, without validating and saving; `samples_per_second`
             is `samples` over it, `median_step_seconds` the median over the steps tried.
@@ -72,6 +77,9 @@ class Summary:
     best: float | None = None
     best_step: int | None = None
     other_metrics: dict[str, float] = field(default_factory=dict)
+    test_loss: float | None = None
+    test_metrics: dict[str, float] = field(default_factory=dict)
+    tested: str | None = None
     seconds: float
     samples: int | None = None
     train_seconds: float | None = None
@@ -92,6 +100,11 @@ class Summary:
         """The value at the last validation of what tells progress."""
         return self.val_loss if self.monitor == "loss" else self.val_metric
 
+    @property
+    def test_metric(self) -> float | None:
+        """The test's value of `metric`."""
+        return self.test_metrics.get(self.metric or "")
+
     def write(self, folder: Path) -> None:
         """Write `summary.json` into `folder`: after a crash there is the old file or the new one.
 
@@ -102,7 +115,9 @@ class Summary:
         name, value = entries.pop("metric"), entries.pop("val_metric")
         metrics = {} if name is None else {name: value}
         metrics |= entries.pop("other_metrics")
-        entries |= {f"val_{name}": value for name, value in metrics.items()}
+        tested = entries.pop("test_metrics")
+        entries |= {f"{_VAL}{name}": value for name, value in metrics.items()}
+        entries |= {f"{_TEST}{name}": value for name, value in tested.items()}
         write_atomically(folder / FILE_NAME, strict_json(entries))
 
     @classmethod
@@ -118,7 +133,8 @@ class Summary:
         content = read_regular(path, _LARGEST)
         try:
             entries = {k: _from_json(v) for k, v in json.loads(content).items()}
-            own = {k: v for k, v in entries.items() if k == "val_loss" or not k.startswith(_VAL)}
+            values = _values_in(entries, _VAL) | _values_in(entries, _TEST)
+            own = {key: value for key, value in entries.items() if key not in values}
             own |= _metrics_in(entries) | {"status": Status(entries["status"])}
             return cls(**_typed(cls, own))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -135,13 +151,21 @@ def strict_json(entries: Mapping[str, Any]) -> str:
 
 def _metrics_in(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of a file, as the fields of a summary."""
-    keys = [key for key in entries if key.startswith(_VAL) and key != "val_loss"]
-    values = {key.removeprefix(_VAL): entries[key] for key in keys}
+    values, tested = (
+        {key.removeprefix(prefix): value for key, value in _values_in(entries, prefix).items()}
+        for prefix in (_VAL, _TEST)
+    )
     if not values:
-        return {}
+        return {"test_metrics": tested}
     monitor = entries.get("monitor")
     name = monitor if monitor in values else next(iter(values))
-    return {"metric": name, "val_metric": values.pop(name), "other_metrics": values}
+    others = {"other_metrics": values, "test_metrics": tested}
+    return {"metric": name, "val_metric": values.pop(name), **others}
+
+
+def _values_in(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The entries that are metrics' values."""
+    return {k: v for k, v in entries.items() if k.startswith(prefix) and k != f"{prefix}loss"}
 
 
 def _typed(summary: type[Summary], entries: dict[str, Any]) -> dict[str, Any]:

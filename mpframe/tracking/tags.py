@@ -54,6 +54,12 @@ class Tag(StrEnum):
 
     LOSS_TRAIN = "loss/train", "Training loss", "the mean loss of the step's samples", "loss"
     LOSS_VAL = "loss/val", "Validation loss", "the mean loss of all validation samples", "loss"
+    LOSS_TEST = (
+        "loss/test",
+        "Test loss",
+        "the mean loss of all test samples, once, when the run is finished",
+        "loss",
+    )
     LR = (
         "optim/lr",
         "Learning rate",
@@ -145,6 +151,9 @@ PATTERNS = {
     "metric/NAME/val": Meaning(
         "Validation NAME", "the metric NAME over all validation samples", "its own"
     ),
+    "metric/NAME/test": Meaning(
+        "Test NAME", "the metric NAME over all test samples, when the run is finished", "its own"
+    ),
     f"{_RANGES}/headroom_bits/LAYER": Meaning(
         "Headroom of LAYER",
         "from the largest value up to the largest number of the half format; below 0 it is inf "
@@ -212,9 +221,9 @@ PATTERNS = {
 }
 
 
-def metric_tag(name: str) -> str:
-    """The tag of a validation metric, e.g. `metric/accuracy/val`."""
-    return f"metric/{name}/val"
+def metric_tag(name: str, split: str = "val") -> str:
+    """The tag of a metric of the validation or of the test, e.g. `metric/accuracy/val`."""
+    return f"metric/{name}/{split}"
 
 
 def meaning_of(tag: str) -> Meaning | None:

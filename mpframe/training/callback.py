@@ -55,10 +55,13 @@ class Callback:
         """A step was tried, and `result.known` says whether it was skipped; see above for when."""
 
     def on_prediction_step(self, trainer: "Trainer") -> None:
-        """A batch is about to be validated; an error here ends the validation before its end."""
+        """A batch is about to be validated or tested; an error here ends that before its end."""
 
     def on_evaluate(self, trainer: "Trainer", evaluation: Evaluation) -> None:
         """The model was validated."""
+
+    def on_test(self, trainer: "Trainer", evaluation: Evaluation) -> None:
+        """The finished run was tested, with its best weights or its last ones."""
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
         """A pass over the training data is complete (and validated, if that is due)."""

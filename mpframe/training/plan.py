@@ -60,6 +60,22 @@ class Plan:
         each = max(1, math.ceil(batches / self.accumulate))
         return {"total_steps": total, "epochs": math.ceil(total / each), "steps_per_epoch": each}
 
+    def steps_left(self, progress: "Progress", batches: int) -> int:
+        """Steps to the planned end if none of them is skipped, from where a run stands.
+
+        Args:
+            progress: where it stands.
+            batches: micro-batches per epoch.
+        """
+        epochs, present = self.epochs - progress.epoch, batches - progress.batch
+        if epochs <= 0:
+            return 0
+        each, rest = math.ceil(batches / self.accumulate), math.ceil(present / self.accumulate)
+        left = (epochs - 1) * each + rest
+        return (
+            left if self.max_steps is None else max(0, min(left, self.max_steps - progress.steps))
+        )
+
 
 @dataclass
 class Progress:

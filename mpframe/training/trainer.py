@@ -224,12 +224,22 @@ class Trainer:
             total += float(loss.detach())
         return total
 
+    def test(self, loader: Loader) -> Evaluation:
+        """Evaluate on data that chose nothing, and tell the callbacks."""
+        evaluation = self.evaluate(loader, "test")
+        self._call("on_test", evaluation)
+        return evaluation
+
     @torch.no_grad()
-    def evaluate(self, loader: Loader) -> Evaluation:
+    def evaluate(self, loader: Loader, split: str = "validation") -> Evaluation:
         """The mean loss per sample and the metrics over one pass; the model is left as it was.
 
         Each batch's loss counts as often as its objective says (`StepOutput.count`). Of several
         losses it is their sum; the count, and what the metrics see, are those of the first.
+
+        Args:
+            loader: the samples.
+            split: what they are for, in messages.
         """
         metrics = Metrics(self.metrics, self.monitor, self._device)
         total, samples = torch.zeros((), dtype=torch.float64, device=self._device), 0
@@ -237,7 +247,7 @@ class Trainer:
             self.model.eval()
             for number, batch in enumerate(loader.epoch(0)):
                 self._call("on_prediction_step")
-                with InBatch("validation", 0, number):
+                with InBatch(split, 0, number):
                     summed, count = self._evaluate_batch(self._on_device(batch), metrics)
                 total += summed
                 samples += count

@@ -20,7 +20,7 @@ StartRun = Callable[..., Summary]
 def train(folder: Path, *overrides: str) -> Summary:
     """Train as a command line would, in this process and into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    _, composed = compose_named(["trainer.progress=false", *overrides])
+    _, composed = compose_named(["trainer.progress=off", *overrides])
     own = without_hydra(composed)
     return Run(checked(own), own, folder).train()
 

@@ -165,7 +165,7 @@ EXACT = [
 def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
     return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "train.py"), "trainer.progress=false", *arguments],
+        [sys.executable, str(ROOT / "scripts" / "train.py"), "trainer.progress=off", *arguments],
         cwd=folder,
         env={**environment, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -63,7 +63,9 @@ def test_a_callback_that_raises_is_named_and_the_others_are_torn_down(
     assert Summary.read(tmp_path).reason == str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["curves", "csv", "amax_record", "autopsy", "progress_bar"])
+@pytest.mark.parametrize(
+    "name", ["curves", "csv", "amax_record", "autopsy", "log_lines", "progress_bar"]
+)
 def test_any_entry_of_the_group_may_be_left_out(
     start_run: StartRun, tmp_path: Path, name: str
 ) -> None:
@@ -98,11 +100,12 @@ def test_a_runs_own_callbacks_are_not_replaced(
 def test_the_table_has_a_row_for_each_log_and_each_validation(
     start_run: StartRun, tmp_path: Path
 ) -> None:
+    """With the step's numbers in each (test_interruption.py: also if it is resumed in between)."""
     options = ["trainer.log_every=3", "trainer.eval_every=4"]
     summary = start_run(tmp_path, *SMALL, *options)
     rows = table(tmp_path)
     assert [row["step"] for row in rows] == ["3", "4", "6", "8"]
-    assert [bool(row["train_loss"]) for row in rows] == [True, False, True, False]
+    assert all(row["train_loss"] and row["grad_amax"] and row["skipped_steps"] for row in rows)
     assert [bool(row["val_accuracy"]) for row in rows] == [False, True, False, True]
     # Nine digits of a double: half a unit in the ninth.
     assert float(rows[-1]["val_loss"]) == pytest.approx(summary.val_loss, rel=5e-9)

@@ -13,7 +13,7 @@ from mpframe.cli import main as program
 from mpframe.cli.main import COMMANDS, help_of, main, overview, start
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_COMMANDS = {"__init__", "job", "main", "program"}
+NOT_COMMANDS = {"__init__", "again", "job", "main", "program"}
 
 
 @pytest.fixture(autouse=True)

@@ -41,11 +41,14 @@ def test_the_numbers_are_the_runs_bit_for_bit(
 ) -> None:
     small = SMALL[1:] if "model=" in options or "gan" in options else SMALL
     summary = start_run(tmp_path, *small, *options.split())
-    done = evaluate(tmp_path, [])
+    done = evaluate(tmp_path, [], split="val")
     assert done.evaluation.loss == summary.val_loss
     assert done.evaluation.value == summary.val_metric
     assert done.step == summary.steps + summary.skipped_steps
     assert done.weights == ("ema" if "ema_decay" in options else "trained")
+    done = evaluate(tmp_path, [])
+    assert (done.split, summary.tested) == ("test", "last" if "gan" in options else "best")
+    assert (done.evaluation.loss, done.evaluation.value) == (summary.test_loss, summary.test_metric)
 
 
 def test_an_older_checkpoint_gives_what_the_curve_shows(
@@ -54,7 +57,7 @@ def test_an_older_checkpoint_gives_what_the_curve_shows(
     start_run(tmp_path, *SMALL, "dtype=mixed", "trainer.ema_decay=0.9")
     curve = dict(scalars(tmp_path)["metric/accuracy/val"])
     for folder in checkpoint.all_in(tmp_path):
-        done = evaluate(folder, [])
+        done = evaluate(folder, [], split="val")
         # The event file keeps 32 bits of each number.
         assert curve[done.step] == pytest.approx(done.evaluation.value, rel=2.0**-24)
     assert len(curve) == 2
@@ -76,9 +79,9 @@ def run_copy(trained: Path, tmp_path: Path) -> Path:
 def test_the_result_is_printed_and_written(
     run_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main([f"checkpoint={run_copy}"])
+    main([f"checkpoint={run_copy}", "split=val"])
     summary = json.loads((run_copy / "summary.json").read_text())
-    written = json.loads((run_copy / "evaluation_step_00000044.json").read_text())
+    written = json.loads((run_copy / "evaluation_val_step_00000044.json").read_text())
     assert written["val_loss"] == summary["val_loss"]
     assert written["val_accuracy"] == summary["val_accuracy"]
     assert (written["step"], written["weights"], written["samples"]) == (44, "ema", 180)
@@ -138,7 +141,7 @@ def test_a_class_of_the_users_is_built_once_it_is_named_again(
         "stored configuration runs nothing; if you trust it, add model._target_=own_net.net"
     )
     assert "own_net" not in sys.modules
-    assert evaluate(run, [model]).evaluation.loss == summary.val_loss
+    assert evaluate(run, [model]).evaluation.loss == summary.test_loss
 
 
 # What a stored configuration may not do

@@ -18,7 +18,7 @@ from mpframe.config.locations import CONF
 from mpframe.run.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "trainer.progress=false"]
+SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "trainer.progress=off"]
 
 
 def command(folder: Path, *words: str, program: str = "") -> subprocess.CompletedProcess[str]:
@@ -36,6 +36,12 @@ def command(folder: Path, *words: str, program: str = "") -> subprocess.Complete
 
 def summaries(folder: Path) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(folder.rglob("summary.json"))]
+
+
+def statuses(folder: Path) -> dict[str, object]:
+    """How the jobs of a sweep ended, by what was swept."""
+    found = folder.glob("*/summary.json")
+    return {path.parent.name: json.loads(path.read_text())["status"] for path in found}
 
 
 def plugin(name: str) -> pytest.MarkDecorator:
@@ -68,7 +74,7 @@ def test_a_launcher_runs_the_jobs_and_says_which_failed(
     (tmp_path / "my_model.py").write_text(MODEL)
     own = ["model._target_=my_model.net", "model.hidden=4,0", "hydra.sweep.dir=out"]
     done = command(tmp_path, "-m", *launcher, *own, *SMALL[2:])
-    assert [own["status"] for own in summaries(tmp_path / "out")] == ["finished", "failed"]
+    assert statuses(tmp_path / "out") == {"model.hidden=4": "finished", "model.hidden=0": "failed"}
     assert done.returncode == 1
     assert "1 of 2 jobs finished" in done.stdout
     assert done.stderr.count("no hidden units") == 1, done.stderr
@@ -119,7 +125,7 @@ def test_a_trial_that_diverges_counts_as_failed_and_the_search_goes_on(tmp_path:
         tmp_path, "-m", "hydra/sweeper=optuna", "loss_scaling=static", scales, *SMALL[:2],
         *OPTUNA[:2],
         "hydra/sweeper/sampler=grid", "trainer.max_consecutive_skips=2", "trainer.autopsy=off",
-        "trainer.max_steps=4", "trainer.progress=false", "hydra.sweep.dir=out",
+        "trainer.max_steps=4", "trainer.progress=off", "hydra.sweep.dir=out",
     )  # fmt: skip
     assert sorted(str(own["status"]) for own in summaries(tmp_path / "out")) == [
         "diverged",
@@ -155,8 +161,8 @@ def test_a_job_that_fails_is_one_line_and_the_others_go_on(tmp_path: Path) -> No
     (tmp_path / "my_model.py").write_text(MODEL)
     own = ["model._target_=my_model.net", "model.hidden=4,0,8", "hydra.sweep.dir=out"]
     done = command(tmp_path, "-m", *own, *SMALL[2:])
-    found = [own["status"] for own in summaries(tmp_path / "out")]
-    assert (found, done.returncode) == (["finished", "failed", "finished"], 1)
+    ended = {"model.hidden=4": "finished", "model.hidden=0": "failed", "model.hidden=8": "finished"}
+    assert (statuses(tmp_path / "out"), done.returncode) == (ended, 1)
     assert done.stderr == (
         "mpframe: job 1: model: my_model.net refused its options: no hidden units\n"
     )

@@ -86,6 +86,7 @@ def test_a_validation_is_abandoned_and_made_anew(
     again = shutil.copytree(folder, tmp_path / "again")
     start_run(folder, *OPTIONS, "resume=auto")
     assert_same_run(whole, folder)
+    assert (folder / "metrics.csv").read_text() == (whole / "metrics.csv").read_text()
     # Stopped again in the same validation: it is made, and written, once.
     stop = at_call(3, send, StopOnSignal.on_prediction_step)
     with monkeypatch.context() as patched:
@@ -143,7 +144,7 @@ def command(folder: Path, *options: str, **environment: str) -> subprocess.Popen
     """The program itself, the leader of a process group of its own."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "integration")])
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "scripts" / "train.py"), "trainer.progress=false", *options],
+        [sys.executable, str(ROOT / "scripts" / "train.py"), "trainer.progress=off", *options],
         cwd=folder, env={**os.environ, "PYTHONPATH": path, **environment}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip

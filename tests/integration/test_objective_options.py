@@ -69,7 +69,7 @@ def test_a_run_with_label_smoothing_is_evaluated_with_it(
 ) -> None:
     options = ["objective=cross_entropy", "objective.label_smoothing=0.1", f"dtype.mode={mode}"]
     smooth = start_run(tmp_path / "smooth", *SHORT, *options)
-    assert evaluate(tmp_path / "smooth", []).evaluation.loss == smooth.val_loss
+    assert evaluate(tmp_path / "smooth", []).evaluation.loss == smooth.test_loss
     other = evaluate(tmp_path / "smooth", ["objective.label_smoothing=0.0"]).evaluation.loss
     plain = evaluate(tmp_path / "smooth", ["objective=task"]).evaluation.loss
     assert other == plain != smooth.val_loss

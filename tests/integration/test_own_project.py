@@ -1,4 +1,4 @@
-"""A user's project outside the repository, with mpframe from its wheel: docs/own_project.md."""
+"""A user's project outside the repository, with mpframe from its wheel alone."""
 
 import os
 import re
@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from mpframe import checkpoint
+from mpframe.cli import new
 from mpframe.tracking.summary import Summary
 
 pytest.importorskip("hatchling", reason="builds the wheel; pip install -e .[test] brings it")
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "own_project.md").read_text()
+PAGE = (ROOT / "docs" / "own_parts.md").read_text()
 FILES = dict(re.findall(r"^`([\w./]+)`\n\n```\w+\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
 COMMAND = re.search(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
@@ -97,3 +98,89 @@ def test_every_part_stands_in_the_configuration_and_on_the_page() -> None:
     )
     assert sorted(targets) == sorted(modules)
     assert len(modules) == 6
+
+
+# --- mpframe new, and docs/own_project.md
+
+DRIVER = """
+import os, shlex, sys
+from importlib import import_module
+
+import mpframe.bench.groups  # All of it is in the wheel.
+from mpframe.cli.main import COMMANDS, main
+
+for module in COMMANDS.values():
+    import_module(module)
+for block in {blocks!r}:
+    if block.startswith("import"):
+        exec(block, {{}})
+        continue
+    for line in block.splitlines():
+        program, *words = shlex.split(line)
+        print("$", line, flush=True)
+        if program == "pytest":
+            import pytest
+            assert pytest.main(["-q", "-p", "no:cacheprovider", *words]) == 0
+        elif program == "mpframe":
+            try:
+                main(words)
+            except SystemExit as ended:
+                assert not ended.code, line
+        else:
+            assert program == "tensorboard", line  # A server, which does not end.
+"""
+
+
+def blocks_of(text: str) -> list[str]:
+    """The blocks of a page that run, but for the one that makes the project."""
+    found = re.findall(r"^```(?:bash|python)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [block for block in found if not block.startswith("mpframe new")]
+
+
+def test_each_line_of_the_page_and_of_a_new_project_runs(environment: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "own_project.md").read_text()
+    (begin,) = re.findall(r"^```bash\n(mpframe new .*?)^```$", page, re.DOTALL | re.MULTILINE)
+    make, enter, first = begin.splitlines()
+    run(environment, tmp_path, *shlex.split(make))
+    project = tmp_path / enter.removeprefix("cd ")
+    readme = (project / "README.md").read_text()
+    assert first in readme
+    blocks = [*blocks_of(readme), *blocks_of(page)]
+    assert len(blocks) == 7
+    said = run(environment, project, "python", "-c", DRIVER.format(blocks=blocks))
+    assert "1 passed" in said
+    assert Summary.read(project / "runs" / "first").monitor == "accuracy"
+    assert Summary.read(project / "runs" / "notebook").dtype == "amp"
+    assert (project / "runs" / "formats" / "report.html").exists()
+    assert (project / "model.safetensors").exists()
+
+
+def test_the_page_shows_the_files_as_they_are() -> None:
+    page = (ROOT / "docs" / "own_project.md").read_text()
+    template = ROOT / "mpframe" / "cli" / "template"
+    for name in ("conf/project.yaml", "conf/model/net.yaml"):
+        assert f"```yaml\n{(template / name).read_text()}```" in page
+    shown = re.findall(r"[\w./]+", page.split("```")[3])
+    for path in template.rglob("*"):
+        name = str(path.relative_to(template))
+        assert path.is_dir() or "__pycache__" in name or any(name.startswith(s) for s in shown)
+
+
+def test_the_types_are_in_the_wheel(environment: Path) -> None:
+    (package,) = environment.glob("lib/python*/site-packages/mpframe")
+    assert (package / "py.typed").exists()
+
+
+def test_a_folder_that_is_not_empty_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("")
+    with pytest.raises(SystemExit):
+        new.main([str(tmp_path)])
+    said = capsys.readouterr().err
+    assert said == f"mpframe: new={tmp_path}: is not empty; name a new folder\n"
+    with pytest.raises(SystemExit):
+        new.main([])
+    said = capsys.readouterr().err
+    assert said == "mpframe: new: takes one folder, e.g. mpframe new spirals\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]

@@ -51,15 +51,17 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_first_command_reaches_97_percent(tmp_path: Path) -> None:
-    done = command(tmp_path, "dtype=mixed", "loss_scaling=Backoff")
+    done = command(tmp_path, "dtype=mixed", "loss_scaling=Backoff", "trainer.progress=on")
     assert done.returncode == 0, done.stderr
     (folder,) = (path.parent for path in tmp_path.glob("runs/*/*/summary.json"))
     summary = Summary.read(folder)
     assert summary.status == "finished"
     assert summary.val_metric is not None
     assert summary.val_metric >= 0.97
+    assert summary.test_metric is not None
+    assert summary.test_metric >= 0.97
     assert done.stdout.splitlines()[-1].startswith(
-        f"finished: val_accuracy {summary.val_metric:.4f}"
+        f"finished: test_accuracy {summary.test_metric:.4f} (best weights), "
     )
     assert "step/s" in done.stderr  # the progress bar
     names = {path.name for path in folder.iterdir()}
@@ -69,7 +71,7 @@ def test_the_first_command_reaches_97_percent(tmp_path: Path) -> None:
 def test_the_sweep_of_nine_ends_with_nine_finished_runs(tmp_path: Path) -> None:
     done = command(
         tmp_path, "-m", "dtype=fp32,mixed,amp", "loss_scaling=static,Backoff,LogMax",
-        "trainer.max_steps=3", "trainer.progress=false",
+        "trainer.max_steps=3", "trainer.progress=off",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     summaries = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/*/*/summary.json")]
@@ -94,7 +96,7 @@ def test_a_failed_job_does_not_stop_a_sweep(tmp_path: Path) -> None:
         "-m",
         "dataset.batch_size=5000,64",
         "trainer.max_steps=1",
-        "trainer.progress=false",
+        "trainer.progress=off",
     )
     assert done.returncode == 1
     folders = [path.parent for path in tmp_path.glob("runs/*/*/*/summary.json")]

@@ -59,12 +59,23 @@ def test_the_best_are_saved_when_made_and_kept(start_run: StartRun, tmp_path: Pa
     ]
 
 
-def test_the_best_by_a_metric_that_does_not_say_which_are_refused(
-    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_of_a_metric_that_does_not_say_which_is_better_the_loss_decides(
+    start_run: StartRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.delattr("mpframe.data.metrics.Accuracy.higher_is_better")
-    with pytest.raises(MpframeError, match=r"^trainer\.keep_best=1: metric accuracy does not say"):
-        start_run(tmp_path, *OPTIONS, "trainer.keep_best=1", "trainer.eval_every=1")
+    start_run(tmp_path, *OPTIONS, "trainer.eval_every=2", "optimizer.lr=0.03")
+    curve = scalars(tmp_path)["loss/val"]
+    best, _ = min(curve, key=lambda point: (point[1], point[0]))
+    assert [path.name for path in retention.best_in(tmp_path, 1)] == [f"step_{best:08d}"]
+    (said,) = [line for line in caplog.messages if "keep_best" in line]
+    assert said == (
+        "warning: trainer.keep_best=1: metric accuracy does not say which value is better, so the "
+        "best is the one with the lowest validation loss; give the metric higher_is_better = True "
+        "or False"
+    )
 
 
 def test_a_save_in_the_background_holds_its_own_step(

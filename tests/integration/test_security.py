@@ -257,7 +257,7 @@ def train_with_secret(folder: Path, *words: str) -> subprocess.CompletedProcess[
     }
     return subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "train.py"), "trainer.max_steps=2",
-         "trainer.progress=false", "hydra.run.dir=run", "model._target_=own.net", *words],
+         "trainer.progress=off", "hydra.run.dir=run", "model._target_=own.net", *words],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 

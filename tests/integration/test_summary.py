@@ -116,7 +116,7 @@ def test_more_skips_than_steps_are_said(
 def test_a_sweep_says_diverged_and_ends_with_exit_code_1(tmp_path: Path) -> None:
     done = command(
         tmp_path, "-m", "model=mlp", "dtype=mixed", "loss_scaling=static", "trainer.epochs=1",
-        "loss_scaling.scale=1073741824,1024", "trainer.progress=false", "hydra.sweep.dir=sweep",
+        "loss_scaling.scale=1073741824,1024", "trainer.progress=off", "hydra.sweep.dir=sweep",
     )  # fmt: skip
     assert done.returncode == 1
     lines = (tmp_path / "sweep" / "sweep.csv").read_text().splitlines()

@@ -78,7 +78,7 @@ def test_resumed_and_evaluated_it_is_the_same_run(start_run: StartRun, tmp_path:
     resumed = cut(tmp_path / "whole", tmp_path / "resumed")
     start_run(resumed, *options, "resume=auto")
     assert_same_run(tmp_path / "whole", resumed)
-    assert evaluate(resumed, FOREIGN[:1]).evaluation.loss == summary.val_loss
+    assert evaluate(resumed, FOREIGN[:1], split="val").evaluation.loss == summary.val_loss
 
 
 def test_the_map_says_what_stays_fp32(

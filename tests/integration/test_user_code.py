@@ -185,7 +185,7 @@ def test_the_doctor_says_the_same(
 def command(folder: Path, *options: str, full: str = "0") -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": full}
-    words = ["trainer.progress=false", "hydra.run.dir=run", *words_of(" ".join(options))]
+    words = ["trainer.progress=off", "hydra.run.dir=run", *words_of(" ".join(options))]
     return subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "train.py"), *words],
         cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=120, check=False,

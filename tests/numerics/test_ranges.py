@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mpframe import Backoff, Precision, Trainer
 from mpframe.errors import DataError
+from mpframe.numerics import range_pictures
 from mpframe.numerics.exponents import FIELDS, Limits
 from mpframe.numerics.range_pictures import draw_layers, draw_time
 from mpframe.numerics.range_record import FOLDER, RangeRecord, read_ranges
@@ -90,6 +91,8 @@ def test_every_kind_is_counted_right(mode: str, half: str, micro_batches: int) -
             row = ranges.rows[KINDS.index(kind), ranges.layers.index(layer)]
             given = values.detach() / scale if scaled else values.detach()
             assert row.tolist() == recount(given, dtype, scale if scaled else 1.0), (kind, layer)
+            in_half = any(tensor.dtype == dtype for tensor in seen[kind][layer])
+            assert ranges.in_half[KINDS.index(kind), ranges.layers.index(layer)] == in_half
         stuck = [(after[p].to(dtype) == before[p].to(dtype)) & (after[p] != before[p]) for p in own]
         away = sum(int(part.sum()) for part in stuck)
         assert ranges.rounded_away[ranges.layers.index(layer)] == away
@@ -151,13 +154,16 @@ def made(step: int, layers: int = 2, scale: float = 2.0**10) -> Ranges:
     rows[:, :, 0] = rows[:, :, len(FIELDS) :].sum(axis=-1)
     rows[:, :, FIELDS.index("amax")] = 8.0
     names = tuple(f"encoder.block{index}.attention.projection" for index in range(layers))
-    return Ranges(step, scale, names, rows, generator.integers(0, 9, layers).astype(float))
+    in_half = np.arange(len(KINDS) * layers).reshape(len(KINDS), layers) % 2 == 0
+    away = generator.integers(0, 9, layers).astype(float)
+    return Ranges(step, scale, names, rows, away, in_half)
 
 
 def same(one: Ranges, other: Ranges) -> bool:
     facts = (one.step, one.scale, one.layers) == (other.step, other.scale, other.layers)
     away = np.array_equal(one.rounded_away, other.rounded_away)
-    return facts and away and np.array_equal(one.rows, other.rows)
+    formats = np.array_equal(one.in_half, other.in_half)
+    return facts and away and formats and np.array_equal(one.rows, other.rows)
 
 
 def test_the_record_is_read_back_and_a_resumed_run_drops_what_it_repeats(tmp_path: Path) -> None:
@@ -201,3 +207,40 @@ def test_pictures_are_drawn(tmp_path: Path, half: torch.dtype, layers: int) -> N
     empty.rows[:] = 0
     assert not draw_layers(empty, "weights", half, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The axes of every picture, which is not written."""
+    axes: list[Any] = []
+    monkeypatch.setattr(range_pictures, "_finish", lambda figure, own, *_: axes.append(own))
+    return axes
+
+
+def test_only_layers_in_half_are_drawn_against_its_limits(drawn: list[Any], tmp_path: Path) -> None:
+    ranges = made(7, layers=6)
+    draw_layers(ranges, "weights", torch.float16, tmp_path)
+    (axes,) = drawn
+    rows = [label.get_text().split()[1:-1] for label in axes.get_yticklabels()]
+    assert rows == [[], ["fp32"], [], ["fp32"], [], ["fp32"]]
+    middles = {(a[1] + b[1]) / 2 for lines in axes.collections for a, b in lines.get_segments()}
+    assert middles == {0.0, 2.0, 4.0}
+    assert [text.get_text() for text in axes.texts] == ["lost", "fewer\nbits", "inf"]
+
+
+def test_a_layer_in_fp32_has_no_limits_over_time(drawn: list[Any], tmp_path: Path) -> None:
+    ranges = made(7)
+    for layer, lines in zip(ranges.layers, (3, 0), strict=True):
+        draw_time([ranges] * 4, "weights", layer, torch.float16, tmp_path)
+        shown = [own for own in drawn[-1].patches if np.isfinite(own.get_data().values).all()]
+        assert len(shown) == len(drawn[-1].texts) == lines
+
+
+def test_limits_over_time_reach_the_edges(drawn: list[Any], tmp_path: Path) -> None:
+    reports = [made(step, scale=2.0**step) for step in range(1, 5)]
+    draw_time(reports, "gradients", reports[0].layers[0], torch.float16, tmp_path)
+    (axes,) = drawn
+    for line in axes.patches:
+        edges, values = line.get_data().edges, line.get_data().values
+        assert (edges[0], edges[-1]) == axes.get_xlim()
+        assert np.diff(values).tolist() == [-1.0, -1.0, -1.0]

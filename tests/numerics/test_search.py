@@ -167,7 +167,7 @@ def test_the_command_writes_lists_that_train(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["model._target_=test_search.one_fault_of_digits", "dtype=mixed", "device=cpu"]
-    main([*words, f"out={tmp_path}", "batches=1", "prove=20", "seeds=2", "trainer.progress=false"])
+    main([*words, f"out={tmp_path}", "batches=1", "prove=20", "seeds=2", "trainer.progress=off"])
     printed = capsys.readouterr().out
     assert "found: 1 of 6 modules in fp32" in printed
     assert "    ops.modules.3=fp32\n" in printed

@@ -62,6 +62,6 @@ def test_batches_are_pinned_for_a_cuda_device(
     monkeypatch.setattr("mpframe.build.data.resolve_device", torch.device)
     data = SimpleNamespace(batch_size=2, workers=0, worker_timeout=None)
     config: Any = SimpleNamespace(data=data, run=SimpleNamespace(seed=0, device=device))
-    task: Any = SimpleNamespace(train=[], val=[], collate=None)
+    task: Any = SimpleNamespace(train=[], val=[], test=[], collate=None)
     build_loaders(config, task)
-    assert made == [pin, pin]
+    assert made == [pin, pin, pin]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.export.files import as_safetensors, refuse_taken, write
+from mpframe.checkpoint.export.graph import graph_inputs
 from mpframe.checkpoint.export.rounding import DTYPES, converted
 from mpframe.checkpoint.saved_weights import weights_of
 from mpframe.cli.export import main
@@ -105,24 +106,22 @@ def test_what_cannot_be_exported_is_refused(tensor: Tensor, text: str) -> None:
         converted({"w": tensor}, "float16")
 
 
-def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "model.safetensors"
-    real, left = os.fsync, 0
+@pytest.mark.parametrize("allowed", range(4))  # The file, its folder, the sidecar, its folder.
+def test_nothing_is_left_of_a_failure(
+    allowed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = os.fsync, []
 
     def full(descriptor: int) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        calls.append(descriptor)
+        if len(calls) > allowed:
             raise OSError(28, "No space left on device")
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    for allowed in range(4):  # The file and its folder, then the sidecar and its folder.
-        left = allowed
-        text = r"out=.*model.safetensors: cannot be written \(No space left on device\); choose an"
-        with pytest.raises(ConfigError, match=text):
-            write(out, b"weights", "safetensors", {"schema": 1})
-        assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"x: cannot be written \(No space left on device\); ch"):
+        write(tmp_path / "x", b"weights", "safetensors", {"schema": 1})
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_what_may_be_replaced_is_replaced_and_links_are_not_followed(tmp_path: Path) -> None:
@@ -257,3 +256,36 @@ GOOD = {"weights": {"a": torch.ones(2)}, "ema": None, "progress": {"steps": 1, "
 def test_a_state_that_is_no_runs_is_refused(state: Any, kind: str, text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         weights_of(state, kind, Path("x"))
+
+
+IMAGE = {"name": "images", "shape": [None, 1, 8, 8], "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        None,
+        [],
+        "images",
+        {"images": IMAGE},
+        ["images"],
+        [IMAGE | {"name": "images[0]"}],
+        [IMAGE | {"name": 3}],
+        [IMAGE | {"shape": None}],
+        [IMAGE | {"shape": [None, -1]}],
+        [IMAGE | {"shape": [None, 2.5]}],
+        [IMAGE | {"shape": [2**20, 2**20]}],
+        [IMAGE | {"dtype": "load"}],
+        [IMAGE | {"dtype": 3}],
+        [{"name": "images"}],
+    ],
+)
+def test_inputs_that_no_graph_can_take_are_refused(inputs: Any) -> None:
+    with pytest.raises(CheckpointError, match="does not say that its model is called with plain t"):
+        graph_inputs({"inputs": inputs}, "fp32")
+
+
+def test_a_half_graph_takes_half_where_the_model_takes_floating_numbers() -> None:
+    words = {"name": "words", "shape": [None, 5], "dtype": "int64"}
+    taken = graph_inputs({"inputs": [IMAGE, words]}, "bfloat16")
+    assert taken == [IMAGE | {"dtype": "bfloat16"}, words]

@@ -96,6 +96,22 @@ def gaps(folder: Path) -> dict[str, float]:
 # --- what is compared with what
 
 
+def test_tested_runs_are_compared_by_their_test(make_run: MakeRun, tmp_path: Path) -> None:
+    tested = {"test_loss": 0.3, "tested": "best"}
+    for seed in (1, 2):
+        full = replace(SUMMARY, seed=seed, **tested, test_metrics={"accuracy": 0.8})
+        make_run(f"a{seed}", full)
+        make_run(f"b{seed}", replace(MIXED, seed=seed, **tested, test_metrics={"accuracy": 0.7}))
+    _, mixed = table(tmp_path)
+    assert (mixed["test accuracy"], mixed["best"]) == ("0.7000", "0.9600")
+    assert mixed["gap to fp32"] == "-0.1000\nfp32: n 2, spread 0.0000"
+    assert "accuracy" not in mixed
+    first, *_ = table(tmp_path, every_run)
+    assert first["metric"] == ("accuracy 0.9000\nbest 0.9600, step 80\ntest 0.8000, best weights")
+    make_run("c", replace(MIXED, seed=3))  # One run without: then by the validation.
+    assert "accuracy" in table(tmp_path)[1]
+
+
 def test_runs_that_differ_in_the_seed_alone_are_one_row(make_run: MakeRun, tmp_path: Path) -> None:
     for seed, accuracy in ((1, 0.90), (2, 0.94), (3, 0.95)):
         make_run(f"a{seed}", replace(SUMMARY, seed=seed, val_metric=accuracy))
@@ -421,18 +437,21 @@ def test_a_page_of_nine_runs_is_below_two_megabytes_and_fits_800_pixels(
         assert _least_width(table) < 800 - 40
 
 
-def _least_width(table: list[list[str]]) -> float:
-    """The least width of a table in pixels: text wraps anywhere, heads between words, numbers not.
+TEXTS = ("run", "precision, scaling", "status", "reason")
 
-    A digit of the page's 12.6 pixel letters is at most 8 wide, those of a second line, of 11.6
-    pixels, 7; a column's padding is 16.
+
+def _least_width(table: list[list[str]]) -> float:
+    """The least width of a table in pixels: text wraps in 96 pixels, heads between words.
+
+    Numbers do not wrap. A digit of the page's 13.4 pixel letters is at most 8.5 wide, those of a
+    second line, of 12.3 pixels, 8; a column's padding is 16.
     """
     width = 0.0
     for head, *cells in zip(*table, strict=True):
-        longest = 8 * max(len(word) for word in head.split())
-        if head not in ("run", "precision, scaling", "status"):
+        longest = max(8.5 * max(len(word) for word in head.split()), 96 * (head in TEXTS))
+        if head not in TEXTS:
             for first, _, second in (cell.partition("\n") for cell in cells):
-                longest = max(longest, 8 * len(first), 7 * len(second))
+                longest = max(longest, 8.5 * len(first), 8.0 * len(second))
         width += longest + 16
     return width
 

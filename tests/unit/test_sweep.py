@@ -59,7 +59,15 @@ def strict(text: str) -> dict[str, object]:
 def test_summary_has_the_published_keys(tmp_path: Path) -> None:
     SUMMARY.write(tmp_path)
     written = strict((tmp_path / "summary.json").read_text())
-    assert set(written) == {*PUBLISHED.split(), "reason", "monitor", "best", "best_step"}
+    assert set(written) == {
+        *PUBLISHED.split(),
+        "reason",
+        "monitor",
+        "best",
+        "best_step",
+        "test_loss",
+        "tested",
+    }
     assert (written["status"], written["val_accuracy"]) == ("finished", 0.973333)
 
 
@@ -215,6 +223,23 @@ def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "| 0 | dtype=fp32 | fp32 | none | accuracy 0.9733 | 0.1235 | 0.9811 at step 80 "
         "| 2 |  | 12.35 | finished |",
     ]
+
+
+def test_the_test_has_a_column_if_a_job_was_tested(tmp_path: Path) -> None:
+    found = {"test_loss": 0.25, "tested": "best"}
+    make_job(tmp_path, 0, [], replace(SUMMARY, **found, test_metrics={"accuracy": 0.96}))
+    make_job(tmp_path, 1, [], replace(SUMMARY, **found, metric=None, val_metric=None))
+    make_job(tmp_path, 2, [], SUMMARY)
+    report(tmp_path)
+    head, _, *rows = (
+        [cell.strip() for cell in line.split("|")]
+        for line in (tmp_path / "sweep.md").read_text().splitlines()
+    )
+    place = head.index("test metric")
+    assert [row[place] for row in rows] == ["0.96 (best)", "loss 0.25 (best)", ""]
+    first, _, last = table(tmp_path)
+    assert [first[k] for k in ("test_metric", "test_loss", "tested")] == ["0.96", "0.25", "best"]
+    assert last["test_metric"] == ""
 
 
 def test_csv_keeps_every_digit_and_every_override(tmp_path: Path) -> None:

@@ -135,12 +135,13 @@ def test_every_tag_says_what_it_is_in_which_unit() -> None:
 
 
 def test_tags_are_the_published_names() -> None:
-    published = """loss/train loss/val optim/lr grad/norm grad/amax loss_scale/scale
+    published = """loss/train loss/val loss/test optim/lr grad/norm grad/amax loss_scale/scale
         loss_scale/log2_scale loss_scale/skipped_total loss_scale/log2_mean loss_scale/log2_std
         speed/samples_per_second memory/peak_bytes text/about text/config text/dtype_map
         text/environment"""
     assert sorted(Tag) == sorted(published.split())
     assert metric_tag("accuracy") == "metric/accuracy/val"
+    assert metric_tag("accuracy", "test") == "metric/accuracy/test"
 
 
 def test_names_are_filled_into_the_meaning_of_a_tag() -> None:

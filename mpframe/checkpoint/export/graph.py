@@ -5,7 +5,10 @@ float16 inputs. The first dimension of each input is the batch and may have any 
 """
 
 import io
-from collections.abc import Mapping, Sequence
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +22,7 @@ from mpframe.user_code import name_of, raised
 
 KEY = "mpframe"
 """Under this name a file holds the sidecar's words."""
+_MOST_VALUES = 2**26
 
 
 def traced(
@@ -44,12 +48,13 @@ def traced(
     arguments = tuple(examples.values()) if single else ()
     keywords = {} if single else examples
     try:
-        program = torch.export.export(
-            model.eval(),
-            arguments,
-            keywords,
-            dynamic_shapes=tuple(sizes.values()) if single else sizes,
-        )
+        with _quiet():
+            program = torch.export.export(
+                model.eval(),
+                arguments,
+                keywords,
+                dynamic_shapes=tuple(sizes.values()) if single else sizes,
+            )
     except Exception as error:  # Whatever the tracer or the user's model raises.
         raise UserCodeError(
             f"model: {name_of(model)} cannot be traced into a graph: {raised(error)}; use "
@@ -76,7 +81,8 @@ def as_onnx(program: torch.export.ExportedProgram, words: str) -> bytes:
     """
     require_onnx()
     try:
-        made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+        with _quiet():
+            made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
     except Exception as error:
         raise UserCodeError(
             f"format=onnx: the graph cannot be written as ONNX: {first_line(error):.200}; use "
@@ -111,34 +117,41 @@ def graph_inputs(facts: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
             a list of plain tensors.
     """
     inputs = facts["inputs"]
-    try:
-        formats = [getattr(torch, one["dtype"]) for one in inputs]
-        plain = all(one["name"].isidentifier() and _fits(one["shape"]) for one in inputs)
-    except (TypeError, KeyError, AttributeError):
-        plain = False
-    if not inputs or not plain:
+    if not inputs or not isinstance(inputs, list) or not all(map(_is_plain, inputs)):
         raise CheckpointError(
             "the checkpoint does not say that its model is called with plain tensors, which a "
             "graph needs; use format=safetensors"
         )
     own = dtype_name(DTYPES[dtype])
+    floating = [getattr(torch, one["dtype"]).is_floating_point for one in inputs]
     return [
-        {**one, "dtype": own if form.is_floating_point else one["dtype"]}
-        for one, form in zip(inputs, formats, strict=True)
+        {**one, "dtype": own} if is_floating else one
+        for one, is_floating in zip(inputs, floating, strict=True)
     ]
 
 
-def _fits(shape: Any) -> bool:
-    """Whether a shape, which may come from anybody, is one of at most a million numbers."""
-    sizes = [2 if size is None else size for size in shape]
-    return all(type(size) is int and size > 0 for size in sizes) and _product(sizes) <= 2**24
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block nothing is logged: of an error the tracer writes the whole graph so far."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
-def _product(sizes: list[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
+def _is_plain(described: Any) -> bool:
+    """Whether this, which may come from anybody, is an input whose example takes little memory."""
+    try:
+        sizes = [2 if size is None else size for size in described["shape"]]
+        dtype = getattr(torch, described["dtype"])
+        named = described["name"].isidentifier()
+    except (TypeError, KeyError, AttributeError):
+        return False
+    whole = all(type(size) is int and size > 0 for size in sizes)
+    return named and whole and math.prod(sizes) <= _MOST_VALUES and isinstance(dtype, torch.dtype)
 
 
 def _example(described: Mapping[str, Any]) -> Tensor:

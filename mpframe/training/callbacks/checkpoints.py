@@ -20,10 +20,10 @@ from typing import Any
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot, retention
 from mpframe.checkpoint.writing import Background
-from mpframe.errors import CheckpointError, MpframeError, RunInterrupted
+from mpframe.errors import CheckpointError, RunInterrupted
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.callback import Callback, call, states_of
-from mpframe.training.evaluation import Evaluation
+from mpframe.training.evaluation import LOSS, Evaluation
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of
@@ -68,17 +68,14 @@ class Checkpoints(Callback):
         self._validation: tuple[int, dict[str, Any]] | None = None
         self._saved: tuple[int, int] | None = None
         self._saved_at = time.monotonic()
+        self._said = False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Take the folder to save into, and what a checkpoint says of its run."""
         self._context = context
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Note the validation's value; a checkpoint of this step is ranked by it.
-
-        Raises:
-            MpframeError: the best are to be kept, and the metric does not say which is better.
-        """
+        """Note the validation's value; a checkpoint of this step is ranked by it."""
         self._validation = trainer.progress.global_step, self._facts_of(evaluation)
 
     def on_step_end(self, trainer: Trainer) -> None:
@@ -202,13 +199,22 @@ class Checkpoints(Callback):
         return known[1] if known is not None and known[0] == global_step else None
 
     def _facts_of(self, evaluation: Evaluation) -> dict[str, Any]:
-        name, value = evaluation.monitor, evaluation.value
+        name, value = evaluation.monitor, evaluation.watched
         higher = evaluation.direction(name)
-        if higher is None and self._plan.keep_best:
-            raise MpframeError(
-                f"trainer.keep_best={self._plan.keep_best}: metric {name} does not say which value "
-                "is better; give it higher_is_better = True or False, or use trainer.monitor=loss"
-            )
+        if higher is None:
+            self._say_that_the_loss_decides(name)
+            name = LOSS
         # JSON has no nan, and nothing is better or worse than it.
         number = value if math.isfinite(value) else None
         return {"metric": name, "value": number, "higher_is_better": bool(higher)}
+
+    def _say_that_the_loss_decides(self, name: str) -> None:
+        if self._plan.keep_best and not self._said:
+            log.warning(
+                "warning: trainer.keep_best=%d: metric %s does not say which value is better, so "
+                "the best is the one with the lowest validation loss; give the metric "
+                "higher_is_better = True or False",
+                self._plan.keep_best,
+                name,
+            )
+        self._said = True

@@ -1,5 +1,6 @@
 """Writes a run's numbers to metrics.csv."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from mpframe.optim.step_result import StepResult
@@ -11,7 +12,7 @@ from mpframe.training.trainer import Trainer
 
 _COLUMNS = (
     *("step", "epoch", "train_loss", "learning_rate", "grad_norm", "grad_amax"),
-    *("loss_scale", "skipped_steps", "val_loss"),
+    *("loss_scale", "skipped_steps", "val_loss", "test_loss"),
 )
 
 
@@ -19,7 +20,8 @@ class CsvLog(Callback):
     """Writes a row for every step that is logged or validated; losses and gradients unscaled.
 
     A row is complete, and written, at the end of its step. A checkpoint holds the last one, because
-    a run may be stopped in the validation that belongs to it.
+    a run may be stopped in the validation that belongs to it. The test has a row of its own, the
+    last one.
 
     Args:
         log_every: steps between two rows of the training's numbers.
@@ -32,33 +34,40 @@ class CsvLog(Callback):
         self._log_every = log_every
         self._on_error = on_error
         self._last: dict[str, float | int] = {}
+        self._of_step: dict[str, Any] = {}
         self._pending = False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Open the table; rows of steps that a resumed run takes again are cut off."""
         global_step = trainer.progress.global_step
-        columns = [*_COLUMNS, *(f"val_{name}" for name in trainer.metrics)]
+        metrics = [f"{split}_{name}" for split in ("val", "test") for name in trainer.metrics]
+        columns = [*_COLUMNS, *metrics]
         self._file = MetricsCsv(context.folder, columns, global_step, self._on_error)
         self._pending = bool(global_step) and self._last.get("step") == global_step
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Note the step's numbers if they are due."""
+        """Keep the step's numbers, which stay on the device, and note them if they are due."""
+        self._of_step = {
+            "train_loss": result.loss,
+            "learning_rate": trainer.optimizer.param_groups[0]["lr"],
+            "grad_norm": result.grad_norm,
+            "grad_amax": result.amax,
+            "loss_scale": result.scale,
+            "skipped_steps": trainer.progress.skipped,
+        }
         if trainer.progress.global_step % self._log_every == 0:
-            loss = {} if result.loss is None else {"train_loss": float(result.loss)}
-            self._note(
-                trainer,
-                **loss,
-                learning_rate=float(trainer.optimizer.param_groups[0]["lr"]),
-                grad_norm=float(result.grad_norm),
-                grad_amax=float(result.amax),
-                loss_scale=float(result.scale),
-                skipped_steps=trainer.progress.skipped,
-            )
+            self._note(trainer, **_numbers(self._of_step))
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Note the validation's numbers."""
+        """Note the validation's numbers, and those of the step before it."""
         metrics = {f"val_{name}": value for name, value in evaluation.metrics.items()}
-        self._note(trainer, val_loss=evaluation.loss, **metrics)
+        self._note(trainer, **_numbers(self._of_step), val_loss=evaluation.loss, **metrics)
+
+    def on_test(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Write the test's row."""
+        metrics = {f"test_{name}": value for name, value in evaluation.metrics.items()}
+        self._write()
+        self._file.add(_at(trainer) | {"test_loss": evaluation.loss, **metrics})
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Write the step's row, if it has one."""
@@ -71,18 +80,18 @@ class CsvLog(Callback):
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """The last row."""
-        return {"row": dict(self._last)}
+        """The last row, and the numbers of the last step, which may yet be validated."""
+        return {"row": dict(self._last), "of_step": _numbers(self._of_step)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the last row: its step may be validated again."""
-        self._last = {str(name): _number(value) for name, value in state["row"].items()}
+        self._last = _numbers(state["row"])
+        self._of_step = _numbers(state.get("of_step", {}))  # An older checkpoint has none.
 
     def _note(self, trainer: Trainer, **values: float | int) -> None:
-        progress = trainer.progress
-        if self._last.get("step") != progress.global_step:
+        if self._last.get("step") != trainer.progress.global_step:
             self._write()
-            self._last = {"step": progress.global_step, "epoch": progress.epoch}
+            self._last = _at(trainer)
         self._last |= values
         self._pending = True
 
@@ -92,5 +101,14 @@ class CsvLog(Callback):
             self._file.add(self._last)
 
 
-def _number(value: Any) -> float | int:
-    return value if type(value) is int else float(value)
+def _at(trainer: Trainer) -> dict[str, float | int]:
+    return {"step": trainer.progress.global_step, "epoch": trainer.progress.epoch}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float | int]:
+    """Values as plain numbers, which waits for those on a device; without those that are None."""
+    return {
+        str(name): value if type(value) is int else float(value)
+        for name, value in values.items()
+        if value is not None
+    }

@@ -53,9 +53,11 @@ class Curves(Callback):
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Log the validation."""
-        values: dict[str, float] = {Tag.LOSS_VAL: evaluation.loss}
-        values |= {metric_tag(name): value for name, value in evaluation.metrics.items()}
-        self._tracker.scalars(trainer.progress.global_step, values)
+        self._log(trainer, evaluation, Tag.LOSS_VAL, "val")
+
+    def on_test(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Log the test at the run's last step."""
+        self._log(trainer, evaluation, Tag.LOSS_TEST, "test")
 
     def on_save(self, trainer: Trainer) -> None:
         """Wait until the curves are in their file: none is to be older than a checkpoint."""
@@ -68,6 +70,11 @@ class Curves(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what was written at the last step; `setup` writes it again."""
         self._last_step = checked_events(state["last_step"])
+
+    def _log(self, trainer: Trainer, evaluation: Evaluation, loss: str, split: str) -> None:
+        values = {loss: evaluation.loss}
+        values |= {metric_tag(name, split): value for name, value in evaluation.metrics.items()}
+        self._tracker.scalars(trainer.progress.global_step, values)
 
     def _of_step(self, trainer: Trainer, result: StepResult) -> dict[str, float | Tensor]:
         values: dict[str, float | Tensor] = {

@@ -1,9 +1,11 @@
 """The progress bar."""
 
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from mpframe.optim.step_result import StepResult
 from mpframe.training.callback import Callback
@@ -13,28 +15,38 @@ from mpframe.training.trainer import Trainer
 
 
 class ProgressBar(Callback):
-    """A progress bar on stderr: steps, loss, scale, skipped steps, and the last validation.
+    """A progress bar on stderr: steps, loss, scale, skipped steps, last and best validation.
+
+    Lines that are logged to the console go above it.
 
     Args:
-        shown: False draws nothing.
+        shown: `on`; `off`; or `auto`: on if stderr is a terminal. True is `on`, False `off`.
+        verbosity: `auto` shows no bar if this is `quiet`.
     """
 
     _bar: Any
 
-    def __init__(self, shown: bool = True) -> None:
-        self._shown = shown
+    def __init__(self, shown: str | bool = "auto", verbosity: str = "normal") -> None:
+        if shown == "auto":
+            self._disabled = True if verbosity == "quiet" else None  # None: tqdm asks stderr.
+        else:
+            self._disabled = shown in ("off", False)
         self._validated: dict[str, str] = {}
+        self._redirected = ExitStack()
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Draw it, from where a resumed run goes on."""
+        self._results, self._batches = context.results, len(context.train)
         self._bar = tqdm(
-            total=trainer.plan.total_steps(len(context.train)),
+            total=self._total(trainer),
             initial=trainer.progress.global_step,
             unit="step",
-            disable=not self._shown,
+            disable=self._disabled,
             dynamic_ncols=True,
             leave=False,
         )
+        if not self._bar.disable:
+            self._redirected.enter_context(logging_redirect_tqdm())
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Move on; the texts are refreshed only as often as the bar is drawn."""
@@ -42,17 +54,27 @@ class ProgressBar(Callback):
         if drawn and result.loss is not None:
             words = {"loss": f"{float(result.loss):.4g}", "scale": f"{float(result.scale):g}"}
             words["skipped"] = str(trainer.progress.skipped)
+            self._bar.total = self._total(trainer)
             self._bar.set_postfix({**words, **self._validated}, refresh=False)
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Learn of the last steps as often as the bar is drawn."""
-        if self._shown and time.time() - self._bar.last_print_t >= self._bar.mininterval:
+        if self._bar.disable:
+            return
+        if time.time() - self._bar.last_print_t >= self._bar.mininterval:
             trainer.read_verdicts()
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Show the validation's result from now on."""
+        """Show the validation's result, and the best one, from now on."""
         self._validated = {f"val_{evaluation.monitor}": f"{evaluation.value:.4f}"}
+        if self._results.best.value is not None:
+            self._validated["best"] = f"{self._results.best.value:.4f}"
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
         """Take the bar off the screen."""
+        self._redirected.close()
         self._bar.close()
+
+    def _total(self, trainer: Trainer) -> int:
+        left = trainer.plan.steps_left(trainer.progress, self._batches)
+        return trainer.progress.global_step + left

@@ -1,4 +1,4 @@
-"""Keeps what the summary says of a run: the last loss, the last validation and the best one."""
+"""Keeps what the summary says of a run: the last loss, the last and best validation, the test."""
 
 from collections import deque
 from dataclasses import asdict
@@ -16,18 +16,20 @@ _RECENT = 100  # validations
 
 
 class Results(Callback):
-    """Keeps the last loss, the last validation and the best one.
+    """Keeps the last loss, the last validation, the best one and the test.
 
     Attributes:
         loss: unscaled, of the last step; None before the first one.
-        evaluation: the last one; None before the first one.
+        evaluation: the last validation; None before the first one.
         best: of the monitored metric; without a value if the metric has no direction.
+        test: None unless the run was tested; a checkpoint never holds it.
     """
 
     def __init__(self) -> None:
         self.loss: float | Tensor | None = None
         self.evaluation: Evaluation | None = None
         self.best = Best()
+        self.test: Evaluation | None = None
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     @property
@@ -56,8 +58,12 @@ class Results(Callback):
         self._recent.append(value)
         self.best.offer(name, value, trainer.progress.global_step, higher)
 
+    def on_test(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Keep the test."""
+        self.test = evaluation
+
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as numbers."""
+        """All of it but the test, as numbers."""
         return {
             "loss": None if self.loss is None else float(self.loss),
             "evaluation": None if self.evaluation is None else asdict(self.evaluation),

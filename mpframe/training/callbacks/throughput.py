@@ -73,7 +73,7 @@ class Throughput(Callback):
 
     @property
     def seconds(self) -> float:
-        """Wall time of all starts, validation included; a resumed one that did nothing: 0."""
+        """Wall time of all starts, evaluation included; a resumed one that did nothing: 0."""
         return self._earlier + (0.0 if self._idle else self._clock() - self._began)
 
     def since_last_asked(self) -> float:
@@ -96,12 +96,16 @@ class Throughput(Callback):
         self._idle = False
 
     def on_prediction_step(self, trainer: Trainer) -> None:
-        """Stop the clock: a validation began."""
+        """Stop the clock: a validation or the test began."""
         self._pause()
-        self._idle = False
 
     def on_evaluate(self, trainer: Trainer, evaluation: object) -> None:
         """Let it go on."""
+        self._go_on()
+        self._idle = False
+
+    def on_test(self, trainer: Trainer, evaluation: object) -> None:
+        """Let it go on; a finished run that is only tested once more keeps its time."""
         self._go_on()
 
     @contextmanager

@@ -1,0 +1,43 @@
+"""Write a small project of your own that trains: a model, data, configuration, a test.
+
+Usage: mpframe new FOLDER
+
+    mpframe new spirals
+
+Options:
+    FOLDER    is made; one that holds files is refused
+
+The README.md in it has the commands. Change what you like: nothing else refers to these files.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from mpframe.cli.program import program
+from mpframe.config.output_folder import refuse_unwritable
+from mpframe.errors import ConfigError
+
+_TEMPLATE = Path(__file__).parent / "template"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write the project.
+
+    Args:
+        arguments: the folder; the command line if None.
+    """
+    with program():
+        _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(arguments: list[str]) -> None:
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise ConfigError("new: takes one folder, e.g. mpframe new spirals")
+    folder = Path(arguments[0])
+    refuse_unwritable("new", folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"new={folder}: is not empty; name a new folder")
+    unwanted = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(_TEMPLATE, folder, ignore=unwanted, dirs_exist_ok=True)
+    print(f"{folder}: written; begin with {folder / 'README.md'}")

@@ -1,0 +1,32 @@
+"""The data: points on the arms of a spiral; the class is the arm."""
+
+import math
+
+import torch
+from torch.utils.data import TensorDataset
+
+from mpframe.data import Task, classification
+
+
+def spirals(arms: int, train: int, val: int, test: int, noise: float) -> Task:
+    """Points to train on, to validate on while training, and to test once at the end.
+
+    Args:
+        arms: number of classes.
+        train, val, test: number of points.
+        noise: standard deviation of what is added to each coordinate.
+    """
+    return classification(
+        _points(arms, train, noise, seed=0),
+        _points(arms, val, noise, seed=1),
+        _points(arms, test, noise, seed=2),
+    )
+
+
+def _points(arms: int, count: int, noise: float, seed: int) -> TensorDataset:
+    random = torch.Generator().manual_seed(seed)
+    arm = torch.randint(arms, (count,), generator=random)
+    radius = torch.rand(count, generator=random).sqrt()
+    angle = 2 * math.pi * (radius + arm / arms)
+    points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    return TensorDataset(points + noise * torch.randn(count, 2, generator=random), arm)

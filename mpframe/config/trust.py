@@ -1,0 +1,94 @@
+"""Which targets of a stored configuration may be built: those the user's own words or files name.
+
+conf/model/cnn.yaml              trusts mpframe.models.cnn, as a model
+a file of the user's own folder  trusts what it names, at the place where it names it
+model._target_=my_pkg.Net        on the command line trusts my_pkg.Net
+"""
+
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mpframe.config.locations import CONF
+from mpframe.config.schema import OPEN
+from mpframe.config.source import Source
+from mpframe.errors import CheckpointError, ConfigError
+
+_TARGET = "_target_"
+
+
+class Trusted:
+    """The targets that the files of a source name.
+
+    Args:
+        source: of the command line.
+
+    Raises:
+        ConfigError: a file of the user's is not YAML.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._folders = [CONF, *source.own_folders]
+        self._own = {pair for folder in source.own_folders for pair in _named_in(folder)}
+
+    def choices(self, group: str) -> dict[str, Any]:
+        """The targets of a group by choice."""
+        files = [
+            file for folder in self._folders for file in sorted((folder / group).glob("*.yaml"))
+        ]
+        nodes = {file.stem: _read(file) for file in files}
+        targets = {choice: node.get(_TARGET, "???") for choice, node in nodes.items()}
+        return {choice: target for choice, target in targets.items() if target != "???"}
+
+    def names(self, place: str, target: Any) -> bool:
+        """True if a file names this target for this place, e.g. `model` or `metrics.top`."""
+        return target in self.choices(place).values() or (place, str(target)) in self._own
+
+
+def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
+    """Refuse the targets that nobody but a stored configuration names, all in one line.
+
+    Args:
+        path: of the stored configuration.
+        targets: what is to be added to trust one (`model._target_` or `+metrics.NAME._target_`),
+            and the target.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    words = [f"{option}={target}" for option, target in targets]
+    if not words:
+        return
+    several = len(words) > 1
+    raise CheckpointError(
+        f"{path}: {' and '.join(word.lstrip('+') for word in words)} "
+        f"{'are' if several else 'is'} not mpframe's own, and a stored configuration runs nothing; "
+        f"if you trust {'them' if several else 'it'}, add {shlex.join(words)}"
+    )
+
+
+def _named_in(folder: Path) -> Iterator[tuple[str, str]]:
+    """(place, target) of each `_target_` in the files of a folder."""
+    for file in sorted(folder.rglob("*.yaml")):
+        group = file.relative_to(folder).parts[0]
+        yield from _targets(_read(file), group if group in OPEN else "")
+
+
+def _targets(node: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """(place, target) of each `_target_` in a node and below it."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key == _TARGET:
+                yield place, str(value)
+            yield from _targets(value, f"{place}.{key}".lstrip("."))
+
+
+def _read(file: Path) -> dict[Any, Any]:
+    try:
+        node = yaml.safe_load(file.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: is not YAML; {str(error).splitlines()[0]}") from None
+    return node if isinstance(node, dict) else {}

@@ -1,0 +1,62 @@
+"""The test of a finished run: its best weights, measured once on data that chose nothing."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mpframe import checkpoint
+from mpframe.checkpoint import Snapshot
+from mpframe.checkpoint.saved_weights import averages_of, weights_of
+from mpframe.training.loader import Loader
+from mpframe.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
+    """Test the weights of a checkpoint, or the present ones; the callbacks are told.
+
+    Args:
+        trainer: has come to its end. Its weights are bit for bit what they were afterwards.
+        loader: the test samples.
+        best: the checkpoint of the best validation; None tests the present weights.
+
+    Returns:
+        Whose weights were tested: `best` or `last`.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        RunInterrupted: a signal came; the callbacks were not told.
+    """
+    if best is None:
+        _log("the last weights", trainer, loader)
+        return "last"
+    with weights_taken_from(trainer, best):
+        _log(f"the weights of {best.name}", trainer, loader)
+    return "best"
+
+
+@contextmanager
+def weights_taken_from(trainer: Trainer, path: Path) -> Iterator[None]:
+    """Within the block the trainer has a checkpoint's weights and, if it averages, its averages."""
+    state = checkpoint.load(path)
+    kept = Snapshot(0, {"weights": trainer.weights()}).detached().state["weights"]
+    ema = trainer.ema
+    averages, updates = (ema.by_name(trainer.model), ema.updates) if ema else ({}, 0)
+    try:
+        trainer.load_weights(weights_of(state, "trained", path))
+        # Without averages the run had none yet, and validated with the weights: as they are now.
+        if ema is not None and state["trainer"].get("ema") is not None:
+            ema.load_by_name(trainer.model, averages_of(state, path))
+        yield
+    finally:
+        trainer.load_weights(kept)
+        if ema is not None:
+            ema.load_by_name(trainer.model, averages, updates)
+
+
+def _log(weights: str, trainer: Trainer, loader: Loader) -> None:
+    evaluation = trainer.test(loader)
+    metrics = "".join(f", {name} {value:.4f}" for name, value in evaluation.metrics.items())
+    log.info("tested with %s: loss %.4g%s", weights, evaluation.loss, metrics)

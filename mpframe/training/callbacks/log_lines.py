@@ -1,0 +1,92 @@
+"""Says in the log how the training goes."""
+
+import logging
+import time
+
+from tqdm import tqdm
+
+from mpframe.optim.step_result import StepResult
+from mpframe.training.callback import Callback
+from mpframe.training.evaluation import LOSS, Evaluation
+from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class LogLines(Callback):
+    """Logs a line at every validation, and a debug line at every so many steps.
+
+    The time left is that of the steps left, at the pace of this start of the run so far,
+    validations included.
+
+    Args:
+        log_every: steps between two debug lines.
+    """
+
+    _context: RunContext
+
+    def __init__(self, log_every: int) -> None:
+        self._log_every = log_every
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Note when and where this start of the run began."""
+        self._context = context
+        self._began, self._first_step = time.monotonic(), trainer.progress.global_step
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Log the step if it is due."""
+        if self._due(trainer):
+            loss = "" if result.loss is None else f"loss {float(result.loss):.4g}, "
+            norm = f"gradient norm {float(result.grad_norm):.4g}"
+            log.debug("%s: %s%s, %s", self._place(trainer), loss, norm, _state(trainer))
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Let a step that is due be logged before the trainer moves on."""
+        if self._due(trainer):
+            trainer.read_verdicts()
+
+    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Log the validation, and where the training stands."""
+        loss = self._context.results.loss
+        words = [] if loss is None else [f"train loss {float(loss):.4g}"]
+        words.append(f"val loss {evaluation.loss:.4g}{self._beside_best(LOSS)}")
+        for name, value in evaluation.metrics.items():
+            words.append(f"{name} {value:.4f}{self._beside_best(name)}")
+        words.append(_state(trainer))
+        left = self._time_left(trainer)
+        words += [] if left is None else [f"{left} left"]
+        log.info("%s: %s", self._place(trainer), ", ".join(words))
+
+    def _due(self, trainer: Trainer) -> bool:
+        due = trainer.progress.global_step % self._log_every == 0
+        return due and log.isEnabledFor(logging.DEBUG)
+
+    def _place(self, trainer: Trainer) -> str:
+        progress, batches = trainer.progress, len(self._context.train)
+        step = progress.global_step
+        total = step + trainer.plan.steps_left(progress, batches)
+        return f"epoch {progress.epoch + progress.batch / batches:.3g}, step {step}/{total}"
+
+    def _beside_best(self, name: str) -> str:
+        best = self._context.results.best
+        if name != best.name or best.value is None:
+            return ""
+        evaluation = self._context.results.evaluation
+        is_best = evaluation is not None and evaluation.value == best.value
+        return " (best)" if is_best else f" (best {best.value:.4f} at step {best.step})"
+
+    def _time_left(self, trainer: Trainer) -> str | None:
+        steps = trainer.progress.global_step - self._first_step
+        left = trainer.plan.steps_left(trainer.progress, len(self._context.train))
+        if not steps or not left:
+            return None
+        return tqdm.format_interval((time.monotonic() - self._began) / steps * left)
+
+
+def _state(trainer: Trainer) -> str:
+    """The learning rate, the scales and the skipped steps."""
+    words = [f"lr {float(trainer.optimizer.param_groups[0]['lr']):.3g}"]
+    for name, scaler in trainer.scalers.items():
+        words.append(" ".join(filter(None, ("scale", name, f"{float(scaler.scale):g}"))))
+    return ", ".join([*words, f"{trainer.progress.skipped} skipped"])

@@ -1,0 +1,125 @@
+"""What a run says while it goes on: on the console, in train.log, in the bar."""
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import StartRun
+from omegaconf import DictConfig
+
+from mpframe import checkpoint
+from mpframe.checkpoint.layout import step_of
+from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.run.run import Run
+from mpframe.tracking.summary import Summary
+
+SMALL = ["model=mlp", "model.hidden=8", "dtype=amp", "trainer.epochs=2", "trainer.eval_every=11"]
+NUMBER = r"[\d.e+-]+"
+VALIDATION = re.compile(
+    rf"epoch ([\d.]+), step (\d+)/44: train loss {NUMBER}, val loss {NUMBER}, "
+    rf"accuracy 0\.\d{{4}} \(best(?: 0\.\d{{4}} at step \d+)?\), lr {NUMBER}, scale 65536, "
+    r"0 skipped(?:, \d\d:\d\d left)?"
+)
+
+
+def place_of(line: str) -> tuple[str, ...] | None:
+    match = VALIDATION.fullmatch(line)
+    return None if match is None else match.groups()
+
+
+PLACES = [("0.5", "11"), ("1", "22"), ("1.5", "33"), ("2", "44")]
+
+
+def run(folder: Path, *overrides: str) -> tuple[Summary, list[str]]:
+    """A run with a log of its own, and the log's messages.
+
+    The root logger is as Hydra leaves it, but writes to stderr, where the bar is, so that both mix.
+    """
+    root = logging.getLogger()
+    folder.mkdir(parents=True, exist_ok=True)
+    own = without_hydra(compose_named([*SMALL, *overrides])[1])
+    hydra = DictConfig({"job": {"name": "train"}, "overrides": {"task": []}})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(root, "handlers", [logging.StreamHandler(sys.stderr)])
+        patched.setattr(root, "level", logging.INFO)
+        summary = Run(checked(own), own, folder, hydra).train()
+    lines = (folder / "train.log").read_text().splitlines()
+    return summary, [line.rpartition("] ")[2] for line in lines]
+
+
+@pytest.mark.parametrize("verbosity", ["quiet", "normal", "verbose"])
+def test_what_the_console_shows_and_the_log_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verbosity: str
+) -> None:
+    """No terminal: no bar."""
+    summary, logged = run(tmp_path, f"trainer.verbosity={verbosity}")
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[-1].startswith(f"finished: val_accuracy {summary.val_metric:.4f}, 44 steps")
+    assert [place for line in logged if (place := place_of(line))] == PLACES
+    steps = [line for line in logged if re.match(r"epoch [\d.]+, step \d+/44: loss ", line)]
+    if verbosity == "quiet":
+        assert len(shown) == 1
+    else:
+        assert [place for line in shown if (place := place_of(line))] == PLACES
+        assert set(steps) <= set(shown)
+    assert len(steps) == (4 if verbosity == "verbose" else 0)
+    assert logging.getLogger("mpframe").level == logging.NOTSET
+
+
+@pytest.mark.parametrize("progress", ["on", "true", "off", "false", "auto"])
+def test_a_line_stands_above_the_bar_and_not_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], progress: str
+) -> None:
+    run(tmp_path, f"trainer.progress={progress}", "trainer.epochs=1")
+    output = capsys.readouterr().err
+    assert ("step/s" in output) is (progress in ("on", "true"))
+    # A bar is drawn and taken away by `\r`; what is left of a line is behind the last one.
+    left = [line.rpartition("\r")[2] for line in output.split("\n")]
+    lines = [line for line in left if "val loss" in line]
+    assert [line[:8] for line in lines] == ["epoch 0.", "epoch 1,"]
+
+
+def test_quiet_is_without_a_bar_even_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    run(tmp_path / "quiet", "trainer.max_steps=2", "trainer.verbosity=quiet")
+    assert "step/s" not in capsys.readouterr().err
+    run(tmp_path / "normal", "trainer.max_steps=2")
+    assert "step/s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "way"),
+    [
+        (1, "; that checkpoint is kept"),
+        (
+            0,
+            ": trainer.keep_best=1 keeps the best checkpoint, callbacks=early_stopping ends the "
+            "run in time, and a lower optimizer.lr may prevent it",
+        ),
+    ],
+)
+def test_a_run_that_ends_much_worse_says_so(
+    start_run: StartRun,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    keep_best: int,
+    way: str,
+) -> None:
+    """A learning rate that grows to 1e4 at the end."""
+    grows = [
+        *("scheduler=own", "scheduler._target_=torch.optim.lr_scheduler.MultiStepLR"),
+        *("+scheduler.milestones=[40]", "+scheduler.gamma=1e4", "trainer.eval_every=4"),
+        *("dtype=fp32", "trainer.monitor=loss"),
+    ]
+    summary = start_run(tmp_path, *SMALL, *grows, f"trainer.keep_best={keep_best}")
+    (line,) = (text for text in caplog.messages if "much worse" in text)
+    assert line == (
+        f"warning: the last val_loss, {summary.val_loss:g}, is much worse than the best, "
+        f"{summary.best:g} (step {summary.best_step}){way}"
+    )
+    steps = [step_of(path) for path in checkpoint.all_in(tmp_path)]
+    assert not keep_best or summary.best_step in steps

@@ -1,0 +1,131 @@
+"""The flags that say where a configuration comes from, and which stored targets they trust."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from mpframe.config.command_line import compose_named, jobs, prepare, without_hydra
+from mpframe.config.source import take_source
+from mpframe.config.stored import config_of
+from mpframe.config.trust import Trusted
+from mpframe.errors import CheckpointError, ConfigError
+
+FILES = {
+    "model/net.yaml": "_target_: my_net.Net\nwidth: 8\ninner: {_target_: my_net.Inner}\n",
+    "dataset/points.yaml": "_target_: my_data.points\nbatch_size: 16\n",
+    "experiment/points.yaml": (
+        "# @package _global_\n"
+        "defaults: [override /model: net, override /dataset: points]\n"
+        "metrics: {top: {_target_: my_metric.Top, k: 5}}\n"
+    ),
+    "project.yaml": (
+        "defaults: [config, override model: net, _self_]\n"
+        "hydra: {searchpath: ['pkg://mpframe.conf']}\nseed: 3\n"
+    ),
+}
+OWN = ["model._target_=my_net.Net", "dataset._target_=my_data.points"]
+METRIC = "metrics.top._target_=my_metric.Top"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder `conf` of a user's own, within the current one."""
+    for name, text in FILES.items():
+        path = tmp_path / "conf" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def stored() -> str:
+    """What a run of those files stores."""
+    _, composed = compose_named([*OWN, "model.width=8", f"+{METRIC}", "+metrics.top.k=5"])
+    return OmegaConf.to_yaml(without_hydra(composed), resolve=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "width", "seed"),
+    [
+        (["--config-dir", "conf", "model=net"], 8, 0),
+        (["-cd=conf", "experiment=points", "model.width=9"], 9, 0),
+        (["--config-dir=conf", "--config-name=project"], 8, 3),
+        (["--config-path=conf", "--config-name=project.yaml"], 8, 3),
+        (["hydra.searchpath=[file://conf]", "model=net"], 8, 0),
+    ],
+)
+def test_a_command_composes_from_the_users_folder(
+    folder: Path, flags: list[str], width: int, seed: int
+) -> None:
+    (job,) = jobs(flags)
+    assert (job.config.model["_target_"], job.config.model["width"]) == ("my_net.Net", width)
+    assert job.config.run.seed == seed
+    first, _ = jobs([*flags, "-m", "dtype=fp32,amp"])
+    assert (first.config.dtype.mode, first.config.run.seed) == ("fp32", seed)
+    (after,) = jobs([])
+    assert after.config.model["_target_"] == "mpframe.models.cnn"
+
+
+def test_training_takes_a_config_path_from_the_current_folder(folder: Path) -> None:
+    words = prepare(["--config-path", "conf", "seed=1"])
+    assert words == ["seed=1", "--config-path", "conf", f"--config-path={folder / 'conf'}"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--config-dir=nowhere"], "--config-dir=nowhere: no such folder; name one with .yaml"),
+        (["--config-path=nowhere"], "--config-path=nowhere: no such folder; name one with .yaml"),
+        (["--config-dir"], "--config-dir/-cd: expected one argument; see --help"),
+        (["--cfg=job"], "--cfg=job: no such option; give option=value"),
+        (
+            ["--config-dir=."],
+            "--config-dir=.: mpframe's config.yaml hides the one in it; give yours another name "
+            "and add --config-name=NAME",
+        ),
+    ],
+)
+def test_a_mistake_in_a_flag_is_one_line(folder: Path, flags: list[str], says: str) -> None:
+    (folder / "config.yaml").write_text("seed: 1\n")
+    with pytest.raises(ConfigError) as refused:
+        compose_named(flags)
+    assert str(refused.value).startswith(says)
+
+
+def test_all_targets_that_need_trust_are_named_in_one_line(folder: Path) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        config_of(stored(), folder, [])
+    dataset, model = sorted(OWN)
+    assert str(refused.value) == (
+        f"{folder}: {dataset} and {model} and {METRIC} are not mpframe's own, and a stored "
+        f"configuration runs nothing; if you trust them, add {dataset} {model} +{METRIC}"
+    )
+    words = str(refused.value).rpartition("add ")[2].split()
+    config = config_of(stored(), folder, words)
+    assert (config.model["width"], config.metrics["top"]["k"]) == (8, 5)
+
+
+def test_what_is_added_for_trust_cannot_run_in_a_shell(folder: Path) -> None:
+    tree = yaml.safe_load(stored())
+    tree["model"]["_target_"] = "my_net.Net; rm -r ~"
+    with pytest.raises(CheckpointError, match=r"add .* 'model\._target_=my_net\.Net; rm -r ~' "):
+        config_of(yaml.safe_dump(tree), folder, [])
+
+
+def test_a_folder_of_the_users_trusts_what_it_names_where_it_names_it(folder: Path) -> None:
+    config = config_of(stored(), folder, ["--config-dir=conf", "model.width=9"])
+    assert config.model == {"_target_": "my_net.Net", "width": 9}
+    assert config.metrics == {"top": {"_target_": "my_metric.Top", "k": 5}}
+    trusted = Trusted(take_source(["--config-dir=conf"])[0])
+    assert trusted.names("model", "my_net.Net")
+    assert not trusted.names("dataset", "my_net.Net")
+    assert not trusted.names("model", "my_net.Inner")
+    assert not trusted.names("metrics.other", "my_metric.Top")
+
+
+def test_a_file_that_is_no_yaml_is_named(folder: Path) -> None:
+    (folder / "conf" / "model" / "bad.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match=r"conf/model/bad\.yaml: is not YAML; "):
+        config_of(stored(), folder, ["--config-dir=conf"])
