@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mpframe import __version__
+from mpframe.cli import completion
 from mpframe.errors import ConfigError, nearest, one_line_exit
 
 COMMANDS = {
@@ -46,6 +47,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(overview())
     elif given[0] == _VERSION:
         print(versions())
+    elif given[0] in completion.FLAGS:
+        if not completion.complete_command(given, COMMANDS):
+            start("train", given, "mpframe")
     else:
         name, *rest = given
         with one_line_exit():
