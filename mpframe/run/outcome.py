@@ -72,11 +72,10 @@ def worsening_of(config: Config, callbacks: RunCallbacks | None) -> str | None:
     line = callbacks.results.worsening if callbacks else None
     if line is None:
         return None
-    if config.trainer.keep_best:
-        return f"{line}; that checkpoint is kept"
+    kept = "is kept" if config.trainer.keep_best else "is kept with trainer.keep_best=1"
     return (
-        f"{line}: trainer.keep_best=1 keeps the best checkpoint, callbacks=early_stopping ends the "
-        "run in time, and a lower optimizer.lr may prevent it"
+        f"{line}; the best checkpoint {kept}, callbacks=early_stopping ends the run in time, and a "
+        "lower optimizer.lr may prevent it"
     )
 
 

@@ -95,22 +95,14 @@ def test_quiet_is_without_a_bar_even_on_a_terminal(
 
 
 @pytest.mark.parametrize(
-    ("keep_best", "way"),
-    [
-        (1, "; that checkpoint is kept"),
-        (
-            0,
-            ": trainer.keep_best=1 keeps the best checkpoint, callbacks=early_stopping ends the "
-            "run in time, and a lower optimizer.lr may prevent it",
-        ),
-    ],
+    ("keep_best", "kept"), [(1, "is kept"), (0, "is kept with trainer.keep_best=1")]
 )
 def test_a_run_that_ends_much_worse_says_so(
     start_run: StartRun,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     keep_best: int,
-    way: str,
+    kept: str,
 ) -> None:
     """A learning rate that grows to 1e4 at the end."""
     grows = [
@@ -122,7 +114,8 @@ def test_a_run_that_ends_much_worse_says_so(
     (line,) = (text for text in caplog.messages if "much worse" in text)
     assert line == (
         f"warning: the last val_loss, {summary.val_loss:g}, is much worse than the best, "
-        f"{summary.best:g} (step {summary.best_step}){way}"
+        f"{summary.best:g} (step {summary.best_step}); the best checkpoint {kept}, "
+        "callbacks=early_stopping ends the run in time, and a lower optimizer.lr may prevent it"
     )
     steps = [step_of(path) for path in checkpoint.all_in(tmp_path)]
     assert not keep_best or summary.best_step in steps
