@@ -3,17 +3,20 @@
 import logging
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import StartRun
 from omegaconf import DictConfig
+from tqdm import tqdm
 
 from mpframe import checkpoint
 from mpframe.checkpoint.layout import step_of
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
+from mpframe.training.callbacks import progress_bar
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=amp", "trainer.epochs=2", "trainer.eval_every=11"]
 NUMBER = r"[\d.e+-]+"
@@ -73,11 +76,18 @@ def test_what_the_console_shows_and_the_log_holds(
 
 @pytest.mark.parametrize("progress", ["on", "true", "off", "false", "auto"])
 def test_a_line_stands_above_the_bar_and_not_in_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], progress: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    progress: str,
 ) -> None:
+    """The bar, drawn at every step here, shows the last validation and the best one."""
+    monkeypatch.setattr(progress_bar, "tqdm", partial(tqdm, mininterval=0, miniters=1))
     run(tmp_path, f"trainer.progress={progress}", "trainer.epochs=1")
     output = capsys.readouterr().err
     assert ("step/s" in output) is (progress in ("on", "true"))
+    first = re.search(r"val_accuracy=(0\.\d{4}), best=\1", output)
+    assert (first is not None) is (progress in ("on", "true"))
     # A bar is drawn and taken away by `\r`; what is left of a line is behind the last one.
     left = [line.rpartition("\r")[2] for line in output.split("\n")]
     lines = [line for line in left if "val loss" in line]
