@@ -193,6 +193,11 @@ class TrainerOptions:
         choices=("fp32", "float16", "bfloat16"),
     )
     compile: bool = option(False, "Compile model and casts into one graph (torch.compile).")
+    profile: bool = option(
+        False,
+        "Record a few steps: a trace for a browser, and the largest costs by module and format.",
+        watches=True,
+    )
     progress: str | bool = option(  # A file's unquoted `off` is read as false.
         "auto",
         "Show a progress bar; auto: if stderr is a terminal and verbosity is not quiet. true is "
@@ -376,7 +381,7 @@ RUN_OPTIONS = {f.name for f in dataclasses.fields(RunOptions)}
 # Those of conf/callbacks/default.yaml.
 _WATCHING_CALLBACKS = (
     *("ranges", "amax_record", "curves", "csv", "autopsy", "loss_spikes", "saturation"),
-    *("log_lines", "progress_bar"),
+    *("log_lines", "profile", "progress_bar"),
 )
 
 

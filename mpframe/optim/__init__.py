@@ -6,6 +6,7 @@ half weights (masters.py), and makes a step that is all or nothing. Around it st
     gradients.py, accumulation.py   unscaling, clipping, and the sum over micro-batches
     verdict.py                      the one place where the host reads whether a step is skipped
     multi_optimizer.py              several optimizers that make one step
+    unfreezing.py                   what is trained after it was frozen
     selection.py, param_group.py    which parameter belongs to which optimizer or group
     schedules.py, ema.py            learning rates over the run, and the average of the weights
 

@@ -14,7 +14,7 @@ The wrapped optimizer stays the same object, so schedules built on it go on work
 the wrapper move it as well.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from mpframe.optim.masters import Masters, load_by_name, note_wrapped, refuse_wr
 from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult
+from mpframe.optim.unfreezing import fill_momentum
 from mpframe.optim.verdict import Verdict, read
 from mpframe.tree import HALF
 
@@ -128,6 +129,19 @@ class MasterWeights(Optimizer):
     def master_of(self, parameter: Tensor) -> Tensor:
         """The fp32 tensor the update acts on: `parameter` itself if it is fp32."""
         return self._masters[parameter]
+
+    def set_requires_grad(self, parameters: Iterable[Tensor], requires_grad: bool) -> None:
+        """Freeze some of the parameters, or train them from the next step on.
+
+        A frozen one gets no gradient: the optimizer leaves it, its master and its state alone.
+        """
+        masters = []
+        for parameter in parameters:
+            masters.append(self.master_of(parameter).requires_grad_(requires_grad))
+            parameter.requires_grad_(requires_grad)
+        if requires_grad:
+            fill_momentum(self.optimizer, masters)
+        self.skips_on_device = None  # What is trained anew has no state yet.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its half parameters get masters."""

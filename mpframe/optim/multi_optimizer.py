@@ -10,7 +10,7 @@ have one scale, and are clipped together by the norm of all their gradients. Par
 their own are scaled and clipped apart; one scaler they share is told the largest gradient of any.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -68,6 +68,14 @@ class MultiOptimizer:
             if part.holds(parameter):
                 return part.master_of(parameter)
         raise KeyError(parameter)
+
+    def set_requires_grad(self, parameters: Iterable[Tensor], requires_grad: bool) -> None:
+        """Freeze some of the parameters, or train them from the next step on."""
+        parameters = list(parameters)
+        for part in self.parts.values():
+            own = [parameter for parameter in parameters if part.holds(parameter)]
+            if own:
+                part.set_requires_grad(own, requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters, and what was accumulated."""

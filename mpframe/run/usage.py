@@ -15,12 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpframe.checkpoint.export.sidecar import versions
-from mpframe.config.locations import CONF
 from mpframe.data import Loader, Task
 from mpframe.errors import RunInterrupted
 from mpframe.objectives import Objective
-from mpframe.precision import OpLists
 from mpframe.precision.undisturbed import undisturbed
+from mpframe.run.description import ops_in_words
 from mpframe.training.trainer import Trainer
 from mpframe.tree import HALF, dtype_name, named_tensors
 
@@ -43,19 +42,10 @@ def _precision_of(trainer: Trainer) -> dict[str, Any]:
     return {
         "mode": policy.mode,
         "half": None if policy.mode == "fp32" else policy.half,
-        "ops": None if policy.mode == "fp32" else _name_of(policy.ops),
+        "ops": None if policy.mode == "fp32" else ops_in_words(policy.ops).replace("`", ""),
         "half_weights": [name for name, weight in weights if weight.dtype in HALF],
         "evaluated_in": str(trainer.eval_precision or trainer.precision),
     }
-
-
-def _name_of(ops: OpLists) -> str | dict[str, Any]:
-    """The name of the shipped lists that these are; the lists themselves if they are no shipped."""
-    for file in sorted((CONF / "ops").glob("*.yaml")):
-        if OpLists.named(file.stem) == ops:
-            return file.stem
-    lists = {"allow": sorted(ops.allow), "deny": sorted(ops.deny), "infer": sorted(ops.infer)}
-    return {**lists, "modules": dict(ops.modules)}
 
 
 def _inputs_of(task: Task, model: nn.Module) -> list[dict[str, Any]] | None:

@@ -136,6 +136,12 @@ class Tag(StrEnum):
         "versions, hardware, commit and command line",
         "none",
     )
+    TEXT_PROFILE = (
+        "text/profile",
+        "Profile",
+        "the largest costs of a few steps, by module and format",
+        "none",
+    )
 
 
 KINDS = {

@@ -13,7 +13,7 @@ from mpframe.cli import main as program
 from mpframe.cli.main import COMMANDS, help_of, main, overview, start
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_COMMANDS = {"__init__", "again", "job", "main", "program"}
+NOT_COMMANDS = {"__init__", "completion", "job", "main", "program"}
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +30,14 @@ def test_every_script_is_a_twin_of_a_command() -> None:
     scripts = [path.read_text() for path in (ROOT / "scripts").glob("*.py")]
     started = re.findall(r'start\("(\w+)"', "".join(scripts))
     assert len(started) == len(scripts)
-    assert set(started) == COMMANDS.keys()
+    assert set(started) == COMMANDS.keys() - {"new"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_has_usage_examples_and_its_options(name: str) -> None:
     text = help_of(name)
     assert text.splitlines()[0] in overview()
-    assert len(text.splitlines()[0]) <= 90
+    assert len(text.splitlines()[0]) <= 83
     assert f"\nUsage: mpframe {name}" in text
     assert f"\n    mpframe {name}" in text
     module = import_module(COMMANDS[name])
@@ -92,3 +92,22 @@ def test_options_are_printed_or_written(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(["options", "outt=page.md"])
     assert capsys.readouterr().err == "mpframe: outt=page.md: no such option; nearest: out\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("mpframe ", sorted(COMMANDS)),
+        ("mpframe ex", ["export"]),
+        ("mpframe train dtype=amp", ["dtype=amp", "dtype=amp_bf16"]),
+    ],
+)
+def test_completion(
+    line: str,
+    offered: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    main(["-sc", "query=bash"])
+    assert sorted(capsys.readouterr().out.split()) == offered

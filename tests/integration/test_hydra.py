@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 from conftest import train
-from hydra import compose, initialize_config_dir
+from hydra import compose, initialize_config_module
 
+import mpframe
 from mpframe.cli import doctor, evaluate
-from mpframe.config.composing import checked
-from mpframe.config.locations import CONF
-from mpframe.run.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "trainer.progress=off"]
@@ -227,9 +225,9 @@ def test_a_job_may_run_in_its_own_folder(tmp_path: Path) -> None:
 
 
 def test_compose_and_run_in_a_notebook(tmp_path: Path) -> None:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_module("mpframe.conf", version_base="1.3"):
         config = compose("config", overrides=SMALL)
-    summary = Run(checked(config), config, tmp_path).train()
+    summary = mpframe.train(config, tmp_path / "new" / "run")
     assert (summary.status, summary.steps) == ("finished", 2)
 
 

@@ -209,7 +209,6 @@ def test_a_run_starts_from_a_file_and_its_average_too(start_run: StartRun, tmp_p
     ],
 )  # fmt: skip
 def test_names_that_are_no_mapping_are_refused(words: list[str], line: str) -> None:
-    _, composed = compose_named(words)
     with pytest.raises(ConfigError) as refused:
-        checked(without_hydra(composed))
+        checked(without_hydra(compose_named(words)[1]))
     assert str(refused.value) == line

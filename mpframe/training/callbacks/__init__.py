@@ -6,6 +6,7 @@ Begin with training/callback.py, the interface, and conf/callbacks/default.yaml,
     results, throughput                           keep what the summary says
     checkpoints                                   saves the run
     spike_report, saturation                      warn
+    freeze                                        freezes layers for a while
     early_stopping, skip_guard, stop_on_signal    end a run
 
 The autopsy and the ranges are callbacks, too, and are in numerics/. A configuration names each by

@@ -1,0 +1,137 @@
+"""Freezes layers for the first epochs or steps, as in fine-tuning below a new head.
+
+A frozen parameter gets no gradient, so the optimizer leaves it, its master and its state as they
+are. It stays in its group: schedules and checkpoints are the same with and without freezing. What
+is frozen follows from the step and the epoch alone, so a resumed run needs no state for it.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from mpframe.errors import ConfigError, nearest
+from mpframe.optim import MultiOptimizer
+from mpframe.training.callback import Callback
+from mpframe.training.loader import Batch
+from mpframe.training.plan import Progress
+from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """The parameters of one pattern, and how long they are frozen."""
+
+    pattern: str
+    unit: str
+    count: int
+    parameters: list[nn.Parameter]
+
+    def is_over(self, progress: Progress) -> bool:
+        passed = progress.epoch if self.unit == "epochs" else progress.global_step
+        return passed >= self.count
+
+    def __str__(self) -> str:
+        values = sum(parameter.numel() for parameter in self.parameters)
+        return f"{self.pattern} ({len(self.parameters)} tensors of {values:,} values)"
+
+
+class Freeze(Callback):
+    """Freezes parameters when a run begins, and trains them from an epoch or a step on.
+
+    A parameter belongs to the first pattern that matches its name, those of `steps` first. A
+    parameter that a group of the optimizer freezes stays frozen for the whole run.
+
+    Args:
+        epochs: name pattern -> frozen for so many epochs, >= 1.
+        steps: name pattern -> frozen for so many steps, >= 1; skipped ones count.
+        eval_mode: modules whose parameters are all frozen, here or by a group of the optimizer, are
+            in eval mode in training: BatchNorm uses its running statistics and does not move them,
+            and dropout is off.
+
+    Raises:
+        ConfigError: a count is not a whole number >= 1.
+    """
+
+    def __init__(
+        self,
+        epochs: Mapping[str, int] | None = None,
+        steps: Mapping[str, int] | None = None,
+        eval_mode: bool = False,
+    ) -> None:
+        self._counts = {"steps": dict(steps or {}), "epochs": dict(epochs or {})}
+        for unit, counts in self._counts.items():
+            for pattern, count in counts.items():
+                if type(count) is not int or count < 1:
+                    raise ConfigError(
+                        f"callbacks.freeze.{unit}={{{pattern}: {count}}}: must be a whole number "
+                        ">= 1"
+                    )
+        self._eval_mode = eval_mode
+        self._frozen: list[_Frozen] = []
+        self._modules: list[nn.Module] = []
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Freeze what is not yet to be trained.
+
+        Raises:
+            ConfigError: a pattern matches no parameter, or an optimizer has none left to train.
+        """
+        chosen = self._chosen(trainer.model)
+        self._frozen = [own for own in chosen if not own.is_over(trainer.progress)]
+        for own in self._frozen:
+            trainer.optimizer.set_requires_grad(own.parameters, False)
+            log.info("frozen for %d %s: %s", own.count, own.unit, own)
+        optimizer = trainer.optimizer
+        parts = optimizer.parts.values() if isinstance(optimizer, MultiOptimizer) else [optimizer]
+        if not all(part.parameters for part in parts):
+            raise ConfigError(
+                "callbacks.freeze: leaves an optimizer nothing to train; freeze fewer parameters"
+            )
+        self._find_modules(trainer.model)
+
+    def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+        """Train what has been frozen for long enough; keep the modules of the rest in eval mode."""
+        over = [own for own in self._frozen if own.is_over(trainer.progress)]
+        for own in over:
+            self._frozen.remove(own)
+            trainer.optimizer.set_requires_grad(own.parameters, True)
+            log.info("trained from step %d on: %s", trainer.progress.global_step + 1, own)
+        if over:
+            trainer.model.train()
+            self._find_modules(trainer.model)
+        for module in self._modules:  # `train` of the whole model has reached them, too.
+            module.eval()
+
+    def _chosen(self, model: nn.Module) -> list[_Frozen]:
+        free = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        names, chosen = list(free), []
+        for unit, counts in self._counts.items():
+            for pattern, count in counts.items():
+                taken = [name for name in free if fnmatchcase(name, pattern)]
+                if not taken:
+                    hint = nearest(pattern, names) or f"the names are {', '.join(names[:4])}, ..."
+                    raise ConfigError(
+                        f"callbacks.freeze.{unit}={{{pattern}: {count}}}: matches no parameter "
+                        f"that is trained and that no earlier pattern takes; {hint}"
+                    )
+                chosen.append(_Frozen(pattern, unit, count, [free.pop(name) for name in taken]))
+        return chosen
+
+    def _find_modules(self, model: nn.Module) -> None:
+        self._modules = list(_all_frozen(model)) if self._eval_mode else []
+
+
+def _all_frozen(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules with parameters that are all frozen."""
+    parameters = list(module.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        yield module
+    else:
+        for child in module.children():
+            yield from _all_frozen(child)

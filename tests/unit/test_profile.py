@@ -1,0 +1,192 @@
+"""What a trace says of each op: its module, its format, its time; and the table of the costs."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+
+from mpframe.training.callbacks.profile.modules import MARK, marked
+from mpframe.training.callbacks.profile.table import Costs
+from mpframe.training.callbacks.profile.trace import MODEL, OPTIMIZER, OUTSIDE, Op, read_ops
+
+NODE = "autograd::engine::evaluate_function: "
+Event = dict[str, Any]
+
+
+def event(
+    name: str, begin: float, end: float, types: Sequence[str] = (), tid: int = 1, **args: Any
+) -> Event:
+    """A range from `begin` to `end` in microseconds; one with a space in its name is a mark."""
+    cat = "user_annotation" if name.startswith((MARK, "Optimizer.")) else "cpu_op"
+    named = {key.replace("_", " "): value for key, value in args.items()}
+    args = {**named, "Input type": list(types)}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "ts": begin,
+        "dur": end - begin,
+        "tid": tid,
+        "args": args,
+    }
+
+
+def kernel(op: int, microseconds: float) -> Event:
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": "k",
+        "ts": 500.0,
+        "dur": microseconds,
+        "tid": 7,
+        "args": {"External id": op},
+    }
+
+
+def read(folder: Path, events: list[Event]) -> list[Op]:
+    path = folder / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    return read_ops(path)
+
+
+def forward(number: int) -> dict[str, int]:
+    return {"Sequence_number": number, "Fwd_thread_id": 0}
+
+
+def backward(number: int) -> dict[str, int]:
+    return {"Sequence_number": number, "Fwd_thread_id": 1}
+
+
+HALVES = ["c10::Half", "c10::Half", "Scalar"]
+
+
+def test_an_op_belongs_to_the_innermost_module_around_it(tmp_path: Path) -> None:
+    events = [
+        event(MARK, 0, 100),
+        event("aten::add", 1, 3, ["float"]),
+        event(f"{MARK}body", 10, 50),
+        event(f"{MARK}body.head", 11, 30),
+        event("aten::linear", 12, 22, HALVES),
+        event("aten::addmm", 13, 21, HALVES),  # Part of linear, whose time holds it.
+        event("aten::relu", 40, 45, ["c10::BFloat16"]),
+        event("aten::sum", 120, 130, ["float"]),
+        event("Optimizer.step#AdamW.step", 200, 300),
+        event("aten::mul_", 210, 220, ["double"]),
+        event("aten::argmax", 230, 231, ["long int"]),
+    ]
+    assert read(tmp_path, events) == [
+        Op("aten::add", MODEL, "float32", False, 0.002),
+        Op("aten::linear", "body.head", "float16", False, 0.01),
+        Op("aten::relu", "body", "bfloat16", False, 0.005),
+        Op("aten::sum", OUTSIDE, "float32", False, 0.01),
+        Op("aten::mul_", OPTIMIZER, "float64", False, 0.01),
+        Op("aten::argmax", OPTIMIZER, "no float", False, 0.001),
+    ]
+
+
+@pytest.mark.parametrize("thread", [1, 2])  # A CPU's backward pass has the forward's thread.
+def test_a_backward_op_belongs_to_the_module_of_its_forward_op(tmp_path: Path, thread: int) -> None:
+    events = [
+        event(f"{MARK}a", 0, 10),
+        event("aten::linear", 1, 9, ["float"], **forward(4)),
+        event("aten::detach", 9, 10, ["float"], **forward(5)),  # Made no node: the next op did.
+        event(f"{MARK}b", 11, 20),
+        event("aten::relu", 12, 19, ["float"], **forward(5)),
+        event(f"{NODE}ReluBackward0", 30, 40, tid=thread, **backward(5)),
+        event("ReluBackward0", 31, 39, tid=thread, **backward(5)),
+        event("aten::threshold_backward", 32, 38, ["float"], tid=thread),
+        event(f"{NODE}AddmmBackward0", 41, 60, tid=thread, **backward(4)),
+        event("aten::mm", 42, 58, HALVES, tid=thread),
+        event(f"{NODE}torch::autograd::AccumulateGrad", 61, 70, tid=thread),
+        event("aten::add_", 62, 63, ["float"], tid=thread),
+    ]
+    ops = [op for op in read(tmp_path, events) if op.backward]
+    assert [(op.name, op.module, op.format) for op in ops] == [
+        ("aten::threshold_backward", "b", "float32"),
+        ("aten::mm", "a", "float16"),
+        ("aten::add_", OUTSIDE, "float32"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["aten::to", "aten::_to_copy", "aten::copy_", "aten::linear"])
+def test_a_cast_has_both_formats(tmp_path: Path, name: str) -> None:
+    events = [event(name, 0, 10, ["float"]), event("aten::copy_", 2, 8, ["c10::Half", "float"])]
+    if name == "aten::copy_":
+        del events[0]
+    (op,) = read(tmp_path, events)
+    assert op.format == ("float32" if name == "aten::linear" else "float32 to float16")
+    assert op.is_cast is (name != "aten::linear")
+
+
+def test_a_copy_in_one_format_is_no_cast(tmp_path: Path) -> None:
+    (op,) = read(tmp_path, [event("aten::copy_", 0, 8, ["float", "float", "Scalar"])])
+    assert (op.format, op.is_cast) == ("float32", False)
+
+
+def test_on_a_device_the_time_of_an_op_is_that_of_its_kernels(tmp_path: Path) -> None:
+    events = [
+        event("aten::linear", 0, 10, HALVES, External_id=1),
+        event("aten::addmm", 1, 9, HALVES, External_id=2),
+        event("aten::view", 11, 20, ["float"], External_id=3),
+        *(kernel(1, 1.0), kernel(2, 30.0), kernel(2, 4.0)),
+    ]
+    assert [op.milliseconds for op in read(tmp_path, events)] == [0.035, 0.0]
+
+
+def test_the_table_has_the_five_largest_costs_and_the_rest() -> None:
+    ops = [Op("x", f"m{n}", "float16", False, 2.0**-n) for n in range(7)]
+    ops += [Op("x", "m0", "float16", True, 1.0), Op("x", "m0", "float32 to float16", False, 1.5)]
+    rows = Costs(ops, steps=2).rows()
+    assert [row[:3] for row in rows[1:]] == [
+        ("m0", "float16", "1.000"),
+        ("m0", "float32 to float16", "0.750"),
+        ("m1", "float16", "0.250"),
+        ("m2", "float16", "0.125"),
+        ("m3", "float16", "0.062"),
+        ("(3 smaller)", "", "0.055"),
+    ]
+    assert [row[4] for row in rows[1:3]] == ["50%", "0%"]
+    text = Costs(ops, steps=2).text().splitlines()
+    assert text[-1] == ("by format: float16 66.6%, float32 to float16 33.4%; casts 33.4%")
+    assert len({len(line) for line in text[:-1]}) == 1
+    assert Costs(ops, steps=2).markdown().splitlines()[2] == (
+        "| m0 | float16 | 1.000 | 44.6% | 50% |"
+    )
+
+
+class Recursive(nn.Module):
+    """Calls itself, and may fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        if depth < 0:
+            raise ValueError("too deep")
+        inner = self(inputs, depth - 1) if depth else inputs
+        return torch.as_tensor(self.linear(inner))
+
+
+def test_marks_of_a_real_trace_and_no_hook_left(tmp_path: Path) -> None:
+    """A module that calls itself, and one that raises, leave the ranges as they were."""
+    model = nn.Sequential(nn.Linear(2, 2), Recursive())
+    with profile(record_shapes=True) as recorded, marked(model):
+        with pytest.raises(ValueError, match="too deep"):
+            model[1](torch.ones(1, 2), -1)
+        model(torch.ones(1, 2)).sum().backward()
+    path = tmp_path / "trace.json.gz"
+    recorded.export_chrome_trace(str(path))
+    ops = read_ops(path)
+    linear = [(op.module, op.backward) for op in ops if op.name in ("aten::linear", "aten::mm")]
+    assert linear[:3] == [("0", False), ("1.linear", False), ("1.linear", False)]
+    # Each backward pass has a product for the weight, and one for the input but in the first.
+    assert sorted(linear[3:]) == [("0", True), *[("1.linear", True)] * 4]
+    assert {op.module for op in ops if op.name == "aten::sum" and not op.backward} == {OUTSIDE}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
