@@ -1,5 +1,6 @@
 """The program `mpframe`: its commands, their help, and the scripts over them."""
 
+import os
 import re
 import subprocess
 import sys
@@ -72,6 +73,21 @@ def test_python_m_is_the_same_program() -> None:
         [sys.executable, "-m", "mpframe"], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, overview() + "\n", "")
+
+
+def test_a_reader_may_stop_before_the_end() -> None:
+    """As in `mpframe --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "mpframe"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_command_gets_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
