@@ -11,6 +11,7 @@ import pytest
 
 import mpframe
 from mpframe.cli import main as program
+from mpframe.cli import new
 from mpframe.cli.main import COMMANDS, help_of, main, overview, start
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,3 +128,18 @@ def test_completion(
     monkeypatch.setenv("COMP_LINE", line)
     main(["-sc", "query=bash"])
     assert sorted(capsys.readouterr().out.split()) == offered
+
+
+def test_a_folder_that_is_not_empty_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("")
+    with pytest.raises(SystemExit):
+        new.main([str(tmp_path)])
+    said = capsys.readouterr().err
+    assert said == f"mpframe: new={tmp_path}: is not empty; name a new folder\n"
+    with pytest.raises(SystemExit):
+        new.main([])
+    said = capsys.readouterr().err
+    assert said == "mpframe: new: takes one folder, e.g. mpframe new spirals\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
