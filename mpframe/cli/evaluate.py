@@ -1,4 +1,4 @@
-"""Measure a checkpoint again, on the test or validation data: the run's numbers, bit for bit.
+"""Measure a checkpoint again, on test or validation data, bit for bit.
 
 Usage: mpframe evaluate checkpoint=PATH [option=value] ...
 

@@ -49,7 +49,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def append_whole(path: Path, piece: bytes) -> None:
-    """Append a piece to a regular file, or nothing of it; a missing file is created.
+    """Append a piece to a regular file, all of it or nothing; a missing file is created.
 
     Raises:
         OSError: there is no room, or it is a link; the file is as before.
