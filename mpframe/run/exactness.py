@@ -60,7 +60,7 @@ def differences(then: Options, now: Options) -> list[str]:
 
 def _aside(path: str) -> bool:
     """Whether an option belongs to a callback that only watches, or only ends a run."""
-    return path.startswith(("callbacks.early_stopping", "metrics.")) or (
+    return path.startswith(("callbacks.early_stopping", "metrics.", "init_from_names.")) or (
         path.startswith("callbacks.") and only_watches(path)
     )
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mpframe import checkpoint
-from mpframe.checkpoint.fitting import fitted, renamed
-from mpframe.checkpoint.foreign_weights import is_foreign, read_foreign
+from mpframe.checkpoint.init_from import fitted, is_foreign, read_foreign, renamed
 from mpframe.checkpoint.saved_weights import rounding, trained_in, weights_of
 from mpframe.config.schema import RunOptions
 from mpframe.training.trainer import Trainer
