@@ -97,7 +97,7 @@ def evaluate(
     Raises:
         MpframeError: anything that is missing, damaged or does not fit, in one line.
     """
-    path = _checkpoint_of(path, split)
+    path = checkpoint_of(path, split)
     snapshot, source = checkpoint.read(path), checkpoint.newest(path)
     state, config = snapshot.state, config_of(snapshot.config, source / "config.yaml", given)
     trained = weights_of(state, "trained", path)
@@ -118,7 +118,7 @@ def run_folder(path: Path) -> Path:
     return path.parent.parent if path.absolute().parent.name == checkpoint.FOLDER else path
 
 
-def _checkpoint_of(path: Path, split: str | None) -> Path:
+def checkpoint_of(path: Path, split: str | None = None) -> Path:
     """The checkpoint that was tested, if the run in `path` tested its best; else `path` itself."""
     if split == "val" or checkpoint.newest(path) == path:
         return path

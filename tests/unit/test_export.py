@@ -1,5 +1,6 @@
 """Export: rounded once, held at the range's end, counted, whole or absent."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def test_the_command_says_what_it_wrote_and_what_was_held(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "half.safetensors"
-    main([f"checkpoint={saved}", f"out={out}", "weights_dtype=float16"])
+    main([f"checkpoint={saved}", f"out={out}", "weights_dtype=float16", "weights=trained"])
     assert capsys.readouterr().out.strip() == (
         f"{out}: 2 tensors in float16, weights trained, step 7; 1 values beyond the range of "
         "float16 are held at its end (a); half.safetensors.json says how to use them, but for "
@@ -180,6 +181,11 @@ def test_the_averages_may_be_exported(saved: Path, tmp_path: Path) -> None:
     loaded = load_file(out)
     assert loaded["a"].tolist() == [2.0, 3.0]
     assert loaded["n"].item() == 3
+    # A run with averages is validated with them, so they are what is exported if nothing is said.
+    main([f"checkpoint={saved}", f"out={tmp_path / 'same'}"])
+    assert (tmp_path / "same").read_bytes() == out.read_bytes()
+    sidecar = json.loads((tmp_path / "same.json").read_text())
+    assert sidecar["weights"]["kind"] == sidecar["metrics"]["weights"] == "ema"
 
 
 @pytest.mark.parametrize(
