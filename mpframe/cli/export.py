@@ -44,7 +44,14 @@ from mpframe.checkpoint.export.files import (
     refuse_taken,
     write,
 )
-from mpframe.checkpoint.export.graph import as_onnx, as_pt2, graph_inputs, require_onnx, traced
+from mpframe.checkpoint.export.graph import (
+    as_onnx,
+    as_pt2,
+    graph_inputs,
+    require_onnx,
+    traced,
+    without_labels,
+)
 from mpframe.checkpoint.export.rounding import DTYPES, Exported, converted
 from mpframe.checkpoint.export.sidecar import as_json, facts_of, model_facts
 from mpframe.checkpoint.saved_weights import KINDS, validated_kind, weights_of
@@ -148,6 +155,7 @@ def _content(export: Export, facts: dict[str, Any]) -> bytes:
     config = config_of(export.snapshot.config, export.source / "config.yaml", export.given)
     facts["model"] = model_facts(config.model)
     model: nn.Module = build.build_model(config)
+    facts["inputs"] = without_labels(facts["inputs"], model)
     graph = traced(model, export.weights, export.options["weights_dtype"], facts["inputs"])
     words = as_json(_without_secrets(facts))
     return as_onnx(graph, words) if form == "onnx" else as_pt2(graph, words)
