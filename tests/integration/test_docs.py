@@ -23,7 +23,10 @@ from mpframe.cli.main import COMMANDS
 from mpframe.config.command_line import jobs, prepare
 from mpframe.errors import DivergedError
 
-GUIDES = ["choosing_precision", "debugging_nan", "first_run", "gpus", "own_model"]
+GUIDES = [
+    *("choosing_precision", "debugging_nan", "first_run", "gpus", "own_data", "own_model"),
+    "several",
+]
 COMING_FROM = Page(ROOT / "docs" / "coming_from.md")
 # Programs of others, which no test starts.
 OTHERS = {

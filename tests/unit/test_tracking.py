@@ -1,6 +1,7 @@
 """What the tracker writes is read back with TensorBoard's own reader."""
 
 import math
+import re
 import resource
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from mpframe.files.durable import append_whole
 from mpframe.tracking import event_file
 from mpframe.tracking import tracker as tracking
 from mpframe.tracking.environment import environment_text, shown_command
-from mpframe.tracking.tags import PATTERNS, Tag, meaning_of, metric_tag
+from mpframe.tracking.tags import KINDS, PATTERNS, Tag, meaning_of, metric_tag
 from mpframe.tracking.tracker import Tracker
 
 
@@ -134,11 +135,20 @@ def test_every_tag_says_what_it_is_in_which_unit() -> None:
     assert not [own for own in meanings if own.text.endswith(".")]
 
 
+def test_the_page_says_what_every_tag_means() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tensorboard.md").read_text()
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+) \| (.+?) \|$", page, re.M)
+    told = {tag: (title, text.replace("\\|", "|"), unit) for tag, title, text, unit in rows}
+    known = {str(tag): tag.meaning for tag in Tag} | PATTERNS
+    assert told == {tag: (own.title, own.text, own.unit) for tag, own in known.items()}
+    assert set(re.findall(r"^\| `(\w+)` \| (.+?) \|$", page, re.M)) == set(KINDS.items())
+
+
 def test_tags_are_the_published_names() -> None:
     published = """loss/train loss/val loss/test optim/lr grad/norm grad/amax loss_scale/scale
         loss_scale/log2_scale loss_scale/skipped_total loss_scale/log2_mean loss_scale/log2_std
         speed/samples_per_second memory/peak_bytes text/about text/config text/dtype_map
-        text/environment"""
+        text/environment text/profile"""
     assert sorted(Tag) == sorted(published.split())
     assert metric_tag("accuracy") == "metric/accuracy/val"
     assert metric_tag("accuracy", "test") == "metric/accuracy/test"
