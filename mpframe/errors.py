@@ -38,7 +38,7 @@ class DivergedError(MpframeError):
     """The run cannot go on: the loss or the gradients stay non-finite."""
 
 
-class RunInterrupted(MpframeError):  # noqa: N818 - not an error, but the way out of the loop
+class RunInterrupted(MpframeError):  # noqa: N818 - it is the way out of the loop, not an error
     """A signal asked the run to stop; it ends with 128 + the signal's number, as in a shell.
 
     Args:
@@ -53,7 +53,7 @@ class RunInterrupted(MpframeError):  # noqa: N818 - not an error, but the way ou
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """A clause naming the closest known names, e.g. `nearest: matmul, mm`; empty if none is.
+    """A clause with the closest known names, e.g. `nearest: matmul, mm`; empty if none is close.
 
     Args:
         name: what the user wrote.
@@ -69,7 +69,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
 def first_line(error: BaseException) -> str:
     """What an error says, in one line: its first, and the second if the first ends in a colon.
 
-    The name of its class if it says nothing.
+    If it says nothing, the name of its class.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
@@ -79,7 +79,7 @@ def printable(text: str, keep: str = "") -> str:
     """`text` with control characters and line breaks written out, as in `\\x1b`.
 
     Args:
-        text: perhaps with names from files or users' classes in it.
+        text: it may contain names from files or from users' classes.
         keep: characters that stay as they are, e.g. a line break.
     """
     return "".join(
@@ -111,7 +111,7 @@ def take_options(
     """Separate a program's own `name=value` words from the others.
 
     Returns:
-        The values by name (of a name given twice the last), and the other words in order.
+        The values by name (if a name is given twice, the last one), and the other words in order.
     """
     own, rest = {}, []
     for argument in arguments:

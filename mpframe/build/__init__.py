@@ -1,6 +1,6 @@
 """From a checked configuration to objects: the one place that knows the options and makes them.
 
-Nothing else instantiates a `_target_`, and no part below reads an option.
+No other package instantiates a `_target_`, and no package below this one reads an option.
 """
 
 from mpframe.build.callbacks import build_callbacks

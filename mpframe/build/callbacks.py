@@ -7,10 +7,10 @@ from mpframe.training.callback import Callback
 
 
 def build_callbacks(config: Config) -> dict[str, Callback]:
-    """The callbacks by name, in the order of the configuration; those set to null are left out.
+    """The callbacks by name, in the order of the configuration; one that is null is left out.
 
     Raises:
-        ConfigError: an entry cannot be made, or is no callback.
+        ConfigError: an entry cannot be made, or is not a callback.
     """
     nodes = config.callbacks
     callbacks = {name: make(f"callbacks.{name}", node) for name, node in nodes.items()}

@@ -1,4 +1,4 @@
-"""The dataset: its samples, loss and metric, and the loaders of them."""
+"""The dataset: its samples, loss and metrics, and the loaders that make batches of them."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from mpframe.errors import ConfigError
 
 
 def build_task(config: Config) -> Task:
-    """The dataset's samples, objective and metric; the configuration's own objective instead."""
+    """The dataset's task, with the objective of the configuration if that names one."""
     task = make("dataset", config.dataset)
     if not isinstance(task, Task):
         raise ConfigError(

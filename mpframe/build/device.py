@@ -19,7 +19,7 @@ def resolve_device(name: str) -> torch.device:
     """The device an option names; `auto` takes CUDA, then MPS, then the CPU.
 
     Raises:
-        ConfigError: there is no such device; nothing falls back.
+        ConfigError: there is no such device; no other device is taken instead.
     """
     if name == "auto":
         mps = torch.backends.mps.is_available()

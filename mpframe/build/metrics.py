@@ -13,11 +13,11 @@ from mpframe.user_code import UserCode, name_of
 
 
 def build_metrics(config: Config, task: Task) -> dict[str, Any]:
-    """What makes each metric, by name: the dataset's first; one of the group may replace it.
+    """What makes each metric, by name, the dataset's first; one of the group may replace it.
 
     Raises:
-        ConfigError: a metric is named loss, or `trainer.monitor` names none.
-        UserCodeError: a metric cannot be made, is none, or has no name.
+        ConfigError: a metric is named loss, or `trainer.monitor` names no metric.
+        UserCodeError: a metric cannot be made, is not a metric, or has no name.
     """
     group = {name: partial(make, f"metrics.{name}", node) for name, node in config.metrics.items()}
     metrics = {**_of_dataset(task), **group}
@@ -30,7 +30,9 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
             "metric another name"
         )
     for name, code in metrics.items():
-        NamedMetric(name, code)  # Made once before the first step: an error is told at once.
+        NamedMetric(
+            name, code
+        )  # Each is made once before the first step, so that an error is told at once.
     _require_monitored(config.trainer.monitor, metrics)
     return metrics
 

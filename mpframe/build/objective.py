@@ -1,4 +1,4 @@
-"""The objective: that of the dataset, or the one the configuration names in its place."""
+"""The objective: that of the dataset, or the one that the configuration names instead."""
 
 import inspect
 from dataclasses import replace
@@ -16,7 +16,7 @@ from mpframe.objectives import Objective, Supervised, require_objective
 
 
 def with_objective(task: Task, config: Config) -> Task:
-    """The task with the objective of the configuration; if that names none, the task itself."""
+    """The task with the objective of the configuration; the task itself if it names none."""
     if config.objective is None:
         return task
     return replace(task, objective=build_objective(config.objective))
@@ -25,12 +25,12 @@ def with_objective(task: Task, config: Config) -> Task:
 def build_objective(node: dict[str, Any]) -> Objective:
     """What `objective._target_` names.
 
-    A function whose first parameters are called `model` and `batch` is the objective itself, its
-    further parameters are options. Anything else is called with its options and makes one.
+    A function whose first parameters are called `model` and `batch` is the objective itself, and
+    its further parameters are options. Anything else is called with its options and makes one.
 
     Raises:
         ConfigError: there is no such target, it does not take these options, or it is a loss.
-        UserCodeError: what it makes is no objective.
+        UserCodeError: what it makes is not an objective.
     """
     target = found("objective", node["_target_"])
     if _is_objective(target):

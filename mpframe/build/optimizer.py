@@ -44,7 +44,7 @@ def _selection(options: PartOptions | GroupOptions) -> Selection:
 
 
 def _with_groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
-    """The parameters by group, each with its name and settings; frozen ones are not among them."""
+    """The parameters by group, each group with its name and settings, without frozen parameters."""
     selections = {name: _selection(group.options) for name, group in config.groups.items()}
     selected = grouped(model, selections)
     groups = []
@@ -105,7 +105,7 @@ def _optimizer(path: str, node: dict[str, Any], parameters: Any) -> Optimizer:
 
 
 def joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> AnyOptimizer:
-    """One optimizer over all; the only one is itself."""
+    """One optimizer over all of them; if there is only one, that one."""
     if config.joint is not None:
         several = isinstance(task.objective, Mapping)
         return MultiOptimizer(masters, skip=config.joint.skip, own_losses=several)

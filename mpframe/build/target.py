@@ -48,7 +48,7 @@ def _refuse_unknown_arguments(section: str, target: str, node: dict[str, Any]) -
     try:
         parameters = inspect.signature(found(section, target)).parameters
     except ValueError:
-        return  # A C function that does not tell its parameters.
+        return  # A C function does not tell its parameters.
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for name in node:
@@ -64,6 +64,6 @@ def found(section: str, target: str) -> Any:
     """What a `_target_` names."""
     try:
         return get_object(target)
-    except (Exception, SystemExit) as error:  # Whatever importing the user's module raises.
+    except (Exception, SystemExit) as error:  # Importing the user's module may raise anything.
         said = raised(error) if isinstance(error, SystemExit) else first_line(error)
         raise ConfigError(f"{section}._target_={target}: {said}") from error

@@ -1,4 +1,4 @@
-"""The trainer: everything put together."""
+"""The trainer, in which everything is put together."""
 
 import logging
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ def _kind_of(task: Task, optimizer: AnyOptimizer) -> type[Trainer]:
 def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -> None:
     """Show `precision` each objective on the first batch of training: the same in every command.
 
-    Lazy layers get their shapes by it, in every mode.
+    Lazy layers get their shapes from it, in every mode.
     """
     if not precision.policy.stores_by_op and not any(map(is_lazy, model.parameters())):
         return
@@ -93,7 +93,7 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
             precision.trace(model, partial(objective, batch=batch))
     except RunInterrupted:
         raise
-    except (Exception, SystemExit) as error:  # The first step meets it too, and says more.
+    except (Exception, SystemExit) as error:  # The first step meets the same error, and says more.
         log.warning(
             "warning: the first batch could not be traced (%s): weights of classes that are not "
             "torch.nn's stay fp32",

@@ -22,11 +22,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from mpframe.cli.program import current_folder_importable
-from mpframe.config.again import stopped
 from mpframe.config.command_line import checked
-from mpframe.config.earlier import holds_this_run, resolved_text
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.config.schema import Config
+from mpframe.config.sweep.again import stopped
+from mpframe.config.sweep.earlier import holds_this_run, resolved_text
 from mpframe.errors import DivergedError, MpframeError, RunInterrupted, printable
 from mpframe.files.turns import turn_in
 from mpframe.tracking.summary import Status, Summary

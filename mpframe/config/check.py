@@ -1,4 +1,4 @@
-"""Holds a composed configuration against the schema: a typed `Config`, or a line that says why not.
+"""Compares a composed configuration with the schema: a typed `Config`, or a line that says why not.
 
 Everything is resolved first: a missing value and an interpolation that points nowhere are found
 here, before the first step. Then unknown keys, wrong types and values out of range are refused,
@@ -134,7 +134,7 @@ def _part(name: str, parts: Mapping[str, Any]) -> Part:
 
 
 def _refuse_leaving(run_name: str) -> None:
-    """A name for a folder under runs/, which a `..` would lead out of."""
+    """Refuse a name that leads out of runs/, as `..` does."""
     name = PurePosixPath(run_name.replace("\\", "/"))
     if name.is_absolute() or ".." in name.parts:
         raise ConfigError(
@@ -155,7 +155,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def refuse_bad_value(path: str, value: Any) -> None:
-    """Refuse a value of the option at `path`, if that is one of ours and stands alone.
+    """Refuse a value of the option at `path`, if that is an option of a closed section.
 
     Raises:
         ConfigError: it is of the wrong type or out of its range.
@@ -186,7 +186,7 @@ def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
 
 
 def _refuse_bad(path: str, value: Any, spec: Any) -> None:
-    """Refuse a value of the wrong type or outside its range, saying what is allowed."""
+    """Refuse a value of the wrong type or outside its range, and say what is allowed."""
     limits: Range = spec.metadata["range"]
     try:
         # OmegaConf would take any number for a truth.
@@ -256,7 +256,7 @@ def _optional(tree: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _named(tree: Mapping[str, Any], section: str) -> dict[str, dict[str, Any]]:
-    """The nodes of a section that holds several, by name; one that is null is left out."""
+    """The nodes of a section with several entries, by name; one that is null is left out."""
     nodes = _section(tree, section) if tree.get(section) else {}
     for name, node in nodes.items():
         if node is not None and not isinstance(node, dict):
@@ -276,7 +276,7 @@ def _own_options(section: str, node: Mapping[str, Any]) -> Any:
 
 
 def _arguments(section: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """What an open section hands to its target."""
+    """What an open section passes to its target."""
     return _split(OPEN[section].options, node)[1]
 
 

@@ -17,7 +17,7 @@ from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.overrides import parsed, rewritten
 from mpframe.config.schema import Config
 from mpframe.config.source import Source, hydra_over, source_of, take_source
-from mpframe.config.sweep import axes
+from mpframe.config.sweep.values import axes
 from mpframe.errors import ConfigError
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""Composes one job's configuration by Hydra, and says in one line why Hydra could not.
+"""Lets Hydra compose one job's configuration, and says in one line why Hydra could not.
 
 Hydra answers a misspelt key with the hint to add `+`, and a key added so would train with the
-default and say nothing. So where Hydra refuses, the words are looked through again, one by one: the
+default and say nothing. So if Hydra refuses, the words are checked again, one by one: the
 first that names no choice or option, or has a value that is not allowed, is named with what is.
 """
 
@@ -67,7 +67,7 @@ def refusal(error: Exception, words: list[str], name: str = PRIMARY) -> ConfigEr
     except ConfigError as refused:
         return refused
     except Exception:
-        pass  # A choice's own file is at fault; what Hydra said of it is told.
+        pass  # The fault is in a choice's own file; the error repeats what Hydra said of it.
     if isinstance(error, HydraException | OmegaConfBaseException):
         return ConfigError(one_line(error))
     return ConfigError(f"Hydra: {one_line(error)}; HYDRA_FULL_ERROR=1 shows the traceback")

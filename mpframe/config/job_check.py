@@ -1,7 +1,7 @@
 """Checks what Hydra has composed before anything starts: a Hydra callback, wired in conf/.
 
-torch has not been imported by then, no folder has been made, and what is refused ends the program
-with one line.
+At that time torch has not been imported and no folder has been made. What is refused ends the
+program with one line.
 """
 
 import copy
@@ -21,12 +21,12 @@ from mpframe.config.composing import (
     refuse_bad_override,
     without_hydra,
 )
-from mpframe.config.earlier import holds_this_run, resolved_text
-from mpframe.config.job_name import leave_out
 from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.overrides import parsed
 from mpframe.config.source import PRIMARY
-from mpframe.config.sweep import axes, first_job, refuse_unfit_choices
+from mpframe.config.sweep.earlier import holds_this_run, resolved_text
+from mpframe.config.sweep.job_name import leave_out
+from mpframe.config.sweep.values import axes, first_job, refuse_unfit_choices
 from mpframe.errors import ConfigError, MpframeError
 
 
@@ -34,8 +34,8 @@ class JobCheck(Callback):
     """Refuses a run, or a whole sweep, before it starts.
 
     Raises:
-        SystemExit: with the `ConfigError` as its cause; of other errors in a callback Hydra only
-            warns.
+        SystemExit: with the `ConfigError` as its cause. Hydra only warns of other errors in a
+            callback.
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ def _is_basic(config: DictConfig, kind: str) -> bool:
 def _start_at_once(config: DictConfig) -> None:
     """Let Hydra compose each job just before it runs, if they run one after the other.
 
-    It would compose all of them first, a hundred jobs in about ten seconds.
+    Otherwise it composes all of them first, a hundred jobs in about ten seconds.
     """
     basic = _is_basic(config, "sweeper") and _is_basic(config, "launcher")
     if basic and config.hydra.sweeper.max_batch_size is None:

@@ -7,10 +7,10 @@ from mpframe.errors import ConfigError
 
 
 def refuse_unwritable(option: str, folder: Path) -> None:
-    """Refuse an output folder before anything is computed that could not be written into it.
+    """Refuse an output folder that cannot be written, before anything is computed.
 
     Raises:
-        ConfigError: it is a file, lies below one, or cannot be written.
+        ConfigError: it is a file, lies below a file, or cannot be written.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():

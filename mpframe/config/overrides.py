@@ -4,12 +4,14 @@
     ops.deny-=[exp]            ->  ++ops.move.exp=none
     ops.modules={head:fp32}    ->  ++ops.modules={head:fp32}
     model._target_=my.Net      ->  model=own ++model._target_=my.Net   (likewise dataset, ...)
+    resume=out/seed=1,lr=0.1   ->  resume='out/seed=1,lr=0.1'          if there is such a folder
 
 In a sweep over a group, options of that group are added (`++`): Hydra first composes the command
 line without the sweep, and the default choice may lack them.
 """
 
 import re
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -20,6 +22,7 @@ from mpframe.errors import ConfigError
 
 MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups")
 """Options that are mappings and hold no entry at first."""
+_PATHS = ("resume", "init_from", "hydra.run.dir", "hydra.sweep.dir")
 _MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
 
 
@@ -29,7 +32,7 @@ def rewritten(words: list[str]) -> list[str]:
     Raises:
         ConfigError: a word is not of the form option=value.
     """
-    words = [move for word in words for move in _moves(word)]
+    words = [move for word in words for move in _moves(_with_quoted_path(word))]
     words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
     return _with_options_of_swept_groups(_with_own_targets(words))
 
@@ -68,6 +71,12 @@ def word_of(option: str, value: str) -> str:
     return f"{option}='{escaped}'"
 
 
+def _with_quoted_path(word: str) -> str:
+    """A path may hold `=` and commas, as the folder of a sweep's job does."""
+    option, _, value = word.partition("=")
+    return word_of(option, value) if option in _PATHS and Path(value).exists() else word
+
+
 def _moves(word: str) -> list[str]:
     """An addition to an op list, or a removal, as moves of single ops."""
     match = _MOVE.match(word)
@@ -79,7 +88,7 @@ def _moves(word: str) -> list[str]:
 
 
 def _with_own_targets(words: list[str]) -> list[str]:
-    """Let a user's own class stand alone: none of the shipped choice's arguments go with it."""
+    """Give a user's own class none of the arguments of the shipped choice."""
     groups = [group for group, section in OPEN.items() if not section.named]
     own = {g for g in groups for word in words if word.lstrip("+").startswith(f"{g}._target_=")}
     chosen = {g for g in groups for word in words if word.startswith(f"{g}=")}

@@ -4,12 +4,12 @@ A schedule is made for a number of steps, whatever its argument for it is called
 
     T_max: ${plan:total_steps}                 planned optimizer steps
     num_warmup_steps: ${plan:total_steps,0.1}  a tenth of them, rounded down
-    epochs: ${plan:epochs}                     passes over the data, the last one perhaps in part
+    epochs: ${plan:epochs}                     passes over the data; the last may be incomplete
     steps_per_epoch: ${plan:steps_per_epoch}
 
 The numbers are known once the data set is loaded, long after the options have been checked. So a
-resolved configuration still holds the words, and `filled_in` puts the numbers in where the schedule
-is made.
+resolved configuration still contains the words, and `filled_in` puts the numbers in when the
+schedule is made.
 """
 
 import re

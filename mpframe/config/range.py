@@ -13,7 +13,7 @@ class Range:
         low, high: inclusive ends.
         above, below: exclusive ends.
         choices: the only values allowed.
-        words: further words allowed beside numbers.
+        words: words that are allowed besides numbers.
     """
 
     low: float | None = None
@@ -24,7 +24,7 @@ class Range:
     words: tuple[str, ...] = ()
 
     def holds(self, value: Any) -> bool:
-        """True if `value` lies within; None (an option switched off) always does."""
+        """True if `value` is allowed; None (an option that is switched off) always is."""
         if value is None or value in self.words:
             return True
         if self.choices:

@@ -1,6 +1,6 @@
 """Keeps the secrets of the environment out of what a run writes and prints.
 
-A run's folder is meant to be passed on. Two kinds of values never stand in it: those of variables
+A run's folder is meant to be passed on. Two kinds of values are never in it: those of variables
 that the configuration refers to by `${oc.env:NAME}`, wherever they are passed on to, and those of
 variables whose name sounds like a secret, in case a shell has put them on the command line.
 
@@ -60,7 +60,7 @@ def hide(text: str, secrets: Sequence[str]) -> str:
 def redacted(value: Any, secrets: Sequence[str]) -> Any:
     """A copy of nested values, with `***` in the place of every secret in a key or a value.
 
-    An interpolation that holds one is hidden whole, and so is a number that is one.
+    An interpolation that contains a secret is hidden as a whole, and so is a number that is one.
     """
     if isinstance(value, Mapping):
         return {redacted(key, secrets): redacted(held, secrets) for key, held in value.items()}
@@ -96,7 +96,7 @@ def values_of(config: Any) -> list[Any]:
 
 @contextmanager
 def hidden_from_logs(secrets: Sequence[str]) -> Iterator[None]:
-    """Within the block what the root logger's handlers write holds no secret, nor bare controls."""
+    """Within the block the root logger's handlers write no secret and no control character."""
     handlers = logging.getLogger().handlers.copy()
     before = [handler.formatter for handler in handlers]
     for handler in handlers:
@@ -117,7 +117,7 @@ class Redacting(logging.Formatter):
         self._secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as text; what would steer a terminal is written out."""
+        """The record as text; a character that would control a terminal is written out."""
         return printable(hide(self._inner.format(record), self._secrets), keep="\n\t")
 
 
@@ -135,7 +135,7 @@ def _pattern(secret: str) -> re.Pattern[str]:
 
 
 def _but_references(raw: Any, resolved: Any) -> Any:
-    """`resolved`, but what is a reference to the environment in `raw` as it stands there."""
+    """`resolved`, but each reference to the environment as it is in `raw`."""
     if isinstance(raw, dict) and isinstance(resolved, dict):
         return {key: _but_references(raw.get(key), value) for key, value in resolved.items()}
     if isinstance(raw, list) and isinstance(resolved, list):

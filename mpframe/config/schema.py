@@ -20,8 +20,8 @@ def option(
 ) -> Any:
     """A field of the schema: its default, its one sentence, its unit and its `Range`.
 
-    One that `watches` changes what is seen or kept of a run, or how long a failing one goes on, and
-    none of its numbers.
+    An option that `watches` changes what is seen or kept of a run, or how long a failing run goes
+    on. It changes none of the run's numbers.
     """
     metadata = {"sentence": sentence, "unit": unit, "range": Range(**limits), "watches": watches}
     if isinstance(default, list | dict):
@@ -29,7 +29,7 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-# What others call it, and what does that here.
+# Names that other libraries use, and what to write here.
 OTHER_NAMES = {
     **dict.fromkeys(("fp16", "float16", "half"), "dtype=mixed or dtype=amp"),
     **dict.fromkeys(("bf16", "bfloat16"), "dtype=mixed_bf16 or dtype=amp_bf16"),
@@ -388,7 +388,7 @@ _WATCHING_CALLBACKS = (
 def only_watches(path: str) -> bool:
     """Whether an option, by its dotted path, changes what is seen of a run and none of its numbers.
 
-    A user's own callback may do anything, and is taken to change them.
+    A user's own callback may do anything, so it is taken to change them.
     """
     section, _, rest = path.partition(".")
     if section == "callbacks":

@@ -1,8 +1,8 @@
 """Gives Hydra the schema: the first entry of conf/config.yaml's defaults list, `schema`.
 
-So Hydra itself knows the type and the default of every option of the closed sections and refuses
-any other, on the command line and in every file, a user's own too. Ranges and nearest names are
-check.py's.
+So Hydra itself knows the type and the default of every option of the closed sections. It refuses
+any other option, on the command line and in every file, a user's own too. check.py checks ranges
+and names the nearest option.
 """
 
 import dataclasses

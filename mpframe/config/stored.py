@@ -83,7 +83,7 @@ def config_of(text: str, path: Path, given: list[str]) -> Config:
 
 
 def _parts(optimizer: Any) -> dict[Any, Any]:
-    """Of several optimizers the names and what each may take, which is what weights go by."""
+    """The names of several optimizers and which weights each may take."""
     parts = optimizer.get("parts") if isinstance(optimizer, dict) else None
     kept = ("parameters", "without", "ndim")
     return {

@@ -1,10 +1,11 @@
-"""Reading and writing files that may be shared, damaged, hostile, or on a full disk.
+"""Reads and writes files that may be shared, damaged, hostile, or on a full disk.
 
     durable.py      writes a file whole or not at all; appends whole pieces
-    plain_file.py   opens regular files alone: no links, FIFOs or devices
+    plain_file.py   opens regular files only: no links, FIFOs or devices
     stored_yaml.py  reads a run's stored options as plain values, within bounds
+    turns.py        lets processes work in a folder one after the other
 
-Begin with durable.py. Imports `errors` alone, so that every other package can use it.
+Begin with durable.py. This package imports only `errors`, so that every other package can use it.
 """
 
 from mpframe.files.durable import AppendLog, append_whole, write_atomically

@@ -41,7 +41,7 @@ def _write_atomically(path: Path, temporary: Path, content: str | bytes) -> None
 
 
 def append_whole(path: Path, piece: bytes) -> None:
-    """Append a piece to a regular file, or nothing of it; a missing file is created.
+    """Append a piece to a regular file, all of it or nothing; a missing file is created.
 
     Raises:
         OSError: there is no room, or it is a link; the file is as before.

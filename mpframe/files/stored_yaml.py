@@ -21,7 +21,7 @@ def read_stored(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: as of `parsed`.
-        OSError: it cannot be read, is larger than a configuration, or not a regular file.
+        OSError: it cannot be read, is larger than a configuration, or is not a regular file.
     """
     return parsed(read_regular(path, 4 * _MOST_LETTERS).decode(errors="replace"), path)
 

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
+from mpframe.errors import MpframeError
 from mpframe.files.plain_file import open_regular
 
 if sys.platform != "win32":  # Windows has no such lock; there processes do not wait.
@@ -28,12 +30,24 @@ def turn_in(folder: Path, waiting: str = "") -> Iterator[None]:
         waiting: what is logged if another process is there; empty: nothing.
 
     Raises:
-        OSError: the folder cannot be written.
+        MpframeError: the folder cannot be written, or its disk knows no locks.
     """
-    with open_regular(folder / FILE_NAME, "a") as file:
+    with _taken(folder / FILE_NAME, waiting):
+        yield
+
+
+def _taken(path: Path, waiting: str) -> IO[Any]:
+    """The lock, which is given back when the file is closed."""
+    try:
+        file = open_regular(path, "a")
         if sys.platform != "win32":
             _lock(file.fileno(), waiting)
-        yield
+    except OSError as error:
+        raise MpframeError(
+            f"{path}: cannot be locked ({error.strerror}); free space, delete what is there or "
+            "choose another folder"
+        ) from None
+    return file
 
 
 def _lock(descriptor: int, waiting: str) -> None:

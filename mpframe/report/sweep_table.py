@@ -26,9 +26,9 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from mpframe.config.again import say_on_signal
 from mpframe.config.overrides import word_of
 from mpframe.config.redaction import as_yaml, secrets_of, values_of
+from mpframe.config.sweep.again import say_on_signal
 from mpframe.errors import printable
 from mpframe.files.durable import write_atomically
 from mpframe.files.turns import turn_in

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpframe.config.check import flatten
-from mpframe.config.earlier import ELSEWHERE, changes
 from mpframe.config.schema import only_watches, watching
+from mpframe.config.sweep.earlier import ELSEWHERE, changes
 from mpframe.errors import CheckpointError
 
 Options = Mapping[str, Any]

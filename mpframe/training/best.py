@@ -5,9 +5,9 @@
     8 times the median change from one validation to the next
     5 % of the best value
 
-The first keeps noise from being called a decline: the gap of values that only scatter lies below
-it in more than 98 of 100 runs of any length. The second does so if most validations are equal. A
-value of nan or inf is much worse than any other.
+The first keeps noise from being called a decline: the gap of values that only scatter lies below it
+in about 99 of 100 runs, or more. The second does so if most validations are equal. A value of nan
+or inf is much worse than any other.
 """
 
 import math

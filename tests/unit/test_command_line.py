@@ -16,6 +16,7 @@ from mpframe.cli import job as job_module
 from mpframe.cli import train
 from mpframe.config.command_line import prepare
 from mpframe.config.locations import CONF
+from mpframe.config.overrides import parsed, word_of
 from mpframe.errors import ConfigError, MpframeError
 
 Started = Callable[..., list[DictConfig]]
@@ -69,6 +70,44 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
 )
 def test_what_hydra_sees(given: list[str], seen: list[str]) -> None:
     assert prepare(given) == seen
+
+
+def test_the_path_of_a_job_needs_no_quotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Started
+) -> None:
+    """Hydra would take it for several values."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "dtype=mixed,seed=2").mkdir(parents=True)
+    path = "out/dtype=mixed,seed=2"
+    for option in ("init_from", "resume", "hydra.run.dir", "hydra.sweep.dir"):
+        assert prepare([f"{option}={path}"]) == [f"{option}='{path}'"]
+    assert [config.init_from for config in started(f"init_from={path}")] == [path]
+    assert prepare(["init_from=out,dtype", "resume=out"]) == ["init_from=out,dtype", "resume=out"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "out",
+        "a b",
+        "a,b=c",
+        "it's",
+        "a\\'b",
+        "a'b\\\\'",
+        "",
+        "null",
+        "1",
+        "ü",
+        "[x",
+        "\\",
+        "a#b",
+        "~/x",
+    ],
+)
+def test_any_text_can_be_given_as_a_word(text: str) -> None:
+    (override,) = parsed([word_of("hydra.run.dir", text)])
+    assert override.value() == text
+    assert not override.is_sweep_override()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from mpframe.config.job_name import leave_out, name_of
+from mpframe.config.sweep.job_name import leave_out, name_of
 
 SECRET = "hunter-2-hunter"
 

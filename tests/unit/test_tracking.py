@@ -138,7 +138,7 @@ def test_tags_are_the_published_names() -> None:
     published = """loss/train loss/val loss/test optim/lr grad/norm grad/amax loss_scale/scale
         loss_scale/log2_scale loss_scale/skipped_total loss_scale/log2_mean loss_scale/log2_std
         speed/samples_per_second memory/peak_bytes text/about text/config text/dtype_map
-        text/environment"""
+        text/environment text/profile"""
     assert sorted(Tag) == sorted(published.split())
     assert metric_tag("accuracy") == "metric/accuracy/val"
     assert metric_tag("accuracy", "test") == "metric/accuracy/test"

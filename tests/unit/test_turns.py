@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mpframe.errors import MpframeError
 from mpframe.files import turns
 from mpframe.files.turns import turn_in
 
@@ -78,6 +79,10 @@ def _wait(folder: Path, release: Any) -> None:
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / ".turn").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="link"), turn_in(tmp_path):
+    with pytest.raises(MpframeError) as error, turn_in(tmp_path):
         pass
+    assert str(error.value) == (
+        f"{tmp_path}/.turn: cannot be locked (A link, which is not followed); free space, delete "
+        "what is there or choose another folder"
+    )
     assert not (tmp_path / "elsewhere").exists()

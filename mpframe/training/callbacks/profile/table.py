@@ -42,13 +42,14 @@ class Costs:
         return rows
 
     def formats(self) -> str:
-        """The share of each format, the largest first, and that of all casts."""
+        """The share of each format above 0.05 %, the largest first, and that of all casts."""
         shares: dict[str, list[Op]] = defaultdict(list)
         for op in self.ops:
             shares[op.format].append(op)
         ranked = sorted(shares.items(), key=lambda share: -_total(share[1]))
         casts = self._share([op for op in self.ops if op.is_cast])
-        return ", ".join(f"{form} {self._share(ops)}" for form, ops in ranked) + f"; casts {casts}"
+        words = [f"{form} {self._share(ops)}" for form, ops in ranked if self._share(ops) != "0.0%"]
+        return f"{', '.join(words)}; casts {casts}"
 
     def text(self) -> str:
         """The table for a log."""

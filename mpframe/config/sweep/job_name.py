@@ -41,10 +41,9 @@ def name_of(
         number: Hydra's job number.
         secrets: values that are hidden.
     """
+    left_out = set(shared)
     keys = [override.key_or_group for override in parsed(list(words))]
-    own = [
-        word.lstrip("+") for key, word in zip(keys, words, strict=True) if key not in set(shared)
-    ]
+    own = [word.lstrip("+") for word, key in zip(words, keys, strict=True) if key not in left_out]
     given = ",".join(sorted(own))
     shown = hide(given, secrets)
     if shown != given:

@@ -1,7 +1,7 @@
-"""A sweep's jobs: the values of each option it sweeps over, and what is refused before the first.
+"""The values of each option that is swept, and what is refused before the first job.
 
-Hydra's sweepers make the jobs. Here the first job is composed and checked whole; of the others each
-value is held against its option alone, which takes no time however many jobs there are.
+Hydra's sweepers make the jobs. Here the first job is composed and checked completely. Of the other
+jobs each value is only compared with its option, which is fast however many jobs there are.
 """
 
 import itertools
@@ -33,7 +33,7 @@ def axes(
     Args:
         words: as Hydra takes them, with sweeps among them.
         given: the words for Hydra itself, which may tell where groups lie.
-        draws: the sweeper draws values from intervals; then an interval's ends stand for it.
+        draws: whether the sweeper draws values from intervals; then an interval's ends are taken.
         name: of the primary configuration.
 
     Raises:
