@@ -1,4 +1,4 @@
-"""Measure what training with mpframe costs, beside plain torch and other trainers.
+"""Measure what training costs, beside plain torch and other trainers.
 
 Usage: mpframe bench [GROUP ...] [repeats=N] [out=FOLDER]
 

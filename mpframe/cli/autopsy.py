@@ -1,4 +1,4 @@
-"""Say why a step failed: it is run again in several formats, and one verdict is given.
+"""Say why a step failed: it runs again in several formats, for one verdict.
 
 Usage: mpframe autopsy run=PATH [step=N] [option=value] ...
 

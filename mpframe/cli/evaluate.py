@@ -1,4 +1,4 @@
-"""Measure a checkpoint again, on the test or validation data: the run's numbers, bit for bit.
+"""Measure a checkpoint again, on test or validation data, bit for bit.
 
 Usage: mpframe evaluate checkpoint=PATH [option=value] ...
 
@@ -28,21 +28,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mpframe import build, checkpoint
 from mpframe.checkpoint import retention
-from mpframe.checkpoint.saved_weights import KINDS, averages_of, steps_tried, weights_of
+from mpframe.checkpoint.saved_weights import KINDS
 from mpframe.cli.program import program
+from mpframe.cli.restored import Restored, restored
 from mpframe.config.command_line import refuse_unwritable
-from mpframe.config.schema import Config
-from mpframe.config.stored import config_of
 from mpframe.data import Loader
 from mpframe.errors import ConfigError, nearest, printable, take_options
 from mpframe.files.durable import write_atomically
 from mpframe.tracking.summary import Summary, strict_json
 from mpframe.training.evaluation import Evaluation
-from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of
 
 _OPTIONS = ("checkpoint", "out", "split", "weights")
@@ -97,20 +94,11 @@ def evaluate(
     Raises:
         MpframeError: anything that is missing, damaged or does not fit, in one line.
     """
-    path = _checkpoint_of(path, split)
-    snapshot, source = checkpoint.read(path), checkpoint.newest(path)
-    state, config = snapshot.state, config_of(snapshot.config, source / "config.yaml", given)
-    trained = weights_of(state, "trained", path)
-    kind = weights or ("ema" if config.trainer.ema_decay is not None else "trained")
-    build.seed_everything(config.run.seed)
-    task = build.build_task(config)
-    split, loader = _chosen(split, build.build_loaders(config, task))
-    trainer = build.build_trainer(config, task, 1)
-    trainer.load_weights(trained)
-    _use(trainer, kind, state, path)
-    evaluation = trainer.evaluate(loader)
-    facts = split, steps_tried(state, path), kind, loader.size
-    return _described(config, trainer, evaluation, facts)
+    path = checkpoint_of(path, split)
+    run = restored(path, given, weights)
+    split, loader = _chosen(split, build.build_loaders(run.config, run.task))
+    evaluation = run.trainer.evaluate(loader)
+    return _described(run, evaluation, split, loader.size)
 
 
 def run_folder(path: Path) -> Path:
@@ -118,7 +106,7 @@ def run_folder(path: Path) -> Path:
     return path.parent.parent if path.absolute().parent.name == checkpoint.FOLDER else path
 
 
-def _checkpoint_of(path: Path, split: str | None) -> Path:
+def checkpoint_of(path: Path, split: str | None) -> Path:
     """The checkpoint that was tested, if the run in `path` tested its best; else `path` itself."""
     if split == "val" or checkpoint.newest(path) == path:
         return path
@@ -146,8 +134,8 @@ def _main(arguments: list[str]) -> None:
         raise ConfigError("checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42")
     path = Path(own["checkpoint"])
     kind = own.get("weights")
-    _refuse_unknown("weights", kind, KINDS)
-    _refuse_unknown("split", own.get("split"), _SPLITS)
+    refuse_unknown("weights", kind, KINDS)
+    refuse_unknown("split", own.get("split"), _SPLITS)
     if "out" in own:
         refuse_unwritable("out", Path(own["out"]).parent)
     done = evaluate(path, given, kind, own.get("split"))
@@ -157,7 +145,8 @@ def _main(arguments: list[str]) -> None:
     print(printable(_text(path, done, out)))
 
 
-def _refuse_unknown(option: str, value: str | None, known: Sequence[str]) -> None:
+def refuse_unknown(option: str, value: str | None, known: Sequence[str]) -> None:
+    """Refuse a value that is none of those known."""
     if value is not None and value not in known:
         hint = nearest(value, known)
         raise ConfigError(
@@ -165,25 +154,18 @@ def _refuse_unknown(option: str, value: str | None, known: Sequence[str]) -> Non
         )
 
 
-def _use(trainer: Trainer, kind: str, state: dict[str, Any], path: Path) -> None:
-    """Let the trainer validate with the averages, or without."""
-    if kind == "trained":
-        trainer.ema = None
-        return
-    averages = averages_of(state, path)
-    if trainer.ema is None:
-        raise ConfigError("weights=ema: trainer.ema_decay is null; give trainer.ema_decay=0.999")
-    trainer.ema.load_by_name(trainer.model, averages)
-
-
-def _described(
-    config: Config, trainer: Trainer, evaluation: Evaluation, facts: tuple[str, int, str, int]
-) -> Evaluated:
-    split, step, kind, samples = facts
-    device = device_of(trainer.model)
-    precision = trainer.eval_precision or trainer.precision
+def _described(run: Restored, evaluation: Evaluation, split: str, samples: int) -> Evaluated:
+    device = device_of(run.trainer.model)
+    precision = run.trainer.eval_precision or run.trainer.precision
     return Evaluated(
-        evaluation, split, step, kind, str(precision), str(device), config.data.batch_size, samples
+        evaluation,
+        split,
+        run.step,
+        run.weights,
+        str(precision),
+        str(device),
+        run.config.data.batch_size,
+        samples,
     )
 
 

@@ -1,4 +1,4 @@
-"""Export a checkpoint as a file for anybody, with a sidecar that says how to use it.
+"""Export a checkpoint as a file for anybody, with a sidecar that explains it.
 
 Usage: mpframe export checkpoint=PATH out=FILE [format=...] [weights=...] [option=value] ...
 

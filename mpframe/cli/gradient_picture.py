@@ -1,4 +1,4 @@
-"""Show what a half format loses of a run's gradients: unscaled, as the run scales, at best.
+"""Show what a half format loses of a run's gradients, with loss scaling and without.
 
 Usage: mpframe gradient_picture run=PATH [option=value] ...
 

@@ -6,6 +6,7 @@ help, and the first line of it is the command's line in `mpframe --help`.
 """
 
 import ast
+import os
 import platform
 import sys
 from importlib import import_module
@@ -21,6 +22,7 @@ COMMANDS = {
     "new": "mpframe.cli.new",
     "train": "mpframe.cli.train",
     "evaluate": "mpframe.cli.evaluate",
+    "predict": "mpframe.cli.predict",
     "export": "mpframe.cli.export",
     "report": "mpframe.cli.report",
     "doctor": "mpframe.cli.doctor",
@@ -44,9 +46,9 @@ def main(arguments: list[str] | None = None) -> None:
     """
     given = sys.argv[1:] if arguments is None else arguments
     if not given or given[0] in _HELP:
-        print(overview())
+        _say(overview())
     elif given[0] == _VERSION:
-        print(versions())
+        _say(versions())
     elif given[0] in completion.FLAGS:
         if not completion.complete_command(given, COMMANDS):
             start("train", given, "mpframe")
@@ -67,9 +69,9 @@ def start(name: str, arguments: list[str] | None = None, program: str | None = N
     """
     sys.argv = [program or sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
     if _VERSION in sys.argv:
-        print(versions())
+        _say(versions())
     elif name != "train" and not _HELP.isdisjoint(sys.argv):  # Hydra shows the help of train.
-        print(help_of(name))
+        _say(help_of(name))
     else:
         import_module(COMMANDS[name]).main()
 
@@ -104,6 +106,15 @@ def versions() -> str:
     """The versions a bug report needs, in one line."""
     others = [f"{name} {_version_of(name)}" for name in ("torch", "hydra-core")]
     return ", ".join([f"mpframe {__version__}", *others, f"Python {platform.python_version()}"])
+
+
+def _say(text: str) -> None:
+    """Print; whoever reads may stop before the end, as `head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python writes what is left when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _version_of(package: str) -> str:

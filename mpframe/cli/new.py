@@ -1,4 +1,4 @@
-"""Write a small project of your own that trains: a model, data, configuration, a test.
+"""Write a small project of your own that trains.
 
 Usage: mpframe new FOLDER
 
@@ -7,7 +7,8 @@ Usage: mpframe new FOLDER
 Options:
     FOLDER    is made; one that holds files is refused
 
-The README.md in it has the commands. Change what you like: nothing else refers to these files.
+The project has a model, data, a configuration and a test; its README.md has the commands. Change
+what you like: nothing else refers to these files.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Find the smallest set of modules that must stay in fp32, and prove it by training.
+"""Find the fewest modules that must stay in fp32, and prove it by training.
 
 Usage: mpframe search [GROUP=CHOICE] [option=value] ... [target=ERROR] [prove=STEPS] ...
 

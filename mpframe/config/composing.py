@@ -122,10 +122,17 @@ def _refuse_unknown_choice(override: Override, words: list[str], name: str) -> N
     refuse_unknown_choice(group, "null" if value is None else str(value), choices)
 
 
+def _other_way(group: str, choice: str) -> str:
+    """What to write instead of a choice that others have, or how to get it."""
+    if group in ("hydra/sweeper", "hydra/launcher"):
+        return "Optuna, joblib and submitit come with pip install mpframe[sweep]"
+    return use_instead(choice) if group == "dtype" else ""
+
+
 def refuse_unknown_choice(group: str, choice: str, choices: list[str]) -> None:
     """Refuse what is no choice of a group, naming the nearest ones."""
     if choice not in choices:
-        hint = (use_instead(choice) if group == "dtype" else "") or nearest(choice, choices)
+        hint = _other_way(group, choice) or nearest(choice, choices)
         raise ConfigError(
             f"{group}={choice}: choose {', '.join(choices)}" + (f"; {hint}" if hint else "")
         )

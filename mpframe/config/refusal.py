@@ -7,8 +7,8 @@ from hydra.errors import MissingConfigException
 from mpframe.config.composing import refusal
 from mpframe.config.locations import CONF
 from mpframe.config.overrides import parsed, rewritten
-from mpframe.config.source import hydra_over, source_of
-from mpframe.errors import ConfigError
+from mpframe.config.source import Source, hydra_over, source_of
+from mpframe.errors import ConfigError, nearest
 
 
 def refusal_of(error: Exception, flags: argparse.Namespace, words: list[str]) -> ConfigError:
@@ -23,8 +23,14 @@ def refusal_of(error: Exception, flags: argparse.Namespace, words: list[str]) ->
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == source.name:
         return ConfigError(
             f"--config-name={source.name}: no {source.name}.yaml in {flags.config_dir or CONF}; "
-            "add --config-dir=FOLDER"
+            + (_nearest_in(source) or "add --config-dir=FOLDER")
         )
     job = [o for o in parsed(rewritten(words)) if not (flags.multirun and o.is_sweep_override())]
     with hydra_over(source):
         return refusal(error, [str(o.input_line) for o in job], source.name)
+
+
+def _nearest_in(source: Source) -> str:
+    """The user's own primary configurations with a name like the one that is asked for."""
+    files = [file for folder in source.own_folders for file in folder.glob("*.yaml")]
+    return nearest(source.name, [file.stem for file in files])

@@ -23,21 +23,29 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: the folder cannot be written; `path` is as before and nothing is left behind.
     """
+    with atomic_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write in the block, which has its name only after it; as `write_atomically`.
+
+    Raises:
+        OSError: the folder cannot be written; `path` is as before and nothing is left behind. Here
+            and if the block raises anything.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with _named(path):
-        _write_atomically(path, temporary, content)
-
-
-def _write_atomically(path: Path, temporary: Path, content: str | bytes) -> None:
-    try:
-        temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # `x`: a link that was placed there is not followed.
-            file.write(content.encode() if isinstance(content, str) else content)
-            sync_file(file)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+        try:
+            temporary.unlink(missing_ok=True)
+            with temporary.open("xb") as file:  # `x`: a link that was placed there is not followed.
+                yield file
+                sync_file(file)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
 
 
 def append_whole(path: Path, piece: bytes) -> None:

@@ -3,9 +3,9 @@
     exponent of x    floor(log2 |x|), of values other than 0
 
 A half format with smallest normal number 2^e, f bits behind the point and largest number M meets a
-scaled value y = s x. It loses y completely at |y| <= 2^(e-f-1), half its smallest number (the tie
-goes to the even zero); keeps fewer than its bits of it below 2^e; cannot hold it above M. All
-counting is done on the tensor's device, in fp32; only `ExponentHistogram` waits for it.
+scaled value y = s x. If |y| <= 2^(e-f-1), half its smallest number, y becomes 0 (a tie goes to the
+even number, zero). Below 2^e the format keeps fewer bits of y than it has. Above M it cannot hold
+y. All counting is done on the tensor's device, in fp32; only `ExponentHistogram` waits for it.
 """
 
 import math
@@ -74,7 +74,7 @@ def measured(values: Tensor, limits: Limits, scale: Tensor | float = 1.0) -> Ten
     finite = magnitudes < torch.inf
     zero = magnitudes == 0
     scaled = torch.where(finite, magnitudes, 0.0) * scale
-    nothing = zero.sum() + (~finite).sum()  # count as 0 in `scaled`, and are no loss
+    nothing = zero.sum() + (~finite).sum()  # these are 0 in `scaled`, but they are not lost
     lost = [(scaled <= limits.lost * k).sum() - nothing for k in (2.0, 1.0, 0.5)]
     below_normal = (scaled < limits.normal).sum() - nothing
     fields = [

@@ -1,10 +1,10 @@
 """What a half format loses of a run's gradients: unscaled, at the present scale, at the best.
 
 The gradients of all activations and weights on one batch are computed in fp32, where nothing is
-lost, and counted by exponent. A loss scale s = 2^k moves them k octaves to the right. What is then
-at or below half the format's smallest number is lost, what is below its smallest normal number
-keeps fewer bits, what is above its largest number is inf. The best scale is the largest power of
-two at which nothing is inf.
+lost, and counted by exponent. A loss scale s = 2^k moves them k octaves to the right. A gradient
+that is then at or below half the format's smallest number is lost, one below its smallest normal
+number keeps fewer bits, one above its largest number is inf. The best scale is the largest power
+of two at which no gradient is inf.
 """
 
 import io
@@ -50,7 +50,7 @@ class ScaledGradients:
 
 
 def scaled_gradients(title: str, ranges: Ranges) -> ScaledGradients:
-    """The figures of a report that was measured in fp32, at its scale."""
+    """The numbers of a report that was measured in fp32, at its scale."""
     rows = ranges.rows[[KINDS.index(kind) for kind in SCALED]].sum(axis=(0, 1))
     counts = dict(zip(FIELDS, rows, strict=False))
     present = max(counts["count"] - counts["zeros"] - counts["bad"], 1.0)

@@ -51,7 +51,7 @@ class RoundedNumber:
 
 
 def rounded_numbers(optimizer: MasterWeights) -> Iterator[RoundedNumber]:
-    """The numbers an optimizer was made with that its format loses or rounds badly."""
+    """The numbers given to an optimizer that its format loses or rounds badly."""
     form = _format_of(optimizer)
     for name, index, value in _numbers(optimizer):
         rounded = float(torch.tensor(value, dtype=torch.float64).to(form))
@@ -62,13 +62,13 @@ def rounded_numbers(optimizer: MasterWeights) -> Iterator[RoundedNumber]:
 
 
 def _format_of(optimizer: MasterWeights) -> torch.dtype:
-    """The narrowest format of what the optimizer updates."""
+    """The narrowest format of the tensors that the optimizer updates."""
     formats = {optimizer.master_of(parameter).dtype for parameter in optimizer.parameters}
     return min(formats, key=lambda form: form.itemsize, default=torch.float32)
 
 
 def _numbers(optimizer: MasterWeights) -> Iterator[tuple[str, str, float]]:
-    """(name, index, value) of every number the optimizer was made with."""
+    """(name, index, value) of every number given to the optimizer."""
     for name, value in optimizer.optimizer.defaults.items():
         if name in (*SMALL, *DECAYS):
             several = isinstance(value, tuple | list)

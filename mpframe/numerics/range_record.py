@@ -2,8 +2,8 @@
 
     numerics/ranges.bin    { length (8 bytes), zlib of a JSON line and float64 numbers } ...
 
-A report is appended whole. A report that a kill cut short is dropped when the file is next opened,
-and so are the reports of steps that a resumed run repeats.
+A report is appended whole. When the file is opened again, a report that a kill cut short is
+dropped, and so are the reports of steps that a resumed run repeats.
 """
 
 import json

@@ -27,7 +27,7 @@ from mpframe.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 _EDGES = [float(exponent) for exponent in range(LOWEST, HIGHEST + 2)]
-_DRAWN_EVERY = 60.0  # seconds at least: a picture takes about one
+_DRAWN_EVERY = 60.0  # seconds; a picture takes about one
 
 
 class RangeWatch(Callback):
@@ -71,14 +71,14 @@ class RangeWatch(Callback):
         self._record = RangeRecord(context.folder, trainer.progress.global_step, self._on_error)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        """Attach to the model if a report is due. Not earlier: others may run the model."""
+        """Attach to the model if a report is due; not earlier, because others may run the model."""
         self._probe = None
         if self._every is not None and (trainer.progress.global_step + 1) % self._every == 0:
-            trainer.read_verdicts()  # So that the next step it is told of is this one.
+            trainer.read_verdicts()  # After this the next step that is reported is this one.
             self._probe = RangeProbe(trainer, self._half)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Report the step if that was due."""
+        """Report the step if it is due."""
         if self._probe is not None:
             self._last = self._probe.ranges()
             self._record.add(self._last)
@@ -91,7 +91,7 @@ class RangeWatch(Callback):
             trainer.read_verdicts()
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """Draw if the last pictures are old."""
+        """Draw if the last pictures are older than a minute."""
         if time.monotonic() - self._drawn > _DRAWN_EVERY:
             self.draw()
 
@@ -100,7 +100,7 @@ class RangeWatch(Callback):
         self.draw()
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Draw, if the training ended otherwise."""
+        """Draw if the training ended in another way."""
         self.draw()
 
     def draw(self) -> None:

@@ -6,9 +6,9 @@
     gradients              dL/dw, likewise
     updates                master after the step minus master before it
 
-The half format holds gradients multiplied by s, so for them its limits are log2(s) lower. A value
-that half has already rounded to zero counts as a zero: it looks like a true one. An update is
-`rounded_away` if a weight stored in half alone would not have changed.
+The half format holds gradients multiplied by s, so for gradients its limits are log2(s) lower. A
+value that half has already rounded to zero counts as a zero, because nobody can tell the two apart.
+An update is `rounded_away` if a weight without a master, stored in half, would not change.
 
 Everything is counted on the device while the step runs; one transfer brings it to the host.
 """
@@ -82,7 +82,7 @@ class Ranges:
 
 
 class RangeProbe:
-    """Measures one training step: made before it, `ranges` is called after it.
+    """Measures one training step. It is made before the step, and `ranges` is called after it.
 
     Args:
         trainer: about to take the step.
@@ -101,7 +101,7 @@ class RangeProbe:
         self.layers = tuple(dict.fromkeys(layer for layer, _ in _leaves(trainer.model)))
 
     def ranges(self) -> Ranges:
-        """What was measured; removes the hooks. The only transfer from the device."""
+        """Return what was measured, in one transfer from the device, and remove the hooks."""
         for handle in self._handles:
             handle.remove()
         away = self._measure_weights()

@@ -1,12 +1,13 @@
 """Which modules must stay in fp32: found by measuring what each of them does to the gradients.
 
-Compared with fp32, with the same weights, batches and random numbers,
+In comparison with fp32, with the same weights, batches and random numbers,
 
     E(P) = max( |g - g_0| / |g_0|, |L - L_0| / |L_0| )
 
-is the relative error of the gradients of all weights, and of the loss, with the modules P pinned to
-fp32 and all else in half; not finite counts as infinite. A module's own error is E with every other
-module in fp32 and its inputs rounded to half.
+is the relative error of the gradients of all weights, and of the loss, if the modules P are pinned
+to fp32 and all others are in half. A value that is not finite counts as an
+infinite error. A module's own error is E with every other module in fp32 and its inputs rounded to
+half.
 
 The smallest set is searched greedily: modules whose own error is above the target are pinned, then
 the next worst until E(P) reaches it; then each pin that is not needed is removed, the smallest
@@ -195,7 +196,7 @@ def _step(
     trainer: Trainer, batches: Sequence[Batch], scale: float
 ) -> tuple[float, dict[str, Tensor]]:
     """The summed loss and gradients of some batches: float64, on the CPU, unscaled."""
-    torch.manual_seed(0)  # dropout and noise are the same in every trial
+    torch.manual_seed(0)  # Dropout and noise are the same in every trial.
     trainer.model.train()
     total = 0.0
     sums: dict[str, Tensor] = {}

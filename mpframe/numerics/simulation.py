@@ -1,4 +1,4 @@
-"""Replays a recorded run with any loss scaler: how many steps would it skip, at which scales?
+"""Replays a recorded run with any loss scaler: how many steps does it skip, and at which scales?
 
 The gradients of step t stay as they were; a step overflows if scale * amax_t exceeds the half
 format's largest number. The amax of a step that overflowed in the run itself is unknown.

@@ -6,8 +6,10 @@
     page         the report as HTML; markdown: as Markdown
     sweep_table  the table at the end of a sweep
 
-Begin with records.py, then groups.py. A run's folder may come from anybody: its names and texts are
-escaped wherever they are shown, and no code in it is run. Imports `tracking`, `config` and `files`.
+Begin with records.py, then groups.py. A run's folder may come from a stranger: its names and texts
+are escaped wherever they are shown, and no code in it is run.
+
+Imports `tracking`, `config` and `files`.
 """
 
 from mpframe.report.groups import RunGroup, compared

@@ -15,11 +15,11 @@ from mpframe.report.records import Curve, Record
 from mpframe.tracking.tags import Tag, metric_tag
 
 _METRIC = re.compile(metric_tag("(.+)"))
-# Only one solid line: the others must let it show through.
+# Only one line is solid, and it stays visible below the others.
 _DASHES = ("-", (0, (6, 3)), (3, (2, 3)), (0, (7, 2, 1, 2)), (0, (3, 5)), (2, (1, 2)), (0, (9, 5)))
 _MOST_POINTS = 300  # a panel is about 400 pixels wide
-_LONG = 55  # letters of a label, from which on the legend has one column
-_FEW = 40  # points, up to which each is marked
+_LONG = 55  # letters; if a label has more, the legend has one column
+_FEW = 40  # points; if a curve has no more, each is marked
 _INK = "#010203"  # stands for the reader's text colour until the picture is written
 _COLOURED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 _SCHEME = (
@@ -28,7 +28,7 @@ _SCHEME = (
 
 
 def draw(groups: Sequence[RunGroup]) -> bytes:
-    """The picture as SVG; a panel without a curve says so."""
+    """Draw the curves as SVG; a panel without a curve says so."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -56,7 +56,7 @@ def draw(groups: Sequence[RunGroup]) -> bytes:
 
 
 def _panels(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
-    """Tag and title of each panel; a metric that any run has is one."""
+    """Tag and title of each panel; each metric of any run has one."""
     tags = {tag for group in groups for run in group.runs for tag in run.curves}
     metrics = [(found[0], found[1]) for tag in sorted(tags) if (found := _METRIC.fullmatch(tag))]
     return [
@@ -100,13 +100,13 @@ def _plot(axes: Any, curve: Curve, run: Record, number: int) -> None:
 
 
 def _curves(run: Record, tag: str) -> list[Curve]:
-    """The run's curves of that tag: one, or one for each of several optimizers or losses."""
+    """The run's curves of a tag: one, or one for each of several optimizers or losses."""
     found = [curve for name, curve in run.curves.items() if name.startswith(f"{tag}/")]
     return found or ([run.curves[tag]] if tag in run.curves else [])
 
 
 def _thinned(curve: Curve) -> Curve:
-    """Every so many points, and the last one."""
+    """At most about `_MOST_POINTS` points of a curve, at equal distances, and its last one."""
     stride = -(-len(curve) // _MOST_POINTS)
     return [*curve[:-1:stride], *curve[-1:]] if stride > 1 else curve
 
@@ -122,6 +122,6 @@ def _line(number: int) -> Any:
 
 
 def _plain(label: str) -> str:
-    """A label of limited length that matplotlib does not read as a formula."""
+    """A label of limited length, which matplotlib does not read as a formula."""
     short = label if len(label) <= 90 else f"{label[:89]}…"
     return short.replace("\\", "\\\\").replace("$", r"\$")

@@ -22,7 +22,7 @@ SHOWN_APART = (
 
 @dataclass(frozen=True)
 class Span:
-    """Some numbers: their mean and ends."""
+    """The mean, the lowest and the highest of some numbers."""
 
     mean: float
     low: float
@@ -31,7 +31,7 @@ class Span:
 
     @classmethod
     def of(cls, numbers: Iterable[float | None]) -> "Span | None":
-        """Of the numbers that are known; None if none is."""
+        """The span of the numbers that are known; None if no number is known."""
         known = [float(number) for number in numbers if number is not None]
         if not known:
             return None
@@ -58,7 +58,7 @@ class RunGroup:
         return " · ".join([self.runs[0].mode, self.runs[0].scaling, *self.differing])
 
     def span(self, value: Callable[[Summary], float | None]) -> Span | None:
-        """A number of the finished runs."""
+        """The span of a number over the finished runs."""
         return _span(self.runs, value)
 
     def beside(self, value: Callable[[Summary], float | None]) -> tuple[Span, Span] | None:
@@ -68,7 +68,7 @@ class RunGroup:
 
 
 def compared(records: Sequence[Record]) -> list[RunGroup]:
-    """The records by group, fp32 first, otherwise in their order, with their fp32 counterparts."""
+    """The records by group, with their fp32 counterparts; fp32 comes first."""
     keys = _differing(records)
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in records:

@@ -13,9 +13,9 @@ from mpframe.report.groups import RunGroup
 from mpframe.report.records import Record
 from mpframe.report.tables import COST_NOTES, NOTES, Table, costs, every_run, results, unfinished
 
-_CAPTION = "A line for each run and each of several losses; a cross where it did not finish."
+_CAPTION = "One line for each run and each of several losses. A cross: the run did not finish."
 _TEXT_COLUMNS = {"run", "precision, scaling", "status", "reason"}
-_MOST_PICTURES = 900_000  # bytes of range pictures in one page; a third more as base64
+_MOST_PICTURES = 900_000  # bytes of range pictures in one page; as base64 they are a third larger
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2430; --quiet: #5b6675; --back: #fff; --line: #e3e7ed;
   --head: #c5ccd6; --hover: #f5f7fa; }
@@ -108,7 +108,8 @@ def _cells(head: Iterable[str], row: Iterable[str]) -> str:
 
 def _lines(cell: str) -> str:
     first, _, second = escape(cell).partition("\n")
-    return f"{first}<br><span class=quiet>{second}</span>" if second else first
+    quiet = second.replace("\n", "<br>")
+    return f"{first}<br><span class=quiet>{quiet}</span>" if quiet else first
 
 
 def _kind(name: str) -> str:
@@ -116,7 +117,7 @@ def _kind(name: str) -> str:
 
 
 def _range_pictures(records: Sequence[Record]) -> list[str]:
-    """The pictures of each run, as long as the page has room; those of the first are unfolded."""
+    """The pictures of each run while the page has room; those of the first run are unfolded."""
     runs = [run for run in records if run.pictures]
     sizes = [sum(len(png) for _, png in run.pictures) for run in runs]
     room = [sum(sizes[: number + 1]) <= _MOST_PICTURES for number in range(len(runs))]
@@ -138,7 +139,7 @@ def _of_run(run: Record, fits: bool) -> str:
 def _figure(kind: str, content: bytes, caption: str) -> str:
     encoded = base64.b64encode(content).decode()
     text = escape(caption)
-    size = " class=full" if kind == "svg+xml" else ""  # which loses nothing when enlarged
+    size = " class=full" if kind == "svg+xml" else ""  # such a picture may be enlarged
     return (
         f'<figure><img{size} alt="{text}" src="data:image/{kind};base64,{encoded}">'
         f"<figcaption>{text}</figcaption></figure>"

@@ -52,7 +52,7 @@ class Record:
 
     @property
     def finished(self) -> bool:
-        """Whether it finished."""
+        """Whether the run finished."""
         return self.status == "finished"
 
     @property
@@ -125,7 +125,7 @@ def _run_folders(path: Path) -> Iterable[Path]:
 
 
 def _natural(folder: Path) -> list[tuple[int, int, str]]:
-    """A sort key with 2 before 10."""
+    """A sort key that puts 2 before 10."""
     words = re.split(r"(\d+)", str(folder))
     return [(1, int(word), "") if word.isdecimal() else (0, 0, word) for word in words]
 
@@ -143,7 +143,7 @@ def _summary(folder: Path) -> tuple[str, Summary | None, str]:
 
 
 def _printable(value: Any) -> Any:
-    """Nested values with their texts printable."""
+    """Nested values, with their texts made printable."""
     if isinstance(value, dict):
         return {_printable(key): _printable(held) for key, held in value.items()}
     if isinstance(value, list):

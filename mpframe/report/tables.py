@@ -136,7 +136,7 @@ def _validated(done: Summary) -> str:
 
 
 def _count(group: RunGroup) -> str:
-    """The finished runs; if others did not finish, of how many."""
+    """The number of finished runs; if others did not finish, also the number of all."""
     finished = sum(run.finished for run in group.runs)
     return str(finished) if finished == len(group.runs) else f"{finished} of {len(group.runs)}"
 
@@ -150,7 +150,7 @@ def _spread(span: Span | None, form: str) -> str:
 
 
 def _gap(group: RunGroup, value: Callable[[Summary], float | None]) -> str:
-    """The gap and, below it, the spread of the fp32 runs; of one seed there is no finding."""
+    """The gap and, below it, the spread of the fp32 runs; from one seed nothing follows."""
     pair = group.beside(value)
     if pair is None or group.runs[0].mode == "fp32":
         return ""

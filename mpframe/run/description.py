@@ -1,4 +1,4 @@
-"""What a run says of itself before it trains: in its log, and in TensorBoard."""
+"""What a run says about itself before it trains: in its log, and in TensorBoard."""
 
 import logging
 from collections.abc import Sequence
@@ -67,21 +67,22 @@ def describe(
 
 
 def _about(config: Config, trainer: Trainer, train: Loader) -> str:
-    """The run in three lines: its precision, what learns from what, and how."""
+    """The run in three lines: its precision, its model and data, its training."""
     weights = sum(own.numel() for own in trainer.model.parameters() if not is_lazy(own))
     optimizers = " + ".join(map(called, config.optimizer_nodes))
     lines = [
-        f"**{precision_in_words(config)}** on {device_of(trainer.model)}, loss scaling "
+        f"**Precision**: {precision_in_words(config)} on {device_of(trainer.model)}, loss scaling "
         f"{scaling_of(trainer)}, ops {ops_in_words(trainer.precision.policy.ops)}",
-        f"**{called(config.model)}**, {weights:,} weights; data: {called(config.dataset)}, "
-        f"{len(train)} batches an epoch, {config.trainer.epochs} epochs",
-        f"**{optimizers}**; schedule: {called(config.scheduler)}; seed {config.run.seed}",
+        f"**Model and data**: {called(config.model)}, {weights:,} weights; "
+        f"{called(config.dataset)}, {len(train)} batches an epoch",
+        f"**Training**: {optimizers}, schedule {called(config.scheduler)}, "
+        f"{config.trainer.epochs} epochs, seed {config.run.seed}",
     ]
     return "\n".join(f"- {line}" for line in lines)
 
 
 def _options(config_text: str, ops: OpLists) -> str:
-    """The options as Markdown; the lists of ops are long, so their file and the moves say them."""
+    """The options as Markdown, with the name of a file in place of the long lists of ops."""
     options: Any = OmegaConf.create(config_text)
     options.ops = {"modules": dict(ops.modules)}
     said = f"`ops.allow`, `ops.deny`, `ops.infer` and `ops.move`: {ops_in_words(ops)}"

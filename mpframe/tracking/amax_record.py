@@ -2,7 +2,7 @@
 
 `log2_amax.txt` holds one line per step tried: log2 of the largest |unscaled gradient|, `inf` if
 the step overflowed, `nan` if a gradient was nan, `-inf` if all were zero. It costs about ten
-bytes a step, and lets any loss scaler be tried on the run afterwards (simulate.py).
+bytes a step. With it, any loss scaler can be tried on the run afterwards (simulate.py).
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ class AmaxRecord:
         write_atomically(path, b"".join(older[:kept]))
 
     def add(self, amax: Tensor) -> None:
-        """Keep one step's amax (0-d, any device); no wait except once in many steps."""
+        """Keep one step's amax (0-d, any device); waits for the device only once in many steps."""
         self._waiting.append(amax.detach())
         if len(self._waiting) >= _HELD:
             self.flush()
@@ -46,7 +46,7 @@ class AmaxRecord:
         """Write what is waiting.
 
         Raises:
-            OSError: there is no room, and that is to stop the run.
+            OSError: there is no room, and `on_error` is `stop`.
         """
         values = torch.stack(self._waiting).double().log2().tolist() if self._waiting else []
         self._waiting.clear()

@@ -1,7 +1,7 @@
 """An event file of TensorBoard: an append-only list of records, each written whole or not at all.
 
-Records wait in memory for a few seconds, or until `flush`. Where the disk is full they wait on, and
-are written with the next ones as soon as there is room.
+Records wait in memory for a few seconds, or until `flush`. If the disk is full, they wait on, and
+are written with the next ones when there is room.
 """
 
 import io

@@ -48,7 +48,7 @@ class MetricsCsv:
         """Append a row.
 
         Raises:
-            OSError: there is no room, and that is to stop the run.
+            OSError: there is no room, and `on_error` is `stop`.
         """
         self._log.append(self._cells({name: _text(value) for name, value in row.items()}).encode())
 

@@ -85,8 +85,8 @@ class Tracker:
 
         Args:
             step: place on the x axis, larger than at any call before.
-            values: per tag a number or a 0-d tensor of any dtype, inf and nan included. This is
-                where the tensors are waited for: one transfer for all of a device's.
+            values: per tag a number or a 0-d tensor of any dtype, inf and nan included. Here
+                the host waits for the tensors: there is one transfer for each device.
         """
         numbers = _to_numbers(values)
         entries = [Summary.Value(tag=tag, simple_value=n) for tag, n in numbers.items()]
@@ -106,7 +106,7 @@ class Tracker:
         """Log a histogram.
 
         Args:
-            tag: its name, no scalar's.
+            tag: its name; no scalar may have it, too.
             counts: [n] values in each bin, not all 0.
             edges: [n + 1], ascending.
             step: place on the x axis.
@@ -140,7 +140,7 @@ class Tracker:
 
         Pass the same keys in every run, else TensorBoard drops the columns, and keep an option
         either always a number or never: its server cannot sort a column that mixes the two.
-        After a resume the first values stay.
+        After a resume the values of the first start stay.
 
         Args:
             config: option path -> bool, int, float, str, None, or a list of those. Numbers stay
@@ -159,7 +159,7 @@ class Tracker:
     def finished(self) -> None:
         """Mark the run's line in the HParams table as a success; any other stop stays unmarked.
 
-        The mark is for good, so a run that may yet be resumed must not get one.
+        The mark cannot be taken back, so a run that may be resumed must not get one.
         """
         *_, success = summaries.hparams({}, {})  # type: ignore[no-untyped-call]
         self._add(success)
@@ -197,7 +197,7 @@ class Tracker:
         try:
             self.close()
         except MpframeError:
-            if error is None:  # Else what went wrong first is told.
+            if error is None:  # The first error is the one to report.
                 raise
 
     def _add(self, summary: Summary, step: int | None = None) -> None:
@@ -235,7 +235,7 @@ def checked_events(last_step: Any) -> dict[str, Any]:
     """What a checkpoint holds as the result of `Tracker.last_step`.
 
     Raises:
-        ValueError, TypeError or LookupError: it is nothing of that kind.
+        ValueError, TypeError or LookupError: it is something else.
     """
     events = [str(event) for event in last_step["events"]]
     for event in events:
@@ -246,7 +246,7 @@ def checked_events(last_step: Any) -> dict[str, Any]:
 def _explain(value: Any) -> None:
     """Give a tag's first value what the tag means; TensorBoard keeps it for all later ones.
 
-    The fast reader of its server heeds a description only if plugin and data class stand beside it.
+    The fast reader of its server takes a description only together with plugin and data class.
     """
     meaning = meaning_of(value.tag)
     if meaning is None:

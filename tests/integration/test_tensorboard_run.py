@@ -56,7 +56,8 @@ def test_a_run_as_the_server_shows_it(server: Server) -> None:
     assert "overflow_probability: 0.001" in page["text"]
     assert "conv2d" not in page["text"]
     (page, *_) = server.get("plugin/text/text", run="whole", tag=Tag.TEXT_ABOUT)
-    assert re.findall(r"<strong>(\S+)", page["text"]) == ["mixed", "cnn", "AdamW"]
+    lines = re.findall("<strong>(.+?)</strong>: (.+?)[ ,]", page["text"])
+    assert lines == [("Precision", "mixed"), ("Model and data", "cnn"), ("Training", "AdamW")]
     assert "ops <code>default</code>" in page["text"]
     assert "65,834 weights" in page["text"]
     columns = [

@@ -205,9 +205,13 @@ def test_a_primary_configuration_of_ones_own(own_folder: Path, started: Started)
     with pytest.raises(ConfigError, match=r"^dtype=speciak: choose .*; nearest: special$"):
         started(*flags, "dtype=speciak")
     with pytest.raises(
-        ConfigError, match=r"^--config-name=mien: no mien\.yaml in .*; add --config"
+        ConfigError, match=r"^--config-name=mien: no mien\.yaml in .*; nearest: mine$"
     ):
         started(flags[0], "--config-name=mien")
+    with pytest.raises(
+        ConfigError, match=r"^--config-name=mine: no mine.* add --config-dir=FOLDER$"
+    ):
+        started("--config-name=mine")
 
 
 def test_an_option_that_some_choices_of_a_sweep_lack_is_refused(started: Started) -> None:

@@ -1,6 +1,7 @@
 """What the tracker writes is read back with TensorBoard's own reader."""
 
 import math
+import re
 import resource
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from mpframe.files.durable import append_whole
 from mpframe.tracking import event_file
 from mpframe.tracking import tracker as tracking
 from mpframe.tracking.environment import environment_text, shown_command
-from mpframe.tracking.tags import PATTERNS, Tag, meaning_of, metric_tag
+from mpframe.tracking.tags import KINDS, PATTERNS, Tag, meaning_of, metric_tag
 from mpframe.tracking.tracker import Tracker
 
 
@@ -132,6 +133,15 @@ def test_every_tag_says_what_it_is_in_which_unit() -> None:
     assert all(own.title and own.text and own.unit for own in meanings)
     assert len({own.title for own in meanings}) == len(meanings)
     assert not [own for own in meanings if own.text.endswith(".")]
+
+
+def test_the_page_says_what_every_tag_means() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tensorboard.md").read_text()
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+) \| (.+?) \|$", page, re.M)
+    told = {tag: (title, text.replace("\\|", "|"), unit) for tag, title, text, unit in rows}
+    known = {str(tag): tag.meaning for tag in Tag} | PATTERNS
+    assert told == {tag: (own.title, own.text, own.unit) for tag, own in known.items()}
+    assert set(re.findall(r"^\| `(\w+)` \| (.+?) \|$", page, re.M)) == set(KINDS.items())
 
 
 def test_tags_are_the_published_names() -> None:

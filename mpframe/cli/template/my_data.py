@@ -27,6 +27,6 @@ def _points(arms: int, count: int, noise: float, seed: int) -> TensorDataset:
     random = torch.Generator().manual_seed(seed)
     arm = torch.randint(arms, (count,), generator=random)
     radius = torch.rand(count, generator=random).sqrt()
-    angle = 2 * math.pi * (radius + arm / arms)
+    angle = math.pi * (radius + 2 * arm / arms)
     points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
     return TensorDataset(points + noise * torch.randn(count, 2, generator=random), arm)

@@ -88,6 +88,29 @@ def list_images(root: Path, split: str) -> Listing:
     return Listing(tuple(folder.name for folder in folders), tuple(paths), targets)
 
 
+def list_unlabelled(root: Path) -> tuple[str, ...]:
+    """The images in `root` and in all folders below it, by name; hidden ones are left out.
+
+    Raises:
+        DataError: there is none, a link leaves `root`, or a folder is unreadable.
+
+    Files of other kinds are left out, with a warning that counts them.
+    """
+    paths: list[str] = []
+    others: Counter[str] = Counter()
+    waiting = [root]
+    while waiting:
+        entries = _entries(root, waiting.pop())
+        waiting += [path for path in entries if path.is_dir() and not path.is_symlink()]
+        files = [path for path in entries if not path.is_dir()]
+        paths += [str(path) for path in files if _is_image(path)]
+        others.update(path.suffix or path.name for path in files if not _is_image(path))
+    if not paths:
+        raise DataError(f"{root}: has no {_listed(SUFFIXES)}; name a folder with images")
+    _warn_of(others, root)
+    return tuple(sorted(paths))
+
+
 def decode(path: str, channels: int, side: int) -> Tensor:
     """One image, its shorter side scaled to `side` and its middle kept.
 

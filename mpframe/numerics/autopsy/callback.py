@@ -6,8 +6,8 @@ A step is examined if
     it was skipped at the scaler's floor, or without a scaler: there is no lower scale
     it is the last of so many skipped ones in a row
 
-Until then the callback only keeps the batch and the random states of the present step; a skipped
-step leaves weights and buffers as they were.
+Before that the callback only keeps the batch and the random states of the current step. A skipped
+step does not change weights or buffers.
 """
 
 import logging
@@ -35,7 +35,7 @@ from mpframe.tree import device_of
 log = logging.getLogger(__name__)
 
 REPORT = "report.md"
-_MOST = 3  # Reports in a run: a model that fails again and again needs no fourth.
+_MOST = 3  # reports in a run: if a model fails again and again, a fourth report says nothing new
 
 
 class Autopsy(Callback):
@@ -92,10 +92,10 @@ class Autopsy(Callback):
                 self._examined = True
                 self._reports += 1
                 self._examine(trainer, result, reason)
-        self._step = None  # A batch is not kept longer than needed.
+        self._step = None  # The batch is not needed any more.
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Have every step judged before the next: evidence is of the step as it was left."""
+        """Read the verdict before the next step: the evidence needs the step's own state."""
         trainer.read_verdicts()
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,13 +103,13 @@ class Autopsy(Callback):
         return {"first_loss": None if self._first_loss is None else float(self._first_loss)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved one."""
+        """Take the loss that a checkpoint saved."""
         self._first_loss = state["first_loss"]
 
     def _reason(self, trainer: Trainer, result: StepResult) -> str | None:
         if trainer.spikes is not None and bool(trainer.spikes.spiked):
             return None  # Skipped because the loss is high, not because of its format.
-        # The loss of an accumulated step is nan if all was dropped, for any reason.
+        # The loss of an accumulated step is nan if all micro-batches were dropped, for any reason.
         if result.dropped is None and not _finite(result.loss):
             return f"the loss is {float(result.loss):g}"  # type: ignore[arg-type]
         floors = evidence_of.floors_of(trainer)
@@ -129,7 +129,11 @@ class Autopsy(Callback):
             )
             report = examine(step, trainer)
             self.written = write_report(folder, report)
-        except (MpframeError, OSError, RuntimeError) as error:  # Most often no memory for replays.
+        except (
+            MpframeError,
+            OSError,
+            RuntimeError,
+        ) as error:  # Most often there is no memory for the replays.
             log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
             return
         log.warning("warning: %s\n%s", reason, report.text(self.written))
@@ -168,7 +172,7 @@ def examine(step: Evidence, trainer: Trainer) -> Report:
 
 
 def write_report(folder: Path, report: Report) -> Path:
-    """Write a report beside its evidence; its path."""
+    """Write a report beside its evidence; returns its path."""
     path = folder / REPORT
     write_atomically(path, report.markdown())
     return path

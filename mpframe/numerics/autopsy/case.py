@@ -61,7 +61,7 @@ class Case:
 
     @property
     def room_below(self) -> int:
-        """Octaves down to the floor, or to 1 if that is lower: a user can lower a higher floor."""
+        """Octaves down to the floor, or to 1 if the floor is higher: a user can lower it."""
         lowest = {name: min(1.0, self.floors.get(name, 1.0)) for name in self.scales}
         rooms = (max(0.0, math.log2(scale / lowest[name])) for name, scale in self.scales.items())
         return int(min(rooms, default=0.0))

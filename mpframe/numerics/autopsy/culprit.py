@@ -94,8 +94,8 @@ def culprit_of_fp32(case: Case, full: Replay) -> Culprit | None:
 def culprit_of(case: Case, own: Replay, full: Replay) -> Culprit | None:
     """Where a replay leaves the range and the fp32 replay of the same step does not.
 
-    The forward pass comes first. If its loss is finite nevertheless, what it met was harmless,
-    unless the backward pass multiplies it by 0.
+    The forward pass is examined first. If its loss is finite, the values in it did no harm, unless
+    the backward pass multiplies them by 0.
     """
     for one, wide in zip(own.passes, full.passes, strict=True):
         if not one.finite:
@@ -119,7 +119,7 @@ def _first_of_half_alone(one: Pass, wide: Pass) -> FirstNonFinite | None:
 
 def _measured(case: Case, first: FirstNonFinite, one: Pass, wide: Pass) -> Culprit:
     observations = wide.trace.observations(first.direction)
-    # A cast that only the half replay makes is not in the fp32 one: so its own observation is used.
+    # A cast that only the half replay makes is not in the fp32 one, so the half one's is used.
     seen = observations.get(first.call)
     times = one.scale
     if seen is None:

@@ -37,7 +37,7 @@ from mpframe.precision.spellings import known_ops
 UNDERFLOW_LIMIT = 0.25
 """Share of gradients below the normal range above which a scale counts as too low."""
 _GAIN = 0.5  # A better scale must at least halve that share.
-_DIVERGED = 1000.0  # Times the first loss.
+_DIVERGED = 1000.0  # times the first loss
 _MOST_PINS = 16
 
 
@@ -84,7 +84,7 @@ def diagnose(case: Case) -> Diagnosis:
 
 
 class _Examination:
-    """Replays as they are needed, each once."""
+    """Makes the replays that are needed, each once."""
 
     def __init__(self, case: Case) -> None:
         self._case = case

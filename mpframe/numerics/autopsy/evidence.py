@@ -6,7 +6,7 @@
                           manifest.json   digests
                           report.md       the diagnosis
 
-It is written and verified like a checkpoint, and trusted as little.
+It is written and verified like a checkpoint. A reader trusts it no more than a checkpoint.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ FOLDER = "autopsy"
 
 @dataclass(frozen=True)
 class Evidence:
-    """A step and what is known of it.
+    """A step, and what is known about it.
 
     Attributes:
         step: its number, counting skipped ones.

@@ -13,7 +13,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """Of some tensors together.
+    """The magnitudes of some tensors together.
 
     Attributes:
         largest: the largest finite |x|; 0 if there is none.
@@ -26,7 +26,7 @@ class Magnitudes:
 
     @property
     def finite(self) -> bool:
-        """True if every x is."""
+        """True if every x is finite."""
         return not (self.infinite or self.nan)
 
     def __or__(self, other: "Magnitudes") -> "Magnitudes":

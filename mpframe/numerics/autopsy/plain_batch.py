@@ -1,7 +1,7 @@
 """A batch as evidence keeps it: tensors, numbers and text in tuples, lists and dicts.
 
-A file that named a class could make its reader import anything, so evidence names none. Named
-tuples, dataclasses and the like are saved as dicts, and get their classes back from an example: a
+A file that names a class can make its reader import anything, so evidence names no class. Named
+tuples and dataclasses are saved as dicts. They get their classes back from an example, which is a
 batch that the run's own dataset makes.
 """
 
@@ -28,7 +28,7 @@ def is_plain(batch: Any) -> bool:
 def plain(batch: Any) -> Any:
     """The batch in tuples, lists and dicts alone, its tensors on the CPU.
 
-    Arrays become tensors, and what evidence cannot hold (a path, say) becomes its text.
+    Arrays become tensors. Other objects, for example paths, become their text.
     """
     if isinstance(batch, Tensor):
         return _own_storage(batch.detach().cpu())
@@ -59,7 +59,7 @@ def as_in(example: Any, batch: Any) -> Any:
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
-    """A view would be saved with all that it is a view of: a whole dataset, perhaps."""
+    """Of a view the whole storage would be saved, which may be a whole dataset."""
     if tensor.layout is not torch.strided:
         return tensor
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

@@ -1,9 +1,9 @@
 """Replays a saved step, in another format or at another scale, and observes every op of it.
 
 Nothing changes: no optimizer steps, and gradients, buffers and random generators are restored. The
-fp32 replay computes with the masters and without casts, so what is not finite there is not caused
-by precision. It is not scaled: its gradients times the scale are what the run's own pass would have
-had in a format without limits.
+fp32 replay computes with the masters and without casts, so precision is not the cause if it is not
+finite. It is not scaled: its gradients times the scale are those that the run's own pass would have
+in a format without limits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def own(self) -> bool:
-        """True if the lists and pins are those of the run."""
+        """True if the lists and pins are the run's."""
         return not (self.pins or self.denied)
 
 
@@ -87,7 +87,7 @@ class Replay:
 
     @property
     def finite(self) -> bool:
-        """Whether all of them are."""
+        """Whether all of them are finite."""
         return all(one.finite for one in self.passes)
 
     @property

@@ -1,4 +1,4 @@
-"""What an autopsy says, in ten seconds of reading: what, where, how much, what to do."""
+"""The report of an autopsy, to be read in ten seconds: what, where, how much, what to do."""
 
 import math
 import shlex

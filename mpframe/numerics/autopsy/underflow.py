@@ -1,8 +1,8 @@
 """Underflow: gradients below half's normal range.
 
-There half has fewer bits the smaller the number, and finally none. Elements are counted in the
-gradients of every op's result and of every weight, and compared with those of the fp32 replay: what
-is 0 there is not lost.
+Below it the smaller a number is, the fewer bits half keeps of it, and in the end none. Elements are
+counted in the gradients of every op's result and of every weight, and compared with those of the
+fp32 replay: a number that is 0 there is not lost.
 """
 
 from collections.abc import Mapping, Sequence

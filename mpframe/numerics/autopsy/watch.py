@@ -28,7 +28,7 @@ from mpframe.numerics.autopsy.magnitudes import Magnitudes, bad_rows, floats_in,
 from mpframe.precision.spellings import op_name
 from mpframe.tree import tensors_in
 
-OUTSIDE = "the loss"  # What runs after the model: its outputs to fp32, and the loss.
+OUTSIDE = "the loss"  # the ops after the model: the cast of its outputs to fp32, and the loss
 _READS = frozenset({"__get__", "__getitem__", "detach", "register_hook"})
 
 
@@ -234,7 +234,7 @@ def _is_custom(node: Node) -> bool:
 
 
 def _makes_nonfinite(op: str, arguments: Any, inputs: Magnitudes, outputs: Magnitudes) -> bool:
-    """True if inf or NaN came out of finite values, and the call did not ask for it."""
+    """True if finite values gave inf or NaN, and the call did not ask for it."""
     if outputs.nan and not inputs.nan and "empty" not in op:
         return not _names_nonfinite(arguments)
     made = outputs.infinite and inputs.finite and "empty" not in op
@@ -242,7 +242,7 @@ def _makes_nonfinite(op: str, arguments: Any, inputs: Magnitudes, outputs: Magni
 
 
 def _names_nonfinite(node: Any) -> bool:
-    """True if a plain number among the arguments is inf or NaN: a mask, no accident."""
+    """True if a plain number among the arguments is inf or NaN, as masks have."""
     if isinstance(node, float):
         return node != node or node in (float("inf"), float("-inf"))
     if isinstance(node, (tuple, list)):

@@ -1,7 +1,7 @@
-"""Says before training what will go wrong, and which option fixes it.
+"""Tells before training what will go wrong, and which option corrects it.
 
 Each check examines a `Subject`, a trainer built as for training, and returns findings. Nothing is
-written, and what a check tried is restored. Begin with subject.py, then any of the checks.
+written, and each trial is undone. Begin with subject.py, then any of the checks.
 
     hints      options that are allowed, but probably not intended; a run reports them, too
     numbers    eps, learning rate, betas in the optimizer's format
@@ -69,7 +69,7 @@ def examine(subject: Subject) -> list[Finding]:
 
 
 def hints_on(subject: Subject) -> list[Finding]:
-    """What a run reports at its start: the findings that need no computation."""
+    """The findings that need no computation; a run reports them at its start."""
     return _found(HINTS, subject)
 
 

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Severity(IntEnum):
-    """How bad it is; the worst first."""
+    """How bad a finding is; the worst comes first."""
 
     ERROR = 0
     """The run will fail, or its numbers will be wrong."""
@@ -37,7 +37,7 @@ class Finding:
 
 
 def error(what: str, *fix: str) -> Finding:
-    """A finding with which the doctor ends with exit code 1."""
+    """A finding that makes the doctor end with exit code 1."""
     return Finding(Severity.ERROR, what, fix)
 
 

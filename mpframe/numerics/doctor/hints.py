@@ -18,7 +18,7 @@ from mpframe.tree import dtype_name
 ADAPTIVE = ("Backoff", "LogMax")
 # Their updates are about as large as the learning rate, for any gradients.
 _STEPS_OF_LR = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
-_SAMPLED = 4096  # values of each weight that represent all of them
+_SAMPLED = 4096  # values of each weight that are looked at instead of all
 _SMALL_SCALE = 2.0**-3
 _SMALL_NORM = 1e-3
 

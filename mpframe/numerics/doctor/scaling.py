@@ -1,7 +1,7 @@
 """Does the first step overflow, and is the loss scale right for it?
 
-The autopsy diagnoses the first step like a failed one: it runs as the run would run it, with its
-pins, lists and scale, and each fix has been tried on it.
+The autopsy diagnoses the first step as it does a failed one. The step runs with the run's own pins,
+lists and scale, and each fix has been tried on it.
 """
 
 import math
@@ -56,7 +56,7 @@ def _beyond(diagnosis: Diagnosis) -> str:
 
 
 def _remedy(diagnosis: Diagnosis) -> tuple[str, ...]:
-    """What was tried and made the step finite; if nothing else did, fp32."""
+    """The fix that was tried and made the step finite; fp32 if no other fix did."""
     if not diagnosis.proven:
         return ("dtype=fp32",)
     return (*pin_words(diagnosis.remedy.pins), *deny_words(diagnosis.remedy.denied))
@@ -64,7 +64,7 @@ def _remedy(diagnosis: Diagnosis) -> tuple[str, ...]:
 
 def _too_high(subject: Subject, diagnosis: Diagnosis) -> Finding:
     first = diagnosis.replays[1].passes[0].scale  # After the replay in fp32 comes the run's own.
-    # An octave below what was tried and is finite: the next batch may be larger.
+    # An octave below the scale that was tried: the next batch may have larger gradients.
     fits = 2.0 ** (math.floor(math.log2(first) + diagnosis.octaves) - 1)
     if subject.scaling == "static":
         return error(

@@ -17,7 +17,7 @@ from mpframe.precision.policy import has_native_half
 
 _MEASURED = 4  # batches
 _MUCH = 1 / 3  # of the time of a step
-_SECONDS = 10.0  # of the whole run, below which no warning is worth it
+_SECONDS = 10.0  # of the whole run; a shorter wait is not worth a warning
 
 
 def check_emulation(subject: Subject) -> Iterator[Finding]:
@@ -80,7 +80,7 @@ def measure(subject: Subject) -> Pace | None:
     The trainer is restored.
     """
     workers = int(subject.options.get("dataset.workers", 0))
-    ahead = 1 + 2 * workers  # what workers loaded in advance
+    ahead = 1 + 2 * workers  # The workers have loaded these in advance.
     stream = subject.loader.epoch(0)
     for _ in islice(stream, ahead):
         pass

@@ -1,7 +1,7 @@
 """What the doctor examines: a trainer built as for training, its data, and trials on them.
 
-Every trial is restored: weights, buffers, optimizer state and random numbers are afterwards bit for
-bit what they were.
+After every trial, weights, buffers, optimizer state and random numbers are bit for bit as they were
+before it.
 """
 
 import copy

@@ -16,7 +16,9 @@ from mpframe.numerics.remedies import pin_words
 
 _MANY_SUBNORMAL = 0.05
 _MANY_LOST = 0.01
-_TELLING = 64  # values, and a quarter as many different ones: fewer may be short by chance
+_TELLING = (
+    64  # values, and a quarter as many different ones: fewer values may fit bfloat16 by chance
+)
 
 
 def check_weight_range(subject: Subject) -> Iterator[Finding]:
@@ -91,7 +93,7 @@ def _small(values: Tensor, half: torch.dtype | None) -> tuple[float, float]:
 def _all_bfloat16(values: Tensor) -> bool:
     """All values are bfloat16 numbers, and there are too many of them for chance.
 
-    A few powers of two or whole numbers up to 2^8, which every format has, say nothing.
+    Every format has powers of two and whole numbers up to 2^8, so a few of them prove nothing.
     """
     if values.numel() < _TELLING or not torch.equal(values, values.bfloat16().float()):
         return False

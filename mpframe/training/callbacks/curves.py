@@ -60,7 +60,7 @@ class Curves(Callback):
         self._log(trainer, evaluation, Tag.LOSS_TEST, "test")
 
     def on_save(self, trainer: Trainer) -> None:
-        """Wait until the curves are in their file: none is to be older than a checkpoint."""
+        """Wait until the curves are in their file: they must not be older than a checkpoint."""
         self._tracker.flush()
 
     def state_dict(self) -> dict[str, Any]:

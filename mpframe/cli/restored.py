@@ -1,0 +1,66 @@
+"""A checkpoint's model, ready to be measured: what evaluate and predict begin with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpframe import build, checkpoint
+from mpframe.checkpoint.saved_weights import averages_of, steps_tried, weights_of
+from mpframe.config.schema import Config
+from mpframe.config.stored import config_of
+from mpframe.data import Task
+from mpframe.errors import ConfigError
+from mpframe.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A run at a checkpoint.
+
+    Attributes:
+        config: the run's options, changed as the command line said.
+        task: its dataset.
+        trainer: with the weights of the checkpoint.
+        step: steps the run had tried when the checkpoint was saved.
+        weights: `trained` or `ema`.
+    """
+
+    config: Config
+    task: Task
+    trainer: Trainer
+    step: int
+    weights: str
+
+
+def restored(path: Path, given: list[str], weights: str | None = None) -> Restored:
+    """Build what a checkpoint is of, and load its weights.
+
+    Args:
+        path: a run's folder (its newest checkpoint) or a checkpoint within it.
+        given: `GROUP=CHOICE` and `option=value` words that change the run's options.
+        weights: `trained` or `ema`; None: as the run was validated.
+
+    Raises:
+        MpframeError: anything that is missing, damaged or does not fit, in one line.
+    """
+    snapshot, source = checkpoint.read(path), checkpoint.newest(path)
+    state, config = snapshot.state, config_of(snapshot.config, source / "config.yaml", given)
+    trained = weights_of(state, "trained", path)
+    kind = weights or ("ema" if config.trainer.ema_decay is not None else "trained")
+    build.seed_everything(config.run.seed)
+    task = build.build_task(config)
+    trainer = build.build_trainer(config, task, 1)
+    trainer.load_weights(trained)
+    _use(trainer, kind, state, path)
+    return Restored(config, task, trainer, steps_tried(state, path), kind)
+
+
+def _use(trainer: Trainer, kind: str, state: dict[str, Any], path: Path) -> None:
+    """Let the trainer validate with the averages, or without."""
+    if kind == "trained":
+        trainer.ema = None
+        return
+    averages = averages_of(state, path)
+    if trainer.ema is None:
+        raise ConfigError("weights=ema: trainer.ema_decay is null; give trainer.ema_decay=0.999")
+    trainer.ema.load_by_name(trainer.model, averages)

@@ -1,0 +1,94 @@
+"""Writes a table, some rows at a time, as CSV or Parquet; the file appears whole or not at all."""
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from mpframe.errors import ConfigError
+from mpframe.files.durable import atomic_file
+
+SUFFIXES = (".csv", ".parquet")
+
+Column = list[str] | np.ndarray[Any, np.dtype[Any]]
+Rows = Mapping[str, Column]
+"""Columns of the same length by name; the same names and kinds each time."""
+
+
+def refuse_unwritable_kind(option: str, path: Path) -> None:
+    """Refuse a file that is no table, before any work is done.
+
+    Args:
+        option: its name, for messages.
+        path: the file.
+
+    Raises:
+        ConfigError: its suffix is another one, or it needs a package that is missing.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"{option}={path}: must end in {' or '.join(SUFFIXES)}")
+    if path.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise ConfigError(
+            f"{option}={path}: Parquet needs pyarrow; pip install pyarrow, or use "
+            f"{option}={path.with_suffix('.csv')}"
+        )
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Callable[[Rows], None]]:
+    """Within the block a function appends rows; after it the file is there, and not before.
+
+    Numbers are written so that they read back as the same ones.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    with atomic_file(path) as file:
+        kind = _parquet if path.suffix == ".parquet" else _csv
+        with kind(file) as write:
+            yield write
+
+
+@contextmanager
+def _csv(file: IO[bytes]) -> Iterator[Callable[[Rows], None]]:
+    text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
+    writer = csv.writer(text, lineterminator="\n")
+    names: list[str] = []
+
+    def write(rows: Rows) -> None:
+        if not names:
+            names.extend(rows)
+            writer.writerow(names)
+        writer.writerows(zip(*map(_texts, rows.values()), strict=True))
+
+    yield write
+    text.detach()
+
+
+@contextmanager
+def _parquet(file: IO[bytes]) -> Iterator[Callable[[Rows], None]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    opened: list[Any] = []
+
+    def write(rows: Rows) -> None:
+        table = pyarrow.table(dict(rows))
+        if not opened:
+            opened.append(parquet.ParquetWriter(file, table.schema))
+        opened[0].write_table(table)
+
+    try:
+        yield write
+    finally:
+        for writer in opened:
+            writer.close()
+
+
+def _texts(column: Column) -> list[str]:
+    return [str(value) for value in column]  # Of float32 the shortest that reads back the same.

@@ -1,0 +1,171 @@
+"""predict: a row for each sample, from the numbers that evaluate measures."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import train
+from torch import Tensor
+
+from mpframe import checkpoint
+from mpframe.cli.evaluate import evaluate
+from mpframe.cli.predict import main
+
+Table = list[dict[str, str]]
+SMALL = ["dtype=mixed", "trainer.max_steps=4", "trainer.log_every=100", "loss_scaling=none"]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with an average, made once."""
+    folder = tmp_path_factory.mktemp("digits")
+    train(folder, *SMALL, "model.width=4", "trainer.ema_decay=0.9", "dataset.batch_size=200")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
+    """A run on a folder of images."""
+    folder = tmp_path_factory.mktemp("pictures")
+    data = ["dataset=image_folder", f"dataset.root={tiny_data / 'image_folder'}"]
+    train(folder, *SMALL, *data, "model.width=4", "dataset.batch_size=8", "model.channels=3")
+    return folder
+
+
+def predicted(run: Path, out: Path, *words: str) -> Table:
+    main([f"checkpoint={run}", f"out={out}", *words])
+    with out.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def numbers(rows: Table, start: str) -> Tensor:
+    return torch.tensor([[float(row[n]) for n in row if n.startswith(start)] for row in rows])
+
+
+def share_right(rows: Table) -> float:
+    return sum(row["class"] == row["target"] for row in rows) / len(rows)
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_the_accuracy_is_that_of_evaluate(split: str, digits: Path, tmp_path: Path) -> None:
+    rows = predicted(digits, tmp_path / "a.csv", f"split={split}")
+    done = evaluate(digits, [], split=split)
+    assert share_right(rows) == done.evaluation.metrics["accuracy"]
+    assert [row["index"] for row in rows] == [str(n) for n in range(done.samples)]
+
+
+def test_the_checkpoint_is_the_one_that_evaluate_takes(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = predicted(digits, tmp_path / "a.csv")
+    done = evaluate(digits, [])
+    assert len(rows) == done.samples
+    assert capsys.readouterr().out == (
+        f"{digits}, step {done.step}: {done.samples} predictions of {done.split} (mixed(float16) "
+        f"on cpu, weights ema); written to {tmp_path / 'a.csv'}\n"
+    )
+
+
+def test_class_probabilities_and_raw_outputs_agree(digits: Path, tmp_path: Path) -> None:
+    raw = predicted(digits, tmp_path / "raw.csv", "outputs=raw", "split=train")
+    shares = predicted(digits, tmp_path / "p.csv", "outputs=probabilities", "split=train")
+    logits = numbers(raw, "output_")
+    assert logits.shape[1] == 10
+    assert torch.equal(numbers(shares, "probability_"), logits.softmax(1))
+    assert [int(row["class"]) for row in shares] == logits.argmax(1).tolist()
+    assert len(raw) == len({row["index"] for row in raw}) > 1000  # No incomplete batch is dropped.
+
+
+def test_other_weights_and_formats_give_other_numbers(digits: Path, tmp_path: Path) -> None:
+    first = numbers(predicted(digits, tmp_path / "a.csv", "outputs=raw"), "output")
+    for number, word in enumerate(["weights=trained", "dtype=fp32"]):
+        rows = predicted(digits, tmp_path / f"{number}.csv", "outputs=raw", word)
+        assert not torch.equal(numbers(rows, "output"), first)
+
+
+def test_a_folder_of_images_gives_what_the_dataset_gives(
+    pictures: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    labelled = predicted(pictures, tmp_path / "a.csv", "split=test", "outputs=raw")
+    folder = tiny_data / "image_folder" / "test"
+    step = checkpoint.newest(pictures)
+    if len(list((pictures / "checkpoints").iterdir())) > 1:  # The same one for both.
+        step = pictures
+    rows = predicted(step, tmp_path / "b.csv", f"folder={folder}", "outputs=raw")
+    assert torch.equal(numbers(rows, "output"), numbers(labelled, "output"))
+    assert [row["name"] for row in rows] == sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*.jpg")
+    )
+    assert "target" not in rows[0]
+    named = predicted(pictures, tmp_path / "c.csv", f"folder={folder}")
+    assert {row["class_name"] for row in named} <= {path.name for path in folder.iterdir()}
+
+
+def test_nothing_is_overwritten_unless_it_is_asked_for(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.csv"
+    out.write_text("old")
+    with pytest.raises(SystemExit):
+        main([f"checkpoint={digits}", f"out={out}"])
+    assert capsys.readouterr().err == (
+        f"mpframe: out={out}: exists; choose another file, or give overwrite=true\n"
+    )
+    assert out.read_text() == "old"
+    assert len(predicted(digits, out, "overwrite=true")) > 100
+
+
+def test_the_default_file_lies_in_the_run(digits: Path) -> None:
+    main([f"checkpoint={digits}", "split=val"])
+    (written,) = digits.glob("predictions_val_step_*.csv")
+    assert written.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["split=test", "folder=x"], "folder=x: goes without split; give one of them"),
+        (["split=tset"], "split=tset: choose train or val or test; nearest: test"),
+        (["outputs=logits"], "outputs=logits: choose class or probabilities or raw"),
+        (["out=a.txt"], "out=a.txt: must end in .csv or .parquet"),
+        (["overwrite=yes"], "overwrite=yes: choose true or false"),
+        (["folder=/nonexistent"], "/nonexistent: cannot be listed (No such file or directory)"),
+        (["folder=EMPTY"], "EMPTY: has no .jpg, .jpeg, .png, .webp or .bmp; name a folder with images"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(
+    words: list[str],
+    line: str,
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("EMPTY").mkdir()
+    with pytest.raises(SystemExit):
+        main([f"checkpoint={digits}", *words])
+    assert capsys.readouterr().err == f"mpframe: {line}\n"
+
+
+def test_an_image_folders_link_may_not_leave_it(
+    pictures: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").symlink_to(tiny_data / "image_folder")
+    with pytest.raises(SystemExit):
+        main([f"checkpoint={pictures}", f"folder={tmp_path}"])
+    assert "a link that leaves" in capsys.readouterr().err
+
+
+def test_a_dataset_that_does_not_say_how_images_are_prepared_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    train(run, *SMALL, "experiment=digits_gan", "trainer.max_steps=1")
+    with pytest.raises(SystemExit):
+        main([f"checkpoint={run}", "folder=x"])
+    assert capsys.readouterr().err == (
+        "mpframe: folder=x: the run's objective takes more than images; use split, with a dataset "
+        "over the folder\n"
+    )

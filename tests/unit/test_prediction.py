@@ -1,0 +1,137 @@
+"""Predictions as columns, and tables that appear whole and read back as the same numbers."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mpframe.errors import ConfigError
+from mpframe.files import table
+from mpframe.training.prediction import Predictions
+
+LOGITS = torch.tensor([[0.1, 2.0, -1.0], [3.0, 0.0, 3.0]])
+
+
+def columns(given: Any, targets: Any = None, **options: Any) -> dict[str, Any]:
+    written: list[dict[str, Any]] = []
+    Predictions(written.append, **options).update(given, targets)
+    return written[0]
+
+
+def test_a_class_is_the_largest_output_and_has_its_name() -> None:
+    made = columns(LOGITS, torch.tensor([1, 2]), class_names=["a", "b", "c"])
+    assert list(made) == ["index", "target", "class", "class_name"]
+    assert made["class"].tolist() == [1, 0]  # Of equal ones the first, as the accuracy counts.
+    assert made["class_name"] == ["b", "a"]
+    assert made["target"].tolist() == [1, 2]
+
+
+def test_probabilities_are_the_softmax() -> None:
+    made = columns(LOGITS, outputs="probabilities")
+    shares = torch.stack([torch.from_numpy(made[f"probability_{n}"]) for n in range(3)], 1)
+    assert torch.equal(shares, LOGITS.softmax(1))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "names"),
+    [
+        (torch.zeros(2), ["output"]),
+        (torch.zeros(2, 1), ["output"]),
+        (torch.zeros(2, 2), ["output_0", "output_1"]),
+        ({"a": torch.zeros(2, 1), "b": (torch.zeros(2, 1, 2),)}, ["a", "b[0]_0_0", "b[0]_0_1"]),
+    ],
+)
+def test_raw_outputs_are_a_flattened_tree(outputs: Any, names: list[str]) -> None:
+    made = columns(outputs, outputs="raw")
+    assert list(made) == ["index", *names]
+    assert all(len(column) == 2 for column in made.values())
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "kind"),
+    [
+        (LOGITS, torch.tensor([1, 2]), "class"),
+        (LOGITS, torch.zeros(2, 3), "output_0"),
+        (torch.zeros(2, 1), torch.tensor([1, 0]), "output"),
+        ({"a": LOGITS, "b": LOGITS}, torch.tensor([1, 0]), "a_0"),
+    ],
+)
+def test_what_fits_is_chosen(outputs: Any, targets: Tensor, kind: str) -> None:
+    assert kind in columns(outputs, targets)
+
+
+def test_samples_are_numbered_over_batches_or_named() -> None:
+    written: list[dict[str, Any]] = []
+    predictions = Predictions(written.append)
+    predictions.update(LOGITS, None)
+    predictions.update(LOGITS[:1], None)
+    assert [own["index"].tolist() for own in written] == [[0, 1], [2]]
+    assert columns(LOGITS, samples=["x.png", "y.png"])["name"] == ["x.png", "y.png"]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "kind", "line"),
+    [
+        (torch.zeros(2), "class", "outputs=class: needs one number for each of several classes, and the model gives a tensor (2,); use outputs=raw"),
+        ({"a": LOGITS, "b": LOGITS}, "probabilities", "outputs=probabilities: needs one number for each of several classes, and the model gives a (2, 3), b (2, 3); use outputs=raw"),
+        (torch.zeros(()), "raw", "outputs: the model gives a tensor (), which is not a row for each sample; let the objective return such outputs"),
+        ({"a": torch.zeros(2), "b": torch.zeros(3)}, "raw", "outputs: the model gives a (2,), b (3,), which is not a row for each sample; let the objective return such outputs"),
+        (torch.zeros(2, 101, 100), "raw", "outputs=raw: 10100 numbers a sample, and a table has at most 10000 columns; let the objective return fewer"),
+    ],
+)  # fmt: skip
+def test_other_outputs_are_refused(outputs: Any, kind: str, line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        columns(outputs, outputs=kind)
+    assert str(refused.value) == line
+
+
+NUMBERS = np.array([0.1, 1e-40, 16777217.0, -0.0, np.inf, np.nan], dtype=np.float32)
+
+
+def test_csv_reads_back_as_the_same_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    names = ["plain", 'a "quoted", one', "two\nlines", "é", "", "="]
+    with table.writing(path) as write:
+        write({"name": names, "value": NUMBERS, "wide": NUMBERS.astype(np.float64)})
+        write({"name": ["last"], "value": NUMBERS[:1], "wide": np.array([1 / 3])})
+    with path.open(newline="", encoding="utf-8") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["name", "value", "wide"]
+    assert [row[0] for row in rows] == [*names, "last"]
+    read = np.array([row[1] for row in rows], dtype=np.float32)
+    assert read.tobytes() == np.append(NUMBERS, NUMBERS[:1]).tobytes()
+    assert float(rows[-1][2]) == 1 / 3
+
+
+def test_parquet_reads_back_as_the_same_numbers(tmp_path: Path) -> None:
+    parquet: Any = pytest.importorskip("pyarrow.parquet")
+    with table.writing(tmp_path / "a.parquet") as write:
+        for _ in range(2):
+            write({"name": ["a"] * len(NUMBERS), "value": NUMBERS})
+    read = parquet.read_table(tmp_path / "a.parquet")
+    assert read["value"].to_numpy().tobytes() == np.tile(NUMBERS, 2).tobytes()
+
+
+def test_a_table_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("old")
+    with pytest.raises(ValueError, match="in the middle"), table.writing(path) as write:  # noqa: PT012
+        write({"value": NUMBERS})
+        raise ValueError("in the middle")
+    assert [own.name for own in tmp_path.iterdir()] == ["a.csv"]
+    assert path.read_text() == "old"
+
+
+def test_parquet_without_its_package_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as refused:
+        table.refuse_unwritable_kind("out", Path("a.parquet"))
+    assert str(refused.value) == (
+        "out=a.parquet: Parquet needs pyarrow; pip install pyarrow, or use out=a.csv"
+    )
