@@ -106,7 +106,7 @@ def run_folder(path: Path) -> Path:
     return path.parent.parent if path.absolute().parent.name == checkpoint.FOLDER else path
 
 
-def checkpoint_of(path: Path, split: str | None) -> Path:
+def checkpoint_of(path: Path, split: str | None = None) -> Path:
     """The checkpoint that was tested, if the run in `path` tested its best; else `path` itself."""
     if split == "val" or checkpoint.newest(path) == path:
         return path
