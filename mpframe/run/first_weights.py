@@ -1,4 +1,4 @@
-"""What `init_from` does: a run begins with saved weights, all but those that may differ."""
+"""What `init_from` does: a run begins with saved weights, except those that may differ."""
 
 import logging
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
     """Load the weights that `init_from` names into the trainer, and log what became of each.
 
     Args:
-        trainer: as it was built.
-        options: with an `init_from`.
+        trainer: newly built.
+        options: those of the run, with an `init_from`.
 
     Returns:
         The precision that they were trained in, e.g. `mixed(float16)`; None if mpframe did not
