@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 _NONE = -1
 _SIGKILLED = -9
+_STOPPING = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
+)
 POLL_SECONDS = 1.0
 """How often a wait for a batch checks whether the workers are alive."""
 
@@ -146,7 +149,7 @@ class WorkerPool:
             DataError: the system starts no more processes, or they cannot be sent the dataset.
         """
         try:
-            with _child_handler_kept(), warnings.catch_warnings():
+            with _child_handler_kept(), _signals_blocked(), warnings.catch_warnings():
                 # torch's advice on what cannot be pickled; the error that follows says it here.
                 warnings.filterwarnings("ignore", "Got pickle error")
                 answers = iter(batches)
@@ -239,10 +242,10 @@ class WorkerPool:
 
 
 def _watch(pool_of: Callable[[], WorkerPool | None]) -> None:
-    """Aborts a wait that would never end, for as long as the pool exists.
+    """Aborts a wait that would never end; it watches as long as the pool exists.
 
-    A worker hands its batch over itself. If it is stopped before the batch is taken, the main
-    process waits inside the operating system, where no timeout of the loader works.
+    A worker itself hands its batch over. If the worker is stopped before the batch is taken, the
+    main process waits in the operating system, where no timeout of the loader works.
     """
     while (pool := pool_of()) is not None:
         if pool.overdue():
@@ -253,9 +256,25 @@ def _watch(pool_of: Callable[[], WorkerPool | None]) -> None:
 
 
 def ignore_signals(worker: int) -> None:
-    """Called in a new worker: signals that stop a run are for the main process alone."""
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(name, signal.SIG_IGN)
+    """Called in a new worker: only the main process answers the signals that stop a run."""
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Within the block a new worker begins with signals blocked; this process gets them after it.
+
+    Without this a signal could end a worker before it has come to `ignore_signals`.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kill(processes: list[Any]) -> None:

@@ -18,7 +18,8 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
 
 from mpframe.data import Loader
-from mpframe.data.workers import CurrentSamples, WorkerPool, require_workers
+from mpframe.data import loader as loader_module
+from mpframe.data.workers import CurrentSamples, WorkerPool, ignore_signals, require_workers
 from mpframe.errors import ConfigError, DataError
 
 # From Python 3.12 on, starting a worker by fork beside torch's own threads warns.
@@ -62,6 +63,7 @@ SPRUNG: dict[str, Callable[[], Any]] = {
     "stopped": lambda: signal_oneself(signal.SIGSTOP),
     "stopped late": lambda: (time.sleep(0.5), signal_oneself(signal.SIGSTOP)),
     "raises": no_such_picture,
+    "nothing": lambda: None,
     "signalled": lambda: signal_oneself(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
     "slow": lambda: time.sleep(0.5),
 }
@@ -157,6 +159,20 @@ def test_the_place_is_found_in_a_shuffled_order() -> None:
     loader = Loader(Trap("killed"), 3, seed=5, shuffle=True, workers=1, split="validation")
     batch = next(n for n in range(4) if 7 in loader.batch_ids(0, n))
     assert f"at validation sample 7 (epoch 0, batch {batch})" in message(loader)
+
+
+def test_a_signal_that_meets_a_worker_at_its_start_is_left_to_the_main_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def signalled(worker: int) -> None:
+        signal_oneself(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        ignore_signals(worker)
+
+    monkeypatch.setattr(loader_module, "ignore_signals", signalled)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    loader = Loader(Trap("nothing"), 3, shuffle=False, workers=2)
+    assert len(list(loader.epoch(0))) == 4
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
 def test_signals_to_all_processes_are_left_to_the_main_one() -> None:
