@@ -77,6 +77,7 @@ def test_every_command_is_accepted(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("conf").symlink_to(ROOT / "conf")
     for word in command.arguments:
         folder = word.partition("=")[2]
         if folder.startswith("runs/"):  # A folder that exists may be named without quotes.
