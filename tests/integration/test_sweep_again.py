@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 OPTIONS = [
     "-m", "seed=1,2,3", "hydra.sweep.dir=out sweep", "model=mlp", "model.hidden=4",
     "trainer.max_steps=20", "trainer.epochs=1", "trainer.log_every=1", "trainer.checkpoint_every=5",
-    "trainer.progress=false", "+callbacks.stop._target_=stopping.Stop",
+    "trainer.progress=off", "+callbacks.stop._target_=stopping.Stop",
     "+callbacks.stop.seed=${seed}",
 ]  # fmt: skip
 NAMES = ["seed=1", "seed=2", "seed=3"]
@@ -163,7 +163,7 @@ def test_a_longer_sweep_in_the_same_folder_runs_what_is_missing(
 DIVERGES = [
     "-m", "loss_scaling=static", "loss_scaling.scale=1e30,1.0", "model=mlp",
     "model.hidden=4", "trainer.max_consecutive_skips=2", "trainer.autopsy=off",
-    "trainer.max_steps=4", "trainer.progress=false", "hydra.sweep.dir=out",
+    "trainer.max_steps=4", "trainer.progress=off", "hydra.sweep.dir=out",
 ]  # fmt: skip
 
 
