@@ -103,7 +103,8 @@ def test_the_table_has_a_row_for_each_log_and_each_validation(
     """With the step's numbers in each (test_interruption.py: also if it is resumed in between)."""
     options = ["trainer.log_every=3", "trainer.eval_every=4"]
     summary = start_run(tmp_path, *SMALL, *options)
-    rows = table(tmp_path)
+    *rows, tested = table(tmp_path)
+    assert (tested["step"], bool(tested["test_loss"])) == ("8", True)
     assert [row["step"] for row in rows] == ["3", "4", "6", "8"]
     assert all(row["train_loss"] and row["grad_amax"] and row["skipped_steps"] for row in rows)
     assert [bool(row["val_accuracy"]) for row in rows] == [False, True, False, True]
