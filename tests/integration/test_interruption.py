@@ -74,8 +74,8 @@ def test_a_validation_is_abandoned_and_made_anew(
     start_run: StartRun, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    # Six batches a validation: the ninth is in the middle of the second one, at step 8.
-    stop = at_call(9, send, StopOnSignal.on_prediction_step)
+    # Three batches a validation: the fifth is in the middle of the second one, at step 8.
+    stop = at_call(5, send, StopOnSignal.on_prediction_step)
     with monkeypatch.context() as patched:
         patched.setattr(StopOnSignal, "on_prediction_step", stop)
         with pytest.raises(RunInterrupted):
@@ -88,7 +88,7 @@ def test_a_validation_is_abandoned_and_made_anew(
     assert_same_run(whole, folder)
     assert (folder / "metrics.csv").read_text() == (whole / "metrics.csv").read_text()
     # Stopped again in the same validation: it is made, and written, once.
-    stop = at_call(3, send, StopOnSignal.on_prediction_step)
+    stop = at_call(2, send, StopOnSignal.on_prediction_step)
     with monkeypatch.context() as patched:
         patched.setattr(StopOnSignal, "on_prediction_step", stop)
         with pytest.raises(RunInterrupted):
