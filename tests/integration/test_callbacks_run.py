@@ -180,7 +180,7 @@ def test_metrics_stand_beside_the_datasets_own(start_run: StartRun, tmp_path: Pa
     summary = start_run(tmp_path, *SMALL, HITS)
     assert (summary.monitor, summary.metric) == ("accuracy", "accuracy")
     assert summary.monitored == summary.val_metric
-    # A share of 360, in float64 and in float32: one rounding of 2^-24.
+    # A share of 180, in float64 and in float32: one rounding of 2^-24.
     assert summary.other_metrics["hits"] == pytest.approx(summary.val_metric, rel=2.0**-24)
     assert Summary.read(tmp_path) == summary
     stored = json.loads((tmp_path / "summary.json").read_text())
