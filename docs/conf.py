@@ -9,6 +9,7 @@ release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["conf.py"]
 myst_heading_anchors = 3
+highlight_language = "text"  # Of a block that names none.
 html_theme = "furo"
 html_title = "mpframe"
 html_show_copyright = False

@@ -28,11 +28,11 @@ from mpframe.errors import MpframeError, UserCodeError, first_line
 _PACKAGES = (torch.__file__, hydra.__file__, importlib.__file__, __file__)
 _NOT_THEIRS = ("<frozen importlib", *(str(Path(file).parent) for file in _PACKAGES))
 _LONGEST = 200
-"""Characters of a foreign error's text that are repeated."""
+"""How many characters of a user's error are repeated."""
 
 
 class UserCode:
-    """Within the block a user's code runs; what it raises becomes a `UserCodeError`.
+    """Within the block a user's code runs. An error that it raises becomes a `UserCodeError`.
 
     Args:
         option: that chose it, e.g. `model` or `dataset: the loss`.
@@ -55,9 +55,10 @@ class UserCode:
 
 
 def blame(option: str, code: Any, **given: Any) -> NoReturn:
-    """Raise the present error again, a user's as a `UserCodeError`.
+    """Raise the present error again; if it is a user's, as a `UserCodeError`.
 
-    For an `except` clause: the step runs users' code so, as it costs nothing while nothing fails.
+    It is for an `except` clause. The step runs users' code in this way: it costs nothing as long as
+    nothing fails.
 
     Args:
         option, code, given: as for `UserCode`.
@@ -74,7 +75,7 @@ def blame(option: str, code: Any, **given: Any) -> NoReturn:
 
 
 class InBatch:
-    """Within the block errors in users' code name the batch.
+    """Within the block an error in users' code names the batch.
 
     Args:
         split: `training` or `validation`.
@@ -106,7 +107,7 @@ def name_of(code: Any) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """An error as a clause: its class, the first line of its text, and where in whose file."""
+    """An error as a clause: its class, the first line of its text, and the file and line."""
     text = first_line(error).rstrip(".") if str(error).strip() else ""
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     frames = traceback.extract_tb(error.__traceback__)
@@ -142,7 +143,7 @@ def _range_of(value: Tensor) -> str:
 
 
 def _advice(error: BaseException, given: dict[str, Any]) -> str:
-    """The way out, if the arguments show one."""
+    """What the user can do, if the arguments show it."""
     outputs, targets = given.get("outputs"), given.get("targets")
     if "inputs" in given and "dtype" in str(error):
         return (

@@ -6,8 +6,9 @@
 
 Begin with layout.py (names), then writing.py and reading.py. A `Snapshot` is what both handle;
 untrusted.py refuses damaged and crafted files; retention.py decides which checkpoints stay;
-saved_weights.py takes the weights out of a state; export/ writes files for others. When a run
-saves is decided in training/callbacks/checkpoints.py, how it resumes in run/resuming.py.
+saved_weights.py takes the weights out of a state; init_from/ fits weights of others to a model;
+export/ writes files for others. training/callbacks/checkpoints.py decides when a run saves,
+run/resuming.py how it resumes.
 
 Imports torch and, of mpframe, `files`, `tree` and `errors`: no trainer and no options.
 """

@@ -13,7 +13,7 @@ PIECE = 2**20  # bytes read at once
 
 
 class HashingFile:
-    """Passes what is written on to a file, and digests it on the way.
+    """Writes to a file, and computes the digest of what is written.
 
     After a failed write nothing more is written, and `raise_if_failed` raises the error. It is not
     raised at once: torch's writer would continue at a wrong position and report that instead.
@@ -47,7 +47,7 @@ class HashingFile:
         self._file.flush()
 
     def raise_if_failed(self) -> None:
-        """Raise the OSError that writing ended with, if it did."""
+        """Raise the OSError of the write that failed, if one did."""
         if self._error is not None:
             raise self._error
 
@@ -60,7 +60,7 @@ def sha256_of(path: Path) -> str:
     """The digest of a regular file, in hexadecimal.
 
     Raises:
-        OSError: it cannot be read, or is a link or no regular file.
+        OSError: it cannot be read, or is a link or not a regular file.
     """
     digest = hashlib.sha256()
     with open_regular(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Which run a checkpoint belongs to: each names its run by a random word, drawn at its start.
+"""Which run a checkpoint belongs to: it holds a random word that was drawn when the run began.
 
 A folder's checkpoints differ only in their step, so those of two runs would replace and delete each
 other. A folder belongs to one run. A checkpoint of an older version names no run, and counts as one
@@ -32,7 +32,7 @@ def refuse_mixed(folder: Path) -> None:
     """Refuse a run's folder with checkpoints of two runs.
 
     Raises:
-        CheckpointError: it has; the message names one of each.
+        CheckpointError: it has such checkpoints; the message names one of each run.
     """
     first: dict[str, Path] = {}
     for path in all_in(folder):

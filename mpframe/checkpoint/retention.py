@@ -23,7 +23,7 @@ def prune(folder: Path, keep_last: int, keep_best: int) -> None:
         keep_best: how many of the best by validation to keep as well, >= 0.
 
     Raises:
-        OSError: one could not be deleted.
+        OSError: a checkpoint could not be deleted.
     """
     found = all_in(folder)
     kept = {*found[-keep_last:], *best_in(folder, keep_best)}
@@ -35,7 +35,7 @@ def prune(folder: Path, keep_last: int, keep_best: int) -> None:
 
 
 def best_in(folder: Path, count: int) -> list[Path]:
-    """The checkpoints with the best validation, the best first; of equal ones the older."""
+    """The checkpoints with the best validation, the best first; of two equal ones the older one."""
     if count == 0:
         return []
     ranked = [(rank, path) for path in all_in(folder) if (rank := _rank_of(path)) is not None]
@@ -66,7 +66,7 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
     """Set aside the checkpoints newer than `step`, from which a run continues.
 
     They are bad, or the run will not repeat them: nothing may resume from them, and they do not
-    count among the newest. One that was set aside before under the same name is deleted.
+    count among the newest. An older one that was set aside under the same name is deleted.
 
     Returns:
         Their new paths.

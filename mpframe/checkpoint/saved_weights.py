@@ -44,6 +44,13 @@ def weights_of(state: Mapping[str, Any], kind: str, path: Path) -> dict[str, Ten
     return {**weights, **averages}
 
 
+def validated_kind(state: Mapping[str, Any]) -> str:
+    """Which weights the run was validated with: `ema` if it kept averages, else `trained`."""
+    trainer = state.get("trainer")
+    kept = isinstance(trainer, Mapping) and trainer.get("ema") is not None
+    return "ema" if kept else "trained"
+
+
 def averages_of(state: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     """The averages by the name of their parameter.
 

@@ -24,12 +24,12 @@ class Snapshot:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def detached(self) -> Self:
-        """The same with every tensor copied to the CPU: training may continue."""
+        """A copy with every tensor on the CPU, which does not change if training continues."""
         return replace(self, state=_copied(self.state, {}))
 
 
 def _copied(value: Any, copies: dict[Any, Tensor]) -> Any:
-    """A deep copy; tensors that share memory still do, so tied weights take no more."""
+    """A deep copy; tensors that share memory share it in the copy, too."""
     if isinstance(value, Tensor):
         place = (value.data_ptr(), value.dtype, value.device, value.shape, value.stride())
         if value.data_ptr() == 0 or place not in copies:

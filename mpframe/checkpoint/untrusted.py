@@ -5,7 +5,7 @@ what is compressed, a thousandfold if need be, and a tensor may claim any number
 few bytes. What torch writes does neither: its entries are stored as they are, and no tensor is
 larger than the file.
 
-What such a file may raise in torch, zipfile, pickle or json has no end: from IndexError and
+Such a file may raise almost anything in torch, zipfile, pickle or json, from IndexError and
 AssertionError to MemoryError and RecursionError. To the user all of it means one thing: the file is
 damaged.
 """

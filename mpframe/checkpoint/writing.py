@@ -44,7 +44,7 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
 
 
 def save_as(final: Path, snapshot: Snapshot) -> Path:
-    """Save a snapshot as the folder `final`, whose parent may be missing; errors as of `save`."""
+    """Save a snapshot as the folder `final`, whose parent may be missing; raises as `save`."""
     new = hidden(final, "new")
     try:
         final.parent.mkdir(exist_ok=True)
@@ -65,7 +65,7 @@ def save_as(final: Path, snapshot: Snapshot) -> Path:
 
 
 class Background:
-    """One piece of work at a time on a thread of its own; what fails there is raised here.
+    """Runs one piece of work at a time in a thread of its own; its errors are raised here.
 
     Use it as a context manager, or call `close`.
     """
@@ -75,7 +75,7 @@ class Background:
         self._pending: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Start `work`, after waiting for the work before.
+        """Wait for the work before, then start `work`.
 
         Raises:
             Exception: what the work before raised; `work` is then not started.
@@ -120,7 +120,7 @@ def _write(folder: Path, snapshot: Snapshot) -> None:
 
 
 def _refuse_unreadable(path: Path) -> None:
-    """Refuse a state that cannot be loaded now, not when it is needed."""
+    """Refuse a state that cannot be loaded: now, and not when it is needed."""
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # Reads no tensor.
     except pickle.UnpicklingError as error:

@@ -72,7 +72,7 @@ def of_evidence(folder: Path, given: list[str]) -> Report:
 
 
 def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:
-    """Examine the step that comes after a checkpoint; the report, and the checkpoint's step.
+    """Examine the step that comes after a checkpoint; returns the report and the checkpoint's step.
 
     Raises:
         MpframeError: anything that is missing, damaged or does not fit, in one line.
@@ -108,7 +108,7 @@ def _main(arguments: list[str]) -> None:
 
 
 def _evidence_in(path: Path, step: str | None) -> Path | None:
-    """The evidence that is meant; None if a checkpoint is, or if there is no evidence."""
+    """The evidence that `run=` stands for; None if it stands for a checkpoint, or there is none."""
     if path.absolute().parent.name == evidence.FOLDER:
         return path
     found = evidence.all_in(path)

@@ -1,4 +1,4 @@
-"""Say before training what will go wrong, and which option mends it.
+"""Say before training what will go wrong, and which option fixes it.
 
 Usage: mpframe doctor [-m] [GROUP=CHOICE] [option=value] ...
 
@@ -28,7 +28,7 @@ from mpframe.run.first_weights import take_first_weights
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Examine what `scripts/train.py` would train; exit code 1 if a finding is an error.
+    """Examine what `mpframe train` would train; the exit code is 1 if a finding is an error.
 
     Args:
         arguments: as for training; the command line if None.
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def subject_of(config: Config, words: Sequence[str] = ()) -> Subject:
-    """What the options build, before its first step.
+    """Build what the options say; no step has been made.
 
     Args:
         config: the options.
@@ -64,7 +64,7 @@ def subject_of(config: Config, words: Sequence[str] = ()) -> Subject:
 
 
 def as_text(words: Sequence[str], findings: list[Finding]) -> str:
-    """The findings, a line each, under the words typed for their job, and how many there are."""
+    """The words that were typed for a job, a line for each finding, and how many there are."""
     head = f"{shlex.join(words) or 'the default configuration'}:"
     counts = {kind: sum(f.severity is kind for f in findings) for kind in Severity}
     said = [f"{n} {kind.name.lower()}{'s' * (n != 1)}" for kind, n in counts.items() if n]

@@ -48,7 +48,7 @@ _SPLITS = ("val", "test")
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation and what it is of.
+    """An evaluation, and what was evaluated.
 
     Attributes:
         split: `val` or `test`.
@@ -102,11 +102,11 @@ def evaluate(
 
 
 def run_folder(path: Path) -> Path:
-    """The run's folder a checkpoint lies in; a run's folder itself."""
+    """The folder of the run that a checkpoint belongs to; if `path` is a run's folder, itself."""
     return path.parent.parent if path.absolute().parent.name == checkpoint.FOLDER else path
 
 
-def checkpoint_of(path: Path, split: str | None) -> Path:
+def checkpoint_of(path: Path, split: str | None = None) -> Path:
     """The checkpoint that was tested, if the run in `path` tested its best; else `path` itself."""
     if split == "val" or checkpoint.newest(path) == path:
         return path
@@ -146,7 +146,7 @@ def _main(arguments: list[str]) -> None:
 
 
 def refuse_unknown(option: str, value: str | None, known: Sequence[str]) -> None:
-    """Refuse a value that is none of those known."""
+    """Refuse a value that is not among the known ones."""
     if value is not None and value not in known:
         hint = nearest(value, known)
         raise ConfigError(

@@ -8,13 +8,15 @@ Usage: mpframe export checkpoint=PATH out=FILE [format=...] [weights=...] [optio
     mpframe export checkpoint=runs/mine out=model.pt2 format=torch_export
 
 Options:
-    checkpoint=PATH       a run (its newest checkpoint) or one checkpoint; must be given
+    checkpoint=PATH       a run or one checkpoint; must be given. A run stands for the checkpoint
+                          that was tested, and if none was for its newest one
     out=FILE              must be given
     format=safetensors|state_dict|onnx|torch_export    default: safetensors
-    weights=trained|ema   default: trained; ema: the averages of trainer.ema_decay
+    weights=trained|ema   default: as the run was validated; ema: the averages of trainer.ema_decay
     weights_dtype=fp32|float16|bfloat16    default: fp32; rounded once, from the fp32 masters
     overwrite=true        replace a file that exists; default: false
     model.OPTION=VALUE    for a graph: options of the model
+    --config-dir=FOLDER, --config-name=NAME    for a graph: as for mpframe train
 
 The sidecar is FILE.json.
 
@@ -43,10 +45,18 @@ from mpframe.checkpoint.export.files import (
     refuse_taken,
     write,
 )
-from mpframe.checkpoint.export.graph import as_onnx, as_pt2, graph_inputs, require_onnx, traced
+from mpframe.checkpoint.export.graph import (
+    as_onnx,
+    as_pt2,
+    graph_inputs,
+    require_onnx,
+    traced,
+    without_labels,
+)
 from mpframe.checkpoint.export.rounding import DTYPES, Exported, converted
 from mpframe.checkpoint.export.sidecar import as_json, facts_of, model_facts
-from mpframe.checkpoint.saved_weights import KINDS, weights_of
+from mpframe.checkpoint.saved_weights import KINDS, validated_kind, weights_of
+from mpframe.cli.evaluate import checkpoint_of
 from mpframe.cli.program import program
 from mpframe.config.redaction import redacted, secrets_of
 from mpframe.config.stored import config_of
@@ -57,7 +67,7 @@ _DEFAULTS = {
     "checkpoint": "",
     "out": "",
     "format": "safetensors",
-    "weights": "trained",
+    "weights": "",  # as the run was validated
     "weights_dtype": "fp32",
     "overwrite": "false",
 }
@@ -71,20 +81,20 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Export:
-    """What the command line asks for.
+    """An export, read and rounded.
 
     Attributes:
         options: this program's own, by name.
         given: `option=value` words that change the run's options.
+        source: the checkpoint's folder, and `snapshot` its content.
+        weights: in the format asked for.
     """
 
     options: dict[str, str]
     given: list[str]
-
-    @property
-    def source(self) -> Path:
-        """The checkpoint's folder."""
-        return checkpoint.newest(Path(self.options["checkpoint"]))
+    source: Path
+    snapshot: Snapshot
+    weights: Exported
 
     @property
     def out(self) -> Path:
@@ -106,46 +116,50 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _main(arguments: list[str]) -> None:
-    export = _checked(arguments)
-    options, form = export.options, export.options["format"]
-    refuse_taken(export.out, options["overwrite"] == "true")
-    if form == "onnx":
+    options, given = _checked(arguments)
+    refuse_taken(Path(options["out"]), options["overwrite"] == "true")
+    if options["format"] == "onnx":
         require_onnx()
-    snapshot = checkpoint.read(Path(options["checkpoint"]))
-    weights = weights_of(snapshot.state, options["weights"], export.source)
-    exported = converted(weights, options["weights_dtype"])
-    facts = facts_of(snapshot, export.source)
-    facts["weights"] = {
-        "kind": options["weights"],
-        "dtype": dtype_name(DTYPES[options["weights_dtype"]]),
-        "saturated": exported.saturated,
-    }
-    content = (
-        _graph(export, snapshot, exported, facts)
-        if form in GRAPHS
-        else _weights(form, exported, _without_secrets(facts))
-    )
-    write(export.out, content, form, _without_secrets(facts))
-    print(printable(_text(export, facts, exported)))
+    export = _read(options, given)
+    facts = _facts_of(export)
+    content = _content(export, facts)
+    write(export.out, content, options["format"], _without_secrets(facts))
+    print(printable(_text(export, facts)))
 
 
-def _weights(form: str, exported: Exported, facts: dict[str, Any]) -> bytes:
+def _read(options: dict[str, str], given: list[str]) -> Export:
+    path = checkpoint_of(Path(options["checkpoint"]))
+    snapshot, source = checkpoint.read(path), checkpoint.newest(path)
+    options = {**options, "weights": options["weights"] or validated_kind(snapshot.state)}
+    weights = weights_of(snapshot.state, options["weights"], source)
+    return Export(options, given, source, snapshot, converted(weights, options["weights_dtype"]))
+
+
+def _facts_of(export: Export) -> dict[str, Any]:
+    """What the sidecar says; of a graph also what it takes and computes in."""
+    options, facts = export.options, facts_of(export.snapshot, export.source)
+    dtype = dtype_name(DTYPES[options["weights_dtype"]])
+    saturated = export.weights.saturated
+    facts["weights"] = {"kind": options["weights"], "dtype": dtype, "saturated": saturated}
+    if options["format"] in GRAPHS:
+        facts["computes_in"] = dtype
+        facts["inputs"] = graph_inputs(facts, options["weights_dtype"])
+    return facts
+
+
+def _content(export: Export, facts: dict[str, Any]) -> bytes:
+    form, tensors = export.options["format"], export.weights.tensors
     if form == "state_dict":
-        return as_state_dict(exported.tensors)
-    return as_safetensors(exported.tensors, facts)
-
-
-def _graph(export: Export, snapshot: Snapshot, exported: Exported, facts: dict[str, Any]) -> bytes:
-    """The model's graph; `facts` then say which model was built, and what the graph takes."""
-    options = export.options
-    facts["computes_in"] = facts["weights"]["dtype"]
-    facts["inputs"] = graph_inputs(facts, options["weights_dtype"])
-    config = config_of(snapshot.config, export.source / "config.yaml", export.given)
+        return as_state_dict(tensors)
+    if form == "safetensors":
+        return as_safetensors(tensors, _without_secrets(facts))
+    config = config_of(export.snapshot.config, export.source / "config.yaml", export.given)
     facts["model"] = model_facts(config.model)
     model: nn.Module = build.build_model(config)
-    graph = traced(model, exported, options["weights_dtype"], facts["inputs"])
+    facts["inputs"] = without_labels(facts["inputs"], model)
+    graph = traced(model, export.weights, export.options["weights_dtype"], facts["inputs"])
     words = as_json(_without_secrets(facts))
-    return as_onnx(graph, words) if options["format"] == "onnx" else as_pt2(graph, words)
+    return as_onnx(graph, words) if form == "onnx" else as_pt2(graph, words)
 
 
 def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +167,7 @@ def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
     return hidden
 
 
-def _checked(arguments: list[str]) -> Export:
+def _checked(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     own, given = take_options(arguments, _DEFAULTS)
     options = {**_DEFAULTS, **own}
     for name, example in (
@@ -167,11 +181,11 @@ def _checked(arguments: list[str]) -> Export:
     _refuse_unfit_ending(options)
     if options["format"] not in GRAPHS:
         _refuse_more(given, options["format"])
-    return Export(options, given)
+    return options, given
 
 
 def _refuse_unless(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value in choices:
+    if value in choices or value == _DEFAULTS[name]:
         return
     if name == "format" and value in DTYPES:  # What the option once was.
         raise ConfigError(f"format={value}: is no file's format; give weights_dtype={value}")
@@ -201,17 +215,18 @@ def _refuse_more(given: list[str], form: str) -> None:
         raise ConfigError(f"{word}: no such option; {hint or 'known: ' + ', '.join(_DEFAULTS)}")
 
 
-def _text(export: Export, facts: dict[str, Any], exported: Exported) -> str:
-    options, held = export.options, exported.saturated
+def _text(export: Export, facts: dict[str, Any]) -> str:
+    options, held = export.options, export.weights.saturated
     worst = sorted(held, key=lambda name: -held[name])
     saturation = (
         f"; {sum(held.values())} values beyond the range of {options['weights_dtype']} are held "
         f"at its end ({', '.join(worst[:3])}{', ...' if len(worst) > 3 else ''})"
     )
     unknown = [key for key in ("inputs", "preprocessing", "class_names") if facts[key] is None]
+    count, dtype = len(export.weights.tensors), options["weights_dtype"]
     return (
-        f"{export.out}: {len(exported.tensors)} tensors in {options['weights_dtype']}, weights "
-        f"{options['weights']}, step {facts['run']['step']}"
+        f"{export.out}: {count} tensors in {dtype}, weights {options['weights']}, step "
+        f"{facts['run']['step']}"
         + saturation * bool(held)
         + f"; {beside(export.out).name} says how to use them"
         + f", but for {', '.join(unknown)}, which the run did not know" * bool(unknown)

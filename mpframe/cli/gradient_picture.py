@@ -63,7 +63,7 @@ def _main(arguments: list[str]) -> None:
 def _losses(
     config: Config, weights: dict[str, torch.Tensor], present: float | None, half: torch.dtype
 ) -> list[ScaledGradients]:
-    """At no scale, at the run's present one if it has one, and at the best."""
+    """What is lost without a scale, at the run's present scale if it has one, and at the best."""
     plain = _measured(config, weights, 1.0, half)
     best = best_scale(plain, half)
     losses = [scaled_gradients("no loss scaling", plain)]
@@ -95,7 +95,7 @@ def _scaled(trainer: Trainer, scale: float) -> Trainer:
 
 
 def _scale_of(state: dict[str, object]) -> float | None:
-    """The loss scale a checkpoint holds: the largest if several losses have one each."""
+    """The loss scale in a checkpoint; if several losses have one each, the largest."""
     trainer = state.get("trainer")
     scalers = trainer.get("scaler") if isinstance(trainer, dict) else None
     scales = [float(own["scale"]) for own in (scalers or {}).values()]

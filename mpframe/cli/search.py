@@ -50,8 +50,8 @@ _OPTIONS = ("target", "batches", "prove", "seeds", "out")
 Proof = dict[str, list[Evaluation]]
 """The validation of each seed, for each way of training."""
 TARGET = {"float16": 0.1, "bfloat16": 0.3}
-"""Relative error of the gradients that a healthy net stays below: rounding flips ReLUs and maxima
-that were nearly tied, and each flip is a whole gradient."""
+"""The relative error of the gradients that a healthy net stays below. It is not near 0: if rounding
+changes the sign before a ReLU, or which of two values is the maximum, a whole gradient changes."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -82,7 +82,7 @@ def _main(arguments: list[str]) -> None:
 
 
 def search(config: Config, target: float, batches: int) -> SearchResult:
-    """The smallest fp32 set of a configuration.
+    """Find the smallest set of modules that must stay in fp32.
 
     Args:
         config: the options; its mode is `mixed` or `amp`.
@@ -112,9 +112,9 @@ def search(config: Config, target: float, batches: int) -> SearchResult:
 
 
 def prove(config: Config, pinned: Sequence[str], steps: int, seeds: int) -> Proof:
-    """Validations after `steps` steps of each seed: in fp32, with what was found, all in half.
+    """Train `steps` steps with each seed, and validate: in fp32, with what was found, all in half.
 
-    One that diverged is nan.
+    The loss of a training that diverged is nan.
     """
     pins = {**config.ops.modules, **dict.fromkeys(pinned, "fp32")}
     runs = {

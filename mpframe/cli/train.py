@@ -74,7 +74,7 @@ def _train() -> None:
 
 @contextmanager
 def _errors_raised() -> Iterator[None]:
-    """Within the block Hydra raises its errors; otherwise it would print them and end."""
+    """Within the block Hydra raises its errors. Outside it would print them and end the program."""
     before = os.environ.get(_FULL_ERROR)
     os.environ[_FULL_ERROR] = "1"
     try:

@@ -7,6 +7,7 @@ compares a composed configuration with it. Hydra composes; the other files prepa
     overrides.py     the words of a command line       composing.py     one job, or why not
     sweep/           the jobs of a sweep               job_check.py     checks before a job starts
     command_line.py  what the commands use             stored.py        a checkpoint's options
+    source.py        where Hydra composes from         trust.py         which classes may be built
     redaction.py     keeps secrets out                 options_page.py  writes docs/options.md
 
 This package imports only files/ and errors.py, and never torch, so that a mistake is answered at

@@ -1,8 +1,11 @@
 """Which targets of a stored configuration may be built: those the user's own words or files name.
 
-conf/model/cnn.yaml              trusts mpframe.models.cnn, as a model
-a file of the user's own folder  trusts what it names, at the place where it names it
-model._target_=my_pkg.Net        on the command line trusts my_pkg.Net
+    conf/model/cnn.yaml              trusts mpframe.models.cnn, as a model
+    a file of the user's own folder  trusts what it names, at the place where it names it
+    model._target_=my_pkg.Net        on the command line trusts my_pkg.Net
+
+Of the user's own folder only the groups count, and the file that `--config-name` names. A
+checkpoint from elsewhere may lie in it, too, and must not trust itself.
 """
 
 import shlex
@@ -32,7 +35,9 @@ class Trusted:
 
     def __init__(self, source: Source) -> None:
         self._folders = [CONF, *source.own_folders]
-        self._own = {pair for folder in source.own_folders for pair in _named_in(folder)}
+        self._own = {
+            pair for folder in source.own_folders for pair in _named_in(folder, source.name)
+        }
 
     def choices(self, group: str) -> dict[str, Any]:
         """The targets of a group by choice."""
@@ -45,7 +50,8 @@ class Trusted:
 
     def names(self, place: str, target: Any) -> bool:
         """True if a file names this target for this place, e.g. `model` or `metrics.top`."""
-        return target in self.choices(place).values() or (place, str(target)) in self._own
+        shipped = place in OPEN and target in self.choices(place).values()
+        return shipped or (place, str(target)) in self._own
 
 
 def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
@@ -70,11 +76,14 @@ def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
     )
 
 
-def _named_in(folder: Path) -> Iterator[tuple[str, str]]:
-    """(place, target) of each `_target_` in the files of a folder."""
-    for file in sorted(folder.rglob("*.yaml")):
-        group = file.relative_to(folder).parts[0]
-        yield from _targets(_read(file), group if group in OPEN else "")
+def _named_in(folder: Path, primary: str) -> Iterator[tuple[str, str]]:
+    """(place, target) of each `_target_` in the files of a folder that Hydra composes from."""
+    places = {**{group: group for group in OPEN}, "experiment": ""}
+    for group, place in places.items():
+        for file in sorted((folder / group).rglob("*.yaml")):
+            yield from _targets(_read(file), place)
+    for file in folder.glob(f"{primary}.yaml"):
+        yield from _targets(_read(file))
 
 
 def _targets(node: Any, place: str = "") -> Iterator[tuple[str, str]]:

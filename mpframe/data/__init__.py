@@ -1,13 +1,14 @@
 """From samples to batches: datasets, and the loader that reads them in a reproducible order.
 
-A dataset is a function that returns a `Task`: the samples to train on and to validate on, what is
-to minimise, and the metrics (task.py; the shortest one is datasets/digits.py). A batch is any tree
-of tensors: a tensor, tuples, lists, dicts.
+A dataset is a function that returns a `Task`: the samples to train on, to validate on and to test
+on, what is to minimise, and the metrics (task.py; the shortest dataset is datasets/digits.py). A
+batch is any tree of tensors: a tensor, tuples, lists, dicts.
 
 Begin with loader.py: which batch comes when, and why a resumed run sees the same ones. fetch.py
 makes one batch, wherever it runs; workers.py watches the processes that do; keyed_random.py is
-where every random number comes from. May import objectives, which a task holds, and what stands
-below them; nothing that trains, and no options (facts.py compares what it is given).
+where every random number comes from. The package may import objectives, because a task holds them,
+and what is below them. It imports nothing that trains, and it knows no options: facts.py compares
+the values that it is given.
 """
 
 from mpframe.data.datasets.adversarial import adversarial, digits_gan

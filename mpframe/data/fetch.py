@@ -2,8 +2,8 @@
 
 A batch is any tree of tensors: a tensor, tuples, lists, dicts, with numbers and strings among
 them. A request for one is a list of integers: the epoch, the batch's number in it, and the samples'
-indices. The epoch comes with the indices, so workers live from epoch to epoch and none can have
-an old one.
+indices. The epoch comes with the indices, so a worker can live for many epochs and never uses an
+old one.
 
 Random numbers are drawn in two ways, and both depend on (seed, epoch, index) alone:
 
@@ -139,9 +139,9 @@ def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
 
 @contextmanager
 def _blamed_on(what: str, way_out: str = "fix the dataset or its data") -> Iterator[None]:
-    """What the dataset's own code raises becomes one line; the traceback goes with it as a note.
+    """Within the block an error of the dataset's own code becomes one line.
 
-    A note, because the error may have to travel from a worker, and its cause cannot.
+    The traceback goes with it as a note: the error may come from a worker, and its cause cannot.
     """
     try:
         yield
@@ -186,7 +186,7 @@ def _without_tensor(batch: Any, indices: Sequence[int]) -> str:
 
 
 def _without_graph(batch: Any) -> Any:
-    """The tensors alone: what they were computed from cannot leave a worker, and is not trained."""
+    """The tensors without their graph: it cannot leave a worker, and nothing in it is trained."""
     if not any(tensor.grad_fn for tensor in tensors_in(batch)):
         return batch
     return map_tensors(_detached, batch)

@@ -1,6 +1,6 @@
 """The check that a batch is finite, made on the host before the model sees it.
 
-Inside a loss NaN or inf from the data would look like a number that grew too large.
+In the loss, NaN or inf from the data would look like a number that grew too large.
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,6 +86,6 @@ def _is_finite(tensor: Tensor) -> bool:
     values = tensor
     if tensor.layout is not torch.strided:
         values = (tensor.coalesce() if tensor.is_sparse else tensor).values()
-    # Both ends carry NaN along, and one pass over them is far cheaper than isfinite's mask.
+    # If a value is NaN, both ends are. One pass for them is far cheaper than isfinite's mask.
     low, high = values.aminmax()
     return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -1,15 +1,15 @@
 """Random numbers that are a pure function of their key, such as (seed, epoch, sample).
 
-There is no state to carry, so a sample's augmentation is the same whatever came before it, in
-whichever process. SplitMix64 (Steele, Lea and Flood 2014) walks a 64-bit state s by the odd
-constant γ = 0x9E3779B97F4A7C15 and mixes what it finds, all modulo 2^64:
+There is no state to keep, so a sample's augmentation is the same in every process and whatever was
+drawn before it. SplitMix64 (Steele, Lea and Flood 2014) adds the odd constant
+γ = 0x9E3779B97F4A7C15 to a 64-bit state s for each draw and mixes the sum, all modulo 2^64:
 
     mix64(z):  z = (z ⊕ (z >> 30)) · 0xBF58476D1CE4E5B9
                z = (z ⊕ (z >> 27)) · 0x94D049BB133111EB
                z ⊕ (z >> 31)
     draw j of a stream:  mix64(s + j γ),  j = 1, 2, ...
 
-A key of several words is folded into one state, s <- mix64(s + word + γ), beginning at s = 0.
+A key of several words becomes one state by s <- mix64(s + word + γ) for each word, from s = 0 on.
 Everything is computed for a whole batch at once.
 """
 

@@ -169,8 +169,8 @@ class _Plan:
 
 
 def _requests(order: EpochOrder, numbers: range) -> Iterator[list[int]]:
-    # Outside the loader: a generator that held it would make a reference cycle, and the loader's
-    # workers would live until the garbage collector runs, perhaps within a newly forked one.
+    # This is no method: a generator that holds the loader would make a reference cycle, and the
+    # loader's workers would live until the garbage collector runs, perhaps in a new worker.
     size = order.batch_size
     for number in numbers:
         indices = order.indices[number * size : (number + 1) * size].tolist()
@@ -182,7 +182,7 @@ def _batch_or_raise(answer: Any) -> Any:
         try:
             raise answer
         finally:
-            del answer  # The same cycle: error, traceback, this frame, error.
+            del answer  # It would be such a cycle, too: error, traceback, this frame, error.
     return answer
 
 

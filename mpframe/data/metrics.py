@@ -1,7 +1,7 @@
-"""Validation metrics that count on the device.
+"""Metrics that count on the device.
 
-An `update` only queues work: the sums are 0-d tensors on the outputs' device and nothing is read
-back before `compute`. They start as the number 0, so that the first batch decides the device.
+An `update` only queues work: the sums are 0-d tensors on the outputs' device, and nothing is read
+back before `compute`. The sums start as the number 0, so that the first batch decides the device.
 """
 
 import torch

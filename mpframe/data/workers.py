@@ -242,10 +242,10 @@ class WorkerPool:
 
 
 def _watch(pool_of: Callable[[], WorkerPool | None]) -> None:
-    """Aborts a wait that would never end, for as long as the pool exists.
+    """Aborts a wait that would never end; it watches as long as the pool exists.
 
-    A worker hands its batch over itself. If it is stopped before the batch is taken, the main
-    process waits inside the operating system, where no timeout of the loader works.
+    A worker itself hands its batch over. If the worker is stopped before the batch is taken, the
+    main process waits in the operating system, where no timeout of the loader works.
     """
     while (pool := pool_of()) is not None:
         if pool.overdue():
@@ -256,7 +256,7 @@ def _watch(pool_of: Callable[[], WorkerPool | None]) -> None:
 
 
 def ignore_signals(worker: int) -> None:
-    """Called in a new worker: signals that stop a run are for the main process alone."""
+    """Called in a new worker: only the main process answers the signals that stop a run."""
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,9 +1,9 @@
-"""Networks to name in a config: `model=cnn`, `mlp`, `resnet18`, `gan`.
+"""The networks that ship, chosen by `model=cnn`, `mlp`, `resnet18` or `gan`.
 
-Each module is named after its function, which returns a `torch.nn.Module`; the shortest one to read
-is mlp.py. Any other class or function that returns a module works too, by its `_target_`. Models
-are plain PyTorch: they import torch and errors (checks.py refuses sizes by the option's name), and
-nothing in them mentions precision.
+Each file is named after its function, which returns a `torch.nn.Module`; the shortest is mlp.py.
+A `_target_` may name any other class or function that returns a module. Models are plain PyTorch:
+they import torch and errors (checks.py refuses sizes by the option's name), and nothing in them
+mentions precision.
 """
 
 from mpframe.models.cnn import cnn

@@ -1,4 +1,4 @@
-"""Refuses sizes that no network can have, by the option's name, before a layer fails on them."""
+"""Refuses sizes that no network can have before a layer fails on them; errors name the option."""
 
 from mpframe.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""A small generative adversarial network: two perceptrons, one that makes and one that judges."""
+"""A small generative adversarial network: one perceptron makes images and another judges them."""
 
 import math
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Gan(nn.Module):
         self.discriminator = mlp(list(shape), classes=1, hidden=hidden)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [N, 1] of the images and of as many made ones, for the discriminator to learn by.
+        """Logits [N, 1] of the images and of as many made images: the discriminator learns by them.
 
         Args:
             images: [N, channels, height, width].
@@ -47,9 +47,9 @@ class Gan(nn.Module):
         return self.discriminator(images), self.discriminator(made.detach())
 
     def noise(self, images: Tensor) -> Tensor:
-        """As many noises as there are images, [N, latent], normal.
+        """Normal noise [N, latent], a row for each image.
 
-        They are the same in every validation, so that results compare.
+        It is the same in every validation, so that results can be compared.
         """
         size = (len(images), self.latent)
         if self.training:

@@ -1,6 +1,6 @@
-"""ResNet-18 (He et al. 2015), torchvision's, with a stem for small images and a width to choose.
+"""torchvision's ResNet-18 (He et al. 2015), with a stem for small images and a choice of width.
 
-Names of modules, initialisation and forward pass are torchvision's.
+The names of the modules, the initialisation and the forward pass are torchvision's.
 """
 
 import torch

@@ -81,13 +81,13 @@ def draw(losses: Sequence[ScaledGradients], half: torch.dtype, step: int, path: 
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 2.4 * len(losses) + 0.8), layout="constrained")
+    figure = Figure(figsize=(7.5, 2.1 * len(losses) + 0.9), layout="constrained")
     panels = figure.subplots(len(losses), 1, sharex=True, squeeze=False)[:, 0]
     for axes, own in zip(panels, losses, strict=True):
         _panel(axes, own, half)
-    panels[-1].set_xlabel("exponent of the scaled gradient, floor(log2 |s g|)")
+    panels[-1].set_xlabel("exponent of the scaled gradient, floor(log2 |s g|)", fontsize=12)
     name = dtype_name(half)
-    figure.suptitle(f"Gradients of activations and weights after {step} steps, held in {name}")
+    figure.suptitle(f"gradients after {step} steps, in {name}")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     path.parent.mkdir(parents=True, exist_ok=True)
     png = io.BytesIO()
@@ -102,17 +102,17 @@ def _panel(axes: Any, losses: ScaledGradients, half: torch.dtype) -> None:
     x = shown + LOWEST + shift
     axes.bar(x, losses.bins[shown] / losses.bins.sum(), width=0.9, color="0.25")
     lost, normal, largest = (np.log2(v) - 0.5 for v in (limits.lost, limits.normal, limits.largest))
-    axes.axvspan(2 * LOWEST, lost, color="tab:red", alpha=0.3, label="lost: rounds to 0")
-    axes.axvspan(lost, normal, color="tab:orange", alpha=0.3, label="fewer bits: subnormal")
+    axes.axvspan(2 * LOWEST, lost, color="tab:red", alpha=0.3, label="lost")
+    axes.axvspan(lost, normal, color="tab:orange", alpha=0.3, label="fewer bits")
     axes.axvspan(normal, largest, color="tab:green", alpha=0.15, label="kept")
     axes.axvspan(largest, HIGHEST + shift, color="tab:purple", alpha=0.3, label="inf")
     axes.set_yscale("log")
     axes.set_ylim(1e-6, 1)
     axes.set_xlim(min(lost - 20, -45), largest + 6)
-    axes.set_ylabel("share of gradients")
+    axes.set_ylabel("share", fontsize=12)
     axes.set_title(
-        f"{losses.title}, 2^{shift:g}: {losses.lost:.2%} lost, {losses.subnormal:.2%} with fewer "
-        f"bits, {losses.over:.2%} inf",
-        fontsize=10,
+        f"{losses.title}, 2^{shift:g}: {losses.lost:.2%} lost, {losses.subnormal:.2%} fewer bits, "
+        f"{losses.over:.2%} inf",
+        fontsize=11,
         loc="left",
     )

@@ -3,12 +3,12 @@
     objective(model, batch) -> StepOutput(loss, outputs, targets, count)
 
 Begin with step_output.py, which holds the interface. `supervised(loss)` is for batches of inputs
-and targets (`cross_entropy` and `mse` are such), `model_loss` for models that return their own
-loss, and adversarial.py has the two of a generator and a discriminator. Whoever runs an objective
-(the trainer, the probe, the autopsy, the doctor) does so by `compute`, which checks what it gives.
+and targets (`cross_entropy` and `mse` are made by it), `model_loss` is for models that return their
+own loss, and adversarial.py has the objectives of a generator and a discriminator. Everything that
+runs an objective (trainer, probe, autopsy, doctor) calls `compute`, which checks the result.
 
-An objective is called inside the cast block of the run's precision. May import precision, and
-nothing that trains.
+An objective is called inside the cast block of the run's precision. The package may import
+precision, and it imports nothing that trains.
 """
 
 from mpframe.objectives.compute import compute, require_objective, samples_in

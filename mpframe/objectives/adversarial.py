@@ -1,12 +1,12 @@
 """A generator against a discriminator: the objectives of the two parts of one model.
 
-With D(x) the logit that x is real, z noise and G(z) a made image (Goodfellow et al. 2014, the
+D(x) is the logit that x is real, z is noise and G(z) is a made image (Goodfellow et al. 2014, the
 non-saturating form for G; softplus(a) = log(1 + e^a)):
 
     L_D = mean softplus(-D(x)) + mean softplus(D(G(z)))
     L_G = mean softplus(-D(G(z)))
 
-The logits are taken to fp32, and the losses are computed there, outside the casts.
+The logits are converted to fp32, and the losses are computed in fp32, outside the casts.
 """
 
 from typing import Any
@@ -22,8 +22,8 @@ def discriminator_objective(model: Any, batch: Any) -> StepOutput:
     """L_D; `outputs` are the logits [N, 1] of real and of made images.
 
     Args:
-        model: gives these logits for images, the made ones without a way back to the generator.
-        batch: the images [N, ...] first.
+        model: gives these logits for images; those of made ones have no gradient to the generator.
+        batch: its first element is the images [N, ...].
     """
     logits = model(batch[0])
     with outside_casts():
@@ -37,7 +37,7 @@ def generator_objective(model: Any, batch: Any) -> StepOutput:
 
     Args:
         model: has the modules `generator` and `discriminator`, and `noise(images)`.
-        batch: the images [N, ...] first; as many are made.
+        batch: its first element is the images [N, ...]; as many are made.
     """
     logits = model.discriminator(model.generator(model.noise(batch[0])))
     with outside_casts():

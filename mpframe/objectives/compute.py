@@ -1,4 +1,4 @@
-"""Runs an objective and checks what it gives, so that a fault in it is one line."""
+"""Runs an objective and checks what it returns, so that a mistake in it becomes one line."""
 
 from dataclasses import replace
 from typing import Any
@@ -47,7 +47,7 @@ def samples_in(batch: Any) -> int:
 
 
 def require_objective(path: str, objective: Any) -> None:
-    """Refuse what is no objective, above all a loss that was given in its place.
+    """Refuse what is no objective, such as a loss that was given instead of one.
 
     Raises:
         UserCodeError: naming `path` and the way out.

@@ -1,4 +1,4 @@
-"""What an objective is, and what it gives."""
+"""What an objective is, and what it returns."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What an objective made of one batch.
+    """What an objective returns for one batch.
 
     Attributes:
         loss: one floating-point number, 0-d, unscaled; the mean over `count` samples.
         outputs: what a metric is given, in fp32; None: nothing.
-        targets: what a metric compares them with.
-        count: samples that the loss is the mean of, >= 1, by which an evaluation weighs it; None:
-            as many as the batch's first tensor has along dimension 0.
+        targets: what a metric compares the outputs with.
+        count: how many samples the loss is the mean of, >= 1; an evaluation weighs the loss by it.
+            None: the size of the batch's first tensor along dimension 0.
     """
 
     loss: Tensor

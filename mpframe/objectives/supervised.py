@@ -1,4 +1,4 @@
-"""The objective of supervised learning: a model of the inputs, a loss against the targets."""
+"""The objective of supervised learning: the model gets the inputs, the loss gets the targets."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ class Supervised:
     Args:
         loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch. It is given the
             model's outputs in fp32 or wider.
-        option: what the loss was chosen by, for errors.
+        option: the option that chose the loss, for messages.
     """
 
     def __init__(self, loss: Loss, option: str = "objective") -> None:

@@ -19,10 +19,10 @@ class StepGradients:
     """All that the backward passes of one step left behind.
 
     Attributes:
-        gradients: what the update is made of.
-        largest: 0-d fp32, the amax that a scaler is told. Of an accumulated step that of the
-            largest micro-batch, as each of them was held in half by itself; inf or nan if one
-            overflowed.
+        gradients: what the update is computed from.
+        largest: 0-d fp32, the amax that a scaler is told. If the step was accumulated, it is the
+            largest amax of its micro-batches, because each of them was computed in half by itself;
+            inf or nan if one overflowed.
         dropped: 0-d int64, micro-batches left out; None if the step was not accumulated.
         spent: the step before has consumed the gradients, and there are no new ones.
     """

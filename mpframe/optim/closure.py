@@ -58,7 +58,7 @@ def refuse_beside_closure(
 
     Raises:
         ConfigError: half weights, ops cast to half, a scaler, clipping, accumulation or a
-            skip_mask are beside it.
+            skip_mask are used with it.
     """
     name = type(optimizer).__name__
     for present, what, way in (

@@ -8,7 +8,8 @@ master m in fp32 that the wrapped optimizer updates in the parameter's place,
 and weight decay, momentum and second moments act on, and live beside, fp32 values. An fp32
 parameter is its own master: the wrapper adds nothing to it but the check of its gradient.
 
-A step consumes the gradients, whatever came of it: afterwards no parameter and no master has one.
+A step consumes the gradients, whether it is skipped or not: afterwards no parameter and no master
+has one.
 
 The wrapped optimizer stays the same object, so schedules built on it go on working; those built on
 the wrapper move it as well.
@@ -165,7 +166,7 @@ class MasterWeights(Optimizer):
         """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
 
         A micro-batch whose gradients are not finite adds nothing and does not count in the mean
-        that `step` takes. No wait for the device.
+        that `step` takes. It does not wait for the device.
 
         Args:
             scale: the loss scale of the backward pass, > 0.

@@ -68,7 +68,7 @@ class Masters:
 
     @property
     def owners(self) -> dict[Tensor, Tensor]:
-        """The parameter that each master is of."""
+        """The parameter of each master."""
         return {master: parameter for parameter, master in self._masters.items()}
 
     def register(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ class Masters:
     def take_gradients(self, scale: Tensor | float) -> Gradients:
         """The gradients, fp32 and unscaled; parameters and masters are left without.
 
-        What a user's own backward pass has left at a half parameter's master counts, in fp32.
+        A gradient that a user's own backward pass left at a master counts as well, in fp32.
 
         Args:
             scale: what the loss was multiplied by, > 0.

@@ -120,7 +120,7 @@ class MultiOptimizer:
             skip_mask: 0-d bool; True skips every part whatever its gradients are.
 
         Returns:
-            What was done, by part too. No parameter has a gradient any more.
+            What was done, also by part. Afterwards no parameter has a gradient.
 
         Raises:
             ConfigError: a second step without new gradients in any part; `max_norm` out of its
@@ -230,7 +230,7 @@ class MultiOptimizer:
 
 
 def joined(results: Mapping[str, StepResult]) -> StepResult:
-    """One result over the parts of a step."""
+    """The result of a step over all its parts."""
     parts = list(results.values())
     dropped = [part.dropped for part in parts if part.dropped is not None]
     losses = [part.loss for part in parts if part.loss is not None]

@@ -30,7 +30,7 @@ class Schedule(Protocol):
         """One optimizer step was applied."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decides its future, as tensors, numbers and text."""
+        """Everything that its future depends on, as tensors, numbers and text."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from there."""
@@ -50,7 +50,7 @@ class CountedSchedule:
         self.schedule = schedule
         self._steps_per_epoch = steps_per_epoch
         self._updates = 0
-        self.__name__ = type(schedule).__name__  # What errors in it are told by.
+        self.__name__ = type(schedule).__name__  # Errors in it name this.
 
     def step(self) -> None:
         """One optimizer step was applied."""
@@ -82,11 +82,11 @@ def warmup_cosine(
     Args:
         optimizer: whose groups are scheduled.
         total_steps: planned optimizer steps, >= 1.
-        warmup: share of the steps spent rising, 0 to 1.
+        warmup: share of the steps in which the rate rises, 0 to 1.
         min_factor: the last learning rate of each group as a fraction of its own, 0 to 1.
 
     Raises:
-        ConfigError: a share or fraction out of its range.
+        ConfigError: a share or fraction is out of its range.
     """
     for option, value in (("warmup", warmup), ("min_factor", min_factor)):
         if not 0.0 <= value <= 1.0:
@@ -138,7 +138,7 @@ def onecycle(optimizer: Optimizer, total_steps: int, pct_start: float = 0.3) -> 
     Args:
         optimizer: whose groups are scheduled.
         total_steps: planned optimizer steps, >= 1.
-        pct_start: share of the steps spent rising, 0 to 1.
+        pct_start: share of the steps in which the rate rises, 0 to 1.
     """
     peaks = [float(group["lr"]) for group in optimizer.param_groups]
     # One step more than planned: the schedule is advanced after the last step too.

@@ -1,4 +1,4 @@
-"""Whether an optimizer takes sparse gradients, found out before it moves anything.
+"""Finds out whether an optimizer takes sparse gradients, before it moves anything.
 
 Most optimizers refuse them in the middle of a step, when some parameters have moved and others have
 not. So the first sparse gradient of each parameter is tried on a stand-in of one row of zeros.
@@ -49,7 +49,7 @@ def _try(optimizer: Optimizer, master: Tensor) -> None:
     trial.param_groups = [{**copy.deepcopy(options), "params": [stand_in]}]
     trial.state = defaultdict(dict, {stand_in: state})
     with warnings.catch_warnings(action="ignore"):  # The step itself will warn.
-        # Of the class: a schedule puts a function in the place of `step` that moves the original.
+        # A schedule replaces the `step` of the object, by a function that moves the original.
         type(optimizer).step(trial)
 
 

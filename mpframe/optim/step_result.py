@@ -38,7 +38,7 @@ class StepResult:
 
     @property
     def known(self) -> Verdict:
-        """The verdict, if it was read. It was for every step that a callback is called with.
+        """The verdict, if it was read; of a step that a callback is called with, it was.
 
         Raises:
             RuntimeError: it was not read.
@@ -48,7 +48,7 @@ class StepResult:
         return self.verdict
 
     def each(self) -> "Mapping[str, StepResult]":
-        """The parts by name; of a step with one optimizer itself, under the empty name."""
+        """The parts by name; a step with one optimizer is its own part, with an empty name."""
         return {"": self} if self.parts is None else self.parts
 
     def any_skipped(self) -> Tensor | bool:
@@ -62,17 +62,17 @@ class StepResult:
 
 
 def any_of(verdicts: list[Tensor]) -> Tensor:
-    """0-d bool: whether any of some 0-d verdicts is true; of a single one, itself."""
+    """Whether any of these 0-d verdicts is true, 0-d bool; a single one is returned itself."""
     return verdicts[0] if len(verdicts) == 1 else torch.stack(verdicts).any()
 
 
 def largest(magnitudes: list[Tensor]) -> Tensor:
-    """The largest of some 0-d magnitudes, nan if one is nan; of a single one, itself."""
+    """The largest of these 0-d magnitudes, nan if one is nan; a single one is returned itself."""
     return magnitudes[0] if len(magnitudes) == 1 else torch.stack(magnitudes).max()
 
 
 def with_verdicts(results: list[StepResult]) -> list[StepResult]:
-    """The same steps with their verdicts on the host; those not known yet are read at once."""
+    """The same steps with their verdicts on the host; all that are not known are read together."""
     unread: list[StepResult] = []
     for own in results:
         if own.verdict is None:

@@ -16,7 +16,7 @@ _LARGE = 2**14  # words; a copy of fewer costs no more than their sums
 
 
 class WriteDetector:
-    """How a half weight is recognised as its master last wrote it.
+    """What a half weight was like when its master last wrote it.
 
     Attributes:
         address: where its memory is; -1 before the first time.
@@ -33,7 +33,7 @@ class WriteDetector:
     summed: bool
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without these: the copy of a weight lies elsewhere.
+        # These are left out, because the copy of a weight has another address.
         return {k: v for k, v in vars(self).items() if k not in WriteDetector.__annotations__}
 
 
@@ -41,7 +41,7 @@ Detector = TypeVar("Detector", bound=WriteDetector)
 
 
 def written(watched: Iterable[tuple[Tensor, Detector]]) -> list[tuple[Tensor, Detector]]:
-    """Those of some weights that were written since they were marked as known."""
+    """The weights that were written since they were marked as known."""
     found = []
     for weight, last in watched:
         same = last.address == weight.data_ptr() and last.version == weight._version
@@ -53,7 +53,7 @@ def written(watched: Iterable[tuple[Tensor, Detector]]) -> list[tuple[Tensor, De
 
 
 def mark_known(watched: Iterable[tuple[Tensor, WriteDetector]]) -> None:
-    """Take each weight as it is now for its master's own writing."""
+    """Note that each weight is now as its master wrote it."""
     for weight, last in watched:
         if last.address != weight.data_ptr():
             _move(last, weight)
@@ -83,7 +83,7 @@ def _values_count(weight: Tensor) -> bool:
 def _words(weight: Tensor) -> Tensor:
     """A view of the weight's bits, 64 at a time if its rows allow it; otherwise as it is.
 
-    To sum words of 16 takes 60 times as long.
+    The sums take 60 times as long over words of 16 bits.
     """
     rows = weight.detach().flatten(1) if weight.dim() > 1 else weight.detach().flatten()
     whole = weight.is_contiguous() and not (rows.shape[-1] % 4 or rows.storage_offset() % 4)

@@ -17,6 +17,7 @@ from mpframe.tracking.tags import Tag, metric_tag
 _METRIC = re.compile(metric_tag("(.+)"))
 # Only one line is solid, and it stays visible below the others.
 _DASHES = ("-", (0, (6, 3)), (3, (2, 3)), (0, (7, 2, 1, 2)), (0, (3, 5)), (2, (1, 2)), (0, (9, 5)))
+_MOST_METRICS = 12  # the first by name
 _MOST_POINTS = 300  # a panel is about 400 pixels wide
 _LONG = 55  # letters; if a label has more, the legend has one column
 _FEW = 40  # points; if a curve has no more, each is marked
@@ -56,13 +57,13 @@ def draw(groups: Sequence[RunGroup]) -> bytes:
 
 
 def _panels(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
-    """Tag and title of each panel; each metric of any run has one."""
+    """Tag and title of each panel; each metric of any run has one, up to `_MOST_METRICS`."""
     tags = {tag for group in groups for run in group.runs for tag in run.curves}
     metrics = [(found[0], found[1]) for tag in sorted(tags) if (found := _METRIC.fullmatch(tag))]
     return [
         (Tag.LOSS_TRAIN, "training loss"),
         (Tag.LOSS_VAL, "validation loss"),
-        *metrics,
+        *metrics[:_MOST_METRICS],
         (Tag.SCALE, "loss scale"),
         (Tag.SKIPPED_TOTAL, "skipped steps"),
     ]

@@ -7,6 +7,7 @@ in case that ever fails.
 import base64
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import accumulate
 
 from mpframe.report.curves import draw
 from mpframe.report.groups import RunGroup
@@ -118,22 +119,26 @@ def _kind(name: str) -> str:
 
 def _range_pictures(records: Sequence[Record]) -> list[str]:
     """The pictures of each run while the page has room; those of the first run are unfolded."""
-    runs = [run for run in records if run.pictures]
-    sizes = [sum(len(png) for _, png in run.pictures) for run in runs]
-    room = [sum(sizes[: number + 1]) <= _MOST_PICTURES for number in range(len(runs))]
-    shown = [
-        f"<details{' open' * (number == 0)}><summary>{escape(run.name)}, {escape(run.mode)}: "
-        f"{len(run.pictures)} pictures</summary>{_of_run(run, fits)}</details>"
-        for number, (run, fits) in enumerate(zip(runs, room, strict=True))
-    ]
+    shown: list[str] = []
+    room = _MOST_PICTURES
+    for run in records:
+        sizes = list(accumulate(len(png) for _, png in run.pictures))
+        fitting = sum(size <= room for size in sizes)
+        room -= sum(len(png) for _, png in run.pictures[:fitting])
+        if run.pictures:
+            title = f"{escape(run.name)}, {escape(run.mode)}: {len(run.pictures)} pictures"
+            unfolded = "" if shown else " open"
+            pictures = _of_run(run, fitting)
+            shown.append(f"<details{unfolded}><summary>{title}</summary>{pictures}</details>")
     return ["<h2>Ranges</h2>", *shown] if shown else []
 
 
-def _of_run(run: Record, fits: bool) -> str:
-    if fits:
-        return "".join(_figure("png", png, f"{run.name}: {name}") for name, png in run.pictures)
-    names = ", ".join(escape(name) for name, _ in run.pictures)
-    return f"<p class=quiet>In {escape(run.name)}/numerics, too many for this page: {names}</p>"
+def _of_run(run: Record, fitting: int) -> str:
+    figures = [_figure("png", png, f"{run.name}: {name}") for name, png in run.pictures[:fitting]]
+    names = ", ".join(escape(name) for name, _ in run.pictures[fitting:])
+    folder = f"{escape(run.name)}/numerics"
+    left = f"<p class=quiet>Too large for this page, in {folder}: {names}</p>" if names else ""
+    return "".join(figures) + left
 
 
 def _figure(kind: str, content: bytes, caption: str) -> str:

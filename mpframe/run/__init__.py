@@ -6,10 +6,11 @@ Begin with `Run` in run.py: what a run does, in order.
     resuming, callback_states, exactness
                               which checkpoint the run goes on from, and what then differs
     callbacks                 all callbacks of a run, in order
-    description               what a run says of itself before it trains
-    final_test                what its best weights are worth on data that chose nothing
+    console                   how much of its log the console shows
+    description               what a run says about itself before it trains
+    final_test                the test of its best weights, on data that chose nothing
     usage                     what a stranger must know to use its weights
-    outcome, requeue          what it says when it has ended; back into Slurm's queue
+    outcome, requeue          what its summary says; back into Slurm's queue
 
-May import build and what is below it. Only cli starts runs.
+This package may import build and what is below it. Only cli starts runs.
 """

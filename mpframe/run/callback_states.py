@@ -1,7 +1,7 @@
-"""The callbacks' states in a checkpoint, given back to them by name.
+"""Gives the callbacks their states of a checkpoint, by name.
 
-A checkpoint from before the callbacks had names holds their states by the class's name, `NAME 2`
-for the second callback of a class.
+An older checkpoint, from before the callbacks had names, holds their states by the name of the
+class, and `NAME 2` for the second callback of a class.
 """
 
 import logging
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 
 def restore(callbacks: Callbacks, saved: Any) -> None:
-    """Load each callback's state, and say in one line which state has no callback, or none.
+    """Load each callback's state; warn of states without a callback, and of the reverse.
 
     Args:
-        callbacks: by name; new ones.
-        saved: what the checkpoint holds as their states: anything.
+        callbacks: new ones, by name.
+        saved: their states, as the checkpoint has them; may be anything.
 
     Raises:
         CheckpointError: a state does not fit its callback.
@@ -58,7 +58,7 @@ def _say_what_is_left(callbacks: Callbacks, states: Mapping[str, Any]) -> None:
 
 
 def _by_name(callbacks: Callbacks, saved: dict[str, Any]) -> dict[str, Any]:
-    """The states with today's names; what has no callback keeps the name it has."""
+    """The states by today's names; a state without a callback keeps its name."""
     states = _with_results(saved) if "LastEvaluation" in saved else dict(saved)
     seen: Counter[str] = Counter()
     for name, callback in callbacks.items():
@@ -71,7 +71,7 @@ def _by_name(callbacks: Callbacks, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_results(saved: dict[str, Any]) -> dict[str, Any]:
-    """A loss and a validation that two callbacks kept are those of `results` now."""
+    """The loss and the validation, which two callbacks kept, now belong to `results`."""
     states = dict(saved)
     last, curves = states.pop("LastEvaluation"), saved.get("Curves")
     if not isinstance(last, dict):
@@ -82,7 +82,7 @@ def _with_results(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_metrics(evaluation: Any) -> Any:
-    """A validation from when there was one metric."""
+    """A validation with metrics by name; an older one had a single metric."""
     if not isinstance(evaluation, dict) or "metric" not in evaluation:
         return evaluation
     name = str(evaluation["metric"])

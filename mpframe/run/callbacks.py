@@ -1,13 +1,13 @@
 """All callbacks of a run: its own, around those of the group `callbacks`.
 
-    results, throughput    first: they count what others read
+    results, throughput    first, because others read what they count
     the group              in the order of its entries
     skip_guard             ends a run that only skips, once the group has seen the step
-    checkpoints            saves what the others have become in the step
-    stop_on_signal         last: all else is done with the step
+    checkpoints            saves the state of the others after the step
+    stop_on_signal         last, once all others have dealt with the step
 
-The run's own are no entries of the group, so that nobody leaves them out: every run writes a
-summary and checkpoints, can be stopped, and ends if it only skips.
+The run's own callbacks are no entries of the group, so that they cannot be left out: every run
+writes a summary and checkpoints, can be stopped, and ends if it only skips.
 """
 
 from mpframe import build
@@ -31,7 +31,7 @@ class RunCallbacks:
         interruption: knows whether a signal came.
 
     Attributes:
-        results, throughput: what the summary says comes from them.
+        results, throughput: they hold the numbers of the summary.
         checkpoints: saves the run.
         by_name: all callbacks, in order.
 

@@ -1,7 +1,7 @@
 """How much of a run's log the console shows: `trainer.verbosity`.
 
     quiet      warnings, errors, and the result of the run
-    normal     also what the run says of itself, and a line at every validation
+    normal     also what the run says about itself, and a line at every validation
     verbose    also a line at every `trainer.log_every` steps, and all else that is logged as debug
 
 train.log holds what `normal` shows, and with `verbose` the rest, too.
@@ -17,7 +17,7 @@ RESULT = {"result": True}
 
 @contextmanager
 def console(verbosity: str) -> Iterator[None]:
-    """Within the block the console shows so much; enter it before train.log is opened."""
+    """Within the block the console shows that much; train.log must be opened later, within it."""
     own, handlers = logging.getLogger("mpframe"), _of_console() if verbosity == "quiet" else []
     before = own.level
     for handler in handlers:

@@ -1,8 +1,8 @@
-"""Whether a resumed run can equal the undisturbed one bit for bit, and what speaks against it.
+"""Whether a resumed run can equal the undisturbed one bit for bit, and if not, why.
 
-It does if the same sums are taken in the same order: the same options, torch, number of threads
-and device. Options that only watch a run (how often it is logged, saved, validated) do not count;
-the schema marks them.
+It does if it adds the same numbers in the same order: with the same options, torch, number of
+threads and device. Options that only watch a run (how often it is logged, saved, validated) do not
+count; the schema marks them.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _CARRIED = ("optimizer", "scheduler")
 def refuse_other_parts(then: Options, now: Options) -> None:
     """Refuse a checkpoint made by another kind of optimizer or schedule.
 
-    Their states are tensors by number: another kind would take them and go on with nonsense.
+    Their states are tensors by number: another kind would take them and compute nonsense.
 
     Args:
         then, now: the resolved options of the checkpoint and of this run.
@@ -41,7 +41,7 @@ def refuse_other_parts(then: Options, now: Options) -> None:
 
 
 def differences(then: Options, now: Options) -> list[str]:
-    """The options that keep the resumed run from equalling the undisturbed one.
+    """The options because of which the resumed run will not equal the undisturbed one.
 
     Args:
         then, now: the resolved options of the checkpoint and of this run.
@@ -60,7 +60,7 @@ def differences(then: Options, now: Options) -> list[str]:
 
 def _aside(path: str) -> bool:
     """Whether an option belongs to a callback that only watches, or only ends a run."""
-    return path.startswith(("callbacks.early_stopping", "metrics.")) or (
+    return path.startswith(("callbacks.early_stopping", "metrics.", "init_from_names.")) or (
         path.startswith("callbacks.") and only_watches(path)
     )
 

@@ -1,4 +1,4 @@
-"""The test of a finished run: its best weights, measured once on data that chose nothing."""
+"""The test of a finished run: measures its best weights once, on data that chose nothing."""
 
 import logging
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
     """Test the weights of a checkpoint, or the present ones; the callbacks are told.
 
     Args:
-        trainer: has come to its end. Its weights are bit for bit what they were afterwards.
+        trainer: has come to its end. Afterwards its weights are bit for bit as before.
         loader: the test samples.
         best: the checkpoint of the best validation; None tests the present weights.
 

@@ -1,4 +1,4 @@
-"""What `init_from` does: a run begins with saved weights, all but those that may differ."""
+"""What `init_from` does: a run begins with saved weights, except those that may differ."""
 
 import logging
 from collections.abc import Mapping
@@ -7,8 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mpframe import checkpoint
-from mpframe.checkpoint.fitting import fitted, renamed
-from mpframe.checkpoint.foreign_weights import is_foreign, read_foreign
+from mpframe.checkpoint.init_from import fitted, is_foreign, read_foreign, renamed
 from mpframe.checkpoint.saved_weights import rounding, trained_in, weights_of
 from mpframe.config.schema import RunOptions
 from mpframe.training.trainer import Trainer
@@ -20,8 +19,8 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
     """Load the weights that `init_from` names into the trainer, and log what became of each.
 
     Args:
-        trainer: as it was built.
-        options: with an `init_from`.
+        trainer: newly built.
+        options: those of the run, with an `init_from`.
 
     Returns:
         The precision that they were trained in, e.g. `mixed(float16)`; None if mpframe did not

@@ -1,8 +1,8 @@
-"""A run's folder: looked at first, and written only once the run may have it.
+"""A run's folder: the run looks at it first, and writes into it only once it may have it.
 
-A start that is refused leaves the record of the run that was there: summary, stored options, log.
-So what Hydra writes before a job starts is written here instead, after the lock is held, the folder
-is found to be fit and a resume has succeeded:
+A start that is refused leaves the record of the earlier run as it is: summary, stored options, log.
+So the files that Hydra writes before a job starts are written here instead, when the lock is held,
+the folder is found to be fit and a resume has succeeded:
 
     .hydra/config.yaml, hydra.yaml, overrides.yaml    as Hydra writes them, without secrets
     config_resolved.yaml                              every option's value
@@ -31,12 +31,12 @@ HYDRA = ".hydra"
 _FOLDERS = (checkpoint.FOLDER, HYDRA, "numerics", "profile")
 _FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
-_RECORDS = 10_000  # lines of the log kept until the folder is the run's
+_RECORDS = 10_000  # lines of the log, kept until the folder is the run's
 
 
 @contextmanager
 def unwritable_in_one_line(folder: Path) -> Iterator[None]:
-    """Say of a disk that is full, and of a file in a run's folder, that it cannot be written.
+    """Give one line if a disk is full, or a file in a run's folder cannot be written.
 
     Raises:
         MpframeError: the block raised an OSError of that kind.
@@ -80,7 +80,7 @@ class RunFolder:
         self._formatter = Redacting(logging.Formatter(_FORMAT), secrets)
 
     def refuse_unfit(self, resume: str) -> None:
-        """Refuse a folder that is another run's, or leads elsewhere.
+        """Refuse a folder that belongs to another run, or has links in it.
 
         Args:
             resume: `none`, `auto`, or a checkpoint's or run's folder.
@@ -112,7 +112,7 @@ class RunFolder:
         checkpoint.refuse_mixed(self.path)
 
     def holds_a_run(self) -> bool:
-        """Whether there is a record to lose; that of a start that never took a step is none."""
+        """Whether there is a record to lose; a start that never took a step has none."""
         if checkpoint.all_in(self.path):
             return True
         try:
@@ -124,7 +124,7 @@ class RunFolder:
         return summary.steps + summary.skipped_steps > 0
 
     def take(self) -> None:
-        """Write what stands in a run's folder from its start; a second call does nothing.
+        """Write the first files of a run's folder; a second call does nothing.
 
         Raises:
             MpframeError: the folder cannot be written.
@@ -141,7 +141,7 @@ class RunFolder:
         self.taken = True
 
     def log_traceback(self, error: BaseException) -> None:
-        """Write how an error came about, into the log alone: the terminal shows its one line."""
+        """Write an error's traceback into the log alone: the terminal shows its one line."""
         why = (type(error), error, error.__traceback__)
         text = "the run failed"
         self._log.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, why))
@@ -168,12 +168,12 @@ class RunFolder:
 
 
 class _LogFile(logging.StreamHandler):  # type: ignore[type-arg]
-    """A log on a disk that may be full: that is said once, and without a traceback."""
+    """A log file; if its disk is full, it says so once, without a traceback."""
 
     _said = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
-        """Say on stderr that the log is not whole."""
+        """Say on stderr that the log is not complete."""
         error = sys.exception()
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -182,7 +182,7 @@ class _LogFile(logging.StreamHandler):  # type: ignore[type-arg]
             print(f"mpframe: the log cannot be written ({error.strerror})", file=sys.stderr)
 
     def close(self) -> None:
-        """Close the file, whatever is left of it."""
+        """Close the file, even if its last lines cannot be written."""
         super().close()
         try:
             self.stream.close()

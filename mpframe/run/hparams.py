@@ -60,7 +60,7 @@ def varied(hydra: DictConfig | None) -> dict[str, Sequence[str]]:
 
 def _sweep(hydra: DictConfig) -> dict[str, Override]:
     """The words of the sweep that a job belongs to; none if it belongs to none."""
-    file = Path(hydra.sweep.dir) / _SWEEP
+    file = Path(hydra.runtime.cwd, hydra.sweep.dir, _SWEEP)
     if hydra.mode is not RunMode.MULTIRUN or not file.is_file():
         return {}
     words = list(OmegaConf.load(file).hydra.overrides.task)

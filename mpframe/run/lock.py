@@ -1,7 +1,7 @@
-"""One process per run folder: a lock that the kernel takes back however its process ends.
+"""One process per run folder: a lock that the kernel releases, however its process ends.
 
-It is a POSIX record lock: a forked data worker does not inherit it, so a killed run's folder is
-free at once, whether or not its workers have noticed yet.
+It is a POSIX record lock, which a forked data worker does not inherit. So the folder of a killed
+run is free at once, even if its workers still run.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Self
 from mpframe.errors import ConfigError, MpframeError
 from mpframe.files.plain_file import open_regular
 
-if sys.platform != "win32":  # Windows has no such lock; there two processes are not kept apart.
+if sys.platform != "win32":  # Windows has no such lock.
     import fcntl
 
 FILE_NAME = ".lock"

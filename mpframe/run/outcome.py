@@ -1,4 +1,4 @@
-"""What summary.json says of a run, however it ended."""
+"""What summary.json says about a run, however it ended."""
 
 import time
 from typing import Any
@@ -30,11 +30,11 @@ def summary_of(
 
     Args:
         config: the options.
-        scaling: what the loss scaling is called.
+        scaling: the name of the loss scaling.
         trainer, callbacks: None if the run ended before they were made.
         began: when the run began, as `time.perf_counter` says it.
         status: how it ended.
-        reason: one line that says more, or None.
+        reason: why it ended, in one line, or None.
         tested: whose weights were tested, `best` or `last`; None if the run was not tested.
     """
     progress = trainer.progress if trainer else Progress()
@@ -72,11 +72,10 @@ def worsening_of(config: Config, callbacks: RunCallbacks | None) -> str | None:
     line = callbacks.results.worsening if callbacks else None
     if line is None:
         return None
-    if config.trainer.keep_best:
-        return f"{line}; that checkpoint is kept"
+    kept = "is kept" if config.trainer.keep_best else "is kept with trainer.keep_best=1"
     return (
-        f"{line}: trainer.keep_best=1 keeps the best checkpoint, callbacks=early_stopping ends the "
-        "run in time, and a lower optimizer.lr may prevent it"
+        f"{line}; the best checkpoint {kept}, callbacks=early_stopping ends the run in time, and a "
+        "lower optimizer.lr may prevent it"
     )
 
 

@@ -1,4 +1,4 @@
-"""Puts a run's Slurm job back into the queue, to go on from its checkpoint."""
+"""Puts a run's Slurm job back into the queue, so that it continues from its checkpoint."""
 
 import logging
 import os
@@ -9,9 +9,9 @@ log = logging.getLogger(__name__)
 
 
 def requeue(received: signal.Signals) -> None:
-    """Ask Slurm to run this job again, if it warned of its time limit by SIGUSR1.
+    """Ask Slurm to run this job again, if the signal is SIGUSR1: its warning of the time limit.
 
-    Other signals, and a run outside Slurm, are left alone; a refusal is logged.
+    Any other signal does nothing, nor does a run outside Slurm; a refusal of Slurm is logged.
     """
     job = os.environ.get("SLURM_JOB_ID")
     if job is None or received.name != "SIGUSR1":

@@ -1,7 +1,7 @@
-"""Where a resumed run starts from: the newest good checkpoint, taken whole or not at all.
+"""Where a resumed run starts from: the newest good checkpoint, loaded completely or not at all.
 
-A checkpoint is verified before anything is touched; if it turns out to be of something else
-after all, what was there before is put back.
+A checkpoint is verified before anything changes. If it then turns out not to fit, the earlier state
+is put back.
 """
 
 import logging
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 Renew = Callable[[Trainer], None]
-"""Gives a trainer callbacks that hold no state yet."""
+"""Gives a trainer new callbacks, without a state."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """What to go on from.
+    """The checkpoint that a run continues from.
 
     Attributes:
         option: `none`, `auto`, or a checkpoint's or run's folder.
@@ -42,17 +42,17 @@ class Resume:
     config: str
 
     def into(self, trainer: Trainer, renew: Renew = lambda trainer: None) -> str:
-        """Take the checkpoint into the trainer, its callbacks and the random generators.
+        """Load the checkpoint into the trainer, its callbacks and the random generators.
 
         Args:
-            trainer: as it was built.
+            trainer: newly built.
             renew: called before each checkpoint that is tried, and if there is none.
 
         Returns:
             The identity of the run; a new one if it starts from the beginning.
 
         Raises:
-            CheckpointError: what was named is missing, damaged, or of something else; nothing has
+            CheckpointError: the checkpoint is missing, is damaged or does not fit; nothing has
                 changed.
         """
         if self.option == "none":
@@ -98,7 +98,7 @@ def _from_the_beginning(trainer: Trainer, renew: Renew) -> str:
 
 
 def _options(config: str, path: Path) -> dict[str, Any]:
-    """Options stored as YAML; none if a loop of the user's own saved without."""
+    """The stored options; none if a user's own loop saved without them."""
     return parsed(config, path / "config.yaml") if config else {}
 
 
@@ -125,7 +125,7 @@ def _say_what_differs(
 def _apply(
     snapshot: Snapshot, options: tuple[dict[str, Any], dict[str, Any]], path: Path, trainer: Trainer
 ) -> None:
-    """Take a state in, all of it or none."""
+    """Load a state, all of it or none."""
     before = Snapshot(0, {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()})
     before = before.detached()
     try:

@@ -113,7 +113,7 @@ class Run:
             raise
         except BaseException as error:
             received = self.interruption.received
-            # If a signal raised at once, a library may have made anything of it on the way.
+            # If a signal raised at once, a library may have turned it into another error.
             at_once = self.interruption.raised
             if received is not None and (at_once or isinstance(error, RunInterrupted)):
                 raise self._stopped(received) from None
@@ -149,7 +149,7 @@ class Run:
 
     def _fit_with(self, task: Task, loaders: build.Loaders) -> None:
         config, train = self.config, loaders.train
-        # Again: what a dataset imports may draw, but only if it was not imported before.
+        # Again, because the first import of a dataset's modules may draw random numbers.
         build.seed_everything(config.run.seed)
         trainer = self.trainer = build.build_trainer(config, task, len(train))
         announce(config, trainer, train, self.folder)
@@ -157,7 +157,7 @@ class Run:
             return
         identity = self._start(trainer, train)
         usage = redacted(usage_of(task, trainer), self.secrets)
-        # The curves of a checkpoint's own step are in it, and are written again.
+        # The checkpoint holds the curves of its own step, and they are written again.
         first_step = max(1, trainer.progress.global_step)
         with (
             self.interruption.deferred(),
@@ -170,7 +170,7 @@ class Run:
             tracker.finished()
 
     def _start(self, trainer: Trainer, train: Loader) -> str:
-        """Take first weights or a checkpoint, then the folder; the run's identity."""
+        """Load first weights or a checkpoint, then take the folder; returns the run's identity."""
         options = self.config.run
         if options.init_from is not None:
             take_first_weights(trainer, options)
@@ -200,7 +200,7 @@ class Run:
         self.tested = final_test(trainer, loaders.test, kept[0] if kept else None)
 
     def _renew_callbacks(self, trainer: Trainer) -> None:
-        """Give the trainer callbacks that hold no state yet."""
+        """Give the trainer new callbacks, without a state."""
         self.callbacks = RunCallbacks(self.config, self.started, self.interruption)
         trainer.callbacks = self.callbacks.by_name
 
@@ -264,7 +264,7 @@ class Run:
 
 
 def _results(summary: Summary) -> str:
-    """The test's result first, then the validation's; of each what tells progress."""
+    """The result of the test, then of the validation: of each the monitored value."""
     name = summary.monitor
     tested = summary.test_loss if name == "loss" else summary.test_metrics.get(name or "")
     said = "" if tested is None else f"test_{name} {tested:.4f} ({summary.tested} weights), "
@@ -297,7 +297,7 @@ def train(config: DictConfig, folder: str | Path) -> Summary:
 
 @contextmanager
 def _exit_refused() -> Iterator[None]:
-    """Whoever calls `sys.exit`, with whatever code: the run has not come to its end."""
+    """Turn any `sys.exit` within the block into an error: the run has not come to its end."""
     try:
         yield
     except SystemExit as error:
@@ -306,7 +306,7 @@ def _exit_refused() -> Iterator[None]:
 
 @contextmanager
 def _errors_dated(trainer: Trainer) -> Iterator[None]:
-    """Say of an error in the data or in users' code how far the run had come."""
+    """Add the number of the step to an error in the data or in users' code."""
     try:
         yield
     except (DataError, UserCodeError) as error:
@@ -315,7 +315,7 @@ def _errors_dated(trainer: Trainer) -> Iterator[None]:
 
 
 def _refuse_to_forget(config: Config) -> None:
-    """A job that is requeued runs the same command line again, and must go on where it was."""
+    """A job that is requeued runs its command line again, and must continue where it was."""
     if config.trainer.requeue and config.run.resume != "auto":
         raise ConfigError(
             f"trainer.requeue=true: needs resume=auto, not resume={config.run.resume}, and a fixed "

@@ -32,17 +32,17 @@ class Status(StrEnum):
 
 @dataclass(kw_only=True)
 class Summary:
-    """How a run ended. None stands for what the run never measured.
+    """How a run ended. None: the run never measured it.
 
     Attributes:
-        status: why the run stopped; `reason` says more in one line if that is not `finished`, if
-            most steps were skipped, or if a callback ended the run early.
+        status: how the run ended; `reason` says why in one line if that is not `finished`, if most
+            steps were skipped, or if a callback ended the run early.
         steps: optimizer steps that moved the weights.
         skipped_steps: steps whose gradients were not finite; they are not among `steps`.
         epochs: whole passes over the training data.
         train_loss: unscaled mean loss of the last logged step.
         val_loss: mean loss of the last validation.
-        monitor: what tells progress: the name of a metric, or `loss`.
+        monitor: what shows progress: the name of a metric, or `loss`.
         metric: name of the monitored metric, e.g. `accuracy`, or else of the first one; the file
             calls the value `val_<metric>`.
         val_metric: its value at the last validation.
@@ -62,7 +62,7 @@ class Summary:
         dtype: `fp32`, `mixed` or `amp`; `half` is its 16-bit format, None for `fp32`.
         loss_scaling: name of the scaling; `final_scale` is its last scale, None for `none`;
             by name if each of several losses has a scaler.
-        seed, device, torch: what it takes to repeat the run.
+        seed, device, torch: needed to repeat the run.
     """
 
     status: Status
@@ -97,7 +97,7 @@ class Summary:
 
     @property
     def monitored(self) -> float | None:
-        """The value at the last validation of what tells progress."""
+        """The monitored value at the last validation."""
         return self.val_loss if self.monitor == "loss" else self.val_metric
 
     @property

@@ -1,4 +1,4 @@
-"""What a validation gives, the metrics it takes, and the fp32 weights it may be made with."""
+"""The result of a validation, its metrics, and the fp32 weights that it may use."""
 
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from mpframe.tree import HALF
 from mpframe.user_code import UserCode, described, name_of
 
 LOSS = "loss"
-"""What `monitor` calls the validation loss; no metric has this name."""
+"""The word for the validation loss in `monitor`; no metric has this name."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class NamedMetric:
     """A user's metric over one validation: `update(outputs, targets)`, then `compute()`.
 
     Args:
-        name: its own.
-        code: makes it, fresh; or a metric with `reset()`, as torchmetrics', which is used again.
-        device: where it computes, if it can be moved.
+        name: the metric's.
+        code: makes a new metric; or a metric with `reset()`, as torchmetrics', which is used again.
+        device: where the metric computes, if it can be moved.
 
     Raises:
-        UserCodeError: it cannot be made, or is no metric; here and below, it raised.
+        UserCodeError: the metric cannot be made, or is none; here and below: its code raised.
     """
 
     def __init__(self, name: str, code: Any, device: torch.device | None = None) -> None:
@@ -126,7 +126,7 @@ class Metrics:
             metric.update(outputs, targets)
 
     def evaluation(self, loss: float) -> Evaluation:
-        """The validation's result, beside its loss."""
+        """The result of the validation, with its loss."""
         return Evaluation(
             loss,
             {metric.name: metric.compute() for metric in self._metrics},

@@ -98,7 +98,7 @@ EXACT = [
     ("--resolve", "--resolve: goes with --cfg or --help; add --cfg=job"),
     ("-sc", "--shell-completion: add install=SHELL or uninstall=SHELL, e.g. bash"),
     (f"--config-dir={CONF} trainer.max_stepz=3", "trainer.max_stepz: no such option; nearest: trainer.max_steps, trainer.ema_decay, trainer.autopsy"),
-    ("hydra/launcher=nope", "hydra/launcher=nope: choose basic"),
+    ("hydra/launcher=nope", "hydra/launcher=nope: choose basic; Optuna, joblib and submitit come with pip install mpframe[sweep]"),
     ("hydra.run.dir=${x}", "hydra.run.dir: Interpolation key 'x' not found; set hydra.run.dir=FOLDER"),
     ("-m hydra.sweep.dir=${x} seed=1,2", "hydra.sweep.dir: Interpolation key 'x' not found; set hydra.sweep.dir=FOLDER"),
     # sweeps over nothing

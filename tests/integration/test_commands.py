@@ -1,5 +1,6 @@
 """The program `mpframe`: its commands, their help, and the scripts over them."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,10 +11,10 @@ import pytest
 
 import mpframe
 from mpframe.cli import main as program
+from mpframe.cli import new
 from mpframe.cli.main import COMMANDS, help_of, main, overview, start
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_COMMANDS = {"__init__", "completion", "job", "main", "program"}
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +22,10 @@ def _same_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", list(sys.argv))
 
 
-def test_every_file_of_cli_is_a_command() -> None:
-    files = {path.stem for path in (ROOT / "mpframe" / "cli").glob("*.py")}
-    assert files - NOT_COMMANDS == COMMANDS.keys() - {"bench"}
+def test_every_file_of_cli_with_a_main_is_a_command() -> None:
+    files = [path for path in (ROOT / "mpframe" / "cli").glob("*.py") if path.stem != "main"]
+    found = {path.stem for path in files if "\ndef main(" in path.read_text()}
+    assert found == COMMANDS.keys() - {"bench"}
 
 
 def test_every_script_is_a_twin_of_a_command() -> None:
@@ -74,6 +76,21 @@ def test_python_m_is_the_same_program() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, overview() + "\n", "")
 
 
+def test_a_reader_may_stop_before_the_end() -> None:
+    """As in `mpframe --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "mpframe"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_command_gets_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     module = type("Module", (), {"main": staticmethod(lambda: seen.append(list(sys.argv)))})
@@ -111,3 +128,18 @@ def test_completion(
     monkeypatch.setenv("COMP_LINE", line)
     main(["-sc", "query=bash"])
     assert sorted(capsys.readouterr().out.split()) == offered
+
+
+def test_a_folder_that_is_not_empty_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("")
+    with pytest.raises(SystemExit):
+        new.main([str(tmp_path)])
+    said = capsys.readouterr().err
+    assert said == f"mpframe: new={tmp_path}: is not empty; name a new folder\n"
+    with pytest.raises(SystemExit):
+        new.main([])
+    said = capsys.readouterr().err
+    assert said == "mpframe: new: takes one folder, e.g. mpframe new spirals\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]

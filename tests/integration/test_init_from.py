@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from mpframe import Precision, Trainer, checkpoint
-from mpframe.checkpoint.foreign_weights import read_foreign
+from mpframe.checkpoint.init_from import read_foreign
 from mpframe.checkpoint.saved_weights import weights_of
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.schema import RunOptions

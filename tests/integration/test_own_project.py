@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from mpframe import checkpoint
-from mpframe.cli import new
 from mpframe.tracking.summary import Summary
 
 pytest.importorskip("hatchling", reason="builds the wheel; pip install -e .[test] brings it")
@@ -157,6 +156,7 @@ def test_each_line_of_the_page_and_of_a_new_project_runs(environment: Path, tmp_
     assert Summary.read(project / "runs" / "notebook").dtype == "amp"
     assert (project / "runs" / "formats" / "report.html").exists()
     assert (project / "model.safetensors").exists()
+    assert len((project / "predictions.csv").read_text().splitlines()) == 1 + 300  # The test part.
 
 
 def test_the_page_shows_the_files_as_they_are() -> None:
@@ -173,18 +173,3 @@ def test_the_page_shows_the_files_as_they_are() -> None:
 def test_the_types_are_in_the_wheel(environment: Path) -> None:
     (package,) = environment.glob("lib/python*/site-packages/mpframe")
     assert (package / "py.typed").exists()
-
-
-def test_a_folder_that_is_not_empty_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.py").write_text("")
-    with pytest.raises(SystemExit):
-        new.main([str(tmp_path)])
-    said = capsys.readouterr().err
-    assert said == f"mpframe: new={tmp_path}: is not empty; name a new folder\n"
-    with pytest.raises(SystemExit):
-        new.main([])
-    said = capsys.readouterr().err
-    assert said == "mpframe: new: takes one folder, e.g. mpframe new spirals\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]

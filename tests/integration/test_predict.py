@@ -11,6 +11,7 @@ from torch import Tensor
 from mpframe import checkpoint
 from mpframe.cli.evaluate import evaluate
 from mpframe.cli.predict import main
+from mpframe.data import digits as digits_task
 
 Table = list[dict[str, str]]
 SMALL = ["dtype=mixed", "trainer.max_steps=4", "trainer.log_every=100", "loss_scaling=none"]
@@ -53,6 +54,8 @@ def test_the_accuracy_is_that_of_evaluate(split: str, digits: Path, tmp_path: Pa
     done = evaluate(digits, [], split=split)
     assert share_right(rows) == done.evaluation.metrics["accuracy"]
     assert [row["index"] for row in rows] == [str(n) for n in range(done.samples)]
+    part = getattr(digits_task(), split)
+    assert [row["target"] for row in rows] == [str(int(part[n][1])) for n in range(len(part))]
 
 
 def test_the_checkpoint_is_the_one_that_evaluate_takes(
@@ -100,6 +103,19 @@ def test_a_folder_of_images_gives_what_the_dataset_gives(
     assert "target" not in rows[0]
     named = predicted(pictures, tmp_path / "c.csv", f"folder={folder}")
     assert {row["class_name"] for row in named} <= {path.name for path in folder.iterdir()}
+
+
+def test_training_samples_are_not_augmented(
+    pictures: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    step = checkpoint.newest(pictures)
+    config = (step / "config.yaml").read_text()
+    assert "augment: crop_flip" in config
+    first = predicted(step, tmp_path / "a.csv", "split=train", "outputs=raw")
+    plain = predicted(
+        step, tmp_path / "b.csv", "split=train", "outputs=raw", "dataset.augment=none"
+    )
+    assert torch.equal(numbers(first, "output"), numbers(plain, "output"))
 
 
 def test_nothing_is_overwritten_unless_it_is_asked_for(

@@ -3,17 +3,20 @@
 import logging
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import StartRun
 from omegaconf import DictConfig
+from tqdm import tqdm
 
 from mpframe import checkpoint
 from mpframe.checkpoint.layout import step_of
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
+from mpframe.training.callbacks import progress_bar
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=amp", "trainer.epochs=2", "trainer.eval_every=11"]
 NUMBER = r"[\d.e+-]+"
@@ -40,7 +43,9 @@ def run(folder: Path, *overrides: str) -> tuple[Summary, list[str]]:
     root = logging.getLogger()
     folder.mkdir(parents=True, exist_ok=True)
     own = without_hydra(compose_named([*SMALL, *overrides])[1])
-    hydra = DictConfig({"job": {"name": "train"}, "overrides": {"task": []}})
+    hydra = DictConfig(
+        {"job": {"name": "train"}, "overrides": {"task": []}, "mode": "RUN", "sweep": {"dir": "."}}
+    )
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(root, "handlers", [logging.StreamHandler(sys.stderr)])
         patched.setattr(root, "level", logging.INFO)
@@ -56,7 +61,8 @@ def test_what_the_console_shows_and_the_log_holds(
     """No terminal: no bar."""
     summary, logged = run(tmp_path, f"trainer.verbosity={verbosity}")
     shown = capsys.readouterr().err.splitlines()
-    assert shown[-1].startswith(f"finished: val_accuracy {summary.val_metric:.4f}, 44 steps")
+    assert shown[-1].startswith("finished: ")
+    assert f"val_accuracy {summary.val_metric:.4f}, 44 steps" in shown[-1]
     assert [place for line in logged if (place := place_of(line))] == PLACES
     steps = [line for line in logged if re.match(r"epoch [\d.]+, step \d+/44: loss ", line)]
     if verbosity == "quiet":
@@ -70,11 +76,18 @@ def test_what_the_console_shows_and_the_log_holds(
 
 @pytest.mark.parametrize("progress", ["on", "true", "off", "false", "auto"])
 def test_a_line_stands_above_the_bar_and_not_in_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], progress: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    progress: str,
 ) -> None:
+    """The bar, drawn at every step here, shows the last validation and the best one."""
+    monkeypatch.setattr(progress_bar, "tqdm", partial(tqdm, mininterval=0, miniters=1))
     run(tmp_path, f"trainer.progress={progress}", "trainer.epochs=1")
     output = capsys.readouterr().err
     assert ("step/s" in output) is (progress in ("on", "true"))
+    first = re.search(r"val_accuracy=(0\.\d{4}), best=\1", output)
+    assert (first is not None) is (progress in ("on", "true"))
     # A bar is drawn and taken away by `\r`; what is left of a line is behind the last one.
     left = [line.rpartition("\r")[2] for line in output.split("\n")]
     lines = [line for line in left if "val loss" in line]
@@ -92,22 +105,14 @@ def test_quiet_is_without_a_bar_even_on_a_terminal(
 
 
 @pytest.mark.parametrize(
-    ("keep_best", "way"),
-    [
-        (1, "; that checkpoint is kept"),
-        (
-            0,
-            ": trainer.keep_best=1 keeps the best checkpoint, callbacks=early_stopping ends the "
-            "run in time, and a lower optimizer.lr may prevent it",
-        ),
-    ],
+    ("keep_best", "kept"), [(1, "is kept"), (0, "is kept with trainer.keep_best=1")]
 )
 def test_a_run_that_ends_much_worse_says_so(
     start_run: StartRun,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     keep_best: int,
-    way: str,
+    kept: str,
 ) -> None:
     """A learning rate that grows to 1e4 at the end."""
     grows = [
@@ -119,7 +124,8 @@ def test_a_run_that_ends_much_worse_says_so(
     (line,) = (text for text in caplog.messages if "much worse" in text)
     assert line == (
         f"warning: the last val_loss, {summary.val_loss:g}, is much worse than the best, "
-        f"{summary.best:g} (step {summary.best_step}){way}"
+        f"{summary.best:g} (step {summary.best_step}); the best checkpoint {kept}, "
+        "callbacks=early_stopping ends the run in time, and a lower optimizer.lr may prevent it"
     )
     steps = [step_of(path) for path in checkpoint.all_in(tmp_path)]
     assert not keep_best or summary.best_step in steps

@@ -42,14 +42,16 @@ def server(start_run: StartRun, tmp_path: Path) -> object:
 def test_a_run_as_the_server_shows_it(server: Server) -> None:
     assert sorted(server.get("runs")) == ["resumed", "whole"]
     tags = {run: set(found) for run, found in server.get("plugin/scalars/tags").items()}
-    expected = {str(tag) for tag in Tag if not tag.startswith("text/")} | {ACCURACY}
+    tested = {ACCURACY, metric_tag("accuracy", "test")}
+    expected = {str(tag) for tag in Tag if not tag.startswith("text/")} | tested
     assert tags == {"resumed": expected, "whole": expected}
     for run in ("whole", "resumed"):
         points = server.get("plugin/scalars/scalars", run=run, tag=Tag.LOSS_TRAIN)
         assert [step for _, step, _ in points] == list(range(1, 45))
         points = server.get("plugin/scalars/scalars", run=run, tag=ACCURACY)
         assert [step for _, step, _ in points] == [22, 44]
-    assert set(server.get("plugin/text/tags")["whole"]) == {t for t in Tag if t.startswith("text/")}
+    texts = {tag for tag in Tag if tag.startswith("text/")} - {Tag.TEXT_PROFILE}
+    assert set(server.get("plugin/text/tags")["whole"]) == texts
     (page, *_) = server.get("plugin/text/text", run="whole", tag=Tag.TEXT_DTYPE_MAP)
     assert "conv2d in ops.allow" in page["text"]
     (page, *_) = server.get("plugin/text/text", run="whole", tag=Tag.TEXT_CONFIG)

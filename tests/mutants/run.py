@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import Queue
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("mpframe", "conf", "tests", "pyproject.toml")
+COPIED = ("mpframe", "conf", "docs", "tests", "pyproject.toml")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpframe import Backoff, OpLists, Precision, Trainer, checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.fitting import fitted
+from mpframe.checkpoint.init_from import fitted
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema

@@ -1,6 +1,8 @@
 """Export: rounded once, held at the range's end, counted, whole or absent."""
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ from torch import Tensor, nn
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.export.files import as_safetensors, refuse_taken, write
-from mpframe.checkpoint.export.graph import graph_inputs
+from mpframe.checkpoint.export.graph import as_pt2, graph_inputs, traced, without_labels
 from mpframe.checkpoint.export.rounding import DTYPES, converted
 from mpframe.checkpoint.saved_weights import weights_of
 from mpframe.cli.export import main
 from mpframe.errors import CheckpointError, ConfigError
+from mpframe.tracking.summary import Status, Summary
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Ends of the formats, ties, subnormals, and the first values that round beyond the range.
@@ -163,7 +166,7 @@ def test_the_command_says_what_it_wrote_and_what_was_held(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "half.safetensors"
-    main([f"checkpoint={saved}", f"out={out}", "weights_dtype=float16"])
+    main([f"checkpoint={saved}", f"out={out}", "weights_dtype=float16", "weights=trained"])
     assert capsys.readouterr().out.strip() == (
         f"{out}: 2 tensors in float16, weights trained, step 7; 1 values beyond the range of "
         "float16 are held at its end (a); half.safetensors.json says how to use them, but for "
@@ -180,6 +183,30 @@ def test_the_averages_may_be_exported(saved: Path, tmp_path: Path) -> None:
     loaded = load_file(out)
     assert loaded["a"].tolist() == [2.0, 3.0]
     assert loaded["n"].item() == 3
+    # A run with averages is validated with them, so they are what is exported if nothing is said.
+    main([f"checkpoint={saved}", f"out={tmp_path / 'same'}"])
+    assert load_file(tmp_path / "same")["a"].tolist() == [2.0, 3.0]
+    sidecar = json.loads((tmp_path / "same.json").read_text())
+    assert sidecar["weights"]["kind"] == sidecar["metrics"]["weights"] == "ema"
+
+
+def test_a_run_stands_for_the_checkpoint_that_was_tested(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = checkpoint.load(saved)
+    for step, value in {8: 0.9, 9: 0.5}.items():
+        validation = {"metric": "accuracy", "value": value, "higher_is_better": True}
+        checkpoint.save(saved, Snapshot(step, state, "", {"validation": validation}))
+    main([f"checkpoint={saved}", f"out={tmp_path / 'untested'}"])
+    summary = Summary(
+        status=Status.FINISHED, steps=9, skipped_steps=0, epochs=1, seconds=1.0, dtype="fp32",
+        loss_scaling="none", seed=0, device="cpu", torch="2.15", tested="best",
+    )  # fmt: skip
+    summary.write(saved)
+    main([f"checkpoint={saved}", f"out={tmp_path / 'tested'}"])
+    main([f"checkpoint={saved}/checkpoints/step_00000009", f"out={tmp_path / 'named'}"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.findall(r"step (\d+)", line) for line in lines] == [["9"], ["8"], ["9"]]
 
 
 @pytest.mark.parametrize(
@@ -289,3 +316,41 @@ def test_a_half_graph_takes_half_where_the_model_takes_floating_numbers() -> Non
     words = {"name": "words", "shape": [None, 5], "dtype": "int64"}
     taken = graph_inputs({"inputs": [IMAGE, words]}, "bfloat16")
     assert taken == [IMAGE | {"dtype": "bfloat16"}, words]
+
+
+class Tagger(nn.Module):
+    """As Hugging Face's models: several inputs by name, and labels that it can do without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+    def forward(self, input_ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.head((self.table(input_ids) * mask[..., None]).mean(1))
+        return {"logits": logits} if labels is None else {"loss": logits.sum(), "logits": logits}
+
+
+def test_a_graph_of_several_inputs_is_called_by_their_names(tmp_path: Path) -> None:
+    described = [
+        {"name": "input_ids", "shape": [None, 5], "dtype": "int64"},
+        {"name": "mask", "shape": [None, 5], "dtype": "float32"},
+        {"name": "labels", "shape": [None], "dtype": "int64"},
+    ]
+    model = Tagger().eval()
+    inputs = without_labels(graph_inputs({"inputs": described}, "fp32"), model)
+    assert [one["name"] for one in inputs] == ["input_ids", "mask"]
+    graph = traced(Tagger(), converted(model.state_dict(), "fp32"), "fp32", inputs)
+    (tmp_path / "x.pt2").write_bytes(as_pt2(graph, "{}"))
+    loaded = torch.export.load(tmp_path / "x.pt2").module()
+    given = {"input_ids": torch.arange(15).reshape(3, 5) % 7, "mask": torch.rand(3, 5)}
+    assert torch.equal(loaded(**given)["logits"], model(**given)["logits"])
+
+
+def test_labels_that_a_model_cannot_do_without_stay() -> None:
+    class Strict(nn.Module):
+        def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+            return images
+
+    inputs = [IMAGE, {"name": "labels", "shape": [None], "dtype": "int64"}]
+    assert without_labels(inputs, Strict()) == inputs
+    assert without_labels([IMAGE], net()) == [IMAGE]

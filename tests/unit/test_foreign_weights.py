@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mpframe.checkpoint import untrusted
-from mpframe.checkpoint.fitting import fitted, renamed
-from mpframe.checkpoint.foreign_weights import is_foreign, read_foreign
+from mpframe.checkpoint.init_from import fitted, is_foreign, read_foreign, renamed
 from mpframe.errors import CheckpointError, ConfigError
 
 STATE = {
@@ -286,6 +285,23 @@ def test_a_tied_name_takes_the_weight_that_was_saved() -> None:
     taken = fitted(given, own, [], "file")
     assert taken.weights["head.weight"] is given["embed.weight"]
     assert (taken.kept, taken.unused) == ([], [])
+
+
+def test_two_values_for_a_tied_weight_are_refused() -> None:
+    table = torch.zeros(3)
+    own = {"embed.weight": table, "head.weight": table.detach()}
+    given = {"embed.weight": torch.ones(3), "head.weight": torch.zeros(3)}
+    with pytest.raises(CheckpointError) as refused:
+        fitted(given, own, [], "file")
+    assert "tied, and of different values: embed.weight and head.weight" in str(refused.value)
+    assert fitted(given, own, ["head.*"], "file").kept == ["head.weight"]
+
+
+def test_eight_bits_are_widened_too() -> None:
+    given = {"a": torch.tensor([1.75, -448.0]).to(torch.float8_e4m3fn)}
+    taken = fitted(given, {"a": torch.zeros(2)}, [], "file")
+    assert torch.equal(taken.weights["a"], torch.tensor([1.75, -448.0]))
+    assert taken.remarks() == ["1 tensors are float8_e4m3fn, and were widened exactly"]
 
 
 def test_what_was_left_out_or_widened_is_told() -> None:

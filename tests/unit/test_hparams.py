@@ -30,7 +30,12 @@ def job(folder: Path, words: list[str], sweep: list[str] | None = None) -> DictC
         OmegaConf.save(OmegaConf.create(told), folder / "multirun.yaml")
     mode = RunMode.RUN if sweep is None else RunMode.MULTIRUN
     return OmegaConf.create(
-        {"mode": mode, "overrides": {"task": words}, "sweep": {"dir": str(folder)}}
+        {
+            "mode": mode,
+            "overrides": {"task": words},
+            "runtime": {"cwd": str(folder.parent)},
+            "sweep": {"dir": folder.name},
+        }
     )
 
 

@@ -125,6 +125,20 @@ def test_a_folder_of_the_users_trusts_what_it_names_where_it_names_it(folder: Pa
     assert not trusted.names("metrics.other", "my_metric.Top")
 
 
+def test_a_checkpoint_does_not_trust_itself(folder: Path) -> None:
+    """Whatever lies in the folder of the user's, and whatever names are in it."""
+    tree = yaml.safe_load(stored())
+    tree["metrics"] = {"x/../../download/model": {"_target_": "my_net.Net"}}
+    for place in ("download/model", "conf/metrics.x", "conf/runs", "conf"):
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        (folder / place / "config_resolved.yaml").write_text("_target_: my_net.Net\n" + stored())
+    trusted = Trusted(take_source(["--config-dir=conf"])[0])
+    assert not trusted.names("metrics.x/../../download/model", "my_net.Net")
+    (folder / "conf" / "model" / "net.yaml").unlink()
+    with pytest.raises(CheckpointError, match=r"model\._target_=my_net\.Net and .* not mpframe's"):
+        config_of(yaml.safe_dump(tree), folder, ["--config-dir=conf"])
+
+
 def test_a_file_that_is_no_yaml_is_named(folder: Path) -> None:
     (folder / "conf" / "model" / "bad.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match=r"conf/model/bad\.yaml: is not YAML; "):

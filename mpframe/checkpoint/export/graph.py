@@ -4,6 +4,7 @@ The graph computes in the format of its weights and casts nothing: an export in 
 float16 inputs. The first dimension of each input is the batch and may have any size.
 """
 
+import inspect
 import io
 import logging
 import math
@@ -22,7 +23,7 @@ from mpframe.user_code import name_of, raised
 
 KEY = "mpframe"
 """Under this name a file holds the sidecar's words."""
-_MOST_VALUES = 2**26
+_MOST_VALUES = 2**26  # of one input's example: 256 MB in fp32
 
 
 def traced(
@@ -128,6 +129,14 @@ def graph_inputs(facts: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
         {**one, "dtype": own} if is_floating else one
         for one, is_floating in zip(inputs, floating, strict=True)
     ]
+
+
+def without_labels(inputs: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """The inputs without `labels` if the model can do without: only the training needed them."""
+    labels = inspect.signature(model.forward).parameters.get("labels")
+    if labels is None or labels.default is labels.empty:
+        return inputs
+    return [one for one in inputs if one["name"] != "labels"]
 
 
 @contextmanager

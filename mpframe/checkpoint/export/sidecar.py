@@ -10,7 +10,8 @@
     preprocessing   what is done to a raw input before
     class_names     in the order of the class numbers
     precision       of the training: mode, half, ops, half_weights, evaluated_in
-    metrics         checkpoint: of the exported weights' step; run: of the run's end, best and test
+    metrics         weights: which were measured; checkpoint: the validation of the exported step;
+                    run: what the run came to, best and test, as in summary.json
     run             id, step, seed, dataset
     versions        trained_with, exported_with
 
@@ -28,6 +29,7 @@ from typing import Any
 
 from mpframe.checkpoint.identity import identity_of
 from mpframe.checkpoint.layout import FOLDER
+from mpframe.checkpoint.saved_weights import validated_kind
 from mpframe.checkpoint.snapshot import Snapshot
 from mpframe.errors import CheckpointError
 from mpframe.files.plain_file import read_regular
@@ -60,7 +62,11 @@ def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
         "computes_in": None,
         "model": model_facts(_mapping(stored.get("model"))),
         **{key: usage.get(key) for key in ("inputs", "preprocessing", "class_names", "precision")},
-        "metrics": {"checkpoint": _measured(snapshot), "run": _results(path)},
+        "metrics": {
+            "weights": validated_kind(snapshot.state),
+            "checkpoint": _measured(snapshot),
+            "run": _results(path),
+        },
         "run": {
             "id": identity_of(snapshot.facts),
             "step": snapshot.global_step,

@@ -3,10 +3,10 @@
 Binary: records of 3073 bytes, a label and then 3 x 32 x 32 values, channel by channel.
 
 Python: a pickle of {"labels": [...], "data": uint8 array [N, 3072], ...}. To unpickle is to run
-what the file says. A pickle is also a list of opcodes, and that list can be read without obeying
-it: `pickletools.genops` decodes, nothing more. The one byte string as long as the images is the
-images, the small integers after the word "labels" are the labels. The file is still refused when
-it names any object, or uses any opcode, that CIFAR-10's own files do not need.
+what the file says. A pickle is also a list of opcodes, and that list can be read without running
+it: `pickletools.genops` only decodes. The only byte string that is as long as the images are holds
+the images, and the small integers after the word "labels" are the labels. The file is still
+refused if it names an object, or uses an opcode, that CIFAR-10's own files do not need.
 """
 
 import os

@@ -141,9 +141,9 @@ def decode(path: str, channels: int, side: int) -> Tensor:
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
-    """A grey image of 16 bits as one of 8: the library would cut off all above 255.
+    """A grey image of 16 bits as one of 8 bits: the library would cut off all values above 255.
 
-    Colours of 16 bits it reads by their high bytes, and none of these formats has more.
+    It reads colours of 16 bits by their high bytes, and none of these formats has more bits.
     """
     if not image.mode.startswith("I"):
         return image

@@ -1,7 +1,7 @@
 """Images and their class numbers, fetched, augmented and normalised a batch at a time.
 
-A loop over samples in Python costs tens of microseconds each; on small images that is more than
-the network. `fetch_batch` therefore does each stage once for the whole batch.
+A loop in Python takes tens of microseconds for each sample. With small images that is more than
+the network takes, so `fetch_batch` does each stage once for the whole batch.
 """
 
 from abc import ABC, abstractmethod
@@ -73,7 +73,7 @@ class Normalize:
 
 
 def spread(count: int) -> slice:
-    """Evenly spaced places among `count`, at most 2,000: enough to stand for all of them."""
+    """Evenly spaced places among `count`, at most 2,000: enough to represent all of them."""
     return slice(None, None, max(1, -(-count // 2000)))
 
 

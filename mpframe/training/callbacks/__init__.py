@@ -2,13 +2,15 @@
 
 Begin with training/callback.py, the interface, and conf/callbacks/default.yaml, the order.
 
-    curves, csv_log, amax_record, progress_bar    write and show numbers
-    results, throughput                           keep what the summary says
+    curves, csv_log, amax_record                  write numbers to files
+    log_lines, progress_bar                       show numbers
+    profile/                                      shows where the time of a step goes
+    results, throughput                           keep the numbers of the summary
     checkpoints                                   saves the run
     spike_report, saturation                      warn
     freeze                                        freezes layers for a while
     early_stopping, skip_guard, stop_on_signal    end a run
 
 The autopsy and the ranges are callbacks, too, and are in numerics/. A configuration names each by
-`_target_`, so nothing is exported here. May import what training may.
+`_target_`, so nothing is exported here. This package may import what training may import.
 """

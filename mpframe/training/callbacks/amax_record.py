@@ -20,7 +20,7 @@ class RecordAmax(Callback):
         self._on_error = on_error
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Open the record; steps that a resumed run takes again are cut off."""
+        """Open the record, and cut off the steps that a resumed run takes again."""
         self._record = AmaxRecord(context.folder, trainer.progress.global_step, self._on_error)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
@@ -28,9 +28,9 @@ class RecordAmax(Callback):
         self._record.add(result.amax)
 
     def on_save(self, trainer: Trainer) -> None:
-        """Write what was kept: a checkpoint counts on it."""
+        """Write all values so far, because a checkpoint relies on them."""
         self._record.flush()
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Write what was kept."""
+        """Write all values so far."""
         self._record.flush()

@@ -1,11 +1,11 @@
 """When a run is saved, and what goes into the checkpoint.
 
-Everything that can change the run's future does: the trainer's state, every random generator, and
-what the callbacks must know. It is taken between two steps, when no accumulation window is open;
-how far the data has been read is two numbers (see data.loader).
+A checkpoint holds everything that can change the run's future: the trainer's state, every random
+generator, and the state of the callbacks. It is taken between two steps, when no accumulation
+window is open. Two numbers say how far the data has been read (see data.loader).
 
-A save in the background copies the state first, so the run may go on while the copy is written; at
-most one is under way, and what goes wrong with it surfaces at the next save or at the end.
+A save in the background copies the state first, so the run can go on while the copy is written. At
+most one such save runs at a time, and its error is raised at the next save or at the end.
 """
 
 import logging
@@ -36,12 +36,12 @@ class SavePlan:
     """When to save and what to keep.
 
     Attributes:
-        every: steps between two checkpoints; None: by the clock, or else after each epoch.
-        minutes: time between two checkpoints; None: the clock does not count.
-        keep_last: how many of the newest stay, >= 1.
-        keep_best: how many of the best by validation stay, too; if this is not 0, a validation
-            among the best is saved when it is made.
-        background: write while the training goes on.
+        every: steps between two checkpoints; None: `minutes` decides, or else each epoch.
+        minutes: time between two checkpoints; None: time does not count.
+        keep_last: how many of the newest are kept, >= 1.
+        keep_best: how many of the best by validation are kept, too; if this is not 0, a step is
+            saved as soon as its validation is among the best.
+        background: write while the training continues.
         on_error: `stop` or `warn` if a checkpoint cannot be written.
     """
 
@@ -71,15 +71,15 @@ class Checkpoints(Callback):
         self._said = False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Take the folder to save into, and what a checkpoint says of its run."""
+        """Take the folder to save into, and the options and name of the run."""
         self._context = context
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Note the validation's value; a checkpoint of this step is ranked by it."""
+        """Keep the validation's value: a checkpoint of this step is ranked by it."""
         self._validation = trainer.progress.global_step, self._facts_of(evaluation)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Save if it is due, but never from a step that was skipped: the last good one stays."""
+        """Save if it is due, but never after a skipped step: the last good checkpoint stays."""
         if self._due(trainer):
             trainer.read_verdicts()
             if not trainer.progress.skipped_in_a_row:
@@ -97,11 +97,11 @@ class Checkpoints(Callback):
             self._validation = int(global_step), dict(validation)
 
     def save(self, trainer: Trainer) -> None:
-        """Save the run as it stands, unless just that has been done.
+        """Save the run as it stands, unless this state is saved already.
 
         Raises:
-            CheckpointError: it, or the one before it, could not be written, and that is to stop
-                the run.
+            CheckpointError: this checkpoint or the one before it could not be written, and the
+                plan is to stop the run then.
         """
         stands = trainer.progress.global_step, trainer.progress.validated
         if self._saved == stands:
@@ -123,14 +123,14 @@ class Checkpoints(Callback):
         """Wait for the checkpoint that is being written.
 
         Raises:
-            CheckpointError: it could not be written, and that is to stop the run.
+            CheckpointError: it could not be written, and the plan is to stop the run then.
         """
         with self._reported():
             self._background.close()
 
     @contextmanager
     def around(self, trainer: Trainer) -> Iterator[None]:
-        """Save at the end of the block, also if a signal ended it; and wait for all writing."""
+        """Save at the end of the block, also if a signal ended it, and wait for all writing."""
         try:
             yield
             self.save(trainer)
@@ -155,7 +155,7 @@ class Checkpoints(Callback):
         rank = retention.rank_of(validation) if self._plan.keep_best and validation else None
         if rank is None:
             return False
-        self._background.wait()  # What is being written counts among those already there.
+        self._background.wait()  # A checkpoint that is being written counts, too.
         return rank < retention.rank_to_beat(self._context.folder, self._plan.keep_best)
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
@@ -185,7 +185,7 @@ class Checkpoints(Callback):
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
-        """Within the block a checkpoint that cannot be written stops the run, or is warned of."""
+        """Within the block a checkpoint that cannot be written stops the run or gives a warning."""
         try:
             yield
         except CheckpointError as error:
@@ -204,7 +204,7 @@ class Checkpoints(Callback):
         if higher is None:
             self._say_that_the_loss_decides(name)
             name = LOSS
-        # JSON has no nan, and nothing is better or worse than it.
+        # JSON has no nan, and no value is better or worse than nan.
         number = value if math.isfinite(value) else None
         return {"metric": name, "value": number, "higher_is_better": bool(higher)}
 

@@ -19,9 +19,8 @@ _COLUMNS = (
 class CsvLog(Callback):
     """Writes a row for every step that is logged or validated; losses and gradients unscaled.
 
-    A row is complete, and written, at the end of its step. A checkpoint holds the last one, because
-    a run may be stopped in the validation that belongs to it. The test has a row of its own, the
-    last one.
+    A row is complete at the end of its step, and is written then. A checkpoint holds the last row,
+    because a run may be stopped in the validation that belongs to it. The last row is the test's.
 
     Args:
         log_every: steps between two rows of the training's numbers.
@@ -38,7 +37,7 @@ class CsvLog(Callback):
         self._pending = False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Open the table; rows of steps that a resumed run takes again are cut off."""
+        """Open the table, and cut off the rows of steps that a resumed run takes again."""
         global_step = trainer.progress.global_step
         metrics = [f"{split}_{name}" for split in ("val", "test") for name in trainer.metrics]
         columns = [*_COLUMNS, *metrics]
@@ -46,7 +45,7 @@ class CsvLog(Callback):
         self._pending = bool(global_step) and self._last.get("step") == global_step
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Keep the step's numbers, which stay on the device, and note them if they are due."""
+        """Keep the step's numbers, still on the device; put them into a row if it is due."""
         self._of_step = {
             "train_loss": result.loss,
             "learning_rate": trainer.optimizer.param_groups[0]["lr"],
@@ -59,7 +58,7 @@ class CsvLog(Callback):
             self._note(trainer, **_numbers(self._of_step))
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Note the validation's numbers, and those of the step before it."""
+        """Put the validation's numbers into a row, with those of the step before it."""
         metrics = {f"val_{name}": value for name, value in evaluation.metrics.items()}
         self._note(trainer, **_numbers(self._of_step), val_loss=evaluation.loss, **metrics)
 
@@ -84,7 +83,7 @@ class CsvLog(Callback):
         return {"row": dict(self._last), "of_step": _numbers(self._of_step)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the last row: its step may be validated again."""
+        """Continue with the last row: its step may be validated again."""
         self._last = _numbers(state["row"])
         self._of_step = _numbers(state.get("of_step", {}))  # An older checkpoint has none.
 

@@ -47,7 +47,7 @@ class Curves(Callback):
             self._tracker.scalars(global_step, self._of_step(trainer, result))
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Log a step that is due before the trainer moves on."""
+        """Let a step that is due be logged before the trainer moves on."""
         if trainer.progress.global_step % self._log_every == 0:
             trainer.read_verdicts()
 

@@ -12,13 +12,13 @@ from mpframe.training.trainer import Trainer
 
 
 class EarlyStopping(Callback):
-    """Ends a run after so many validations in a row without a better value.
+    """Ends a run after a number of validations in a row without a better value.
 
-    Whether more or less is better, the metric says (`higher_is_better`).
+    The metric says whether more or less is better (`higher_is_better`); nan and inf never are.
 
     Args:
         patience: validations in a row without a better value, >= 1.
-        min_delta: a value is better if it is so by more than this, >= 0.
+        min_delta: a value counts as better if it is better by more than this, >= 0.
         monitor: the metric's name, or `loss`; None: the metric of `trainer.monitor`.
 
     Raises:
@@ -38,11 +38,11 @@ class EarlyStopping(Callback):
         self._best, self._waited = Best(), 0
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """End a run at once that goes on from where it was stopped, unless the patience grew."""
+        """End a resumed run at once if it was stopped here before, unless the patience grew."""
         self._stop_if_due(trainer)
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Count the validation.
+        """Count the validation, and end the run if it was one too many.
 
         Raises:
             ConfigError: there is no such metric, or it does not say which value is better.
@@ -55,11 +55,11 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far, and the validations since."""
+        """The best value so far, and the number of validations since then."""
         return {"best": self._best.state_dict(), "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved ones."""
+        """Continue from saved ones."""
         best = state["best"]
         if "name" in state:  # A checkpoint from before the best value had its step.
             best = {"name": state["name"], "value": best, "step": None}

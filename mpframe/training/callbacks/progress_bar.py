@@ -35,7 +35,7 @@ class ProgressBar(Callback):
         self._redirected = ExitStack()
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Draw it, from where a resumed run goes on."""
+        """Draw the bar; that of a resumed run begins at its step."""
         self._results, self._batches = context.results, len(context.train)
         self._bar = tqdm(
             total=self._total(trainer),
@@ -49,7 +49,7 @@ class ProgressBar(Callback):
             self._redirected.enter_context(logging_redirect_tqdm())
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Move on; the texts are refreshed only as often as the bar is drawn."""
+        """Move the bar on; its texts change only as often as it is drawn."""
         drawn = self._bar.update(1)
         if drawn and result.loss is not None:
             words = {"loss": f"{float(result.loss):.4g}", "scale": f"{float(result.scale):g}"}
@@ -58,7 +58,7 @@ class ProgressBar(Callback):
             self._bar.set_postfix({**words, **self._validated}, refresh=False)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Learn of the last steps as often as the bar is drawn."""
+        """Ask for the verdicts on the last steps as often as the bar is drawn."""
         if self._bar.disable:
             return
         if time.time() - self._bar.last_print_t >= self._bar.mininterval:

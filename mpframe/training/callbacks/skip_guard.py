@@ -10,7 +10,7 @@ from mpframe.training.trainer import Trainer
 
 
 class SkipGuard(Callback):
-    """Ends a run that only skips, and calls one that came to its end so what it is.
+    """Ends a run that only skips, and reports one that came to its end in that way.
 
     Args:
         limit: skipped steps in a row that end it.
@@ -33,7 +33,7 @@ class SkipGuard(Callback):
             raise self._diverged(trainer, f"trainer.max_consecutive_skips={self._limit} reached")
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Raise if nothing was learnt, or not to the end.
+        """Raise if the model learnt nothing, or did not learn until the end.
 
         Raises:
             DivergedError: no step was applied, the last ones were all skipped, or the last one was

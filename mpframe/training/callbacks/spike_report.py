@@ -1,4 +1,4 @@
-"""Tells of loss spikes."""
+"""Reports loss spikes."""
 
 import logging
 
@@ -11,10 +11,10 @@ log = logging.getLogger(__name__)
 
 
 class SpikeReport(Callback):
-    """Says which loss was a spike, and ends the run if the policy is to stop."""
+    """Warns of each loss spike, and ends the run if the policy is `stop`."""
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Warn of a spike, or raise.
+        """Warn if the loss is a spike, or raise.
 
         Raises:
             DivergedError: the loss is a spike and `trainer.on_loss_spike` is stop; the step was

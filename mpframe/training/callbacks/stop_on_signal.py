@@ -9,14 +9,15 @@ class StopOnSignal(Callback):
     """Ends a run that was asked to stop: between two steps, or between two validated batches.
 
     Args:
-        interruption: knows whether a signal came. Comes last: all else is done with the step.
+        interruption: knows whether a signal came. This callback is the last one, so that all
+            others have dealt with the step.
     """
 
     def __init__(self, interruption: Interruption) -> None:
         self._interruption = interruption
 
     def on_prediction_step(self, trainer: Trainer) -> None:
-        """Abandon the validation if a signal came; a resumed run makes it again."""
+        """Abandon the validation if a signal came; a resumed run validates again."""
         self._interruption.raise_if_received()
 
     def on_step_end(self, trainer: Trainer) -> None:

@@ -1,12 +1,12 @@
-"""How fast a run trains: all of it, over all its starts, and not what it did last.
+"""How fast a run trains: the whole run over all its starts, and not only its last steps.
 
     training time    from step to step: loading, the step, its logging; compiling in the first
     left out         validating and saving
-    step time        the median, which neither the first step nor a pause moves
+    step time        the median, which neither the first step nor a pause changes
 
-A checkpoint holds the sums, so a resumed run goes on adding to them; what a killed start did after
-its last checkpoint is done again, and counts once. Step times are counted in bins of one percent,
-so that a run of any length keeps few numbers.
+A checkpoint holds the sums, and a resumed run continues to add to them. The steps that a killed
+start took after its last checkpoint are taken again, and count once. Step times are counted in bins
+of one percent, so that a run of any length keeps few numbers.
 """
 
 import math
@@ -22,7 +22,7 @@ from mpframe.training.loader import Batch
 from mpframe.training.trainer import Trainer
 
 _BIN = math.log(1.01)
-_SHORTEST = 1e-9  # seconds, what a clock that stood still is taken for
+_SHORTEST = 1e-9  # seconds, for a clock that stood still
 
 
 class Throughput(Callback):
@@ -83,11 +83,11 @@ class Throughput(Callback):
         return (self.samples - samples) / (self.train_seconds - seconds)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        """Note how much the step is computed from."""
+        """Count the samples of the step."""
         self._untold.append(len(batches) * self._batch_size)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Count the step and its time; steps told of together share the time evenly."""
+        """Count the step and its time; steps that are reported together share it evenly."""
         lap = max((self._clock() - self._lap_began) / len(self._untold), _SHORTEST)
         self._lap_began += lap
         self.samples += self._untold.popleft()
@@ -100,7 +100,7 @@ class Throughput(Callback):
         self._pause()
 
     def on_evaluate(self, trainer: Trainer, evaluation: object) -> None:
-        """Let it go on."""
+        """Let the clock run again."""
         self._go_on()
         self._idle = False
 
@@ -110,7 +110,7 @@ class Throughput(Callback):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within the block the clock stands still: the run is being saved."""
+        """Within the block the clock stands still, because the run is being saved."""
         self._pause()
         try:
             yield
@@ -127,7 +127,7 @@ class Throughput(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on adding to saved sums."""
+        """Continue to add to saved sums."""
         self.samples, self.train_seconds = int(state["samples"]), float(state["train_seconds"])
         self._earlier, self._idle = float(state["seconds"]), True
         self._step_times = Counter({int(k): int(v) for k, v in state["step_times"].items()})

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint.export import graph
-from mpframe.cli.evaluate import evaluate
+from mpframe.cli.evaluate import checkpoint_of, evaluate
 from mpframe.cli.export import main
 from mpframe.data import digits
 
@@ -98,8 +98,8 @@ def files(run: Path) -> Path:
 @pytest.fixture(scope="module")
 def found(files: Path) -> dict[str, Tensor]:
     """What a stranger computes, in a process of its own that never imports mpframe."""
-    val: Any = digits().val
-    np.save(files / "raw.npy", (val.images * 16).numpy())  # exact: the raw values 0 to 16
+    test: Any = digits().test
+    np.save(files / "raw.npy", (test.images * 16).numpy())  # exact: the raw values 0 to 16
     lines = {name: lines_of(name) for name in ("prepare", *forms())}
     (files / "lines.json").write_text(json.dumps({**lines, "forms": forms()}))
     (files / "stranger.py").write_text(STRANGER)
@@ -110,8 +110,10 @@ def found(files: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def evaluated(run: Path) -> float:
-    """The accuracy that evaluate.py finds."""
-    return evaluate(run, [MODEL]).evaluation.metrics["accuracy"]
+    """The accuracy that evaluate.py finds, which is the one that the run came to."""
+    accuracy = evaluate(run, [MODEL]).evaluation.metrics["accuracy"]
+    assert accuracy == json.loads((run / "summary.json").read_text())["test_accuracy"]
+    return accuracy
 
 
 def error_bound(weights: dict[str, Tensor], inputs: Tensor) -> Tensor:
@@ -137,9 +139,9 @@ def test_a_stranger_gets_the_runs_numbers(
     form: str, run: Path, found: dict[str, Tensor], evaluated: float
 ) -> None:
     require(form)
-    val: Any = digits().val
-    inputs = val.normalize(val.images)
-    weights = checkpoint.load(run)["trainer"]["weights"]
+    test: Any = digits().test
+    inputs = test.normalize(test.images)
+    weights = checkpoint.load(checkpoint_of(run))["trainer"]["weights"]
     first = inputs.double().flatten(1) @ weights["first.weight"].double().T
     hidden = (first + weights["first.bias"].double()).tanh()
     exact = hidden @ weights["second.weight"].double().T + weights["second.bias"].double()
@@ -149,7 +151,7 @@ def test_a_stranger_gets_the_runs_numbers(
     assert torch.equal(logits.argmax(1), exact.argmax(1))
 
     def accuracy(outputs: Tensor) -> float:
-        return float((outputs.argmax(1) == val.targets).double().mean())
+        return float((outputs.argmax(1) == test.targets).double().mean())
 
     assert accuracy(logits) == evaluated > 0.5
     assert accuracy(found[f"{form} raw"]) < evaluated - 0.02
@@ -202,11 +204,14 @@ def test_the_sidecar_says_what_a_stranger_needs(files: Path, run: Path) -> None:
     assert sidecar["weights"] == {"kind": "trained", "dtype": "float32", "saturated": {}}
     assert sidecar["computes_in"] == "float32"
     assert sidecar["run"]["dataset"] == "mpframe.data.digits"
-    assert (sidecar["run"]["step"], sidecar["run"]["seed"]) == (summary["steps"], 0)
+    assert (sidecar["run"]["step"], sidecar["run"]["seed"]) == (summary["best_step"], 0)
     assert sidecar["run"]["id"] == checkpoint.identity_of(checkpoint.read(run).facts)
-    for key in ("val_loss", "val_accuracy"):
-        assert sidecar["metrics"]["checkpoint"][key] == summary[key]
-        assert sidecar["metrics"]["run"][key] == summary[key]
+    metrics = sidecar["metrics"]
+    assert metrics["weights"] == "trained"
+    assert metrics["checkpoint"]["val_accuracy"] == summary["best"]
+    assert set(metrics["checkpoint"]) == {"val_loss", "val_accuracy"}
+    for key in ("val_loss", "val_accuracy", "best", "best_step", "test_accuracy", "tested"):
+        assert metrics["run"][key] == summary[key]
     assert sidecar["versions"]["trained_with"] == sidecar["versions"]["exported_with"]
     assert set(sidecar["versions"]["trained_with"]) == {"torch", "torchvision", "mpframe"}
     weights_only = json.loads((files / "model.safetensors.json").read_text())

@@ -1,0 +1,59 @@
+"""How many steps are left to the planned end, from anywhere in a run."""
+
+import pytest
+import torch
+from torch import nn
+
+from mpframe import Precision, Trainer
+from mpframe.objectives import supervised
+from mpframe.training.callback import Callback
+from mpframe.training.plan import Plan, Progress
+
+
+class Left(Callback):
+    """Notes the steps left after each step."""
+
+    def __init__(self, batches: int) -> None:
+        self.left: list[int] = []
+        self._batches = batches
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.left.append(trainer.plan.steps_left(trainer.progress, self._batches))
+
+
+class Batches:
+    """Seven batches, the third of which overflows."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def epoch(self, epoch: int, start: int = 0):  # type: ignore[no-untyped-def]
+        for number in range(start, 7):
+            inputs = torch.full((2, 2), torch.inf if number == 2 else 1.0)
+            yield inputs, torch.ones(2, 1)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("max_steps", [None, 5, 100])
+def test_the_steps_left_are_those_that_follow(accumulate: int, max_steps: int | None) -> None:
+    """A skipped step counts for the epochs, and not for `max_steps`."""
+    model = nn.Linear(2, 1)
+    model, optimizer = Precision().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plan = Plan(epochs=3, max_steps=max_steps, accumulate=accumulate, skip_if_dropped=True)
+    noted = Left(7)
+    trainer = Trainer(
+        model, optimizer, supervised(nn.MSELoss()), plan=plan, callbacks={"left": noted}
+    )
+    trainer.fit(Batches())  # type: ignore[arg-type]
+    first = plan.steps_left(Progress(), 7)
+    assert noted.left[-1] == 0
+    assert trainer.progress.skipped > 0
+    if max_steps == 5:  # One more for each that is skipped.
+        assert (first, len(noted.left)) == (5, 5 + trainer.progress.skipped)
+    else:
+        assert noted.left == [*range(first - 1, -1, -1)]
+
+
+def test_a_run_past_its_end_has_none_left() -> None:
+    assert Plan(epochs=2).steps_left(Progress(epoch=3), 7) == 0
+    assert Plan(epochs=2, max_steps=4).steps_left(Progress(steps=6), 7) == 0
