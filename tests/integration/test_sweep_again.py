@@ -9,16 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from processes import CONTEXT
 from sameness import assert_same_run
 from test_hydra import command
 
 from mpframe.cli import train
+from mpframe.config.command_line import prepare
+from mpframe.config.sweep.earlier import holds_this_run
+from mpframe.errors import ConfigError
 from mpframe.tracking.summary import Summary
 
 HERE = Path(__file__).parent
+PLACE = "hydra.sweep.dir=out sweep"
 OPTIONS = [
-    "-m", "seed=1,2,3", "hydra.sweep.dir=out sweep", "model=mlp", "model.hidden=4",
+    "-m", "seed=1,2,3", PLACE, "model=mlp", "model.hidden=4",
     "trainer.max_steps=20", "trainer.epochs=1", "trainer.log_every=1", "trainer.checkpoint_every=5",
     "trainer.progress=off", "+callbacks.stop._target_=stopping.Stop",
     "+callbacks.stop.seed=${seed}",
@@ -108,7 +113,7 @@ def test_a_killed_sweep_goes_on_by_the_same_command(
 
 
 def test_a_stopped_sweep_says_how_it_goes_on(
-    whole: Path, sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     monkeypatch.setenv("STOP", "SIGTERM")
@@ -121,9 +126,7 @@ def test_a_stopped_sweep_says_how_it_goes_on(
     again = shlex.split(done.stderr.splitlines()[-1].removeprefix(start))
     assert again[:2] == [sys.executable, str(HERE.parents[1] / "scripts" / "train.py")]
     assert [row["status"] for row in rows(folder)] == ["finished", "interrupted"]
-    assert sweep(*again[2:]) == 0
-    assert rows(folder) == rows(whole)
-    assert_same_run(whole / "seed=2", folder / "seed=2")
+    assert prepare(again[2:]) == prepare([*(o for o in OPTIONS if o != PLACE), PLACE])
 
 
 def test_a_folder_with_other_options_is_refused_and_left_alone(
@@ -140,13 +143,36 @@ def test_a_folder_with_other_options_is_refused_and_left_alone(
     assert written(tmp_path) == before
 
 
-def test_options_that_only_watch_may_differ(whole: Path, sweep: Sweep, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole, tmp_path / "out sweep")
-    before = {name: written(folder / name) for name in NAMES}
-    words = ["trainer.log_every=3", "numerics.every=2", "run_name=other", "device=cpu"]
-    assert sweep(*OPTIONS, *words) == 0
-    assert {name: written(folder / name) for name in NAMES} == before
-    assert sweep(*OPTIONS, "trainer.eval_every=3") == 1  # The last validation may be another.
+@pytest.mark.parametrize(
+    ("path", "value", "same"),
+    [
+        ("trainer.log_every", 3, True),
+        ("numerics.every", 2, True),
+        ("callbacks.curves", None, True),
+        ("run_name", "other", True),
+        ("device", "cuda", True),
+        ("dataset.workers", 2, True),
+        ("trainer.eval_every", 3, False),  # The last validation may be another.
+        ("trainer.monitor", "loss", False),
+        ("seed", 2, False),
+        ("metrics", {"more": {"_target_": "x"}}, False),
+        ("callbacks.mine", {"_target_": "x"}, False),
+    ],
+)
+def test_options_that_only_watch_may_differ(
+    whole: Path, path: str, value: object, same: bool
+) -> None:
+    folder = whole / "seed=1"
+    options = OmegaConf.load(folder / "config_resolved.yaml")
+    OmegaConf.update(options, path, value, force_add=True)
+    text = OmegaConf.to_yaml(options)
+    if same:
+        assert holds_this_run(folder, text, "none")
+    else:
+        assert not holds_this_run(folder, text, "auto")
+        with pytest.raises(ConfigError, match=f"its seed=1 is a run with other options, {path}"):
+            holds_this_run(folder, text, "none")
+    assert not holds_this_run(folder.parent, text, "none")
 
 
 def test_a_longer_sweep_in_the_same_folder_runs_what_is_missing(
@@ -183,9 +209,6 @@ def test_a_job_that_diverged_is_a_result(
     )
     assert written(folder) == before
     assert rows(tmp_path / "out") == table
-    shutil.rmtree(folder)
-    assert sweep(*DIVERGES) == 1
-    assert Summary.read(folder).status == "diverged"
 
 
 def test_a_job_that_failed_is_run_again(
