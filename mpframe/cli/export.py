@@ -16,6 +16,7 @@ Options:
     weights_dtype=fp32|float16|bfloat16    default: fp32; rounded once, from the fp32 masters
     overwrite=true        replace a file that exists; default: false
     model.OPTION=VALUE    for a graph: options of the model
+    --config-dir=FOLDER, --config-name=NAME    for a graph: as for mpframe train
 
 The sidecar is FILE.json.
 

@@ -1,6 +1,11 @@
-"""Where the shipped configuration lies: conf/ of a clone, mpframe/conf of the wheel."""
+"""Where the shipped configuration lies: conf/ of a clone, mpframe/conf of the wheel.
+
+In a clone mpframe/conf is a link to conf/, for `pkg://mpframe.conf`. Messages name the folder
+itself. An unpacked source archive has no link.
+"""
 
 from pathlib import Path
 
-# In a clone mpframe/conf is a link; messages name the folder itself.
-CONF = (Path(__file__).parents[1] / "conf").resolve()
+_PACKAGE = Path(__file__).resolve().parents[1]
+_PLACES = (_PACKAGE / "conf", _PACKAGE.parent / "conf")
+CONF = next(place for place in _PLACES if (place / "ops").is_dir()).resolve()

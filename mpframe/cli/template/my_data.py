@@ -20,6 +20,7 @@ def spirals(arms: int, train: int, val: int, test: int, noise: float) -> Task:
         _points(arms, train, noise, seed=0),
         _points(arms, val, noise, seed=1),
         _points(arms, test, noise, seed=2),
+        class_names=[f"arm {number}" for number in range(arms)],
     )
 
 
