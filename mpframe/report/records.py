@@ -114,7 +114,8 @@ def read(folder: Path, top: Path) -> Record:
         curves, reason = {}, reason or f"its event files are damaged ({_line(error, folder):.80})"
     pictures = tuple(_pictures(folder / "numerics"))
     name = printable(str(folder.relative_to(top)))
-    return Record(name, status, printable(reason), options, summary, curves, pictures)
+    told = printable(reason.replace(f"{folder}/", ""))  # The report may leave this machine.
+    return Record(name, status, told, options, summary, curves, pictures)
 
 
 def _run_folders(path: Path) -> Iterable[Path]:

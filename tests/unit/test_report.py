@@ -253,6 +253,13 @@ def test_a_run_that_cannot_be_read_is_shown_with_its_reason(
     assert as_page("t", compared(runs), runs)
 
 
+def test_a_reason_does_not_show_where_the_folder_lay(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep" / "0"
+    make_run("0", replace(SUMMARY, status=Status.DIVERGED, reason=f"see {folder}/autopsy/a.md"))
+    _, (record,) = find_runs([tmp_path])
+    assert record.reason == "see autopsy/a.md"
+
+
 def test_a_diverged_loss_of_nan_is_drawn_and_told(make_run: MakeRun, tmp_path: Path) -> None:
     nan = float("nan")
     folder = make_run("0", replace(SUMMARY, status=Status.DIVERGED, val_loss=nan, val_metric=nan))
