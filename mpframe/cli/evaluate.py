@@ -34,7 +34,7 @@ from mpframe.checkpoint import retention
 from mpframe.checkpoint.saved_weights import KINDS
 from mpframe.cli.program import program
 from mpframe.cli.restored import Restored, restored
-from mpframe.config.command_line import refuse_unwritable
+from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.data import Loader
 from mpframe.errors import ConfigError, nearest, printable, take_options
 from mpframe.files.durable import write_atomically

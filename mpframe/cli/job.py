@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from mpframe.cli.program import current_folder_importable
-from mpframe.config.command_line import checked
+from mpframe.config.composition.command_line import checked
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.config.sweep.again import stopped

@@ -41,7 +41,7 @@ from mpframe.checkpoint.saved_weights import KINDS
 from mpframe.cli.evaluate import checkpoint_of, refuse_unknown, run_folder
 from mpframe.cli.program import program
 from mpframe.cli.restored import Restored, restored
-from mpframe.config.command_line import refuse_unwritable
+from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.data import Loader, Task
 from mpframe.data.datasets.image_files import Listing, list_unlabelled
 from mpframe.data.datasets.image_folder import FileImages

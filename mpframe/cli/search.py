@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from mpframe import build
 from mpframe.cli.program import program
-from mpframe.config.command_line import checked, compose_named, refuse_unwritable
+from mpframe.config.composition.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.data.loader import Loader
 from mpframe.data.task import Task

@@ -22,11 +22,11 @@ import hydra
 
 from mpframe.cli.job import JobError, Jobs, print_error
 from mpframe.cli.program import current_folder_importable
-from mpframe.config.command_line import prepare
-from mpframe.config.flags import parsed_flags
+from mpframe.config.composition.command_line import prepare
+from mpframe.config.composition.flags import parsed_flags
+from mpframe.config.composition.refusal import refusal_of
+from mpframe.config.composition.source import PRIMARY
 from mpframe.config.locations import CONF
-from mpframe.config.refusal import refusal_of
-from mpframe.config.source import PRIMARY
 from mpframe.errors import MpframeError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"

@@ -23,10 +23,10 @@ from typing import Any, cast
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.composition.source import take_source
 from mpframe.config.locations import CONF
 from mpframe.config.schema import OPEN, Config
-from mpframe.config.source import take_source
 from mpframe.config.trust import Trusted, refuse_unnamed
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.files.stored_yaml import parsed

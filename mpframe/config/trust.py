@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
+from mpframe.config.composition.source import Source
 from mpframe.config.locations import CONF
 from mpframe.config.schema import OPEN
-from mpframe.config.source import Source
 from mpframe.errors import CheckpointError, ConfigError
 
 _TARGET = "_target_"

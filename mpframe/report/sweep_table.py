@@ -26,7 +26,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from mpframe.config.overrides import word_of
+from mpframe.config.composition.overrides import word_of
 from mpframe.config.redaction import as_yaml, secrets_of, values_of
 from mpframe.config.sweep.again import say_on_signal
 from mpframe.errors import printable

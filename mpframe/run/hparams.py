@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from mpframe.config.overrides import parsed
+from mpframe.config.composition.overrides import parsed
 from mpframe.config.schema import Config, only_watches
 
 _SWEEP = "multirun.yaml"  # Hydra writes it before the first job

@@ -17,9 +17,9 @@ from omegaconf import DictConfig
 
 from mpframe import build
 from mpframe.checkpoint import retention
-from mpframe.config.composing import checked
+from mpframe.config.composition.composing import checked
+from mpframe.config.composition.overrides import word_of
 from mpframe.config.output_folder import refuse_unwritable
-from mpframe.config.overrides import word_of
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.data import Loader, Task

@@ -16,7 +16,9 @@ from conftest import train
 from mpframe.errors import MpframeError
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["mpframe.run.run", "mpframe.config.command_line", "mpframe.data"])
+CONTEXT.set_forkserver_preload(
+    ["mpframe.run.run", "mpframe.config.composition.command_line", "mpframe.data"]
+)
 
 
 def start(folder: Path, *options: str) -> BaseProcess:

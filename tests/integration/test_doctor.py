@@ -12,7 +12,7 @@ import torch
 
 from mpframe.cli import doctor as doctor_command
 from mpframe.cli.doctor import subject_of
-from mpframe.config.command_line import jobs
+from mpframe.config.composition.command_line import jobs
 from mpframe.config.locations import CONF
 from mpframe.numerics.doctor import (
     CHECKS,

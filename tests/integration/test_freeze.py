@@ -13,7 +13,7 @@ from test_resume import cut
 from torch import Tensor
 
 from mpframe import build
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.errors import ConfigError
 from mpframe.training.callbacks.freeze import Freeze
 from mpframe.training.trainer import Trainer

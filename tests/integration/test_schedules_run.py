@@ -9,7 +9,7 @@ from sameness import assert_same_run
 from test_resume import cut
 
 from mpframe import checkpoint
-from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.config.planned import filled_in
 from mpframe.errors import ConfigError
 from mpframe.tracking.summary import Summary

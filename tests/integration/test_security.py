@@ -29,7 +29,7 @@ from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.manifest import Manifest
 from mpframe.cli.evaluate import evaluate
 from mpframe.cli.export import main as export
-from mpframe.config.command_line import jobs, prepare
+from mpframe.config.composition.command_line import jobs, prepare
 from mpframe.errors import CheckpointError, ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]

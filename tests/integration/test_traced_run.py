@@ -16,7 +16,7 @@ from test_resume import cut
 
 from mpframe import build
 from mpframe.cli.evaluate import evaluate
-from mpframe.config.command_line import checked, prepare
+from mpframe.config.composition.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.errors import RunInterrupted, UserCodeError
 from mpframe.objectives.adversarial import discriminator_objective, generator_objective

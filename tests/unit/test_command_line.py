@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from mpframe.cli import job as job_module
 from mpframe.cli import train
-from mpframe.config.command_line import prepare
+from mpframe.config.composition.command_line import prepare
+from mpframe.config.composition.overrides import parsed, word_of
 from mpframe.config.locations import CONF
-from mpframe.config.overrides import parsed, word_of
 from mpframe.errors import ConfigError, MpframeError
 
 Started = Callable[..., list[DictConfig]]

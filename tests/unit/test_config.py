@@ -12,7 +12,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from mpframe.config.check import check, known_paths
-from mpframe.config.command_line import checked
+from mpframe.config.composition.command_line import checked
 from mpframe.config.locations import CONF
 from mpframe.config.options_page import options_page
 from mpframe.config.range import Range

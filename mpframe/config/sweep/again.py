@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from mpframe.config.overrides import word_of
+from mpframe.config.composition.overrides import word_of
 from mpframe.config.redaction import hide, secrets_of
 from mpframe.errors import RunInterrupted, printable
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from mpframe.config.overrides import parsed
+from mpframe.config.composition.overrides import parsed
 from mpframe.config.redaction import HIDDEN, hide, secrets_of, values_of
 
 _EXCLUDED = "hydra.job.config.override_dirname.exclude_keys"

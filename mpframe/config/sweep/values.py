@@ -12,14 +12,14 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 
 from mpframe.config.check import refuse_bad_value
-from mpframe.config.composing import (
+from mpframe.config.composition.composing import (
     choices_of,
     composed,
     paths,
     refuse_unknown_choice,
 )
-from mpframe.config.overrides import parsed
-from mpframe.config.source import PRIMARY
+from mpframe.config.composition.overrides import parsed
+from mpframe.config.composition.source import PRIMARY
 from mpframe.errors import ConfigError, nearest
 
 _VALUES_CHECKED = 512

@@ -15,15 +15,15 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from mpframe.config.composing import (
+from mpframe.config.composition.composing import (
     checked,
     composed,
     refuse_bad_override,
     without_hydra,
 )
+from mpframe.config.composition.overrides import parsed
+from mpframe.config.composition.source import PRIMARY
 from mpframe.config.output_folder import refuse_unwritable
-from mpframe.config.overrides import parsed
-from mpframe.config.source import PRIMARY
 from mpframe.config.sweep.earlier import holds_this_run, resolved_text
 from mpframe.config.sweep.job_name import leave_out
 from mpframe.config.sweep.values import axes, first_job, refuse_unfit_choices

@@ -4,10 +4,10 @@ import argparse
 
 from hydra.errors import MissingConfigException
 
-from mpframe.config.composing import refusal
+from mpframe.config.composition.composing import refusal
+from mpframe.config.composition.overrides import parsed, rewritten
+from mpframe.config.composition.source import Source, hydra_over, source_of
 from mpframe.config.locations import CONF
-from mpframe.config.overrides import parsed, rewritten
-from mpframe.config.source import Source, hydra_over, source_of
 from mpframe.errors import ConfigError, nearest
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from mpframe.config.composing import checked, composed, without_hydra
-from mpframe.config.flags import parsed_flags
+from mpframe.config.composition.composing import checked, composed, without_hydra
+from mpframe.config.composition.flags import parsed_flags
+from mpframe.config.composition.overrides import parsed, rewritten
+from mpframe.config.composition.source import Source, hydra_over, source_of, take_source
 from mpframe.config.output_folder import refuse_unwritable
-from mpframe.config.overrides import parsed, rewritten
 from mpframe.config.schema import Config
-from mpframe.config.source import Source, hydra_over, source_of, take_source
 from mpframe.config.sweep.values import axes
 from mpframe.errors import ConfigError
 

@@ -17,7 +17,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from mpframe.config.flags import source_flags
+from mpframe.config.composition.flags import source_flags
 from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
 

@@ -17,9 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mpframe.config import store  # noqa: F401 - Hydra finds the schema in its ConfigStore
 from mpframe.config.check import check, refuse_bad_value
-from mpframe.config.overrides import MAPPINGS, parsed
+from mpframe.config.composition.overrides import MAPPINGS, parsed
+from mpframe.config.composition.source import PRIMARY
 from mpframe.config.schema import OPEN, Config, use_instead
-from mpframe.config.source import PRIMARY
 from mpframe.errors import ConfigError, nearest
 
 
