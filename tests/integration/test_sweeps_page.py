@@ -82,7 +82,7 @@ def test_a_study_in_a_file_continues(
         assert set(ended.values()) == {"finished"}
         assert len(ended) == trials
     monkeypatch.chdir(tmp_path)
-    exec(compile(code_with("importance"), "sweeps.md", "exec"), {})
+    exec(compile(code_with("get_param_importances"), "sweeps.md", "exec"), {})
     found = capsys.readouterr().out
     assert all(option in found for option in ("optimizer.lr", "model.hidden", "dtype"))
 
