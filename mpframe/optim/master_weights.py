@@ -142,7 +142,7 @@ class MasterWeights(Optimizer):
             parameter.requires_grad_(requires_grad)
         if requires_grad:
             fill_momentum(self.optimizer, masters)
-        self.skips_on_device = None  # What is trained anew has no state yet.
+        self.skips_on_device = None  # What is trained again has no state yet.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its half parameters get masters."""

@@ -42,7 +42,7 @@ class Best:
     ) -> bool:
         """Take a value if it is better by more than `by`; nan and inf never are.
 
-        The value of another metric than before begins anew.
+        The value of another metric than before begins again.
 
         Returns:
             Whether it was taken.

@@ -97,7 +97,7 @@ class Profile(Callback):
         self._around.close()
         steps = self._recorded - _WARM_UP
         if steps < 1 or not save:
-            self._pending = save  # No step is recorded yet: it begins anew after the validation.
+            self._pending = save  # No step is recorded yet: it begins again after the validation.
             return
         try:
             self._save(profiler, steps)
