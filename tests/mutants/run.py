@@ -2,10 +2,12 @@
 
 python tests/mutants/run.py                 all mutants of every list beside this file
 python tests/mutants/run.py unscal          those with this in their name
+python tests/mutants/run.py --control       their tests without any fault: they must pass
 
 Each mutant is put into a copy of the repository in a temporary folder; the checkout is not touched.
 There are MUTANT_WORKERS such copies (2 if it is not set), and as many mutants are tried at a time.
-Exit code 1 where a mutant survives, or where its line is no longer there.
+Exit code 1 where a mutant survives, or where its line is no longer there. A test that fails without
+the fault proves nothing: --control, which takes a name as well, finds such tests.
 """
 
 import os
@@ -14,13 +16,18 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("mpframe", "conf", "docs", "tests", "pyproject.toml")
+COPIED = (
+    *("mpframe", "conf", "docs", "scripts", "tests"),
+    *("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,11 @@ def load(wanted: str) -> list[Mutant]:
     return [mutant for mutant in mutants if wanted in mutant.name]
 
 
+def control(tests: str, copy: Path) -> str:
+    """`passed`, or what is wrong with tests that meet no fault."""
+    return {0: "passed", 1: "FAILED"}.get(code := run_tests(tests, copy), f"broken: {code}")
+
+
 def verdict(mutant: Mutant, copy: Path) -> str:
     """`killed`, or what is wrong with the mutant or its tests."""
     file, original = copy / mutant.file, (ROOT / mutant.file).read_text()
@@ -59,14 +71,16 @@ def verdict(mutant: Mutant, copy: Path) -> str:
         return f"stale: its line stands {original.count(mutant.find)} times in {mutant.file}"
     file.write_text(original.replace(mutant.find, mutant.replace))
     try:
-        return {0: "SURVIVED", 1: "killed"}.get(code := run_tests(mutant, copy), f"broken: {code}")
+        return {0: "SURVIVED", 1: "killed"}.get(
+            code := run_tests(mutant.tests, copy), f"broken: {code}"
+        )
     finally:
         file.write_text(original)
 
 
-def run_tests(mutant: Mutant, copy: Path) -> int:
+def run_tests(tests: str, copy: Path) -> int:
     """The exit code of pytest: 0 all passed, 1 some failed, others are errors of the call."""
-    paths, _, words = mutant.tests.partition(" -k ")
+    paths, _, words = tests.partition(" -k ")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *paths.split()]
     # No bytecode: a file that is changed twice within a second would be taken from its cache.
     own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
@@ -90,27 +104,38 @@ def copies(folder: Path, count: int) -> Queue[Path]:
     return free
 
 
-def main(wanted: str = "") -> int:
-    """Run the mutants and print a line for each."""
-    mutants, workers = load(wanted), int(os.environ.get("MUTANT_WORKERS", "2"))
+def main(*arguments: str) -> int:
+    """Run the mutants, or their tests without them, and print a line for each."""
+    words = [word for word in arguments if word != "--control"]
+    mutants = load(*words[:1] or [""])
+    if "--control" in arguments:
+        tests = sorted({mutant.tests for mutant in mutants})
+        return report([(name, name) for name in tests], control, "passed")
+    return report([(mutant.name, mutant) for mutant in mutants], verdict, "killed")
+
+
+def report(cases: Sequence[tuple[str, Any]], judge: Callable[[Any, Path], str], good: str) -> int:
+    """Judge each case in a copy of its own and print a line for it; the exit code."""
+    workers = int(os.environ.get("MUTANT_WORKERS", "2"))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
         free = copies(Path(folder), workers)
 
-        def tried(mutant: Mutant) -> str:
+        def tried(case: Any) -> str:
             copy = free.get()
             try:
-                return verdict(mutant, copy)
+                return judge(case, copy)
             finally:
                 free.put(copy)
 
         verdicts = []
-        for mutant, said in zip(mutants, pool.map(tried, mutants), strict=True):
-            verdicts.append(said)
-            print(f"{said:10} {mutant.name}", flush=True)
-    killed = verdicts.count("killed")
-    print(f"{killed} of {len(mutants)} killed")
-    return 0 if mutants and killed == len(mutants) else 1
+        said = pool.map(tried, [case for _, case in cases])
+        for (name, _), own in zip(cases, said, strict=True):
+            verdicts.append(own)
+            print(f"{own:10} {name}", flush=True)
+    count = verdicts.count(good)
+    print(f"{count} of {len(cases)} {good}")
+    return 0 if cases and count == len(cases) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2]))
+    sys.exit(main(*sys.argv[1:]))
