@@ -44,7 +44,13 @@ def run(folder: Path, *overrides: str) -> tuple[Summary, list[str]]:
     folder.mkdir(parents=True, exist_ok=True)
     own = without_hydra(compose_named([*SMALL, *overrides])[1])
     hydra = DictConfig(
-        {"job": {"name": "train"}, "overrides": {"task": []}, "mode": "RUN", "sweep": {"dir": "."}}
+        {
+            "job": {"name": "train"},
+            "overrides": {"task": []},
+            "mode": "RUN",
+            "sweep": {"dir": "."},
+            "runtime": {"cwd": "."},
+        }
     )
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(root, "handlers", [logging.StreamHandler(sys.stderr)])
