@@ -70,16 +70,3 @@ def test_every_option_is_explained(group: str) -> None:
         for before, line in pairwise(lines):
             plain = line.startswith(("_target_:", "classes: 10", "#"))
             assert plain or "  # " in line or " # " in line or before.startswith("#"), line
-
-
-def test_the_dataset_of_the_documentation_works() -> None:
-    text = (CONF.parent / "docs" / "data.md").read_text()
-    block = text.split("# my_pkg.py\n")[1].split("    python scripts")[0]
-    names: dict[str, Any] = {}
-    exec("\n".join(line.removeprefix("    ") for line in block.splitlines()), names)
-    task = names["wave"](points=20)
-    inputs, targets = next(mpframe.data.Loader(task.train, 8, shuffle=True).epoch(0))
-    metric = task.metric()
-    metric.update(inputs, targets)
-    assert torch.isfinite(task.objective(torch.nn.Identity(), (inputs, targets)).loss)
-    assert torch.isfinite(metric.compute())
