@@ -251,13 +251,14 @@ def test_an_installed_program_imports_from_the_current_folder(tmp_path: Path) ->
 def test_every_command_that_builds_imports_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "my_net.py").write_text(MODEL)
+    (tmp_path / "net_of_the_folder.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
-    own = ["model._target_=my_net.net", "model.hidden=4"]
+    monkeypatch.delitem(sys.modules, "net_of_the_folder", raising=False)
+    own = ["model._target_=net_of_the_folder.net", "model.hidden=4"]
     with pytest.raises(SystemExit) as ended:
         doctor.main([*own, "dtype=fp32"])
     assert ended.value.code == 0
     train(tmp_path / "run", *own, *SMALL[2:])
-    evaluate.main(["checkpoint=run", "model._target_=my_net.net"])
+    evaluate.main(["checkpoint=run", "model._target_=net_of_the_folder.net"])
     assert "val_accuracy" in capsys.readouterr().out

@@ -146,9 +146,9 @@ def test_a_run_leaves_no_worker_behind(
     held: list[Any] = []
     fit_with = Run._fit_with
 
-    def holding(run: Run, task: Any, *loaders: Any) -> None:
-        held.extend(loaders)
-        fit_with(run, task, *loaders)
+    def holding(run: Run, task: Any, loaders: Any) -> None:
+        held.extend(filter(None, loaders))
+        fit_with(run, task, loaders)
 
     monkeypatch.setattr(Run, "_fit_with", holding)
     if how == "finishes":
