@@ -261,4 +261,4 @@ def test_every_command_that_builds_imports_from_the_current_folder(
     assert ended.value.code == 0
     train(tmp_path / "run", *own, *SMALL[2:])
     evaluate.main(["checkpoint=run", "model._target_=net_of_the_folder.net"])
-    assert "val_accuracy" in capsys.readouterr().out
+    assert "test_accuracy" in capsys.readouterr().out
