@@ -259,6 +259,8 @@ def ignore_signals(worker: int) -> None:
     """Called in a new worker: only the main process answers the signals that stop a run."""
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):  # Those that came while they were blocked are gone now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
 
 
 @contextmanager
