@@ -97,6 +97,23 @@ def test_a_validation_is_abandoned_and_made_anew(
     assert_same_run(whole, again)
 
 
+def test_the_row_of_an_abandoned_validation_has_its_steps_numbers(
+    start_run: StartRun, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*OPTIONS, "trainer.log_every=3"]  # Step 8, which is validated, is not logged.
+    stop = at_call(5, send, StopOnSignal.on_prediction_step)
+    with monkeypatch.context() as patched:
+        patched.setattr(StopOnSignal, "on_prediction_step", stop)
+        with pytest.raises(RunInterrupted):
+            start_run(tmp_path, *options)
+    start_run(tmp_path, *options, "resume=auto")
+    row, same = (
+        [line for line in (run / "metrics.csv").read_text().splitlines() if line.startswith("8,")]
+        for run in (tmp_path, whole)
+    )
+    assert row == same
+
+
 def test_further_signals_do_not_tear_the_checkpoint(
     start_run: StartRun, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,10 +15,12 @@ class Left(Callback):
 
     def __init__(self, batches: int) -> None:
         self.left: list[int] = []
+        self.steps: list[int] = []
         self._batches = batches
 
     def on_step_end(self, trainer: Trainer) -> None:
         self.left.append(trainer.plan.steps_left(trainer.progress, self._batches))
+        self.steps.append(trainer.progress.steps)
 
 
 class Batches:
@@ -50,6 +52,7 @@ def test_the_steps_left_are_those_that_follow(accumulate: int, max_steps: int | 
     assert trainer.progress.skipped > 0
     if max_steps == 5:  # One more for each that is skipped.
         assert (first, len(noted.left)) == (5, 5 + trainer.progress.skipped)
+        assert noted.left == [5 - steps for steps in noted.steps]
     else:
         assert noted.left == [*range(first - 1, -1, -1)]
 
