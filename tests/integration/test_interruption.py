@@ -70,7 +70,7 @@ def test_a_signal_stops_the_run_between_two_steps(whole: Path, tmp_path: Path, n
     assert_same_run(whole, folder)
 
 
-def test_a_validation_is_abandoned_and_made_anew(
+def test_a_validation_is_abandoned_and_made_again(
     start_run: StartRun, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
