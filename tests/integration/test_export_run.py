@@ -79,6 +79,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "my_net.py").write_text(NET)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
+        patch.delitem(sys.modules, "my_net", raising=False)  # A page has one, too.
         options = ["model=own", MODEL, "+model.width=24", "+model.classes=10", "trainer.epochs=2"]
         train(folder / "run", *options, "dtype=fp32")
         yield folder / "run"
@@ -196,7 +197,10 @@ def test_the_sidecar_says_what_a_stranger_needs(files: Path, run: Path) -> None:
     task = digits()
     assert set(sidecar) == set(re.findall(r"^\| `(\w+)` \| (?!param|the s)", KEYS, re.M))
     assert sidecar["schema"] == 1
-    assert sidecar["model"] == {"target": "my_net.Net", "arguments": {"width": 24, "classes": 10}}
+    assert sidecar["model"] == {
+        "target": "my_net.Net",
+        "arguments": {"width": 24, "classes": 10},
+    }
     assert sidecar["inputs"] == [{"name": "images", "shape": [None, 1, 8, 8], "dtype": "float32"}]
     assert sidecar["preprocessing"] == task.preprocessing
     assert sidecar["class_names"] == task.class_names
