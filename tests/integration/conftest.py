@@ -2,7 +2,8 @@
 
 import gzip
 import struct
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,17 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events.Reload()
     tags = events.Tags()["scalars"]
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_of_temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forgets what the tests of a file imported from their folders: others use the same names."""
+    yield
+    base = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(base):
+            del sys.modules[name]
+    sys.path[:] = [place for place in sys.path if not place.startswith(base)]
 
 
 @pytest.fixture(scope="session")
