@@ -43,9 +43,9 @@ from mpframe.cli.program import program
 from mpframe.cli.restored import Restored, restored
 from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.data import Loader, Task
-from mpframe.data.datasets.image_files import Listing, list_unlabelled
-from mpframe.data.datasets.image_folder import FileImages
-from mpframe.data.datasets.images import Images, Normalize
+from mpframe.data.datasets.images.arrays import Images, Normalize
+from mpframe.data.datasets.images.image_files import Listing, list_unlabelled
+from mpframe.data.datasets.images.image_folder import FileImages
 from mpframe.errors import ConfigError, printable, take_options
 from mpframe.files.table import refuse_unwritable_kind, writing
 from mpframe.objectives import Supervised

@@ -1,7 +1,7 @@
 """From samples to batches: datasets, and the loader that reads them in a reproducible order.
 
 A dataset is a function that returns a `Task`: the samples to train on, to validate on and to test
-on, what is to minimise, and the metrics (task.py; the shortest dataset is datasets/digits.py). A
+on, what is to minimise, and the metrics (task.py; the shortest is datasets/images/digits.py). A
 batch is any tree of tensors: a tensor, tuples, lists, dicts.
 
 Begin with loader.py: which batch comes when, and why a resumed run sees the same ones. fetch.py
@@ -11,12 +11,12 @@ and what is below them. It imports nothing that trains, and it knows no options:
 the values that it is given.
 """
 
-from mpframe.data.datasets.adversarial import adversarial, digits_gan
-from mpframe.data.datasets.cifar10 import cifar10
-from mpframe.data.datasets.digits import digits
-from mpframe.data.datasets.fashion_mnist import fashion_mnist
-from mpframe.data.datasets.image_folder import image_folder
-from mpframe.data.datasets.images import ArrayImages, Images, Normalize
+from mpframe.data.datasets.images.adversarial import adversarial, digits_gan
+from mpframe.data.datasets.images.arrays import ArrayImages, Images, Normalize
+from mpframe.data.datasets.images.cifar10 import cifar10
+from mpframe.data.datasets.images.digits import digits
+from mpframe.data.datasets.images.fashion_mnist import fashion_mnist
+from mpframe.data.datasets.images.image_folder import image_folder
 from mpframe.data.loader import Loader
 from mpframe.data.metrics import RMSE, Accuracy
 from mpframe.data.task import Metric, Task, classification

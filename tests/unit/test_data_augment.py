@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.data.datasets.augment import (
+from mpframe.data.datasets.images.augment import (
     AUGMENTATIONS,
     DRAWS,
     augment,

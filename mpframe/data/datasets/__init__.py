@@ -1,6 +1,5 @@
-"""The datasets that ship: each module is named after its function, which returns a `Task`.
+"""The datasets that ship, one folder for each kind of data.
 
-digits.py is the shortest one to read. images.py has what image datasets share: batches that are
-fetched, augmented (augment.py) and normalised at once. Files are untrusted: idx.py, cifar_files.py
-and image_files.py read their formats and check every size before they read a value.
+Each module is named after its function, which returns a `Task`. images/digits.py is the shortest
+one to read. hold_out.py is how all of them keep samples back to validate and to test on.
 """

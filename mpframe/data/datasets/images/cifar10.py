@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mpframe.data.datasets import cifar_files
 from mpframe.data.datasets.hold_out import hold_out
-from mpframe.data.datasets.images import ArrayImages, Normalize
+from mpframe.data.datasets.images import cifar_files
+from mpframe.data.datasets.images.arrays import ArrayImages, Normalize
 from mpframe.data.facts import require_facts, require_labels
 from mpframe.data.task import Task, classification
 from mpframe.errors import DataError

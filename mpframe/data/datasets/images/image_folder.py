@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mpframe.data.datasets.hold_out import hold_out
-from mpframe.data.datasets.image_files import RESIZE, Listing, decode, list_images
-from mpframe.data.datasets.images import ArrayImages, Images, Normalize, spread
+from mpframe.data.datasets.images.arrays import ArrayImages, Images, Normalize, spread
+from mpframe.data.datasets.images.image_files import RESIZE, Listing, decode, list_images
 from mpframe.data.facts import require_facts, require_whole
 from mpframe.data.task import Task, classification
 from mpframe.errors import ConfigError, DataError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mpframe.data.datasets.augment import DRAWS, augment, require_augmentation
+from mpframe.data.datasets.images.augment import DRAWS, augment, require_augmentation
 from mpframe.data.keyed_random import keyed_uniform
 from mpframe.errors import DataError
 

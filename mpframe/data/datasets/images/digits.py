@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mpframe.data.datasets.hold_out import hold_out
-from mpframe.data.datasets.images import ArrayImages, Normalize
+from mpframe.data.datasets.images.arrays import ArrayImages, Normalize
 from mpframe.data.facts import require_facts
 from mpframe.data.task import Task, classification
 from mpframe.errors import ConfigError

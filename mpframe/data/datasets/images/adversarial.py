@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mpframe.data.datasets.digits import digits
+from mpframe.data.datasets.images.digits import digits
 from mpframe.data.task import Task
 from mpframe.objectives import Objective
 from mpframe.objectives.adversarial import discriminator_objective, generator_objective

@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from mpframe.data.datasets.hold_out import hold_out
-from mpframe.data.datasets.idx import read_idx
-from mpframe.data.datasets.images import ArrayImages, Normalize
+from mpframe.data.datasets.images.arrays import ArrayImages, Normalize
+from mpframe.data.datasets.images.idx import read_idx
 from mpframe.data.facts import require_facts, require_labels
 from mpframe.data.task import Task, classification
 from mpframe.errors import DataError

@@ -1,0 +1,10 @@
+"""Metrics that count on the device, one file each, in the manner of torchmetrics.
+
+An `update` only queues work: the sums are 0-d tensors on the outputs' device, and nothing is read
+back before `compute`. The sums start as the number 0, so that the first batch decides the device.
+"""
+
+from mpframe.data.metrics.accuracy import Accuracy
+from mpframe.data.metrics.rmse import RMSE
+
+__all__ = ["RMSE", "Accuracy"]
