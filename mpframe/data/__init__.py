@@ -18,8 +18,10 @@ from mpframe.data.datasets.images.digits import digits
 from mpframe.data.datasets.images.fashion_mnist import fashion_mnist
 from mpframe.data.datasets.images.image_folder import image_folder
 from mpframe.data.datasets.text.next_token import next_token
+from mpframe.data.datasets.text.text_folder import text_folder
+from mpframe.data.datasets.text.tweet_spans import tweet_spans
 from mpframe.data.loader import Loader
-from mpframe.data.metrics import RMSE, Accuracy, BitsPerByte, Perplexity
+from mpframe.data.metrics import RMSE, Accuracy, BitsPerByte, Perplexity, WordJaccard
 from mpframe.data.task import Metric, Task, classification
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Normalize",
     "Perplexity",
     "Task",
+    "WordJaccard",
     "adversarial",
     "cifar10",
     "classification",
@@ -41,4 +44,6 @@ __all__ = [
     "fashion_mnist",
     "image_folder",
     "next_token",
+    "text_folder",
+    "tweet_spans",
 ]

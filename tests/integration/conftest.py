@@ -12,6 +12,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.locations import CONF
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 
@@ -30,6 +31,12 @@ def train(folder: Path, *overrides: str) -> Summary:
 def start_run() -> StartRun:
     """Train as a command line would, in this process: start_run(folder, "dtype=fp32", ...)."""
     return train
+
+
+def skip_without_extras(experiment: str) -> None:
+    """Skips a test of an experiment whose YAML says that it needs packages that are not here."""
+    if "mpframe[text]" in (CONF / "experiment" / f"{experiment}.yaml").read_text():
+        pytest.importorskip("transformers", reason="needs pip install mpframe[text]")
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -53,7 +60,7 @@ def modules_of_temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixteen images for each dataset that reads files, in the formats those have."""
+    """A few samples for each dataset that reads files, in the formats those have."""
     root = tmp_path_factory.mktemp("data")
     random = np.random.default_rng(0)
     _idx(root / "fashion_mnist", random)
@@ -65,6 +72,11 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for number in range(2):
                 pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{number:04d}.jpg")
+    for name in ("art", "business", "politics", "sport", "tech"):
+        folder = root / "text_folder" / name
+        folder.mkdir(parents=True)
+        for number in range(5):
+            (folder / f"{number}.txt").write_text(f"{name} and more of {name} " * (number + 1))
     return root
 
 

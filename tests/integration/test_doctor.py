@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from conftest import skip_without_extras
 
 from mpframe.cli import doctor as doctor_command
 from mpframe.cli.doctor import subject_of
@@ -197,6 +198,7 @@ def test_constant_weights_are_born_nowhere() -> None:
     assert not found(weights_checks.check_training_format, f"{NET} model.head=0")
 
 
+TINY_BERT = "model.config.num_hidden_layers=1 model.config.hidden_size=24 dataset.batch_size=4"
 EXPERIMENTS = [
     ("digits_mlp", ""),
     ("digits_gan", ""),
@@ -204,6 +206,10 @@ EXPERIMENTS = [
     ("cifar10_small", "image_folder dataset.batch_size=8"),
     ("cifar10_resnet18", "cifar10 dataset.batch_size=8 dataset.workers=0 model.width=8"),
     ("image_folder_resnet18", "image_folder dataset.batch_size=8 model.width=8"),
+    ("bert_classifier", f"text_folder {TINY_BERT} dataset.workers=0 dataset.vocab_size=200"),
+    ("bert_classifier_small", "text_folder dataset.batch_size=8 dataset.vocab_size=200"),
+    ("bert_spans", f" {TINY_BERT} dataset.workers=0"),
+    ("bert_spans_small", " dataset.batch_size=8"),
     ("gpt", " dataset.batch_size=2 dataset.context=8 dataset.workers=0 model.depth=1"),
     ("gpt_small", " dataset.batch_size=2 dataset.context=8"),
 ]
@@ -219,6 +225,7 @@ def test_every_shipped_experiment_is_examined() -> None:
 def test_shipped_experiments_have_no_errors(
     name: str, data: str, dtype: str, tiny_data: Path
 ) -> None:
+    skip_without_extras(name)
     root = f"dataset.root={tiny_data / data}" if data[:1].strip() else data
     examined = subject(f"experiment={name} device=cpu dtype={dtype} {root}")
     assert [str(f) for f in examine(examined) if f.severity is Severity.ERROR] == []
@@ -229,6 +236,8 @@ def test_shipped_experiments_have_no_errors(
 def test_shipped_configurations_start_without_a_hint(
     name: str, data: str, dtype: str, tiny_data: Path
 ) -> None:
+    if name:
+        skip_without_extras(name)
     root = f"dataset.root={tiny_data / data}" if data[:1].strip() else data
     chosen = f"experiment={name}" if name else ""
     started = subject(f"{chosen} device=cpu dtype={dtype} {root}")

@@ -8,5 +8,6 @@ from mpframe.data.metrics.accuracy import Accuracy
 from mpframe.data.metrics.bits_per_byte import BitsPerByte
 from mpframe.data.metrics.perplexity import Perplexity
 from mpframe.data.metrics.rmse import RMSE
+from mpframe.data.metrics.word_jaccard import WordJaccard
 
-__all__ = ["RMSE", "Accuracy", "BitsPerByte", "Perplexity"]
+__all__ = ["RMSE", "Accuracy", "BitsPerByte", "Perplexity", "WordJaccard"]
