@@ -16,7 +16,7 @@ from mpframe.errors import MpframeError
 
 IMPORT_TORCH = "import torch"
 
-_PROGRAM = ["-c", "from mpframe.cli.train import main; main()"]  # as scripts/train.py
+_PROGRAM = ["-c", "from mpframe.cli.commands.train import main; main()"]  # as scripts/train.py
 # torch imports its compiler when the first optimizer is made: part of anybody's first step.
 _ADAMW_STEP = """
 import torch

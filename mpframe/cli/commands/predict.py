@@ -38,7 +38,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from mpframe.checkpoint.saved_weights import KINDS
-from mpframe.cli.evaluate import checkpoint_of, refuse_unknown, run_folder
+from mpframe.cli.commands.evaluate import checkpoint_of, refuse_unknown, run_folder
 from mpframe.cli.program import program
 from mpframe.cli.restored import Restored, restored
 from mpframe.config.composition.command_line import refuse_unwritable
