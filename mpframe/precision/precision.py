@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.optim.master import remember
 from mpframe.optim.master_weights import MasterWeights
+from mpframe.optim.masters.master import remember
 from mpframe.precision.casting.blocks import block
 from mpframe.precision.casting.cast import Casts
 from mpframe.precision.casting.recomputation import follow_backward_passes
