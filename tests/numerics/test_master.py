@@ -11,8 +11,9 @@ from vocabulary import HALVES, same_bits
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.errors import ConfigError
-from mpframe.optim import MultiOptimizer, write_detector
+from mpframe.optim import MultiOptimizer
 from mpframe.optim.ema import Ema
+from mpframe.optim.masters import write_detector
 from mpframe.optim.masters.write_detector import _LARGE as LARGE
 
 
