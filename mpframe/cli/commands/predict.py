@@ -50,7 +50,7 @@ from mpframe.errors import ConfigError, printable, take_options
 from mpframe.files.table import refuse_unwritable_kind, writing
 from mpframe.objectives import Supervised
 from mpframe.training.callback import Callback
-from mpframe.training.prediction import OUTPUTS, Predictions
+from mpframe.training.evaluation.prediction import OUTPUTS, Predictions
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of, tensors_in
 
