@@ -52,7 +52,7 @@ def tables(rounds: int, folder: Path, names: Sequence[str] = tuple(_COMMANDS)) -
 
 def _competitor(name: str, scratch: Path) -> Competitor:
     arguments, expected = _COMMANDS[name]
-    source = str(Path(__file__).parents[2])
+    source = str(Path(__file__).parents[3])
     paths = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
     def run() -> None:
