@@ -1,7 +1,7 @@
 """The optimizer's side of a step: from gradients to updated weights.
 
 Begin with master_weights.py: `MasterWeights` wraps a torch optimizer, keeps the fp32 masters of
-half weights (masters.py), and makes a step that is all or nothing. Around it stand
+half weights (masters/), and makes a step that is all or nothing. Around it stand
 
     gradients.py, accumulation.py   unscaling, clipping, and the sum over micro-batches
     verdict.py                      the one place where the host reads whether a step is skipped

@@ -38,8 +38,8 @@ from mpframe.optim.gradients import (
     norm_of,
     not_finite,
 )
-from mpframe.optim.master import copy_from_params, copy_to_params
-from mpframe.optim.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
+from mpframe.optim.masters.master import copy_from_params, copy_to_params
+from mpframe.optim.masters.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
 from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult

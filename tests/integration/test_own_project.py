@@ -161,7 +161,7 @@ def test_each_line_of_the_page_and_of_a_new_project_runs(environment: Path, tmp_
 
 def test_the_page_shows_the_files_as_they_are() -> None:
     page = (ROOT / "docs" / "own_project.md").read_text()
-    template = ROOT / "mpframe" / "cli" / "template"
+    template = ROOT / "mpframe" / "cli" / "commands" / "template"
     for name in ("conf/project.yaml", "conf/model/net.yaml"):
         assert f"```yaml\n{(template / name).read_text()}```" in page
     shown = re.findall(r"[\w./]+", page.split("```")[3])

@@ -9,8 +9,8 @@ from conftest import train
 from torch import Tensor
 
 from mpframe import checkpoint
-from mpframe.cli.evaluate import evaluate
-from mpframe.cli.predict import main
+from mpframe.cli.commands.evaluate import evaluate
+from mpframe.cli.commands.predict import main
 from mpframe.data import digits as digits_task
 
 Table = list[dict[str, str]]

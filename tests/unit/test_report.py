@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mpframe.cli import report as report_command
+from mpframe.cli.commands import report as report_command
 from mpframe.errors import ConfigError
 from mpframe.report import as_markdown, as_page, compared, find_runs
 from mpframe.report.curves import _panels, draw

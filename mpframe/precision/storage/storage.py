@@ -19,7 +19,7 @@ from mpframe.errors import ConfigError
 from mpframe.precision.module_ops import op_of
 from mpframe.precision.op_lists import WITH_STATISTICS
 from mpframe.precision.policy import CASTABLE, Policy
-from mpframe.precision.reads import Read, Reads
+from mpframe.precision.storage.reads import Read, Reads
 
 
 def formats_of(

@@ -56,7 +56,7 @@ from mpframe.checkpoint.export.graph import (
 from mpframe.checkpoint.export.rounding import DTYPES, Exported, converted
 from mpframe.checkpoint.export.sidecar import as_json, facts_of, model_facts
 from mpframe.checkpoint.saved_weights import KINDS, validated_kind, weights_of
-from mpframe.cli.evaluate import checkpoint_of
+from mpframe.cli.commands.evaluate import checkpoint_of
 from mpframe.cli.program import program
 from mpframe.config.redaction import redacted, secrets_of
 from mpframe.config.stored import config_of

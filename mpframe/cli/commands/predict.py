@@ -38,7 +38,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from mpframe.checkpoint.saved_weights import KINDS
-from mpframe.cli.evaluate import checkpoint_of, refuse_unknown, run_folder
+from mpframe.cli.commands.evaluate import checkpoint_of, refuse_unknown, run_folder
 from mpframe.cli.program import program
 from mpframe.cli.restored import Restored, restored
 from mpframe.config.composition.command_line import refuse_unwritable
@@ -50,7 +50,7 @@ from mpframe.errors import ConfigError, printable, take_options
 from mpframe.files.table import refuse_unwritable_kind, writing
 from mpframe.objectives import Supervised
 from mpframe.training.callback import Callback
-from mpframe.training.prediction import OUTPUTS, Predictions
+from mpframe.training.evaluation.prediction import OUTPUTS, Predictions
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of, tensors_in
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mpframe.optim.write_detector import WriteDetector, mark_known, written
+from mpframe.optim.masters.write_detector import WriteDetector, mark_known, written
 from mpframe.tree import HALF
 
 _MASTERS: MutableMapping[Tensor, "Master"] = WeakTensorKeyDictionary()
