@@ -1,15 +1,17 @@
-"""A checkpoint's model, ready to be measured: what evaluate and predict begin with."""
+"""Which checkpoint a path names, and its model ready to be measured."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpframe import build, checkpoint
+from mpframe.checkpoint import retention
 from mpframe.checkpoint.saved_weights import averages_of, steps_tried, weights_of
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.data import Task
 from mpframe.errors import ConfigError
+from mpframe.tracking.summary import Summary
 from mpframe.training.trainer import Trainer
 
 
@@ -30,6 +32,25 @@ class Restored:
     trainer: Trainer
     step: int
     weights: str
+
+
+def run_folder(path: Path) -> Path:
+    """The folder of the run that a checkpoint belongs to; if `path` is a run's folder, itself."""
+    return path.parent.parent if path.absolute().parent.name == checkpoint.FOLDER else path
+
+
+def checkpoint_of(path: Path, split: str | None = None) -> Path:
+    """The checkpoint that was tested, if the run in `path` tested its best; else `path` itself."""
+    if split == "val" or checkpoint.newest(path) == path:
+        return path
+    try:
+        tested = Summary.read(path).tested
+    except OSError:  # A run that is not finished may have none, and has not been tested.
+        return path
+    best = retention.best_in(path, 1) if tested == "best" else []
+    if best:
+        checkpoint.refuse_mixed(path)
+    return best[0] if best else path
 
 
 def restored(path: Path, given: list[str], weights: str | None = None) -> Restored:

@@ -228,7 +228,7 @@ def test_an_unknown_split_is_refused(
     with pytest.raises(SystemExit):
         main([f"checkpoint={tested[0]}", "split=tset"])
     said = capsys.readouterr().err
-    assert said == "mpframe: split=tset: choose val or test; nearest: test\n"
+    assert said == "mpframe: split=tset: choose val, test; nearest: test\n"
 
 
 def test_an_error_in_the_test_data_is_placed(

@@ -142,10 +142,10 @@ def test_the_default_file_lies_in_the_run(digits: Path) -> None:
     ("words", "line"),
     [
         (["split=test", "folder=x"], "folder=x: goes without split; give one of them"),
-        (["split=tset"], "split=tset: choose train or val or test; nearest: test"),
+        (["split=tset"], "split=tset: choose train, val, test; nearest: test"),
         (["outputs=logits"], "outputs=logits: choose class or probabilities or raw"),
         (["out=a.txt"], "out=a.txt: must end in .csv or .parquet"),
-        (["overwrite=yes"], "overwrite=yes: choose true or false"),
+        (["overwrite=yes"], "overwrite=yes: choose true, false"),
         (["folder=/nonexistent"], "/nonexistent: cannot be listed (No such file or directory)"),
         (["folder=EMPTY"], "EMPTY: has no .jpg, .jpeg, .png, .webp or .bmp; name a folder with images"),
     ],

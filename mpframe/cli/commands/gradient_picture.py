@@ -19,8 +19,8 @@ import torch
 
 from mpframe import build, checkpoint
 from mpframe.checkpoint.saved_weights import steps_tried, weights_of
-from mpframe.cli.commands.evaluate import run_folder
 from mpframe.cli.program import program
+from mpframe.cli.restored import run_folder
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.errors import ConfigError, take_options

@@ -38,9 +38,8 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from mpframe.checkpoint.saved_weights import KINDS
-from mpframe.cli.commands.evaluate import checkpoint_of, refuse_unknown, run_folder
-from mpframe.cli.program import program
-from mpframe.cli.restored import Restored, restored
+from mpframe.cli.program import program, refuse_unknown
+from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
 from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.data import Loader, Task
 from mpframe.data.datasets.images.arrays import Images, Normalize
