@@ -84,14 +84,14 @@ class MasterWeights(Optimizer):
         refuse_wrapped(optimizer)
         self.optimizer = optimizer
         self.needs_closure = needs_closure(optimizer)
-        self._masters = Masters({} if masters is None else masters, keep_masters)
+        self._known = Masters({} if masters is None else masters, keep_masters)
+        self._known_groups = 0
         self.skips_on_device: bool | None = None
         self._accumulator: Accumulator | None = None
         self._consumed = False
         self._taken_sparse: set[Tensor] = set()
         self._share_hooks()
-        for group in optimizer.param_groups:
-            self._masters.register(optimizer, group)
+        self._register_groups()
 
     @property
     def param_groups(self) -> list[Any]:  # type: ignore[override]
@@ -147,8 +147,7 @@ class MasterWeights(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its half parameters get masters."""
         self.optimizer.add_param_group(param_group)
-        self._masters.register(self.optimizer, self.optimizer.param_groups[-1])
-        self.skips_on_device = None
+        self._register_groups()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters, and what was accumulated."""
@@ -379,6 +378,17 @@ class MasterWeights(Optimizer):
     def _try_sparse(self, sparse: list[Tensor]) -> None:
         refuse_untaken(self.optimizer, [m for m in sparse if m not in self._taken_sparse])
         self._taken_sparse.update(sparse)
+
+    @property
+    def _masters(self) -> Masters:
+        self._register_groups()  # Other code may have added one to the wrapped optimizer.
+        return self._known
+
+    def _register_groups(self) -> None:
+        for group in self.optimizer.param_groups[self._known_groups :]:
+            self._known.register(self.optimizer, group)
+            self._known_groups += 1
+            self.skips_on_device = None  # The new parameters have no state yet.
 
     def _share_hooks(self) -> None:
         """Hooks registered here are the wrapped optimizer's: they see the steps it takes."""
