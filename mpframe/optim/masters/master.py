@@ -50,6 +50,14 @@ def master_behind(weight: Tensor) -> Master | None:
     return _MASTERS.get(weight) if weight.dtype in HALF else None
 
 
+def exact_value(weight: Tensor) -> Tensor | None:
+    """A copy of the fp32 value of a weight, its master's if it is half; None if it has none."""
+    held = master_behind(weight)
+    if held is not None:
+        return held.current(weight).detach().clone()
+    return weight.detach().clone() if weight.dtype == torch.float32 else None
+
+
 def master_for(weight: Tensor) -> Master:
     """The master of a half weight; if it has none yet, a new one from the half value."""
     known = _MASTERS.get(weight)
