@@ -332,8 +332,7 @@ class Trainer:
 
     def _forward(self, objective: Objective, batch: Batch) -> Tensor:
         """The loss under the casts, in fp32 or wider."""
-        with self.precision.cast():
-            return compute(objective, self._model, batch).loss
+        return compute(objective, self._model, batch, self.precision.cast()).loss
 
     def _evaluate_batch(self, batch: Batch, metrics: Metrics) -> tuple[Tensor, int]:
         """The losses times the samples that they are the mean of, 0-d float64; and the samples."""
