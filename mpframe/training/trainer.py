@@ -398,10 +398,10 @@ class Trainer:
                 self.train_step(*window)
             if self._validation_due() or self._at_pause():
                 self.read_verdicts()
-            if self._validation_due():
-                self._validate(val)
-            if self._at_pause():
-                self._call("on_epoch_end")
+                if self._validation_due():
+                    self._validate(val)
+                if self._at_pause():
+                    self._call("on_epoch_end")
             self._call("on_step_end")
             if self._complete():
                 break
