@@ -149,7 +149,7 @@ def test_each_line_of_the_page_and_of_a_new_project_runs(environment: Path, tmp_
     readme = (project / "README.md").read_text()
     assert first in readme
     blocks = [*blocks_of(readme), *blocks_of(page)]
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     said = run(environment, project, "python", "-c", DRIVER.format(blocks=blocks))
     assert "1 passed" in said
     assert Summary.read(project / "runs" / "first").monitor == "accuracy"
