@@ -17,18 +17,21 @@ from mpframe.data.datasets.images.cifar10 import cifar10
 from mpframe.data.datasets.images.digits import digits
 from mpframe.data.datasets.images.fashion_mnist import fashion_mnist
 from mpframe.data.datasets.images.image_folder import image_folder
+from mpframe.data.datasets.text.next_token import next_token
 from mpframe.data.loader import Loader
-from mpframe.data.metrics import RMSE, Accuracy
+from mpframe.data.metrics import RMSE, Accuracy, BitsPerByte, Perplexity
 from mpframe.data.task import Metric, Task, classification
 
 __all__ = [
     "RMSE",
     "Accuracy",
     "ArrayImages",
+    "BitsPerByte",
     "Images",
     "Loader",
     "Metric",
     "Normalize",
+    "Perplexity",
     "Task",
     "adversarial",
     "cifar10",
@@ -37,4 +40,5 @@ __all__ = [
     "digits_gan",
     "fashion_mnist",
     "image_folder",
+    "next_token",
 ]

@@ -204,6 +204,8 @@ EXPERIMENTS = [
     ("cifar10_small", "image_folder dataset.batch_size=8"),
     ("cifar10_resnet18", "cifar10 dataset.batch_size=8 dataset.workers=0 model.width=8"),
     ("image_folder_resnet18", "image_folder dataset.batch_size=8 model.width=8"),
+    ("gpt", " dataset.batch_size=2 dataset.context=8 dataset.workers=0 model.depth=1"),
+    ("gpt_small", " dataset.batch_size=2 dataset.context=8"),
 ]
 
 
@@ -217,7 +219,7 @@ def test_every_shipped_experiment_is_examined() -> None:
 def test_shipped_experiments_have_no_errors(
     name: str, data: str, dtype: str, tiny_data: Path
 ) -> None:
-    root = f"dataset.root={tiny_data / data}" if data else ""
+    root = f"dataset.root={tiny_data / data}" if data[:1].strip() else data
     examined = subject(f"experiment={name} device=cpu dtype={dtype} {root}")
     assert [str(f) for f in examine(examined) if f.severity is Severity.ERROR] == []
 
@@ -227,7 +229,7 @@ def test_shipped_experiments_have_no_errors(
 def test_shipped_configurations_start_without_a_hint(
     name: str, data: str, dtype: str, tiny_data: Path
 ) -> None:
-    root = f"dataset.root={tiny_data / data}" if data else ""
+    root = f"dataset.root={tiny_data / data}" if data[:1].strip() else data
     chosen = f"experiment={name}" if name else ""
     started = subject(f"{chosen} device=cpu dtype={dtype} {root}")
     assert hints_on(started) == []

@@ -5,6 +5,8 @@ back before `compute`. The sums start as the number 0, so that the first batch d
 """
 
 from mpframe.data.metrics.accuracy import Accuracy
+from mpframe.data.metrics.bits_per_byte import BitsPerByte
+from mpframe.data.metrics.perplexity import Perplexity
 from mpframe.data.metrics.rmse import RMSE
 
-__all__ = ["RMSE", "Accuracy"]
+__all__ = ["RMSE", "Accuracy", "BitsPerByte", "Perplexity"]
