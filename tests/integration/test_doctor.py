@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import skip_without_extras
 
-from mpframe.cli import doctor as doctor_command
-from mpframe.cli.doctor import subject_of
+from mpframe.cli.commands import doctor as doctor_command
+from mpframe.cli.commands.doctor import subject_of
 from mpframe.config.composition.command_line import jobs
 from mpframe.config.locations import CONF
 from mpframe.numerics.doctor import (

@@ -15,7 +15,7 @@ import mpframe.models
 from mpframe.data.datasets.images.augment import AUGMENTATIONS
 
 CONF = Path(__file__).parents[2] / "conf"
-LOADING = {"batch_size", "workers", "worker_timeout"}
+LOADING = {"batch_size"}
 
 
 def shipped(group: str) -> list[Path]:
@@ -49,6 +49,11 @@ def test_keys_are_the_arguments(path: Path) -> None:
     assert options._target_ == f"mpframe.{package}.{target_of(path).__name__}"
     extra = LOADING if path.parent.name == "dataset" else set()
     assert set(options) - {"_target_"} == set(inspect.signature(target_of(path)).parameters) | extra
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "dataset").glob("*.yaml")), ids=lambda p: p.stem)
+def test_how_workers_load_has_its_default_in_the_schema_alone(path: Path) -> None:
+    assert OmegaConf.load(path).keys().isdisjoint({"workers", "worker_timeout"})
 
 
 @pytest.mark.parametrize("path", shipped("dataset"), ids=lambda p: p.stem)
