@@ -17,8 +17,9 @@ from mpframe.data.datasets.images.cifar10 import cifar10
 from mpframe.data.datasets.images.digits import digits
 from mpframe.data.datasets.images.fashion_mnist import fashion_mnist
 from mpframe.data.datasets.images.image_folder import image_folder
+from mpframe.data.datasets.speech.phonemes import phonemes
 from mpframe.data.loader import Loader
-from mpframe.data.metrics import RMSE, Accuracy
+from mpframe.data.metrics import RMSE, Accuracy, LabelErrorRate
 from mpframe.data.task import Metric, Task, classification
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Accuracy",
     "ArrayImages",
     "Images",
+    "LabelErrorRate",
     "Loader",
     "Metric",
     "Normalize",
@@ -37,4 +39,5 @@ __all__ = [
     "digits_gan",
     "fashion_mnist",
     "image_folder",
+    "phonemes",
 ]
