@@ -17,9 +17,10 @@ from mpframe.data.datasets.images.cifar10 import cifar10
 from mpframe.data.datasets.images.digits import digits
 from mpframe.data.datasets.images.fashion_mnist import fashion_mnist
 from mpframe.data.datasets.images.image_folder import image_folder
+from mpframe.data.datasets.speech.phonemes import phonemes
 from mpframe.data.datasets.text.next_token import next_token
 from mpframe.data.loader import Loader
-from mpframe.data.metrics import RMSE, Accuracy, BitsPerByte, Perplexity
+from mpframe.data.metrics import RMSE, Accuracy, BitsPerByte, LabelErrorRate, Perplexity
 from mpframe.data.task import Metric, Task, classification
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "ArrayImages",
     "BitsPerByte",
     "Images",
+    "LabelErrorRate",
     "Loader",
     "Metric",
     "Normalize",
@@ -41,4 +43,5 @@ __all__ = [
     "fashion_mnist",
     "image_folder",
     "next_token",
+    "phonemes",
 ]

@@ -6,7 +6,14 @@ back before `compute`. The sums start as the number 0, so that the first batch d
 
 from mpframe.data.metrics.accuracy import Accuracy
 from mpframe.data.metrics.bits_per_byte import BitsPerByte
+from mpframe.data.metrics.label_error_rate import LabelErrorRate
 from mpframe.data.metrics.perplexity import Perplexity
 from mpframe.data.metrics.rmse import RMSE
 
-__all__ = ["RMSE", "Accuracy", "BitsPerByte", "Perplexity"]
+__all__ = [
+    "RMSE",
+    "Accuracy",
+    "BitsPerByte",
+    "LabelErrorRate",
+    "Perplexity",
+]

@@ -1,0 +1,31 @@
+"""What makes each shipped experiment small enough for a test."""
+
+from pathlib import Path
+
+from mpframe.config.locations import CONF
+
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+
+# DATA is the folder of the fixture `tiny_data`.
+_FILES = "dataset.root=DATA"
+TINY = {
+    "cifar10_resnet18": f"{_FILES}/cifar10 dataset.batch_size=8 dataset.workers=0 model.width=8",
+    "cifar10_small": f"{_FILES}/image_folder dataset.batch_size=8",
+    "digits_gan": "",
+    "digits_mlp": "",
+    "fashion_mnist_cnn": f"{_FILES}/fashion_mnist dataset.batch_size=8",
+    "gpt": "dataset.batch_size=2 dataset.context=8 dataset.workers=0 dataset.eval_windows=8 "
+    "model.depth=1",
+    "gpt_small": "dataset.batch_size=2 dataset.context=8 dataset.eval_windows=8",
+    "image_folder_resnet18": f"{_FILES}/image_folder dataset.batch_size=8 dataset.workers=0 "
+    "model.width=8",
+    "speech_lstm": "dataset.train=64 dataset.val=8 dataset.workers=0 model.hidden=16",
+    "speech_lstm_small": "dataset.train=64 dataset.val=8",
+}
+
+
+def tiny(experiment: str, data: Path) -> list[str]:
+    """The words that choose a shipped experiment and make it small; "" is what runs by default."""
+    if not experiment:
+        return []
+    return [f"experiment={experiment}", *TINY[experiment].replace("DATA", str(data)).split()]
