@@ -1,4 +1,5 @@
-"""The networks that ship, chosen by `model=cnn`, `mlp`, `resnet18` or `gan`.
+"""The networks that ship, chosen by `model=cnn`, `mlp`, `resnet18`, `gan`, `tabular` or
+`unet`.
 
 Each file is named after its function, which returns a `torch.nn.Module`; the shortest is mlp.py.
 A `_target_` may name any other class or function that returns a module. Models are plain PyTorch:
@@ -10,5 +11,7 @@ from mpframe.models.cnn import cnn
 from mpframe.models.gan import gan
 from mpframe.models.mlp import mlp
 from mpframe.models.resnet18 import resnet18
+from mpframe.models.tabular import tabular
+from mpframe.models.unet import unet
 
-__all__ = ["cnn", "gan", "mlp", "resnet18"]
+__all__ = ["cnn", "gan", "mlp", "resnet18", "tabular", "unet"]

@@ -32,10 +32,12 @@ def test_every_shipped_experiment_runs_two_steps(
     overrides = [f"experiment={experiment}", "trainer.max_steps=2", "dataset.batch_size=8"]
     text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
     data = text.split("override /dataset: ")[1].split()[0]
-    if not data.startswith("digits"):
+    if not data.startswith(("digits", "shapes")):
         overrides += [f"dataset.root={tiny_data / data}"]
     if "resnet18" in text:
         overrides += ["model.width=8", "dataset.workers=0"]
+    if "unet" in text:
+        overrides += ["model.width=4", "dataset.image_size=16"]
     if data == "cifar10":
         overrides += ["trainer.eval_every=1000"]
     summary = start_run(tmp_path, *overrides)
