@@ -17,18 +17,34 @@ from mpframe.data.datasets.images.cifar10 import cifar10
 from mpframe.data.datasets.images.digits import digits
 from mpframe.data.datasets.images.fashion_mnist import fashion_mnist
 from mpframe.data.datasets.images.image_folder import image_folder
+from mpframe.data.datasets.segmentation.mask_folder import mask_folder
+from mpframe.data.datasets.segmentation.shapes import shapes
+from mpframe.data.datasets.segmentation.task import segmentation
 from mpframe.data.datasets.speech.phonemes import phonemes
+from mpframe.data.datasets.tabular.csv_table import csv_table
 from mpframe.data.datasets.text.next_token import next_token
 from mpframe.data.loader import Loader
-from mpframe.data.metrics import RMSE, Accuracy, BitsPerByte, LabelErrorRate, Perplexity
+from mpframe.data.metrics import (
+    RMSE,
+    RMSPE,
+    Accuracy,
+    BitsPerByte,
+    Dice,
+    IoU,
+    LabelErrorRate,
+    Perplexity,
+)
 from mpframe.data.task import Metric, Task, classification
 
 __all__ = [
     "RMSE",
+    "RMSPE",
     "Accuracy",
     "ArrayImages",
     "BitsPerByte",
+    "Dice",
     "Images",
+    "IoU",
     "LabelErrorRate",
     "Loader",
     "Metric",
@@ -38,10 +54,14 @@ __all__ = [
     "adversarial",
     "cifar10",
     "classification",
+    "csv_table",
     "digits",
     "digits_gan",
     "fashion_mnist",
     "image_folder",
+    "mask_folder",
     "next_token",
     "phonemes",
+    "segmentation",
+    "shapes",
 ]

@@ -8,7 +8,9 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 # DATA is the folder of the fixture `tiny_data`.
 _FILES = "dataset.root=DATA"
+_UNET = "model.width=4 dataset.image_size=16 dataset.workers=0"
 TINY = {
+    "bikes": f"{_FILES}/bikes",
     "cifar10_resnet18": f"{_FILES}/cifar10 dataset.batch_size=8 dataset.workers=0 model.width=8",
     "cifar10_small": f"{_FILES}/image_folder dataset.batch_size=8",
     "digits_gan": "",
@@ -19,6 +21,11 @@ TINY = {
     "gpt_small": "dataset.batch_size=2 dataset.context=8 dataset.eval_windows=8",
     "image_folder_resnet18": f"{_FILES}/image_folder dataset.batch_size=8 dataset.workers=0 "
     "model.width=8",
+    "photographs_unet": f"{_FILES}/mask_folder {_UNET}",
+    "photographs_unet_small": f"{_FILES}/mask_folder {_UNET}",
+    "rossmann": f"{_FILES}/rossmann",
+    "shapes_unet": f"dataset.images=64 {_UNET}",
+    "shapes_unet_small": f"dataset.images=64 {_UNET}",
     "speech_lstm": "dataset.train=64 dataset.val=8 dataset.workers=0 model.hidden=16",
     "speech_lstm_small": "dataset.train=64 dataset.val=8",
 }
