@@ -23,6 +23,8 @@ from mpframe.data.datasets.segmentation.task import segmentation
 from mpframe.data.datasets.speech.phonemes import phonemes
 from mpframe.data.datasets.tabular.csv_table import csv_table
 from mpframe.data.datasets.text.next_token import next_token
+from mpframe.data.datasets.text.text_folder import text_folder
+from mpframe.data.datasets.text.tweet_spans import tweet_spans
 from mpframe.data.loader import Loader
 from mpframe.data.metrics import (
     RMSE,
@@ -33,6 +35,7 @@ from mpframe.data.metrics import (
     IoU,
     LabelErrorRate,
     Perplexity,
+    WordJaccard,
 )
 from mpframe.data.task import Metric, Task, classification
 
@@ -51,6 +54,7 @@ __all__ = [
     "Normalize",
     "Perplexity",
     "Task",
+    "WordJaccard",
     "adversarial",
     "cifar10",
     "classification",
@@ -64,4 +68,6 @@ __all__ = [
     "phonemes",
     "segmentation",
     "shapes",
+    "text_folder",
+    "tweet_spans",
 ]

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from mpframe.config.locations import CONF
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -9,7 +11,15 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 # DATA is the folder of the fixture `tiny_data`.
 _FILES = "dataset.root=DATA"
 _UNET = "model.width=4 dataset.image_size=16 dataset.workers=0"
+_BERT = (
+    "dataset.batch_size=4 dataset.workers=0 dataset.vocab_size=200 "
+    "model.config.num_hidden_layers=1 model.config.hidden_size=24"
+)
 TINY = {
+    "bert_classifier": f"{_FILES}/text_folder {_BERT}",
+    "bert_classifier_small": f"{_FILES}/text_folder {_BERT}",
+    "bert_spans": _BERT,
+    "bert_spans_small": _BERT,
     "bikes": f"{_FILES}/bikes",
     "cifar10_resnet18": f"{_FILES}/cifar10 dataset.batch_size=8 dataset.workers=0 model.width=8",
     "cifar10_small": f"{_FILES}/image_folder dataset.batch_size=8",
@@ -32,7 +42,12 @@ TINY = {
 
 
 def tiny(experiment: str, data: Path) -> list[str]:
-    """The words that choose a shipped experiment and make it small; "" is what runs by default."""
+    """The words that choose a shipped experiment and make it small; "" is what runs by default.
+
+    A test of an experiment that needs packages which are not here is skipped.
+    """
     if not experiment:
         return []
+    if "mpframe[text]" in (CONF / "experiment" / f"{experiment}.yaml").read_text():
+        pytest.importorskip("transformers", reason="needs pip install mpframe[text]")
     return [f"experiment={experiment}", *TINY[experiment].replace("DATA", str(data)).split()]

@@ -12,6 +12,7 @@ from mpframe.data.metrics.label_error_rate import LabelErrorRate
 from mpframe.data.metrics.perplexity import Perplexity
 from mpframe.data.metrics.rmse import RMSE
 from mpframe.data.metrics.rmspe import RMSPE
+from mpframe.data.metrics.word_jaccard import WordJaccard
 
 __all__ = [
     "RMSE",
@@ -22,4 +23,5 @@ __all__ = [
     "IoU",
     "LabelErrorRate",
     "Perplexity",
+    "WordJaccard",
 ]
