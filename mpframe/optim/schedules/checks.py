@@ -4,9 +4,16 @@ from mpframe.config.range import Range
 from mpframe.errors import ConfigError
 
 
-def require(option: str, value: float, **limits: float) -> None:
-    """Refuse a number that is not finite or not within `limits`, which are those of a `Range`."""
-    allowed = Range(**limits)
+def require(
+    option: str,
+    value: float,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+) -> None:
+    """Refuse a number that is not finite or not within the limits, which are those of a `Range`."""
+    allowed = Range(low=low, above=above, high=high)
     if not allowed.holds(value):
         raise ConfigError(f"scheduler.{option}={value}: must be a number {allowed}")
 

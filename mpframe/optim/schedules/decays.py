@@ -172,4 +172,4 @@ def _steps(units: float, unit: int) -> float:
 
 def _noam(step: int, warmup_steps: int) -> float:
     number, warmup = step + 1, max(1, warmup_steps)
-    return min(number * warmup**-1.5, 1 / math.sqrt(number))
+    return float(min(number * warmup**-1.5, 1 / math.sqrt(number)))
