@@ -12,7 +12,7 @@ import yaml
 from conftest import StartRun, scalars, train
 
 from mpframe import checkpoint
-from mpframe.cli.evaluate import evaluate, main
+from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.stored import config_of
 from mpframe.errors import CheckpointError, MpframeError
 

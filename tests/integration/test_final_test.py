@@ -14,7 +14,7 @@ from sameness import differing
 
 from mpframe import build, checkpoint
 from mpframe.checkpoint import retention
-from mpframe.cli.evaluate import evaluate, main
+from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.errors import ConfigError, DataError, DivergedError, RunInterrupted
 from mpframe.run.run import Run

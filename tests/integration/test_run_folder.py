@@ -12,8 +12,8 @@ from conftest import StartRun, train
 
 from mpframe import checkpoint
 from mpframe.checkpoint.manifest import Manifest
-from mpframe.cli.autopsy import main as autopsy
-from mpframe.cli.evaluate import evaluate
+from mpframe.cli.commands.autopsy import main as autopsy
+from mpframe.cli.commands.evaluate import evaluate
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.tracking.summary import Summary
 

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from time_limit import time_limit
 
 from mpframe.cli import job as job_module
-from mpframe.cli import train
+from mpframe.cli.commands import train
 from mpframe.config.composition.command_line import prepare
 from mpframe.config.composition.overrides import parsed, word_of
 from mpframe.config.locations import CONF

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpframe.cli.simulate import main as simulate
+from mpframe.cli.commands.simulate import main as simulate
 from mpframe.errors import DataError
 from mpframe.loss_scaling import Backoff, Static
 from mpframe.numerics.simulation import as_table, draw, replay
