@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from mpframe.errors import ConfigError, nearest, one_line_exit
@@ -40,3 +40,10 @@ def refuse_words(words: Iterable[str], known: Iterable[str]) -> None:
     for word in words:
         hint = nearest(word.partition("=")[0], known) or "known: " + ", ".join(known)
         raise ConfigError(f"{word}: no such option; {hint}")
+
+
+def refuse_unknown(option: str, value: str | None, known: Sequence[str]) -> None:
+    """Refuse a value of an option that is not among the known ones; None is no value."""
+    if value is not None and value not in known:
+        hint = nearest(value, known)
+        raise ConfigError(f"{option}={value}: choose {', '.join(known)}" + f"; {hint}" * bool(hint))

@@ -21,8 +21,9 @@ from mpframe.data.datasets.segmentation.mask_folder import mask_folder
 from mpframe.data.datasets.segmentation.shapes import shapes
 from mpframe.data.datasets.segmentation.task import segmentation
 from mpframe.data.datasets.tabular.csv_table import csv_table
+from mpframe.data.datasets.text.next_token import next_token
 from mpframe.data.loader import Loader
-from mpframe.data.metrics import RMSE, RMSPE, Accuracy, Dice, IoU
+from mpframe.data.metrics import RMSE, RMSPE, Accuracy, BitsPerByte, Dice, IoU, Perplexity
 from mpframe.data.task import Metric, Task, classification
 
 __all__ = [
@@ -30,12 +31,14 @@ __all__ = [
     "RMSPE",
     "Accuracy",
     "ArrayImages",
+    "BitsPerByte",
     "Dice",
     "Images",
     "IoU",
     "Loader",
     "Metric",
     "Normalize",
+    "Perplexity",
     "Task",
     "adversarial",
     "cifar10",
@@ -46,6 +49,7 @@ __all__ = [
     "fashion_mnist",
     "image_folder",
     "mask_folder",
+    "next_token",
     "segmentation",
     "shapes",
 ]

@@ -13,7 +13,7 @@ from conftest import train
 from hydra import compose, initialize_config_module
 
 import mpframe
-from mpframe.cli import doctor, evaluate
+from mpframe.cli.commands import doctor, evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "trainer.progress=off"]

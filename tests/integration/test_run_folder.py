@@ -12,7 +12,7 @@ from conftest import StartRun, train
 
 from mpframe import checkpoint
 from mpframe.checkpoint.manifest import Manifest
-from mpframe.cli.evaluate import evaluate
+from mpframe.cli.commands.evaluate import evaluate
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.tracking.summary import Summary
 
@@ -175,7 +175,7 @@ def test_a_link_in_a_foreign_folder_overwrites_nothing(
     assert precious.read_text() == "years of work"
 
 
-@pytest.mark.parametrize("name", ["checkpoints", ".hydra", "numerics"])
+@pytest.mark.parametrize("name", ["checkpoints", ".hydra", "numerics", "profile", "autopsy"])
 def test_a_folder_that_leads_elsewhere_is_refused(
     start_run: StartRun, done: Path, tmp_path: Path, name: str
 ) -> None:

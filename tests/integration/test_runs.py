@@ -18,6 +18,15 @@ from mpframe.tracking.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+UNET = "model.width=4 dataset.image_size=16 dataset.workers=0"
+SMALLER = {
+    "gpt": "model.depth=1 dataset.context=8 dataset.workers=0 dataset.eval_windows=8",
+    "photographs_unet": UNET,
+    "photographs_unet_small": UNET,
+    "shapes_unet": f"{UNET} dataset.images=40",
+    "shapes_unet_small": f"{UNET} dataset.images=40",
+}
+"""What a test changes in an experiment that is made for a GPU."""
 MODES = ["fp32", "mixed", "amp", "mixed_bf16", "amp_bf16"]
 
 
@@ -32,12 +41,11 @@ def test_every_shipped_experiment_runs_two_steps(
     overrides = [f"experiment={experiment}", "trainer.max_steps=2", "dataset.batch_size=8"]
     text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
     data = text.split("override /dataset: ")[1].split()[0]
-    if not data.startswith(("digits", "shapes")):
+    if data in {path.name for path in tiny_data.iterdir()}:
         overrides += [f"dataset.root={tiny_data / data}"]
     if "resnet18" in text:
         overrides += ["model.width=8", "dataset.workers=0"]
-    if "unet" in text:
-        overrides += ["model.width=4", "dataset.image_size=16"]
+    overrides += SMALLER.get(experiment, "").split()
     if data == "cifar10":
         overrides += ["trainer.eval_every=1000"]
     summary = start_run(tmp_path, *overrides)

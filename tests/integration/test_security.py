@@ -27,8 +27,8 @@ from conftest import StartRun, train
 from mpframe import checkpoint
 from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.manifest import Manifest
-from mpframe.cli.evaluate import evaluate
-from mpframe.cli.export import main as export
+from mpframe.cli.commands.evaluate import evaluate
+from mpframe.cli.commands.export import main as export
 from mpframe.config.composition.command_line import jobs, prepare
 from mpframe.errors import CheckpointError, ConfigError, DataError
 

@@ -14,7 +14,7 @@ from processes import CONTEXT
 from sameness import assert_same_run
 from test_hydra import command
 
-from mpframe.cli import train
+from mpframe.cli.commands import train
 from mpframe.config.composition.command_line import prepare
 from mpframe.config.sweep.earlier import holds_this_run
 from mpframe.errors import ConfigError

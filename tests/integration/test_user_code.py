@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import StartRun
 
-from mpframe.cli import doctor as doctor_command
+from mpframe.cli.commands import doctor as doctor_command
 from mpframe.errors import MpframeError
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from vocabulary import HALVES
 
 from mpframe import Backoff, Precision, Trainer
@@ -139,6 +140,24 @@ def test_a_half_loss_is_taken_to_fp32(half: str) -> None:
     output = compute(objective, model, (torch.randn(3, 4, dtype=HALVES[half]),))
     assert output.loss.dtype == torch.float32
     assert output.loss.requires_grad
+
+
+class Counting(TorchFunctionMode):
+    """Counts what is done with tensors in its block, as a cast block sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_loss_is_checked_outside_the_casts() -> None:
+    seen = Counting()
+    compute(lambda model, batch: StepOutput(model(batch)), nn.Linear(4, 1), torch.ones(4), seen)
+    assert seen.count == 1  # the layer
 
 
 class Data:

@@ -15,7 +15,7 @@ import mpframe.models
 from mpframe.data.datasets.images.augment import AUGMENTATIONS
 
 CONF = Path(__file__).parents[2] / "conf"
-LOADING = {"batch_size", "workers", "worker_timeout"}
+LOADING = {"batch_size"}
 
 
 def shipped(group: str) -> list[Path]:
@@ -24,9 +24,16 @@ def shipped(group: str) -> list[Path]:
     return files
 
 
-IMAGES = [path for path in shipped("dataset") if "augment:" in path.read_text()]
-"""The datasets of images with a class each; the models below take any of them."""
-CLASSIFIERS = [CONF / "model" / f"{name}.yaml" for name in ("cnn", "gan", "mlp", "resnet18")]
+def ours(group: str) -> list[Path]:
+    """Those whose `_target_` is mpframe's."""
+    return [path for path in shipped(group) if "_target_: mpframe." in path.read_text()]
+
+
+def of_images(group: str) -> list[Path]:
+    """The datasets of images with a class each, and the models for any of them."""
+    read = {"dataset": "augment", "model": "${dataset.channels}"}[group]
+    dense = "unet"  # It gives a class for each pixel.
+    return [path for path in shipped(group) if read in path.read_text() and path.stem != dense]
 
 
 def target_of(path: Path) -> Callable[..., Any]:
@@ -35,7 +42,7 @@ def target_of(path: Path) -> Callable[..., Any]:
     return getattr(package, name)
 
 
-@pytest.mark.parametrize("path", shipped("dataset") + shipped("model"), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", ours("dataset") + ours("model"), ids=lambda p: p.stem)
 def test_keys_are_the_arguments(path: Path) -> None:
     options = OmegaConf.load(path)
     assert isinstance(options, DictConfig)
@@ -43,6 +50,11 @@ def test_keys_are_the_arguments(path: Path) -> None:
     assert options._target_ == f"mpframe.{package}.{target_of(path).__name__}"
     extra = LOADING if path.parent.name == "dataset" else set()
     assert set(options) - {"_target_"} == set(inspect.signature(target_of(path)).parameters) | extra
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "dataset").glob("*.yaml")), ids=lambda p: p.stem)
+def test_how_workers_load_has_its_default_in_the_schema_alone(path: Path) -> None:
+    assert OmegaConf.load(path).keys().isdisjoint({"workers", "worker_timeout"})
 
 
 @pytest.mark.parametrize("path", shipped("dataset"), ids=lambda p: p.stem)
@@ -54,8 +66,8 @@ def test_values_are_the_defaults_of_the_code(path: Path) -> None:
     assert options.get("augment", "none") in AUGMENTATIONS
 
 
-@pytest.mark.parametrize("dataset", IMAGES, ids=lambda p: p.stem)
-@pytest.mark.parametrize("model", CLASSIFIERS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("dataset", of_images("dataset"), ids=lambda p: p.stem)
+@pytest.mark.parametrize("model", of_images("model"), ids=lambda p: p.stem)
 def test_every_model_takes_every_dataset(model: Path, dataset: Path) -> None:
     config = OmegaConf.create({"dataset": OmegaConf.load(dataset), "model": OmegaConf.load(model)})
     resolved: Any = OmegaConf.to_container(config, resolve=True)

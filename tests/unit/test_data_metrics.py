@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mpframe.data import RMSE, RMSPE, Accuracy, Dice, IoU, Metric
+from mpframe.data import RMSE, RMSPE, Accuracy, BitsPerByte, Dice, IoU, Metric, Perplexity
 from mpframe.errors import DataError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -122,3 +122,44 @@ def test_an_overlap_without_batch_is_nan_and_shapes_must_fit() -> None:
     assert math.isnan(Dice().compute())
     with pytest.raises(DataError, match=r"^iou: predictions of shape \[1, 4\] against"):
         IoU().update(torch.zeros(1, 2, 4), torch.zeros(4, dtype=torch.int64))
+
+
+# bits per byte and perplexity
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_and_perplexity_of_known_probabilities(dtype: torch.dtype) -> None:
+    # Logits (0, 0, 0, 0) give each token 1/4, which is 2 bits; (0, ln 3, -inf, -inf) gives the
+    # first of two 1/4 as well, and every format holds 0; so the mean is 2 bits, the perplexity 4.
+    logits = torch.zeros(2, 3, 4, dtype=dtype)
+    targets = torch.tensor([[0, 1, 2], [3, 0, 1]])
+    bits, perplexity = BitsPerByte(), Perplexity()
+    for metric in (bits, perplexity):
+        metric.update(logits[:1], targets[:1])
+        metric.update(logits[1:], targets[1:])
+    # ln 4 in fp32 is off by at most 2^-24 of itself.
+    assert bits.compute().item() == pytest.approx(2.0, rel=2**-24)
+    assert perplexity.compute().item() == pytest.approx(4.0, rel=2**-22)
+    assert bits.compute().dtype == torch.float64
+
+
+def test_bits_are_shared_by_the_bytes_of_a_token() -> None:
+    metric = BitsPerByte(bytes_per_token=4.0)
+    metric.update(torch.zeros(1, 2, 256), torch.zeros(1, 2, dtype=torch.int64))
+    assert metric.compute().item() == pytest.approx(8 / 4, rel=2**-23)
+
+
+def test_a_mean_over_tokens_and_not_over_batches() -> None:
+    sure = torch.zeros(1, 1, 2)
+    sure[..., 0] = 200.0  # exp(-200) is 0 beside 1: the loss is exactly 0
+    metric = BitsPerByte()
+    metric.update(sure, torch.zeros(1, 1, dtype=torch.int64))
+    metric.update(torch.zeros(1, 3, 2), torch.zeros(1, 3, dtype=torch.int64))
+    assert metric.compute().item() == pytest.approx(3 / 4, rel=2**-23)
+
+
+@pytest.mark.parametrize("metric", [BitsPerByte(), Perplexity()])
+def test_tokens_of_another_shape_are_refused(metric: BitsPerByte) -> None:
+    message = rf"^{metric.name}: predictions of shape \[1, 2\] against targets of shape \[1, 3\]"
+    with pytest.raises(DataError, match=message):
+        metric.update(torch.zeros(1, 2, 4), torch.zeros(1, 3, dtype=torch.int64))

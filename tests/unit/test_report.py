@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mpframe.cli import report as report_command
+from mpframe.cli.commands import report as report_command
 from mpframe.errors import ConfigError
 from mpframe.report import as_markdown, as_page, compared, find_runs
 from mpframe.report.curves import _panels, draw
@@ -108,6 +108,9 @@ def test_tested_runs_are_compared_by_their_test(make_run: MakeRun, tmp_path: Pat
     assert "accuracy" not in mixed
     first, *_ = table(tmp_path, every_run)
     assert first["metric"] == ("accuracy 0.9000\nbest 0.9600, step 80\ntest 0.8000, best weights")
+    records = find_runs([tmp_path])[1]
+    text = as_markdown("t", compared(records), records)
+    assert "| accuracy 0.9000 (best 0.9600, step 80; test 0.8000, best weights) |" in text
     make_run("c", replace(MIXED, seed=3))  # One run without: then by the validation.
     assert "accuracy" in table(tmp_path)[1]
 

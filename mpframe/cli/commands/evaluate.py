@@ -25,20 +25,18 @@ says so.
 # configuration is trusted.
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpframe import build, checkpoint
-from mpframe.checkpoint import retention
+from mpframe import build
 from mpframe.checkpoint.saved_weights import KINDS
-from mpframe.cli.program import program
-from mpframe.cli.restored import Restored, restored
+from mpframe.cli.program import program, refuse_unknown
+from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
 from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.data import Loader
-from mpframe.errors import ConfigError, nearest, printable, take_options
+from mpframe.errors import ConfigError, printable, take_options
 from mpframe.files.durable import write_atomically
-from mpframe.tracking.summary import Summary, strict_json
+from mpframe.tracking.summary import strict_json
 from mpframe.training.evaluation import Evaluation
 from mpframe.tree import device_of
 
@@ -101,25 +99,6 @@ def evaluate(
     return _described(run, evaluation, split, loader.size)
 
 
-def run_folder(path: Path) -> Path:
-    """The folder of the run that a checkpoint belongs to; if `path` is a run's folder, itself."""
-    return path.parent.parent if path.absolute().parent.name == checkpoint.FOLDER else path
-
-
-def checkpoint_of(path: Path, split: str | None = None) -> Path:
-    """The checkpoint that was tested, if the run in `path` tested its best; else `path` itself."""
-    if split == "val" or checkpoint.newest(path) == path:
-        return path
-    try:
-        tested = Summary.read(path).tested
-    except OSError:  # A run that is not finished may have none, and has not been tested.
-        return path
-    best = retention.best_in(path, 1) if tested == "best" else []
-    if best:
-        checkpoint.refuse_mixed(path)
-    return best[0] if best else path
-
-
 def _chosen(split: str | None, loaders: build.Loaders) -> tuple[str, Loader]:
     if split == "val" or (split is None and loaders.test is None):
         return "val", loaders.val
@@ -143,15 +122,6 @@ def _main(arguments: list[str]) -> None:
     out = Path(own.get("out") or run_folder(path) / name)
     _write(out, path, done)
     print(printable(_text(path, done, out)))
-
-
-def refuse_unknown(option: str, value: str | None, known: Sequence[str]) -> None:
-    """Refuse a value that is not among the known ones."""
-    if value is not None and value not in known:
-        hint = nearest(value, known)
-        raise ConfigError(
-            f"{option}={value}: choose {' or '.join(known)}" + f"; {hint}" * bool(hint)
-        )
 
 
 def _described(run: Restored, evaluation: Evaluation, split: str, samples: int) -> Evaluated:

@@ -9,7 +9,8 @@ Usage: mpframe predict checkpoint=PATH [folder=FOLDER] [option=value] ...
 Options:
     checkpoint=PATH       a run (its best checkpoint if that was tested) or one checkpoint
     split=train|val|test  the part of the run's dataset; default: test if there is one, else val
-    folder=FOLDER         images without labels instead, in all folders below it
+    folder=FOLDER         images without labels instead, in all folders below it; needs neither the
+                          run's data nor its dataset
     outputs=class|probabilities|raw    default: class if the dataset has classes, else raw
     weights=trained|ema   default: as the run was validated
     out=FILE              a .csv or .parquet file; default: predictions_..._step_N.csv in the run
@@ -30,7 +31,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,9 +39,8 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from mpframe.checkpoint.saved_weights import KINDS
-from mpframe.cli.evaluate import checkpoint_of, refuse_unknown, run_folder
-from mpframe.cli.program import program
-from mpframe.cli.restored import Restored, restored
+from mpframe.cli.program import program, refuse_unknown
+from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
 from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.data import Loader, Task
 from mpframe.data.datasets.images.arrays import Images, Normalize
@@ -48,9 +48,8 @@ from mpframe.data.datasets.images.image_files import Listing, list_unlabelled
 from mpframe.data.datasets.images.image_folder import FileImages
 from mpframe.errors import ConfigError, printable, take_options
 from mpframe.files.table import refuse_unwritable_kind, writing
-from mpframe.objectives import Supervised
 from mpframe.training.callback import Callback
-from mpframe.training.prediction import OUTPUTS, Predictions
+from mpframe.training.evaluation.prediction import OUTPUTS, Predictions
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of, tensors_in
 
@@ -113,8 +112,10 @@ def _main(arguments: list[str]) -> None:
     if "out" in own:
         _refuse_file(Path(own["out"]), overwrite)
     path = Path(own["checkpoint"])
-    run = restored(checkpoint_of(path, own.get("split")), given, own.get("weights"))
-    samples = _in_folder(own["folder"], run) if "folder" in own else _of(run.task, own.get("split"))
+    pictures = _Pictures(own["folder"]) if "folder" in own else None
+    task_of = None if pictures is None else pictures.task
+    run = restored(checkpoint_of(path, own.get("split")), given, own.get("weights"), task_of)
+    samples = _of(run.task, own.get("split")) if pictures is None else pictures.samples(run.task)
     name = f"predictions_{samples.source}_step_{run.step:08d}.csv"
     out = Path(own.get("out") or run_folder(path) / name)
     _refuse_file(out, overwrite)
@@ -193,38 +194,51 @@ def _of(task: Task, split: str | None) -> Samples:
     return Samples(dataset, split)
 
 
-def _in_folder(name: str, run: Restored) -> Samples:
-    """The images below a folder, prepared as the run's dataset prepares its own."""
-    (objective, *others) = run.trainer.objectives
-    if others or not isinstance(objective.objective, Supervised):
-        raise ConfigError(
-            f"folder={name}: the run's objective takes more than images; use split, with a dataset "
-            "over the folder"
-        )
-    shape, normalize = _preparation(name, run.task)
-    root = Path(name)
-    paths = list_unlabelled(root)
-    listing = Listing((), paths, torch.zeros(len(paths), dtype=torch.int64))
-    run.trainer.objective = Supervised(_no_loss)
-    names = [str(Path(path).relative_to(root)) for path in paths]
-    return Samples(FileImages(listing, shape, normalize, "none"), "folder", names)
+class _Pictures:
+    """The images below a folder, prepared as the run's dataset prepared its own."""
 
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._paths = list_unlabelled(Path(name))
 
-def _preparation(name: str, task: Task) -> tuple[tuple[int, int], Normalize]:
-    """Channels and side of the model's images, and how their pixels are normalised."""
-    told: Mapping[str, Any] = task.preprocessing or {}
-    try:
-        mean, std = (tuple(map(float, told[key])) for key in ("mean", "std"))
-        height, width = told["size"]
-        fits = height == width and len(mean) == len(std) and len(mean) in (1, 3)
-    except (LookupError, TypeError, ValueError):
-        fits = False
-    if not fits:
+    def task(self, facts: Mapping[str, Any]) -> Task:
+        """The task of these images, by what a checkpoint says of those it was trained on."""
+        shape, normalize = self._preparation(facts)
+        listing = Listing((), self._paths, torch.zeros(len(self._paths), dtype=torch.int64))
+        images = FileImages(listing, shape, normalize, "none")
+        return Task(images, images, loss=_no_loss, class_names=facts["class_names"])
+
+    def samples(self, task: Task) -> Samples:
+        """They are named by their paths in the folder."""
+        names = [str(Path(path).relative_to(self._name)) for path in self._paths]
+        return Samples(task.val, "folder", names)
+
+    def _preparation(self, facts: Mapping[str, Any]) -> tuple[tuple[int, int], Normalize]:
+        """Channels and side of the model's images, and how their pixels are normalised."""
+        told = facts["preprocessing"] or {}
+        try:
+            mean, std = (tuple(map(float, told[key])) for key in ("mean", "std"))
+            side, width = told["size"]
+            channels = len(mean)
+            fits = side == width and len(std) == channels and channels in (1, 3) and min(std) > 0
+        except (LookupError, TypeError, ValueError):
+            fits = False
+        if not fits or not isinstance(side, int):
+            self._refuse(
+                "the checkpoint does not say how an image is prepared, as the Task of its dataset "
+                "did not (preprocessing with size, mean and std)"
+            )
+        shapes = [given["shape"] for given in facts["inputs"] or ()]
+        if shapes != [[None, channels, side, side]]:
+            self._refuse(
+                f"the model takes something else than images of {channels} x {side} x {side} alone"
+            )
+        return (channels, side), Normalize(mean, std)
+
+    def _refuse(self, reason: str) -> NoReturn:
         raise ConfigError(
-            f"folder={name}: the Task of the run's dataset does not say how an image is prepared "
-            "(preprocessing with size, mean and std); use split, with a dataset over the folder"
+            f"folder={self._name}: {reason}; use split, with a dataset over the folder"
         )
-    return (len(mean), int(height)), Normalize(mean, std)
 
 
 def _no_loss(outputs: Any, targets: Any) -> Tensor:

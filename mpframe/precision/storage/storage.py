@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.errors import ConfigError
+from mpframe.optim.masters.master import exact_value
 from mpframe.precision.module_ops import op_of
 from mpframe.precision.op_lists import WITH_STATISTICS
 from mpframe.precision.policy import CASTABLE, Policy
-from mpframe.precision.reads import Read, Reads
+from mpframe.precision.storage.reads import Read, Reads
+from mpframe.tree import HALF
 
 
 def formats_of(
@@ -41,7 +43,8 @@ def formats_of(
 def store(model: nn.Module, policy: Policy, reads: Reads | None = None) -> dict[Tensor, Tensor]:
     """Bring every weight into its format, in place.
 
-    A weight beyond the half range is stored at the range's end.
+    A weight beyond the half range is stored at the range's end. One that is half already is stored
+    from its master, if it has one.
 
     Returns:
         The fp32 values from before, of the weights that were rounded.
@@ -53,9 +56,10 @@ def store(model: nn.Module, policy: Policy, reads: Reads | None = None) -> dict[
     before: dict[Tensor, Tensor] = {}
     for parameter, dtype in formats_of(model, policy, reads).items():
         if parameter.dtype != dtype:
-            if parameter.dtype == torch.float32:
-                before[parameter] = parameter.detach().clone()
-            _restore_as(parameter, dtype)
+            exact = exact_value(parameter)
+            _restore_as(parameter, dtype, parameter.data.float() if exact is None else exact)
+            if exact is not None and dtype in HALF:
+                before[parameter] = exact
     for name, module in model.named_modules():
         _store_buffers(module, wanted_by(name, module, policy), policy)
         if isinstance(module, nn.RNNBase):
@@ -79,8 +83,8 @@ def wanted_by(
     return policy.half_dtype if half and policy.mode == "mixed" else torch.float32
 
 
-def _restore_as(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    values, limit = parameter.data.float(), torch.finfo(dtype).max
+def _restore_as(parameter: nn.Parameter, dtype: torch.dtype, values: Tensor) -> None:
+    limit = torch.finfo(dtype).max
     parameter.data = values.clamp(-limit, limit).to(dtype)
     if parameter.grad is not None:
         parameter.grad = parameter.grad.to(dtype)

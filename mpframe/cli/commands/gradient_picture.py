@@ -19,8 +19,9 @@ import torch
 
 from mpframe import build, checkpoint
 from mpframe.checkpoint.saved_weights import steps_tried, weights_of
-from mpframe.cli.evaluate import run_folder
 from mpframe.cli.program import program
+from mpframe.cli.restored import run_folder
+from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.errors import ConfigError, take_options
@@ -50,6 +51,7 @@ def _main(arguments: list[str]) -> None:
         raise ConfigError("run: must be given, e.g. run=runs/2026-11-21/05-45-42")
     path = Path(own["run"])
     out = Path(own.get("out") or run_folder(path) / "numerics" / "gradient_picture.png")
+    refuse_unwritable("out", out.parent)
     snapshot = checkpoint.read(path)
     state = snapshot.state
     config = config_of(snapshot.config, checkpoint.newest(path) / "config.yaml", given)

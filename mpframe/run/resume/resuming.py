@@ -14,8 +14,13 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.errors import CheckpointError, MpframeError, RunInterrupted
 from mpframe.files.stored_yaml import parsed
-from mpframe.run.callback_states import restore
-from mpframe.run.exactness import carried_over, differences, other_arithmetic, refuse_other_parts
+from mpframe.run.resume.callback_states import restore
+from mpframe.run.resume.exactness import (
+    carried_over,
+    differences,
+    other_arithmetic,
+    refuse_other_parts,
+)
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mpframe.optim.write_detector import WriteDetector, mark_known, written
+from mpframe.optim.masters.write_detector import WriteDetector, mark_known, written
 from mpframe.tree import HALF
 
 _MASTERS: MutableMapping[Tensor, "Master"] = WeakTensorKeyDictionary()
@@ -48,6 +48,14 @@ class Master(WriteDetector):
 def master_behind(weight: Tensor) -> Master | None:
     """The master of a half weight that has one."""
     return _MASTERS.get(weight) if weight.dtype in HALF else None
+
+
+def exact_value(weight: Tensor) -> Tensor | None:
+    """A copy of the fp32 value of a weight, its master's if it is half; None if it has none."""
+    held = master_behind(weight)
+    if held is not None:
+        return held.current(weight).detach().clone()
+    return weight.detach().clone() if weight.dtype == torch.float32 else None
 
 
 def master_for(weight: Tensor) -> Master:

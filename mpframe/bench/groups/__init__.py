@@ -1,11 +1,11 @@
-"""The groups of rows that there are, and how they are measured and written."""
+"""The groups of rows, a file each, and how they are measured and written."""
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpframe.bench import cuda, ranges, resnet18, startup, tiny_model
+from mpframe.bench.groups import cuda, ranges, resnet18, startup, tiny_model
 from mpframe.bench.machine import machine
 from mpframe.bench.table import Table, as_json, as_markdown
 

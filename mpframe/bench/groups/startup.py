@@ -16,7 +16,7 @@ from mpframe.errors import MpframeError
 
 IMPORT_TORCH = "import torch"
 
-_PROGRAM = ["-c", "from mpframe.cli.train import main; main()"]  # as scripts/train.py
+_PROGRAM = ["-c", "from mpframe.cli.commands.train import main; main()"]  # as scripts/train.py
 # torch imports its compiler when the first optimizer is made: part of anybody's first step.
 _ADAMW_STEP = """
 import torch
@@ -52,7 +52,7 @@ def tables(rounds: int, folder: Path, names: Sequence[str] = tuple(_COMMANDS)) -
 
 def _competitor(name: str, scratch: Path) -> Competitor:
     arguments, expected = _COMMANDS[name]
-    source = str(Path(__file__).parents[2])
+    source = str(Path(__file__).parents[3])
     paths = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
     def run() -> None:

@@ -56,8 +56,8 @@ from mpframe.checkpoint.export.graph import (
 from mpframe.checkpoint.export.rounding import DTYPES, Exported, converted
 from mpframe.checkpoint.export.sidecar import as_json, facts_of, model_facts
 from mpframe.checkpoint.saved_weights import KINDS, validated_kind, weights_of
-from mpframe.cli.evaluate import checkpoint_of
-from mpframe.cli.program import program
+from mpframe.cli.program import program, refuse_unknown
+from mpframe.cli.restored import checkpoint_of
 from mpframe.config.redaction import redacted, secrets_of
 from mpframe.config.stored import config_of
 from mpframe.errors import ConfigError, nearest, printable, take_options
@@ -176,21 +176,15 @@ def _checked(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     ):
         if not options[name]:
             raise ConfigError(f"{name}: must be given, e.g. {name}={example}")
+    if options["format"] in DTYPES:  # What the option once was.
+        wanted = options["format"]
+        raise ConfigError(f"format={wanted}: is no file's format; give weights_dtype={wanted}")
     for name, choices in _CHOICES.items():
-        _refuse_unless(name, options[name], choices)
+        refuse_unknown(name, options[name] or None, choices)
     _refuse_unfit_ending(options)
     if options["format"] not in GRAPHS:
         _refuse_more(given, options["format"])
     return options, given
-
-
-def _refuse_unless(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value in choices or value == _DEFAULTS[name]:
-        return
-    if name == "format" and value in DTYPES:  # What the option once was.
-        raise ConfigError(f"format={value}: is no file's format; give weights_dtype={value}")
-    hint = nearest(value, choices)
-    raise ConfigError(f"{name}={value}: choose {', '.join(choices)}" + f"; {hint}" * bool(hint))
 
 
 def _refuse_unfit_ending(options: dict[str, str]) -> None:

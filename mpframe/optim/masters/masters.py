@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.optim.gradients import Gradients, unscaled
-from mpframe.optim.master import (
+from mpframe.optim.masters.master import (
     Master,
     copy_from_params,
     copy_to_params,

@@ -8,8 +8,8 @@ from mpframe.precision.dtype_map import list_reason
 from mpframe.precision.module_ops import op_of
 from mpframe.precision.op_lists import WITH_STATISTICS
 from mpframe.precision.policy import Policy
-from mpframe.precision.reads import Reads
-from mpframe.precision.storage import formats_of, wanted_by
+from mpframe.precision.storage.reads import Reads
+from mpframe.precision.storage.storage import formats_of, wanted_by
 
 _SHOWN = 4
 

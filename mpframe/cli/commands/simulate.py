@@ -23,7 +23,7 @@ import torch
 
 from mpframe.build import build_scaler
 from mpframe.cli.program import program
-from mpframe.config.composition.command_line import checked, compose_named
+from mpframe.config.composition.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.errors import ConfigError, take_options
 from mpframe.loss_scaling.interface import LossScaler, name_of
@@ -54,6 +54,7 @@ def _simulate(arguments: list[str]) -> None:
     own = any(word.startswith("loss_scaling._target_=") for word in options)
     names = given.get("loss_scaling", "own" if own else ",".join(_ALL)).split(",")
     picture = Path(given.get("out") or _beside(source))
+    refuse_unwritable("out", picture.parent)
     configs = {name: _config(name, options) for name in names}
     half = getattr(torch, next(iter(configs.values())).dtype.half)
     recorded = read_amax(source)
