@@ -20,10 +20,23 @@ from mpframe.data.datasets.images.image_folder import image_folder
 from mpframe.data.datasets.segmentation.mask_folder import mask_folder
 from mpframe.data.datasets.segmentation.shapes import shapes
 from mpframe.data.datasets.segmentation.task import segmentation
+from mpframe.data.datasets.speech.phonemes import phonemes
 from mpframe.data.datasets.tabular.csv_table import csv_table
 from mpframe.data.datasets.text.next_token import next_token
+from mpframe.data.datasets.text.text_folder import text_folder
+from mpframe.data.datasets.text.tweet_spans import tweet_spans
 from mpframe.data.loader import Loader
-from mpframe.data.metrics import RMSE, RMSPE, Accuracy, BitsPerByte, Dice, IoU, Perplexity
+from mpframe.data.metrics import (
+    RMSE,
+    RMSPE,
+    Accuracy,
+    BitsPerByte,
+    Dice,
+    IoU,
+    LabelErrorRate,
+    Perplexity,
+    WordJaccard,
+)
 from mpframe.data.task import Metric, Task, classification
 
 __all__ = [
@@ -35,11 +48,13 @@ __all__ = [
     "Dice",
     "Images",
     "IoU",
+    "LabelErrorRate",
     "Loader",
     "Metric",
     "Normalize",
     "Perplexity",
     "Task",
+    "WordJaccard",
     "adversarial",
     "cifar10",
     "classification",
@@ -50,6 +65,9 @@ __all__ = [
     "image_folder",
     "mask_folder",
     "next_token",
+    "phonemes",
     "segmentation",
     "shapes",
+    "text_folder",
+    "tweet_spans",
 ]

@@ -70,6 +70,11 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for number in range(2):
                 pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{number:04d}.jpg")
+    for name in ("art", "business", "politics", "sport", "tech"):
+        folder = root / "text_folder" / name
+        folder.mkdir(parents=True)
+        for number in range(5):
+            (folder / f"{number}.txt").write_text(f"{name} and more of {name} " * (number + 1))
     for split in ("train", "val"):
         for kind, shape, top in (("images", (40, 64, 3), 256), ("masks", (40, 64), 2)):
             folder = root / "mask_folder" / split / kind

@@ -80,8 +80,8 @@ EXACT = [
     # choices and flags
     ("dtype=", "dtype=: choose amp, amp_bf16, fp32, mixed, mixed_bf16"),
     ("dtype=mixed,amp", "dtype=mixed,amp: several values make a sweep; add -m"),
-    ("trainer=fast", "trainer=fast: choose default"),
-    ("scheduler=cosine", "scheduler=cosine: choose none, onecycle, own, warmup_cosine; nearest: warmup_cosine"),
+    ("trainer=fast", "trainer=fast: choose default; nearest: default"),
+    ("scheduler=cosine", "scheduler=cosine: choose exponential, inverse_square_root, none, onecycle, own, piecewise_constant, poly, transformer, warmup_cosine; nearest: warmup_cosine"),
     ("-m dtype=fp32,amp optimizer.lr=1e-3,nan", "optimizer.lr=nan: must be a number > 0"),
     ("--epochs=3", "--epochs=3: no such flag; write options as option=value; see --help"),
     ("--config-dir=/nonexistent", "--config-dir=/nonexistent: no such folder; name one with .yaml files"),
@@ -101,6 +101,7 @@ EXACT = [
     ("hydra/launcher=nope", "hydra/launcher=nope: choose basic; Optuna, joblib and submitit come with pip install mpframe[sweep]"),
     ("hydra.run.dir=${x}", "hydra.run.dir: Interpolation key 'x' not found; set hydra.run.dir=FOLDER"),
     ("-m hydra.sweep.dir=${x} seed=1,2", "hydra.sweep.dir: Interpolation key 'x' not found; set hydra.sweep.dir=FOLDER"),
+    ("hydra.mode=nope", "hydra.mode=nope: Invalid value 'nope', expected one of [RUN, MULTIRUN]"),
     # sweeps over nothing
     ("-m seed=range(1,2,0)", "seed=range(1,2,0): range() arg 3 must not be zero; give other values"),
     ("seed=range(1,2,0)", "seed=range(1,2,0): several values make a sweep; add -m"),

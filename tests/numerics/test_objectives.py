@@ -103,6 +103,35 @@ def test_in_fp32_a_model_that_returns_its_loss_is_the_loop_by_hand() -> None:
         assert torch.equal(mine, theirs)
 
 
+class Ends(nn.Module):
+    """Two outputs and a loss, as a model that finds the ends of an answer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, place: Tensor) -> dict[str, Tensor]:
+        start, end = self.ends(x).unbind(-1)
+        return {"loss": F.cross_entropy(start, place), "start": start, "end": end}
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_outputs_without_logits_and_targets_that_the_model_does_not_see(
+    mode: str, half: str
+) -> None:
+    model, targets = Ends(), {"text": ["a", "b"]}
+    arguments = {"x": torch.randn(2, 3, 4), "place": torch.tensor([0, 2])}
+    with Precision(mode, half).cast():
+        output = model_loss(model, (arguments, targets))
+        expected = model(**arguments)
+    assert output.targets is targets
+    assert output.outputs.keys() == {"start", "end"}
+    for name, values in output.outputs.items():
+        assert torch.equal(values, expected[name].float())
+    assert torch.equal(output.loss, expected["loss"])
+    assert model_loss(model, arguments).targets is None
+
+
 def pairs(*sizes: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
