@@ -38,8 +38,8 @@ from mpframe.optim.gradients import (
     norm_of,
     not_finite,
 )
-from mpframe.optim.master import copy_from_params, copy_to_params
-from mpframe.optim.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
+from mpframe.optim.masters.master import copy_from_params, copy_to_params
+from mpframe.optim.masters.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
 from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult
@@ -152,7 +152,7 @@ class MasterWeights(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters, and what was accumulated."""
         self.optimizer.zero_grad(set_to_none)
-        for parameter in self._masters.half:
+        for parameter in self._known.half:
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -226,7 +226,7 @@ class MasterWeights(Optimizer):
             raise no_new_gradients()
         gradients = gathered.gradients
         skipped = not_finite(gathered.largest if skip_if_dropped else gradients.amax)
-        norm = norm_of(gradients.values, self._masters.device)
+        norm = norm_of(gradients.values, self._known.device)
         if max_norm is not None:
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
             skipped = skipped | not_finite(norm)
@@ -249,7 +249,9 @@ class MasterWeights(Optimizer):
         Raises:
             ConfigError: the optimizer does not take a gradient, as it is sparse.
         """
-        gradients = self._masters.take_gradients(scale)
+        if len(self.optimizer.param_groups) > self._known_groups:  # No call: every step asks.
+            self._register_groups()
+        gradients = self._known.take_gradients(scale)
         if self._accumulator is None:
             spent = self._consumed and not gradients.by_master
             gathered = StepGradients(gradients, gradients.amax, spent=spent)
@@ -278,7 +280,7 @@ class MasterWeights(Optimizer):
         self._consumed = bool(gradients.by_master)
         if verdict is not None and verdict.skipped:
             return
-        half = self._masters.half
+        half = self._known.half
         if half:
             copy_from_params(half.items())
         for master, gradient in gradients.by_master.items():

@@ -11,9 +11,10 @@ from vocabulary import HALVES, same_bits
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.errors import ConfigError
-from mpframe.optim import MultiOptimizer, write_detector
+from mpframe.optim import MultiOptimizer
 from mpframe.optim.ema import Ema
-from mpframe.optim.write_detector import _LARGE as LARGE
+from mpframe.optim.masters import write_detector
+from mpframe.optim.masters.write_detector import _LARGE as LARGE
 
 
 def sgd(params: Any, lr: float = 0.5) -> torch.optim.SGD:
@@ -309,7 +310,7 @@ class TestSharing:
         assert same_bits([first.master_of(model.weight)], [exact])
 
     def test_a_master_lives_as_long_as_its_weight(self) -> None:
-        from mpframe.optim.master import _MASTERS
+        from mpframe.optim.masters.master import _MASTERS
 
         gc.collect()
         before = len(_MASTERS)
