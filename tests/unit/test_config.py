@@ -41,7 +41,13 @@ GROUPS = (
     "scheduler",
     "trainer",
 )
-SIZED_BY = {"gpt": "next_token", "bert_classifier": "text_folder", "bert_spans": "tweet_spans"}
+SIZED_BY = {
+    "bert_classifier": "text_folder",
+    "bert_spans": "tweet_spans",
+    "gpt": "next_token",
+    "tabular": "bikes",
+    "unet": "shapes",
+}
 """The dataset whose facts a model reads, if that is no dataset of images."""
 FILES = sorted(path for path in CONF.rglob("*.yaml") if path.parent.name in GROUPS)
 ROOT = Path(__file__).resolve().parents[2]
