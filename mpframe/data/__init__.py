@@ -11,6 +11,7 @@ and what is below them. It imports nothing that trains, and it knows no options:
 the values that it is given.
 """
 
+from mpframe.data.datasets.detection.scenes import scenes
 from mpframe.data.datasets.images.adversarial import adversarial, digits_gan
 from mpframe.data.datasets.images.arrays import ArrayImages, Images, Normalize
 from mpframe.data.datasets.images.cifar10 import cifar10
@@ -19,7 +20,7 @@ from mpframe.data.datasets.images.fashion_mnist import fashion_mnist
 from mpframe.data.datasets.images.image_folder import image_folder
 from mpframe.data.datasets.speech.phonemes import phonemes
 from mpframe.data.loader import Loader
-from mpframe.data.metrics import RMSE, Accuracy, LabelErrorRate
+from mpframe.data.metrics import RMSE, Accuracy, LabelErrorRate, MeanAveragePrecision
 from mpframe.data.task import Metric, Task, classification
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Images",
     "LabelErrorRate",
     "Loader",
+    "MeanAveragePrecision",
     "Metric",
     "Normalize",
     "Task",
@@ -40,4 +42,5 @@ __all__ = [
     "fashion_mnist",
     "image_folder",
     "phonemes",
+    "scenes",
 ]

@@ -1,4 +1,4 @@
-"""The networks that ship, chosen by `model=cnn`, `mlp`, `resnet18`, `gan` or `lstm`.
+"""The networks that ship, chosen by `model=cnn`, `mlp`, `resnet18`, `gan`, `lstm` or `ssd`.
 
 Each file is named after its function, which returns a `torch.nn.Module`; the shortest is mlp.py.
 A `_target_` may name any other class or function that returns a module. Models are plain PyTorch:
@@ -11,5 +11,6 @@ from mpframe.models.gan import gan
 from mpframe.models.lstm import lstm
 from mpframe.models.mlp import mlp
 from mpframe.models.resnet18 import resnet18
+from mpframe.models.ssd import ssd
 
-__all__ = ["cnn", "gan", "lstm", "mlp", "resnet18"]
+__all__ = ["cnn", "gan", "lstm", "mlp", "resnet18", "ssd"]

@@ -206,6 +206,9 @@ EXPERIMENTS = [
     ("image_folder_resnet18", "image_folder dataset.batch_size=8 model.width=8"),
     ("speech_lstm", "dataset.train=64 dataset.workers=0 model.hidden=16"),
     ("speech_lstm_small", "dataset.train=64"),
+    ("detection_ssd", "dataset.train=64 dataset.workers=0 dataset.image_size=64 model.width=4"),
+    ("detection_ssd_small", "dataset.train=64"),
+    ("detection_fasterrcnn", "dataset.train=32 dataset.workers=0 dataset.image_size=64"),
 ]
 
 

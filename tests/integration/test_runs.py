@@ -19,8 +19,12 @@ from mpframe.tracking.summary import Summary
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 TINY = {
+    "scenes": [
+        "dataset.train=16", "dataset.val=2", "dataset.test=2", "dataset.workers=0",
+        "dataset.image_size=64", "dataset.batch_size=2",
+    ],
     "phonemes": ["dataset.train=16", "dataset.val=8", "dataset.workers=0", "model.hidden=16"],
-}
+}  # fmt: skip
 """What makes the experiments on a generated dataset small enough for two steps of a test."""
 MODES = ["fp32", "mixed", "amp", "mixed_bf16", "amp_bf16"]
 

@@ -6,6 +6,7 @@ back before `compute`. The sums start as the number 0, so that the first batch d
 
 from mpframe.data.metrics.accuracy import Accuracy
 from mpframe.data.metrics.label_error_rate import LabelErrorRate
+from mpframe.data.metrics.mean_average_precision import MeanAveragePrecision
 from mpframe.data.metrics.rmse import RMSE
 
-__all__ = ["RMSE", "Accuracy", "LabelErrorRate"]
+__all__ = ["RMSE", "Accuracy", "LabelErrorRate", "MeanAveragePrecision"]
