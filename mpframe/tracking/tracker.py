@@ -177,7 +177,13 @@ class Tracker:
         return {"step": self._step, "events": list(self._of_step)}
 
     def write_again(self, last_step: Mapping[str, Any]) -> None:
-        """Log again what `last_step` returned; `checked_events` has been called on it."""
+        """Log again what `last_step` returned, unless it is before this tracker's first step.
+
+        Args:
+            last_step: `checked_events` has been called on it.
+        """
+        if last_step["step"] < self._first_step:
+            return  # An older file shows it.
         for event in last_step["events"]:
             self._add(_decoded(event), last_step["step"])
 

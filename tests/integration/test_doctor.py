@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import skip_without_extras
+from tiny_experiments import EXPERIMENTS, TINY, tiny
 
 from mpframe.cli.commands import doctor as doctor_command
 from mpframe.cli.commands.doctor import subject_of
 from mpframe.config.composition.command_line import jobs
-from mpframe.config.locations import CONF
 from mpframe.numerics.doctor import (
     CHECKS,
     Finding,
@@ -123,6 +122,8 @@ CASES = [
          r"warning: trainer\.accumulate=23: an epoch has 22 batches, all that a step takes; fix: trainer\.accumulate=22"),
     Case(hints.check_classes, "model.classes=12", "model.classes=10",
          r"warning: model\.classes=12: the data set has 10, so 2 outputs are never right; fix: model\.classes=10"),
+    Case(hints.check_classes, "model.classes=9", "model.classes=10",
+         r"warning: model\.classes=9: the data set has 10, so its labels from 9 on have no output; fix: model\.classes=10"),
     Case(scaling.check_overflow, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e4", f"{NET} {DIGITS} loss_scaling=static",
          r"error: loss_scaling\.scale=1024: too large, the first batch overflows at it; fix: loss_scaling\.scale=\d+"),
     Case(scaling.check_small_scale, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9", f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9 dtype=mixed_bf16",
@@ -198,50 +199,25 @@ def test_constant_weights_are_born_nowhere() -> None:
     assert not found(weights_checks.check_training_format, f"{NET} model.head=0")
 
 
-TINY_BERT = "model.config.num_hidden_layers=1 model.config.hidden_size=24 dataset.batch_size=4"
-EXPERIMENTS = [
-    ("digits_mlp", ""),
-    ("digits_gan", ""),
-    ("fashion_mnist_cnn", "fashion_mnist dataset.batch_size=8"),
-    ("cifar10_small", "image_folder dataset.batch_size=8"),
-    ("cifar10_resnet18", "cifar10 dataset.batch_size=8 dataset.workers=0 model.width=8"),
-    ("image_folder_resnet18", "image_folder dataset.batch_size=8 model.width=8"),
-    ("bert_classifier", f"text_folder {TINY_BERT} dataset.workers=0 dataset.vocab_size=200"),
-    ("bert_classifier_small", "text_folder dataset.batch_size=8 dataset.vocab_size=200"),
-    ("bert_spans", f" {TINY_BERT} dataset.workers=0"),
-    ("bert_spans_small", " dataset.batch_size=8"),
-    ("gpt", " dataset.batch_size=2 dataset.context=8 dataset.workers=0 model.depth=1"),
-    ("gpt_small", " dataset.batch_size=2 dataset.context=8"),
-]
-
-
 def test_every_shipped_experiment_is_examined() -> None:
-    shipped = {file.stem for file in (CONF / "experiment").glob("*.yaml")}
-    assert shipped == {name for name, _ in EXPERIMENTS}
+    assert sorted(TINY) == EXPERIMENTS
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "mixed"])
-@pytest.mark.parametrize(("name", "data"), EXPERIMENTS)
-def test_shipped_experiments_have_no_errors(
-    name: str, data: str, dtype: str, tiny_data: Path
-) -> None:
-    skip_without_extras(name)
-    root = f"dataset.root={tiny_data / data}" if data[:1].strip() else data
-    examined = subject(f"experiment={name} device=cpu dtype={dtype} {root}")
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_shipped_experiments_have_no_errors(name: str, dtype: str, tiny_data: Path) -> None:
+    words = " ".join(tiny(name, tiny_data))
+    examined = subject(f"device=cpu dtype={dtype} {words}")
     assert [str(f) for f in examine(examined) if f.severity is Severity.ERROR] == []
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp", "mixed_bf16", "amp_bf16"])
-@pytest.mark.parametrize(("name", "data"), [("", ""), *EXPERIMENTS])
+@pytest.mark.parametrize("name", ["", *EXPERIMENTS])
 def test_shipped_configurations_start_without_a_hint(
-    name: str, data: str, dtype: str, tiny_data: Path
+    name: str, dtype: str, tiny_data: Path
 ) -> None:
-    if name:
-        skip_without_extras(name)
-    root = f"dataset.root={tiny_data / data}" if data[:1].strip() else data
-    chosen = f"experiment={name}" if name else ""
-    started = subject(f"{chosen} device=cpu dtype={dtype} {root}")
-    assert hints_on(started) == []
+    words = " ".join(tiny(name, tiny_data))
+    assert hints_on(subject(f"device=cpu dtype={dtype} {words}")) == []
 
 
 @pytest.mark.parametrize("scaling", ["static", "Backoff", "LogMax"])

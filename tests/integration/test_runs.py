@@ -7,25 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import StartRun, scalars, skip_without_extras
+from conftest import StartRun, scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tiny_experiments import EXPERIMENTS, tiny
 
 from mpframe import checkpoint
-from mpframe.config.locations import CONF
 from mpframe.errors import CheckpointError, DivergedError
 from mpframe.tracking.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-TINY_BERT = "model.config.num_hidden_layers=1 model.config.hidden_size=24 dataset.workers=0"
-SMALLER = {
-    "bert_classifier": TINY_BERT,
-    "bert_spans": f"{TINY_BERT} trainer.eval_every=1000",
-    "bert_spans_small": "trainer.eval_every=1000",
-    "gpt": "model.depth=1 dataset.context=8 dataset.workers=0 dataset.eval_windows=8",
-}
-"""What a test changes in an experiment that is made for a GPU."""
 MODES = ["fp32", "mixed", "amp", "mixed_bf16", "amp_bf16"]
 
 
@@ -37,18 +28,8 @@ def test_there_are_experiments() -> None:
 def test_every_shipped_experiment_runs_two_steps(
     experiment: str, start_run: StartRun, tiny_data: Path, tmp_path: Path
 ) -> None:
-    skip_without_extras(experiment)
-    overrides = [f"experiment={experiment}", "trainer.max_steps=2", "dataset.batch_size=8"]
-    text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
-    data = text.split("override /dataset: ")[1].split()[0]
-    if data in {path.name for path in tiny_data.iterdir()}:
-        overrides += [f"dataset.root={tiny_data / data}"]
-    if "resnet18" in text:
-        overrides += ["model.width=8", "dataset.workers=0"]
-    overrides += SMALLER.get(experiment, "").split()
-    if data == "cifar10":
-        overrides += ["trainer.eval_every=1000"]
-    summary = start_run(tmp_path, *overrides)
+    few = ["trainer.max_steps=2", "trainer.eval_every=1000", "dataset.batch_size=8"]
+    summary = start_run(tmp_path, *tiny(experiment, tiny_data), *few)
     assert (summary.status, summary.steps) == ("finished", 2)
 
 

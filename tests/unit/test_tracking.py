@@ -196,6 +196,17 @@ def test_a_run_resumed_elsewhere_carries_the_meaning_of_what_it_writes_again(
     assert description(tmp_path / "second", Tag.LOSS_TRAIN)
 
 
+def test_a_step_that_is_not_hidden_is_not_written_again(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.scalars(2, {"mine": 1.0})
+        kept = tracker.last_step()
+        tracker.flush()
+    with Tracker(tmp_path, purge_step=4) as tracker:  # resumed from step 4, which logged nothing
+        tracker.write_again(kept)
+        tracker.scalars(6, {"mine": 3.0})
+    assert curve(tmp_path, "mine") == [(2, 1.0), (6, 3.0)]
+
+
 def test_no_tag_is_the_start_of_another() -> None:
     """The charts match tags as regular expressions from their start."""
     assert not [(a, b) for a in Tag for b in Tag if a is not b and b.startswith(a)]

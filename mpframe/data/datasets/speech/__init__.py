@@ -1,0 +1,1 @@
+"""Sequences of feature frames with the labels that are spoken in them."""

@@ -1,0 +1,27 @@
+"""The speech-like experiment: trained, resumed, looked into, evaluated and handed on."""
+
+from pathlib import Path
+
+import pytest
+from conftest import StartRun
+from sameness import assert_same_run
+from test_resume import cut
+
+TINY = [
+    "experiment=speech_lstm_small", "device=cpu", "model.hidden=16", "dataset.train=64",
+    "dataset.val=9", "dataset.test=9", "dataset.max_labels=3", "dataset.batch_size=8",
+    "trainer.max_steps=12", "trainer.checkpoint_every=4", "trainer.keep_last=100",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "mixed"])
+def test_a_resumed_run_equals_the_undisturbed_one(
+    start_run: StartRun, tmp_path: Path, dtype: str
+) -> None:
+    """Twelve steps are an epoch of eight and four more; the cut is in the first one."""
+    options = [*TINY, f"dtype={dtype}"]
+    done = start_run(tmp_path / "whole", *options)
+    assert (done.status, done.metric) == ("finished", "label_error_rate")
+    resumed = cut(tmp_path / "whole", tmp_path / "resumed")
+    start_run(resumed, *options, "resume=auto")
+    assert_same_run(tmp_path / "whole", resumed)
