@@ -88,8 +88,9 @@ def choices_of(group: str, words: list[str], name: str = PRIMARY) -> list[str]:
 
 
 def one_line(error: Exception) -> str:
-    """What Hydra or OmegaConf says on several lines, without where it looked."""
-    said = str(error) or str(error.__cause__ or type(error).__name__)
+    """What Hydra or OmegaConf says on several lines, with its cause, without where it looked."""
+    said, cause = str(error), str(error.__cause__ or "")
+    said = (said if cause in said else f"{said}\n{cause}") or type(error).__name__
     lines = [line.strip() for line in said.partition("Config search path")[0].splitlines()]
     lines = [line for line in lines if line]
     listed = ", ".join(lines[2:]) if len(lines) > 2 and lines[1].endswith(":") else ""
