@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-_NEAR = 0.55  # The least likeness of a name that is offered.
+_NEAR = 0.5  # The least likeness of a name that is offered.
 _AS_NEAR = 0.85  # Of the likeness of the nearest one: those that are offered beside it.
 _PART = 0.75  # The likeness of a name that has what was written as a part, as of a typing error.
 

@@ -5,15 +5,38 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mpframe.errors import ConfigError, nearest, one_line_exit
+from mpframe.config.redaction import hide, secrets_of
+from mpframe.errors import ConfigError, MpframeError, UserCodeError, nearest, one_line_exit
 
 
 @contextmanager
 def program() -> Iterator[None]:
-    """A command's body: a user's own code is importable, and an error of ours ends in one line."""
+    """A command's body: a user's own code is importable, and an error ends in one line.
+
+    No secret is in the line, and `sys.exit(0)` in a user's code is an error like any other.
+    """
     current_folder_importable()
     with one_line_exit():
-        yield
+        try:
+            yield
+        except SystemExit as error:
+            from mpframe.user_code import raised  # It imports torch.
+
+            said = f"the command was ended by {raised(error)}; let it return"
+            raise UserCodeError(said) from error
+        except MpframeError as error:
+            error.args = (without_secrets(str(error)),)
+            raise
+
+
+def without_secrets(text: str, words: Sequence[str] = ()) -> str:
+    """What a command prints, with `***` in the place of each secret of the environment.
+
+    Args:
+        text: the text.
+        words: the command line; a variable that it refers to is a secret, too.
+    """
+    return hide(text, secrets_of([*sys.argv, *words], os.environ))
 
 
 def current_folder_importable(folder: str | None = None) -> None:

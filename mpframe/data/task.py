@@ -28,7 +28,7 @@ class Metric(Protocol):
     name: str
     higher_is_better: bool
 
-    def update(self, outputs: Any, targets: Tensor) -> None:
+    def update(self, outputs: Any, targets: Any) -> None:
         """Take in one batch; must not wait for the device."""
 
     def compute(self) -> Tensor:

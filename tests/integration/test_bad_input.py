@@ -80,8 +80,8 @@ EXACT = [
     # choices and flags
     ("dtype=", "dtype=: choose amp, amp_bf16, fp32, mixed, mixed_bf16"),
     ("dtype=mixed,amp", "dtype=mixed,amp: several values make a sweep; add -m"),
-    ("trainer=fast", "trainer=fast: choose default"),
-    ("scheduler=cosine", "scheduler=cosine: choose none, onecycle, own, warmup_cosine; nearest: warmup_cosine"),
+    ("trainer=fast", "trainer=fast: choose default; nearest: default"),
+    ("scheduler=cosine", "scheduler=cosine: choose exponential, inverse_square_root, none, onecycle, own, piecewise_constant, poly, transformer, warmup_cosine; nearest: warmup_cosine"),
     ("-m dtype=fp32,amp optimizer.lr=1e-3,nan", "optimizer.lr=nan: must be a number > 0"),
     ("--epochs=3", "--epochs=3: no such flag; write options as option=value; see --help"),
     ("--config-dir=/nonexistent", "--config-dir=/nonexistent: no such folder; name one with .yaml files"),
@@ -101,9 +101,9 @@ EXACT = [
     ("-sc", "--shell-completion: add install=SHELL or uninstall=SHELL, e.g. bash"),
     (f"--config-dir={CONF} trainer.max_stepz=3", "trainer.max_stepz: no such option; nearest: trainer.max_steps"),
     ("hydra/launcher=nope", "hydra/launcher=nope: choose basic; Optuna, joblib and submitit come with pip install mpframe[sweep]"),
-    ("hydra.mode=MULTI", "Error merging override hydra.mode=MULTI; Invalid value 'MULTI', expected one of [RUN, MULTIRUN]"),
     ("hydra.run.dir=${x}", "hydra.run.dir: Interpolation key 'x' not found; set hydra.run.dir=FOLDER"),
     ("-m hydra.sweep.dir=${x} seed=1,2", "hydra.sweep.dir: Interpolation key 'x' not found; set hydra.sweep.dir=FOLDER"),
+    ("hydra.mode=nope", "hydra.mode=nope: Invalid value 'nope', expected one of [RUN, MULTIRUN]"),
     # sweeps over nothing
     ("-m seed=range(1,2,0)", "seed=range(1,2,0): range() arg 3 must not be zero; give other values"),
     ("seed=range(1,2,0)", "seed=range(1,2,0): several values make a sweep; add -m"),
@@ -140,7 +140,7 @@ EXACT = [
     # optimizer and scaling
     ("optimizer.lr=0", "optimizer.lr=0: must be a number > 0"),
     ("optimizer.lr=null", "optimizer.lr=null: must be a number > 0"),
-    ("loss_scaling.scale=8", "loss_scaling.scale: no such option; nearest: loss_scaling.half, loss_scaling.mode, loss_scaling; an argument of your own class: +loss_scaling.scale=..."),
+    ("loss_scaling.scale=8", "loss_scaling.scale: no such option; known: loss_scaling._target_, loss_scaling.half, loss_scaling.mode; an argument of your own class: +loss_scaling.scale=..."),
     ("loss_scaling=static loss_scaling.scale=nan", "loss_scaling.scale=nan: must be a number >= 1.175494351e-38 and <= 3.402823466e+38; leave it out for the default", "empty"),
     ("loss_scaling=Backoff loss_scaling.backoff_factor=1", "loss_scaling.backoff_factor=1: must be a number > 0 and < 1; leave it out for the default", "empty"),
     ("loss_scaling=Backoff loss_scaling.hysteresis=0", "loss_scaling.hysteresis=0: must be a whole number >= 1 and <= 2147483647; leave it out for the default", "empty"),

@@ -122,6 +122,8 @@ CASES = [
          r"warning: trainer\.accumulate=23: an epoch has 22 batches, all that a step takes; fix: trainer\.accumulate=22"),
     Case(hints.check_classes, "model.classes=12", "model.classes=10",
          r"warning: model\.classes=12: the data set has 10, so 2 outputs are never right; fix: model\.classes=10"),
+    Case(hints.check_classes, "model.classes=9", "model.classes=10",
+         r"warning: model\.classes=9: the data set has 10, so its labels from 9 on have no output; fix: model\.classes=10"),
     Case(scaling.check_overflow, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e4", f"{NET} {DIGITS} loss_scaling=static",
          r"error: loss_scaling\.scale=1024: too large, the first batch overflows at it; fix: loss_scaling\.scale=\d+"),
     Case(scaling.check_small_scale, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9", f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9 dtype=mixed_bf16",

@@ -400,6 +400,16 @@ def test_range_pictures_are_embedded_with_their_names(make_run: MakeRun, tmp_pat
     assert "<figcaption>0: weights.png</figcaption>" in page
 
 
+def test_a_report_embeds_no_picture_of_a_folder_elsewhere(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "passport.png").write_bytes(PNG)
+    (make_run("0") / "numerics").symlink_to(tmp_path / "private")
+    _, runs = find_runs([tmp_path])
+    assert runs[0].pictures == ()
+
+
 def test_the_same_runs_give_the_same_page(make_run: MakeRun, tmp_path: Path) -> None:
     folder = make_run("0", MIXED)
     with Tracker(folder) as tracker:

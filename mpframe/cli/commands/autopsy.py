@@ -100,6 +100,7 @@ def _main(arguments: list[str]) -> None:
         report = of_evidence(folder, given)
         print(report.text(write_report(folder, report)))
         return
+    checkpoint.refuse_mixed(path)
     report, steps = of_checkpoint(checkpoint.newest(path), given)
     out = path / f"autopsy_after_step_{steps:08d}.md"
     refuse_unwritable("run", path)

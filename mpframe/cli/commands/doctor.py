@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mpframe import build
-from mpframe.cli.program import program
+from mpframe.cli.program import program, without_secrets
 from mpframe.config.composition.command_line import jobs
 from mpframe.config.schema import Config
 from mpframe.numerics.doctor import Finding, Severity, Subject, examine
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     with program():
         for job in jobs(sys.argv[1:] if arguments is None else arguments):
             findings = examine(subject_of(job.config, job.overrides))
-            print(as_text(job.typed, findings))
+            print(without_secrets(as_text(job.typed, findings), job.typed))
             errors += any(finding.severity is Severity.ERROR for finding in findings)
     sys.exit(1 if errors else 0)
 
