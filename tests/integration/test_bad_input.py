@@ -138,7 +138,7 @@ EXACT = [
     # optimizer and scaling
     ("optimizer.lr=0", "optimizer.lr=0: must be a number > 0"),
     ("optimizer.lr=null", "optimizer.lr=null: must be a number > 0"),
-    ("loss_scaling.scale=8", "loss_scaling.scale: no such option; nearest: loss_scaling.half, loss_scaling.mode, loss_scaling; an argument of your own class: +loss_scaling.scale=..."),
+    ("loss_scaling.scale=8", "loss_scaling.scale: no such option; known: loss_scaling._target_, loss_scaling.half, loss_scaling.mode; an argument of your own class: +loss_scaling.scale=..."),
     ("loss_scaling=static loss_scaling.scale=nan", "loss_scaling.scale=nan: must be a number >= 1.175494351e-38 and <= 3.402823466e+38; leave it out for the default", "empty"),
     ("loss_scaling=Backoff loss_scaling.backoff_factor=1", "loss_scaling.backoff_factor=1: must be a number > 0 and < 1; leave it out for the default", "empty"),
     ("loss_scaling=Backoff loss_scaling.hysteresis=0", "loss_scaling.hysteresis=0: must be a whole number >= 1 and <= 2147483647; leave it out for the default", "empty"),

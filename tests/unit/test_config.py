@@ -263,6 +263,11 @@ def test_a_section_that_may_be_absent_is_null_or_empty() -> None:
         ),
         ({"callbacks": [1]}, "callbacks=[1]: must be a mapping; choose a file of conf/callbacks"),
         ({"metric": {}}, "metric: no such option; nearest: metrics"),
+        (
+            {"resume": ""},
+            "resume=: is empty, perhaps from a shell variable that is not set; name a",
+        ),
+        ({"init_from": " "}, "init_from=: is empty, perhaps from a shell variable that is not set"),
     ],
 )
 def test_an_open_section_without_a_target_is_refused(change: dict[str, Any], line: str) -> None:
