@@ -58,7 +58,7 @@ def test_an_evaluation_measures_what_the_run_measured(run: Path) -> None:
     measured = evaluate(run, [], split="val" if summary.test_metric is None else "test")
     assert summary.metric in ("rmspe", "dice")
     own = summary.best if summary.test_metric is None else summary.test_metric
-    assert measured.metrics[summary.metric] == own
+    assert measured.evaluation.metrics[summary.metric] == own
 
 
 def test_a_prediction_is_in_the_targets_unit(run: Path, options: list[str], tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_prediction_is_in_the_targets_unit(run: Path, options: list[str], tmp_
         outputs, targets = (torch.tensor([float(r[k]) for r in rows]) for k in ("output", "target"))
         assert targets.min() >= 1  # riders, not their logarithm
         rmspe = ((outputs.double() - targets) / targets).square().mean().sqrt()
-        measured = evaluate(run, [], split="val").metrics["rmspe"]
+        measured = evaluate(run, [], split="val").evaluation.metrics["rmspe"]
         assert rmspe.item() == pytest.approx(measured, rel=1e-6)  # outputs are written as float32
     else:
         assert "output_0_0_0" in rows[0]  # a logit of each class and pixel
