@@ -7,6 +7,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+_NEAR = 0.5  # The least likeness of a name that is offered.
+_AS_NEAR = 0.85  # Of the likeness of the nearest one: those that are offered beside it.
+_PART = 0.75  # The likeness of a name that has what was written as a part, as of a typing error.
+
 
 class MpframeError(Exception):
     """Something the user can fix. Its text is one line and names the way out.
@@ -53,17 +57,27 @@ class RunInterrupted(MpframeError):  # noqa: N818 - it is the way out of the loo
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """A clause with the closest known names, e.g. `nearest: matmul, mm`; empty if none is close.
+    """A clause with the nearest known names, e.g. `nearest: matmul`; empty if none is near.
 
     Args:
         name: what the user wrote.
         known: the names that are allowed.
         count: how many names to offer at most.
     """
-    known = list(known)
-    folded = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(name.lower(), folded, n=count, cutoff=0.5)
-    return "nearest: " + ", ".join(folded[match] for match in close) if close else ""
+    alike = {other: _likeness(name.lower(), other.lower()) for other in known}
+    least = max(_NEAR, _AS_NEAR * max(alike.values(), default=0.0))
+    ranked = sorted(alike, key=lambda other: -alike[other])
+    near = [other for other in ranked if alike[other] >= least][:count]
+    return "nearest: " + ", ".join(near) if near else ""
+
+
+def _likeness(name: str, other: str) -> float:
+    """From 0 to 1; sections that both begin with do not count."""
+    names, others = name.split("."), other.split(".")
+    while names and others and names[0] == others[0]:
+        del names[0], others[0]
+    alike = difflib.SequenceMatcher(None, ".".join(names), ".".join(others)).ratio()
+    return max(alike, _PART) if name and name in other else alike
 
 
 def first_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ import os
 import sys
 from typing import Any
 
-from mpframe.cli.train import main
+from mpframe.cli.commands.train import main
 from mpframe.training.trainer import Trainer
 
 train_step = Trainer.train_step

@@ -8,7 +8,7 @@ Begin with layout.py (names), then writing.py and reading.py. A `Snapshot` is wh
 untrusted.py refuses damaged and crafted files; retention.py decides which checkpoints stay;
 saved_weights.py takes the weights out of a state; init_from/ fits weights of others to a model;
 export/ writes files for others. training/callbacks/checkpoints.py decides when a run saves,
-run/resuming.py how it resumes.
+run/resume/ how it resumes.
 
 Imports torch and, of mpframe, `files`, `tree` and `errors`: no trainer and no options.
 """

@@ -3,21 +3,19 @@
 torch.load does not notice a flipped bit, so every file is compared with the manifest first.
 """
 
-import pickle
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mpframe.checkpoint.identity import refuse_mixed
 from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, newest, step_of
 from mpframe.checkpoint.manifest import Manifest
 from mpframe.checkpoint.snapshot import Snapshot
-from mpframe.checkpoint.untrusted import damaged_if_raising, refuse_bomb, refuse_oversized
+from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
 from mpframe.errors import CheckpointError
 from mpframe.files.plain_file import read_regular
 
 _LARGEST_CONFIG = 2**20  # bytes
+_CODE = "holds code, which is never run; a checkpoint is tensors, numbers, strings, lists and dicts"
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -50,15 +48,7 @@ def read(path: Path) -> Snapshot:
 
 def _state(path: Path) -> dict[str, Any]:
     with damaged_if_raising(path, "not a saved state"):
-        refuse_bomb(path)
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            raise CheckpointError(
-                f"{path}: holds code, which is never run; a checkpoint is tensors, "
-                "numbers, strings, lists and dicts"
-            ) from None
+        state = load_untrusted(path, _CODE)
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a run's state")
-        refuse_oversized(path, state)
-    return state
+        return state

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpframe.errors import CheckpointError, MpframeError, first_line
@@ -30,7 +31,53 @@ _DEEPEST = 50
 _MOST_VALUES = 10**7
 
 
-def refuse_bomb(path: Path) -> None:
+def load_untrusted(path: Path, refusal: str, old_format: bool = False) -> Any:
+    """What `torch.save` wrote, its tensors on the CPU; no code in it is run.
+
+    Args:
+        path: the file.
+        refusal: what to say, after its path, of a file that holds code or objects.
+        old_format: whether torch's format from before 2020 is read, too.
+
+    Raises:
+        CheckpointError: the file holds code, or was made to fill the memory or to take minutes.
+        Exception: it is not what `torch.save` wrote; see `damaged_if_raising`.
+    """
+    if old_format and not zipfile.is_zipfile(path):
+        _refuse_long_pickles(path)
+    else:
+        _refuse_bomb(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(f"{path}: {refusal}") from None
+    _refuse_oversized(path, state)
+    return state
+
+
+@contextmanager
+def damaged_if_raising(path: Path, what: str, way_out: str = "use an older one") -> Iterator[None]:
+    """Within the block any exception but mpframe's own becomes: the file is damaged.
+
+    Args:
+        path: the file that the block reads.
+        what: what it then is, e.g. `not a manifest`.
+        way_out: what to do then.
+
+    Raises:
+        CheckpointError: the block raised.
+    """
+    try:
+        yield
+    except MpframeError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: damaged, {what} ({first_line(error):.120}); {way_out}"
+        ) from None
+
+
+def _refuse_bomb(path: Path) -> None:
     """Refuse a state file that is not as torch writes it, before anything of it is unpacked.
 
     Raises:
@@ -54,7 +101,7 @@ def refuse_bomb(path: Path) -> None:
         )
 
 
-def refuse_long_pickles(path: Path) -> None:
+def _refuse_long_pickles(path: Path) -> None:
     """Refuse a file in torch's older format, five pickles and then bytes, that would take minutes.
 
     Raises:
@@ -77,7 +124,7 @@ def refuse_long_pickles(path: Path) -> None:
         ) from None
 
 
-def refuse_oversized(path: Path, state: Any) -> None:
+def _refuse_oversized(path: Path, state: Any) -> None:
     """Refuse a state that is larger than its file: by a tensor, or by lists that repeat.
 
     Raises:
@@ -93,28 +140,6 @@ def refuse_oversized(path: Path, state: Any) -> None:
                 f"{path}: refused, a tensor of {tensor.numel()} values in a file of {size} bytes; "
                 "use another checkpoint"
             )
-
-
-@contextmanager
-def damaged_if_raising(path: Path, what: str, way_out: str = "use an older one") -> Iterator[None]:
-    """Within the block any exception but mpframe's own becomes: the file is damaged.
-
-    Args:
-        path: the file that the block reads.
-        what: what it then is, e.g. `not a manifest`.
-        way_out: what to do then.
-
-    Raises:
-        CheckpointError: the block raised.
-    """
-    try:
-        yield
-    except MpframeError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: damaged, {what} ({first_line(error):.120}); {way_out}"
-        ) from None
 
 
 def _is_odd(entry: zipfile.ZipInfo) -> bool:

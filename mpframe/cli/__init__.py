@@ -1,7 +1,13 @@
-"""The commands: `mpframe NAME ...` starts `main` of NAME.py; scripts/ has a twin of each.
+"""The command line: which command is meant, and what all commands share.
 
-Begin with main.py, which finds the command, and train.py: Hydra composes, the job is checked,
-job.py runs it. The other commands take `option=value` words and compose by themselves. Each runs
-within `program()`: the current folder is importable, and an error of ours ends in one line. The
-docstring of a command is its `--help`. May import everything but bench/.
+Begin with main.py, which finds the command, and commands/train.py: Hydra composes, the job is
+checked, job.py runs it. The other commands take `option=value` words and compose by themselves.
+
+    commands/      one file for each command
+    main           `mpframe COMMAND ...`, its help and version; completion: for the shell
+    program        what every command does first and last: errors of ours end in one line
+    job            the function that Hydra calls for each job of `train`
+    restored       a checkpoint's model, which evaluate and predict begin with
+
+May import everything but bench/.
 """

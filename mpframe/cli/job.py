@@ -1,6 +1,7 @@
 """The function that Hydra calls for each job, and what becomes of a job that fails.
 
-A job returns its monitored validation metric, so that a sweeper can search for the best one.
+A job returns its monitored validation metric, so that a sweeper can search for the best one: that
+of the weights that were tested.
 
     one run                    its error ends the program with one line
     a sweep in this process    one line, the jobs after it run, exit code 1 in the end
@@ -145,7 +146,7 @@ def _summary_in(folder: Path) -> Summary | None:
 
 def _metric(summary: Summary) -> float | None:
     """What a sweeper goes by; it takes no nan for a result."""
-    value = summary.monitored
+    value = summary.searched
     return None if value is None or math.isnan(value) else value
 
 

@@ -19,19 +19,19 @@ from mpframe.cli import completion
 from mpframe.errors import ConfigError, nearest, one_line_exit
 
 COMMANDS = {
-    "new": "mpframe.cli.new",
-    "train": "mpframe.cli.train",
-    "evaluate": "mpframe.cli.evaluate",
-    "predict": "mpframe.cli.predict",
-    "export": "mpframe.cli.export",
-    "report": "mpframe.cli.report",
-    "doctor": "mpframe.cli.doctor",
-    "autopsy": "mpframe.cli.autopsy",
-    "search": "mpframe.cli.search",
-    "simulate": "mpframe.cli.simulate",
-    "gradient_picture": "mpframe.cli.gradient_picture",
+    "new": "mpframe.cli.commands.new",
+    "train": "mpframe.cli.commands.train",
+    "evaluate": "mpframe.cli.commands.evaluate",
+    "predict": "mpframe.cli.commands.predict",
+    "export": "mpframe.cli.commands.export",
+    "report": "mpframe.cli.commands.report",
+    "doctor": "mpframe.cli.commands.doctor",
+    "autopsy": "mpframe.cli.commands.autopsy",
+    "search": "mpframe.cli.commands.search",
+    "simulate": "mpframe.cli.commands.simulate",
+    "gradient_picture": "mpframe.cli.commands.gradient_picture",
     "bench": "mpframe.bench.program",
-    "options": "mpframe.cli.options",
+    "options": "mpframe.cli.commands.options",
 }
 """The module of each command, in the order of the help."""
 _HELP = {"--help", "-h"}

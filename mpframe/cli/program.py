@@ -2,18 +2,41 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mpframe.errors import ConfigError, nearest, one_line_exit
+from mpframe.config.redaction import hide, secrets_of
+from mpframe.errors import ConfigError, MpframeError, UserCodeError, nearest, one_line_exit
 
 
 @contextmanager
 def program() -> Iterator[None]:
-    """A command's body: a user's own code is importable, and an error of ours ends in one line."""
+    """A command's body: a user's own code is importable, and an error ends in one line.
+
+    No secret is in the line, and `sys.exit(0)` in a user's code is an error like any other.
+    """
     current_folder_importable()
     with one_line_exit():
-        yield
+        try:
+            yield
+        except SystemExit as error:
+            from mpframe.user_code import raised  # It imports torch.
+
+            said = f"the command was ended by {raised(error)}; let it return"
+            raise UserCodeError(said) from error
+        except MpframeError as error:
+            error.args = (without_secrets(str(error)),)
+            raise
+
+
+def without_secrets(text: str, words: Sequence[str] = ()) -> str:
+    """What a command prints, with `***` in the place of each secret of the environment.
+
+    Args:
+        text: the text.
+        words: the command line; a variable that it refers to is a secret, too.
+    """
+    return hide(text, secrets_of([*sys.argv, *words], os.environ))
 
 
 def current_folder_importable(folder: str | None = None) -> None:
@@ -40,3 +63,10 @@ def refuse_words(words: Iterable[str], known: Iterable[str]) -> None:
     for word in words:
         hint = nearest(word.partition("=")[0], known) or "known: " + ", ".join(known)
         raise ConfigError(f"{word}: no such option; {hint}")
+
+
+def refuse_unknown(option: str, value: str | None, known: Sequence[str]) -> None:
+    """Refuse a value of an option that is not among the known ones; None is no value."""
+    if value is not None and value not in known:
+        hint = nearest(value, known)
+        raise ConfigError(f"{option}={value}: choose {', '.join(known)}" + f"; {hint}" * bool(hint))

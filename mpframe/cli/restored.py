@@ -1,15 +1,19 @@
-"""A checkpoint's model, ready to be measured: what evaluate and predict begin with."""
+"""Which checkpoint a path names, and its model ready to be measured."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpframe import build, checkpoint
+from mpframe.checkpoint import retention
+from mpframe.checkpoint.export.sidecar import facts_of
 from mpframe.checkpoint.saved_weights import averages_of, steps_tried, weights_of
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.data import Task
 from mpframe.errors import ConfigError
+from mpframe.tracking.summary import Summary
 from mpframe.training.trainer import Trainer
 
 
@@ -19,7 +23,7 @@ class Restored:
 
     Attributes:
         config: the run's options, changed as the command line said.
-        task: its dataset.
+        task: its dataset, or what stands in its place.
         trainer: with the weights of the checkpoint.
         step: steps the run had tried when the checkpoint was saved.
         weights: `trained` or `ema`.
@@ -32,23 +36,50 @@ class Restored:
     weights: str
 
 
-def restored(path: Path, given: list[str], weights: str | None = None) -> Restored:
+def run_folder(path: Path) -> Path:
+    """The folder of the run that a checkpoint belongs to; if `path` is a run's folder, itself."""
+    return path.parent.parent if path.absolute().parent.name == checkpoint.FOLDER else path
+
+
+def checkpoint_of(path: Path, split: str | None = None) -> Path:
+    """The checkpoint that was tested, if the run in `path` tested its best; else `path` itself."""
+    if split == "val" or checkpoint.newest(path) == path:
+        return path
+    try:
+        tested = Summary.read(path).tested
+    except OSError:  # A run that is not finished may have none, and has not been tested.
+        return path
+    best = retention.best_in(path, 1) if tested == "best" else []
+    if best:
+        checkpoint.refuse_mixed(path)
+    return best[0] if best else path
+
+
+def restored(
+    path: Path,
+    given: list[str],
+    weights: str | None = None,
+    task_of: Callable[[Mapping[str, Any]], Task] | None = None,
+) -> Restored:
     """Build what a checkpoint is of, and load its weights.
 
     Args:
         path: a run's folder (its newest checkpoint) or a checkpoint within it.
         given: `GROUP=CHOICE` and `option=value` words that change the run's options.
         weights: `trained` or `ema`; None: as the run was validated.
+        task_of: makes the task of what the checkpoint says of itself (see export/sidecar.py);
+            the run's dataset is then not built, nor its objective and metrics. None: it is.
 
     Raises:
         MpframeError: anything that is missing, damaged or does not fit, in one line.
     """
     snapshot, source = checkpoint.read(path), checkpoint.newest(path)
-    state, config = snapshot.state, config_of(snapshot.config, source / "config.yaml", given)
+    data = task_of is None
+    state, config = snapshot.state, config_of(snapshot.config, source / "config.yaml", given, data)
     trained = weights_of(state, "trained", path)
     kind = weights or ("ema" if config.trainer.ema_decay is not None else "trained")
     build.seed_everything(config.run.seed)
-    task = build.build_task(config)
+    task = task_of(facts_of(snapshot, source)) if task_of else build.build_task(config)
     trainer = build.build_trainer(config, task, 1)
     trainer.load_weights(trained)
     _use(trainer, kind, state, path)

@@ -17,6 +17,7 @@ they stand in the file. What is left is held against the schema, as any configur
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from mpframe.config.trust import Trusted, refuse_unnamed
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.files.stored_yaml import parsed
 
+_DATA = {"dataset", "objective", "metrics"}
 _TARGETS = {f"{group}._target_" for group in OPEN}
 _UNUSED = {
     *("optimizer", "scheduler", "loss_scaling", "callbacks"),
@@ -46,13 +48,14 @@ _INSTEAD = {
 }
 
 
-def config_of(text: str, path: Path, given: list[str]) -> Config:
+def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Config:
     """The configuration to evaluate a run with: the stored one, changed as the command line says.
 
     Args:
         text: the stored configuration, YAML.
         path: where it came from, for messages.
         given: `GROUP=CHOICE` and `option=value` words, and flags that name the user's own folder.
+        data: False: dataset, objective and metrics are not built; the configuration has none.
 
     Raises:
         CheckpointError: the stored configuration is none, or names what is not ours.
@@ -73,13 +76,21 @@ def config_of(text: str, path: Path, given: list[str]) -> Config:
     taken = [o.key_or_group for o in overrides if not _is_group(o.key_or_group)]
     for key in taken:
         _drop(stored, key)
-    refuse_unnamed(path, _unnamed(stored, named, trusted))
+    built = {key: own for key, own in stored.items() if data or key not in _DATA}
+    refuse_unnamed(path, _unnamed(built, named, trusted))
     _refuse_code(path, {**stored, "optimizer": joint})
     for key in (*named, *taken):
         _put(stored, key, fresh)
     parts = {"parts": {name: {**part, **_OPTIMIZER} for name, part in joint.items()}}
     optimizer = parts if joint else _OPTIMIZER
-    return checked(OmegaConf.create({**stored, **_INSTEAD, "optimizer": optimizer}))
+    config = checked(OmegaConf.create({**stored, **_INSTEAD, "optimizer": optimizer}))
+    return config if data else _without_data(config)
+
+
+def _without_data(config: Config) -> Config:
+    """What is left can be built, whoever wrote it: nothing names the data's code any more."""
+    trainer = replace(config.trainer, monitor=None)  # A metric.
+    return replace(config, dataset={}, objective=None, metrics={}, trainer=trainer)
 
 
 def _parts(optimizer: Any) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""The networks that ship, chosen by `model=cnn`, `mlp`, `resnet18`, `gan`, `lstm` or `ssd`.
+"""The networks that ship, each chosen by `model=NAME` (conf/model).
 
 Each file is named after its function, which returns a `torch.nn.Module`; the shortest is mlp.py.
 A `_target_` may name any other class or function that returns a module. Models are plain PyTorch:
@@ -8,9 +8,22 @@ mentions precision.
 
 from mpframe.models.cnn import cnn
 from mpframe.models.gan import gan
+from mpframe.models.gpt import gpt
 from mpframe.models.lstm import lstm
 from mpframe.models.mlp import mlp
 from mpframe.models.resnet18 import resnet18
 from mpframe.models.ssd import ssd
+from mpframe.models.tabular import tabular
+from mpframe.models.unet import unet
 
-__all__ = ["cnn", "gan", "lstm", "mlp", "resnet18", "ssd"]
+__all__ = [
+    "cnn",
+    "gan",
+    "gpt",
+    "lstm",
+    "mlp",
+    "resnet18",
+    "ssd",
+    "tabular",
+    "unet",
+]

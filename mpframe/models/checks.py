@@ -14,11 +14,11 @@ def require_sizes(**sizes: int) -> None:
             raise ConfigError(f"model.{name}={size}: must be a whole number >= 1")
 
 
-def require_dropout(dropout: float) -> None:
-    """Check that it is a fraction, 0 <= dropout < 1.
+def require_dropout(dropout: float, name: str = "dropout") -> None:
+    """Check that the option `model.<name>` is a fraction, 0 <= dropout < 1.
 
     Raises:
         ConfigError: it is not.
     """
     if not 0.0 <= dropout < 1.0:
-        raise ConfigError(f"model.dropout={dropout}: must be >= 0 and < 1")
+        raise ConfigError(f"model.{name}={dropout}: must be >= 0 and < 1")

@@ -6,6 +6,7 @@ format's largest number. The amax of a step that overflowed in the run itself is
     headroom_t = log2(limit) - log2(scale_t amax_t)      octaves left unused, on steps not skipped
 """
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mpframe.files.durable import write_atomically
 from mpframe.loss_scaling.interface import LossScaler
 
 Series = npt.NDArray[np.float64]
@@ -115,4 +117,6 @@ def draw(amax: Series, replays: Mapping[str, Simulation], path: Path, half: torc
     axes.set_title("Loss scale by scaler; crosses are skipped steps")
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
-    figure.savefig(path, dpi=120)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=120)
+    write_atomically(path, png.getvalue())

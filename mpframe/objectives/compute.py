@@ -1,5 +1,6 @@
 """Runs an objective and checks what it returns, so that a mistake in it becomes one line."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +12,31 @@ from mpframe.objectives.step_output import Objective, StepOutput
 from mpframe.tree import HALF, tensors_in
 from mpframe.user_code import blame, described, name_of
 
+_AS_IT_IS = nullcontext()
 
-def compute(objective: Objective, model: nn.Module, batch: Any) -> StepOutput:
+
+def compute(
+    objective: Objective,
+    model: nn.Module,
+    batch: Any,
+    casts: AbstractContextManager[None] = _AS_IT_IS,
+) -> StepOutput:
     """The loss of `model` on `batch`, 0-d, in fp32 or wider, and what the metrics are given.
 
     Args:
-        objective: called here; put the cast block around this call.
+        objective: called here.
         model: for the objective.
         batch: for the objective, on the model's device.
+        casts: the cast block that the objective runs in, if this call is not in it already. The
+            checks of the loss stay outside, where reading a tensor's format costs nothing.
 
     Raises:
         UserCodeError: the objective raised, gave no `StepOutput`, a loss that is not one
             floating-point number or (if gradients are on) has no gradient, or no valid count.
     """
     try:
-        output = objective(model, batch)
+        with casts:
+            output = objective(model, batch)
     except BaseException:
         blame("objective:", objective, batch=batch)
     if not isinstance(output, StepOutput):

@@ -20,18 +20,17 @@ def model_loss(model: nn.Module, batch: Any) -> StepOutput:
 
     Args:
         model: returns a dict, or an object with attributes, with `loss` and (for metrics) `logits`.
-        batch: a mapping with the names of the model's arguments.
+            Of a mapping without `logits`, as that of a model with several outputs, metrics get all
+            that is not the loss.
+        batch: a mapping with the names of the model's arguments; or a pair of such a mapping and of
+            what metrics get in the place of `labels`, which the model does not see.
 
     Raises:
         UserCodeError: the batch is no mapping, the model raised or returned no loss.
     """
-    if not isinstance(batch, Mapping):
-        raise UserCodeError(
-            f"objective: model_loss calls the model with keywords, and the dataset gave "
-            f"{described(batch)}; let it give a dict of the model's arguments"
-        )
-    with UserCode("model:", model, batch=batch):
-        result = model(**batch)
+    arguments, targets = _split(batch)
+    with UserCode("model:", model, batch=arguments):
+        result = model(**arguments)
     loss = _named(result, "loss")
     if loss is None:
         raise UserCodeError(
@@ -39,7 +38,26 @@ def model_loss(model: nn.Module, batch: Any) -> StepOutput:
             "labels, or use an objective that computes the loss"
         )
     with outside_casts():
-        return StepOutput(loss, to_fp32(_named(result, "logits")), batch.get("labels"))
+        return StepOutput(loss, to_fp32(_outputs(result)), targets)
+
+
+def _split(batch: Any) -> tuple[Mapping[str, Any], Any]:
+    """The model's arguments, and what the metrics compare its outputs with."""
+    if isinstance(batch, Mapping):
+        return batch, batch.get("labels")
+    if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[0], Mapping):
+        return batch[0], batch[1]
+    raise UserCodeError(
+        f"objective: model_loss calls the model with keywords, and the dataset gave "
+        f"{described(batch)}; let it give a dict of the model's arguments"
+    )
+
+
+def _outputs(result: Any) -> Any:
+    logits = _named(result, "logits")
+    if logits is None and isinstance(result, Mapping):
+        return {name: value for name, value in result.items() if name != "loss"} or None
+    return logits
 
 
 def _named(result: Any, name: str) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.optim.master import round_into
+from mpframe.optim.masters.master import round_into
 
 
 class Ema:

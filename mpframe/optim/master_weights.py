@@ -38,8 +38,8 @@ from mpframe.optim.gradients import (
     norm_of,
     not_finite,
 )
-from mpframe.optim.master import copy_from_params, copy_to_params
-from mpframe.optim.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
+from mpframe.optim.masters.master import copy_from_params, copy_to_params
+from mpframe.optim.masters.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
 from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult
@@ -84,14 +84,14 @@ class MasterWeights(Optimizer):
         refuse_wrapped(optimizer)
         self.optimizer = optimizer
         self.needs_closure = needs_closure(optimizer)
-        self._masters = Masters({} if masters is None else masters, keep_masters)
+        self._known = Masters({} if masters is None else masters, keep_masters)
+        self._known_groups = 0
         self.skips_on_device: bool | None = None
         self._accumulator: Accumulator | None = None
         self._consumed = False
         self._taken_sparse: set[Tensor] = set()
         self._share_hooks()
-        for group in optimizer.param_groups:
-            self._masters.register(optimizer, group)
+        self._register_groups()
 
     @property
     def param_groups(self) -> list[Any]:  # type: ignore[override]
@@ -147,13 +147,12 @@ class MasterWeights(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its half parameters get masters."""
         self.optimizer.add_param_group(param_group)
-        self._masters.register(self.optimizer, self.optimizer.param_groups[-1])
-        self.skips_on_device = None
+        self._register_groups()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters, and what was accumulated."""
         self.optimizer.zero_grad(set_to_none)
-        for parameter in self._masters.half:
+        for parameter in self._known.half:
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -227,7 +226,7 @@ class MasterWeights(Optimizer):
             raise no_new_gradients()
         gradients = gathered.gradients
         skipped = not_finite(gathered.largest if skip_if_dropped else gradients.amax)
-        norm = norm_of(gradients.values, self._masters.device)
+        norm = norm_of(gradients.values, self._known.device)
         if max_norm is not None:
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
             skipped = skipped | not_finite(norm)
@@ -250,7 +249,9 @@ class MasterWeights(Optimizer):
         Raises:
             ConfigError: the optimizer does not take a gradient, as it is sparse.
         """
-        gradients = self._masters.take_gradients(scale)
+        if len(self.optimizer.param_groups) > self._known_groups:  # No call: every step asks.
+            self._register_groups()
+        gradients = self._known.take_gradients(scale)
         if self._accumulator is None:
             spent = self._consumed and not gradients.by_master
             gathered = StepGradients(gradients, gradients.amax, spent=spent)
@@ -279,7 +280,7 @@ class MasterWeights(Optimizer):
         self._consumed = bool(gradients.by_master)
         if verdict is not None and verdict.skipped:
             return
-        half = self._masters.half
+        half = self._known.half
         if half:
             copy_from_params(half.items())
         for master, gradient in gradients.by_master.items():
@@ -379,6 +380,17 @@ class MasterWeights(Optimizer):
     def _try_sparse(self, sparse: list[Tensor]) -> None:
         refuse_untaken(self.optimizer, [m for m in sparse if m not in self._taken_sparse])
         self._taken_sparse.update(sparse)
+
+    @property
+    def _masters(self) -> Masters:
+        self._register_groups()  # Other code may have added one to the wrapped optimizer.
+        return self._known
+
+    def _register_groups(self) -> None:
+        for group in self.optimizer.param_groups[self._known_groups :]:
+            self._known.register(self.optimizer, group)
+            self._known_groups += 1
+            self.skips_on_device = None  # The new parameters have no state yet.
 
     def _share_hooks(self) -> None:
         """Hooks registered here are the wrapped optimizer's: they see the steps it takes."""

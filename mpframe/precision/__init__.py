@@ -4,7 +4,7 @@ Begin with precision.py, whose `Precision` is all that a training loop calls: `p
 weights and wraps the optimizer, `cast` is the block in which ops are cast. Behind it stand
 
     policy.py     the format of every op, from mode, op lists (op_lists.py) and pins (pins.py)
-    storage.py    the format of every weight, from the ops that read it (reads.py)
+    storage/      the format of every weight, from the ops that read it
     dtype_map.py  the policy made visible: a row for each layer
     casting/      the policy applied to each op while it runs
 

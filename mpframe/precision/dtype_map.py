@@ -1,7 +1,7 @@
 """The dtype map of a model: each module's storage format, compute format, and why.
 
 The map is the policy made visible. Its storage formats come from where `Precision.prepare` takes
-them (storage.py), and its compute formats from where each op's plan does (policy.py), so the table
+them (storage/), and its compute formats from where each op's plan does (policy.py), so the table
 that is printed cannot differ from what is done.
 """
 
@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from mpframe.precision.module_ops import op_of
 from mpframe.precision.policy import Compute, Policy
-from mpframe.precision.reads import Read, Reads
-from mpframe.precision.storage import formats_of
+from mpframe.precision.storage.reads import Read, Reads
+from mpframe.precision.storage.storage import formats_of
 from mpframe.tree import dtype_name
 
 _HEAD = ("module", "type", "weights", "computes in", "why")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mpframe.errors import ConfigError
-from mpframe.precision.reads import call
+from mpframe.precision.storage.reads import call
 
 
 def refuse_lazy(model: nn.Module) -> None:

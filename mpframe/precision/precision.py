@@ -18,20 +18,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.optim.master import remember
 from mpframe.optim.master_weights import MasterWeights
+from mpframe.optim.masters.master import remember
 from mpframe.precision.casting.blocks import block
 from mpframe.precision.casting.cast import Casts
 from mpframe.precision.casting.recomputation import follow_backward_passes
+from mpframe.precision.casting.recurrent import fit_recurrent_layers
 from mpframe.precision.dtype_map import Row, as_table, dtype_map
-from mpframe.precision.fp32_share import fp32_share
 from mpframe.precision.lazy import materialize, refuse_lazy
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.pins import cast_to, pin_modules, refuse_idle_pins
 from mpframe.precision.policy import Policy
-from mpframe.precision.reads import Reads, reads_of
-from mpframe.precision.recurrent import fit_recurrent_layers
-from mpframe.precision.storage import store
+from mpframe.precision.storage.fp32_share import fp32_share
+from mpframe.precision.storage.reads import Reads, reads_of
+from mpframe.precision.storage.storage import store
 from mpframe.tree import device_of, map_tensors
 
 

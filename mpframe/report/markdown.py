@@ -43,8 +43,8 @@ def _table(table: Table) -> str:
 
 
 def _in_one_line(cell: str) -> str:
-    first, _, second = cell.partition("\n")
-    return _escaped(f"{first} ({second})" if second else first)
+    first, *others = cell.split("\n")
+    return _escaped(f"{first} ({'; '.join(others)})" if others else first)
 
 
 def _escaped(text: str) -> str:

@@ -170,9 +170,9 @@ def _curves(folder: Path) -> dict[str, Curve]:
 
 
 def _pictures(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """The PNG files of a folder, without links that lead out of it."""
+    """The PNG files of a folder of a run, without links that lead out of it."""
     for path in sorted(folder.glob("*.png")):
-        inside = path.resolve().parent == folder.resolve()
+        inside = path.resolve().parent == folder.parent.resolve() / folder.name
         if inside and path.is_file() and path.stat().st_size <= _LARGEST_PICTURE:
             content = path.read_bytes()
             if content.startswith(_PNG):

@@ -3,11 +3,11 @@
 Begin with `Run` in run.py: what a run does, in order.
 
     folder, lock              the run's folder: who may write into it, and what stands there first
-    resuming, callback_states, exactness
-                              which checkpoint the run goes on from, and what then differs
+    resume/                   which checkpoint the run goes on from, and what then differs
+    first_weights             what `init_from` does
     callbacks                 all callbacks of a run, in order
     console                   how much of its log the console shows
-    description               what a run says about itself before it trains
+    description, hparams      what a run says about itself before it trains
     final_test                the test of its best weights, on data that chose nothing
     usage                     what a stranger must know to use its weights
     outcome, requeue          what its summary says; back into Slurm's queue

@@ -28,7 +28,7 @@ from mpframe.files.plain_file import open_regular
 from mpframe.tracking.summary import Summary
 
 HYDRA = ".hydra"
-_FOLDERS = (checkpoint.FOLDER, HYDRA, "numerics", "profile")
+_FOLDERS = (checkpoint.FOLDER, HYDRA, "numerics", "profile", "autopsy")
 _FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 _RECORDS = 10_000  # lines of the log, kept until the folder is the run's

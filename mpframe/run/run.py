@@ -40,7 +40,7 @@ from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.lock import RunLock
 from mpframe.run.outcome import summary_of, worsening_of
 from mpframe.run.requeue import requeue
-from mpframe.run.resuming import Resume
+from mpframe.run.resume.resuming import Resume
 from mpframe.run.usage import usage_of
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker

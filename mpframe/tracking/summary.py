@@ -101,6 +101,11 @@ class Summary:
         return self.val_loss if self.monitor == "loss" else self.val_metric
 
     @property
+    def searched(self) -> float | None:
+        """The monitored value of the weights that were tested: what a search goes by."""
+        return self.best if self.tested == "best" else self.monitored
+
+    @property
     def test_metric(self) -> float | None:
         """The test's value of `metric`."""
         return self.test_metrics.get(self.metric or "")

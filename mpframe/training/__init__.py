@@ -7,7 +7,7 @@ multi_objective.py has one for several losses, closure_trainer.py one for LBFGS 
     buffers                   BatchNorm's statistics, restored after a skipped step
     probe                     the first loss scale, from one backward pass in fp32
     loss_spike                finite losses that are far too high
-    evaluation                the loss and the metrics of a validation
+    evaluation/               the loss and the metrics of a validation; the best one; predictions
     interruption              signals that ask a run to stop
     callbacks/                what comes with mpframe: checkpoints, curves, early stopping, ...
 

@@ -332,8 +332,7 @@ class Trainer:
 
     def _forward(self, objective: Objective, batch: Batch) -> Tensor:
         """The loss under the casts, in fp32 or wider."""
-        with self.precision.cast():
-            return compute(objective, self._model, batch).loss
+        return compute(objective, self._model, batch, self.precision.cast()).loss
 
     def _evaluate_batch(self, batch: Batch, metrics: Metrics) -> tuple[Tensor, int]:
         """The losses times the samples that they are the mean of, 0-d float64; and the samples."""
@@ -399,10 +398,10 @@ class Trainer:
                 self.train_step(*window)
             if self._validation_due() or self._at_pause():
                 self.read_verdicts()
-            if self._validation_due():
-                self._validate(val)
-            if self._at_pause():
-                self._call("on_epoch_end")
+                if self._validation_due():
+                    self._validate(val)
+                if self._at_pause():
+                    self._call("on_epoch_end")
             self._call("on_step_end")
             if self._complete():
                 break

@@ -1,17 +1,22 @@
 """What the integration tests share: runs in this process, and tiny data in each real format."""
 
+import csv
+import datetime
 import gzip
 import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.locations import CONF
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 
@@ -53,7 +58,7 @@ def modules_of_temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixteen images for each dataset that reads files, in the formats those have."""
+    """A few samples for each dataset that reads files, in the formats those have."""
     root = tmp_path_factory.mktemp("data")
     random = np.random.default_rng(0)
     _idx(root / "fashion_mnist", random)
@@ -65,7 +70,51 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for number in range(2):
                 pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{number:04d}.jpg")
+    for name in ("art", "business", "politics", "sport", "tech"):
+        folder = root / "text_folder" / name
+        folder.mkdir(parents=True)
+        for number in range(5):
+            (folder / f"{number}.txt").write_text(f"{name} and more of {name} " * (number + 1))
+    for split in ("train", "val"):
+        for kind, shape, top in (("images", (40, 64, 3), 256), ("masks", (40, 64), 2)):
+            folder = root / "mask_folder" / split / kind
+            folder.mkdir(parents=True)
+            pixels = random.integers(0, top, shape, dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "one.png")
+    _tables(root)
     return root
+
+
+def _tables(root: Path) -> None:
+    """Rows with as many categories in each column as the YAML files say."""
+    numbers = range(1500)
+    bikes = OmegaConf.load(CONF / "dataset" / "bikes.yaml")
+    columns = {name: [n % count for n in numbers] for name, count in bikes.categorical.items()}
+    columns |= {name: [n / 7 for n in numbers] for name in bikes.continuous}
+    _csv(root / "bikes" / bikes.file, columns | {bikes.target: [n + 1 for n in numbers]})
+
+    first = datetime.date(2013, 1, 1)
+    days = [first + datetime.timedelta(days=n * 13 // 20) for n in numbers]  # to September 2015
+    sales = {"Store": [1 + n % 1115 for n in numbers], "Date": days, "Sales": list(numbers)}
+    rossmann = OmegaConf.load(CONF / "dataset" / "rossmann.yaml")
+    stores: dict[str, Any] = {"Store": range(1, 1116)}
+    for name, count in rossmann.categorical.items():
+        if name in ("DayOfWeek", "Promo", "StateHoliday", "SchoolHoliday"):
+            sales[name] = [n % count for n in numbers]
+        elif not name.startswith(("Store", "Date")) or name == "StoreType":
+            stores[name] = [n % count for n in range(1115)]
+    for name in rossmann.continuous:
+        stores[name] = [n if n % 5 else "" for n in range(1115)]
+    _csv(root / "rossmann" / "train.csv", sales)
+    _csv(root / "rossmann" / "store.csv", stores)
+
+
+def _csv(path: Path, columns: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
 
 
 def _idx(folder: Path, random: np.random.Generator) -> None:

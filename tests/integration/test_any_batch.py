@@ -9,7 +9,7 @@ from sameness import assert_same_run
 from test_resume import cut
 from texts import Texted
 
-from mpframe.cli import autopsy as autopsy_command
+from mpframe.cli.commands import autopsy as autopsy_command
 from mpframe.errors import DataError, DivergedError
 from mpframe.numerics.autopsy import evidence
 

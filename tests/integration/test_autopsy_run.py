@@ -11,7 +11,7 @@ import torch
 from conftest import StartRun
 
 from mpframe import checkpoint
-from mpframe.cli import autopsy as autopsy_command
+from mpframe.cli.commands import autopsy as autopsy_command
 from mpframe.errors import CheckpointError, DivergedError, MpframeError
 from mpframe.numerics.autopsy import evidence
 from mpframe.numerics.range_record import read_ranges

@@ -19,7 +19,7 @@ from mpframe.checkpoint import retention
 from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.manifest import Manifest
 from mpframe.errors import CheckpointError
-from mpframe.run.resuming import Renew, Resume
+from mpframe.run.resume.resuming import Renew, Resume
 from mpframe.training.trainer import Trainer
 
 OPTIONS = [

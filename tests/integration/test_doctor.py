@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tiny_experiments import EXPERIMENTS, TINY, tiny
 
-from mpframe.cli import doctor as doctor_command
-from mpframe.cli.doctor import subject_of
+from mpframe.cli.commands import doctor as doctor_command
+from mpframe.cli.commands.doctor import subject_of
 from mpframe.config.composition.command_line import jobs
-from mpframe.config.locations import CONF
 from mpframe.numerics.doctor import (
     CHECKS,
     Finding,
@@ -122,6 +122,8 @@ CASES = [
          r"warning: trainer\.accumulate=23: an epoch has 22 batches, all that a step takes; fix: trainer\.accumulate=22"),
     Case(hints.check_classes, "model.classes=12", "model.classes=10",
          r"warning: model\.classes=12: the data set has 10, so 2 outputs are never right; fix: model\.classes=10"),
+    Case(hints.check_classes, "model.classes=9", "model.classes=10",
+         r"warning: model\.classes=9: the data set has 10, so its labels from 9 on have no output; fix: model\.classes=10"),
     Case(scaling.check_overflow, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e4", f"{NET} {DIGITS} loss_scaling=static",
          r"error: loss_scaling\.scale=1024: too large, the first batch overflows at it; fix: loss_scaling\.scale=\d+"),
     Case(scaling.check_small_scale, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9", f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9 dtype=mixed_bf16",
@@ -197,53 +199,25 @@ def test_constant_weights_are_born_nowhere() -> None:
     assert not found(weights_checks.check_training_format, f"{NET} model.head=0")
 
 
-EXPERIMENTS = [
-    ("digits_mlp", ""),
-    ("digits_gan", ""),
-    ("fashion_mnist_cnn", "fashion_mnist dataset.batch_size=8"),
-    ("cifar10_small", "image_folder dataset.batch_size=8"),
-    ("cifar10_resnet18", "cifar10 dataset.batch_size=8 dataset.workers=0 model.width=8"),
-    ("image_folder_resnet18", "image_folder dataset.batch_size=8 model.width=8"),
-    ("speech_lstm", "dataset.train=64 dataset.workers=0 model.hidden=16"),
-    ("speech_lstm_small", "dataset.train=64"),
-    ("detection_ssd", "dataset.train=64 dataset.workers=0 dataset.image_size=64 model.width=4"),
-    ("detection_ssd_small", "dataset.train=64"),
-    ("detection_fasterrcnn", "dataset.train=32 dataset.workers=0 dataset.image_size=64"),
-]
-
-
-def options_of(data: str, tiny_data: Path) -> str:
-    """The words that give an experiment tiny data; a first word without = names its files."""
-    files, *more = data.split() or [""]
-    return (
-        data if "=" in files or not files else f"dataset.root={tiny_data / files} {' '.join(more)}"
-    )
-
-
 def test_every_shipped_experiment_is_examined() -> None:
-    shipped = {file.stem for file in (CONF / "experiment").glob("*.yaml")}
-    assert shipped == {name for name, _ in EXPERIMENTS}
+    assert sorted(TINY) == EXPERIMENTS
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "mixed"])
-@pytest.mark.parametrize(("name", "data"), EXPERIMENTS)
-def test_shipped_experiments_have_no_errors(
-    name: str, data: str, dtype: str, tiny_data: Path
-) -> None:
-    words = options_of(data, tiny_data)
-    examined = subject(f"experiment={name} device=cpu dtype={dtype} {words}")
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_shipped_experiments_have_no_errors(name: str, dtype: str, tiny_data: Path) -> None:
+    words = " ".join(tiny(name, tiny_data))
+    examined = subject(f"device=cpu dtype={dtype} {words}")
     assert [str(f) for f in examine(examined) if f.severity is Severity.ERROR] == []
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp", "mixed_bf16", "amp_bf16"])
-@pytest.mark.parametrize(("name", "data"), [("", ""), *EXPERIMENTS])
+@pytest.mark.parametrize("name", ["", *EXPERIMENTS])
 def test_shipped_configurations_start_without_a_hint(
-    name: str, data: str, dtype: str, tiny_data: Path
+    name: str, dtype: str, tiny_data: Path
 ) -> None:
-    words = options_of(data, tiny_data)
-    chosen = f"experiment={name}" if name else ""
-    started = subject(f"{chosen} device=cpu dtype={dtype} {words}")
-    assert hints_on(started) == []
+    words = " ".join(tiny(name, tiny_data))
+    assert hints_on(subject(f"device=cpu dtype={dtype} {words}")) == []
 
 
 @pytest.mark.parametrize("scaling", ["static", "Backoff", "LogMax"])

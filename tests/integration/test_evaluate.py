@@ -12,7 +12,7 @@ import yaml
 from conftest import StartRun, scalars, train
 
 from mpframe import checkpoint
-from mpframe.cli.evaluate import evaluate, main
+from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.stored import config_of
 from mpframe.errors import CheckpointError, MpframeError
 
@@ -242,7 +242,7 @@ def test_a_hostile_optimizer_is_not_looked_at(run_copy: Path) -> None:
         (["checkpoint="], "checkpoint: must be given"),
         (["chekpoint=RUN"], "checkpoint: must be given"),
         (["checkpoint=RUN", "-m"], "-m: no such option; give option=value"),
-        (["checkpoint=RUN", "weights=emma"], "weights=emma: choose trained or ema; nearest: ema"),
+        (["checkpoint=RUN", "weights=emma"], "weights=emma: choose trained, ema; nearest: ema"),
         (["checkpoint=RUN", "dtype=fp32,amp"], "dtype=fp32,amp: give one value; there is no sweep"),
         (["checkpoint=RUN", "dtype=fp23"], "dtype=fp23: choose "),
         (["checkpoint=RUN", "experiment=digits_mlp"], "has no part in an evaluation"),

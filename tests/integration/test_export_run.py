@@ -18,8 +18,9 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint.export import graph
-from mpframe.cli.evaluate import checkpoint_of, evaluate
-from mpframe.cli.export import main
+from mpframe.cli.commands.evaluate import evaluate
+from mpframe.cli.commands.export import main
+from mpframe.cli.restored import checkpoint_of
 from mpframe.data import digits
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "evaluate_export.md").read_text()

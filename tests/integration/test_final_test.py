@@ -14,7 +14,7 @@ from sameness import differing
 
 from mpframe import build, checkpoint
 from mpframe.checkpoint import retention
-from mpframe.cli.evaluate import evaluate, main
+from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.errors import ConfigError, DataError, DivergedError, RunInterrupted
 from mpframe.run.run import Run
@@ -228,7 +228,7 @@ def test_an_unknown_split_is_refused(
     with pytest.raises(SystemExit):
         main([f"checkpoint={tested[0]}", "split=tset"])
     said = capsys.readouterr().err
-    assert said == "mpframe: split=tset: choose val or test; nearest: test\n"
+    assert said == "mpframe: split=tset: choose val, test; nearest: test\n"
 
 
 def test_an_error_in_the_test_data_is_placed(

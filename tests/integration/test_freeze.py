@@ -1,6 +1,7 @@
 """callbacks=freeze: frozen weights stay, then train from the right values; resumed bit for bit."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,26 @@ def test_runs_resume_bit_for_bit_before_and_after(
         resumed = cut(tmp_path / "whole", tmp_path / f"from {at}", at)
         start_run(resumed, *options, "resume=auto")
         assert_same_run(tmp_path / "whole", resumed)
+
+
+def test_a_compiled_model_is_compiled_again_when_more_of_it_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a compiler that leaves the ops as they are, the numbers are those without one."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    data, ends = batches(3), []
+    for compiled in ("false", "true"):
+        trainer = cnn("dtype=mixed", f"trainer.compile={compiled}", "model.stages=1")
+        before = copied(trainer)
+        freeze = started(trainer, steps={"stage1.*": 2})
+        for batch in data[:2]:
+            stepped(trainer, freeze, batch)
+        assert moved(trainer, before) == {"head.weight", "head.bias"}
+        stepped(trainer, freeze, data[2])
+        assert len(moved(trainer, before)) == len(dict(trainer.model.named_parameters()))
+        ends.append(trainer.weights())
+    for name, weight in ends[0].items():
+        assert torch.equal(weight, ends[1][name]), name
 
 
 def statistics(trainer: Trainer, name: str) -> Tensor:

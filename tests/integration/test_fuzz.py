@@ -32,7 +32,7 @@ from mpframe.checkpoint.manifest import Manifest, content_digest
 from mpframe.config.stored import config_of
 from mpframe.errors import MpframeError
 from mpframe.report import as_markdown, as_page, compared, find_runs
-from mpframe.run import resuming
+from mpframe.run.resume import resuming
 from mpframe.tracking.summary import Summary
 from mpframe.training.trainer import Trainer
 

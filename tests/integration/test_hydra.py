@@ -13,7 +13,7 @@ from conftest import train
 from hydra import compose, initialize_config_module
 
 import mpframe
-from mpframe.cli import doctor, evaluate
+from mpframe.cli.commands import doctor, evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "trainer.progress=off"]
@@ -106,12 +106,14 @@ OPTUNA = ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweeper.s
 @pytest.mark.parametrize("space", SPACE.values(), ids=SPACE)
 def test_a_search_takes_the_monitored_metric(space: list[str], tmp_path: Path) -> None:
     (tmp_path / "search.yaml").write_text(FILE)
-    words = [*space, *SMALL, *OPTUNA, "hydra.sweeper.direction=maximize", "hydra.sweep.dir=out"]
+    validations = ["trainer.max_steps=4", "trainer.eval_every=1"]
+    sweeper = ["hydra.sweeper.direction=maximize", "hydra.sweep.dir=out"]
+    words = [*space, *SMALL, *validations, *OPTUNA, *sweeper]
     done = command(tmp_path, "-m", "hydra/sweeper=optuna", *words)
     assert done.returncode == 0, done.stderr
     found = summaries(tmp_path / "out")
     best = (tmp_path / "out" / "optimization_results.yaml").read_text()
-    assert f"best_value: {max(own['val_accuracy'] for own in found)}" in best  # type: ignore[type-var]
+    assert f"best_value: {max(own['best'] for own in found)}" in best  # type: ignore[type-var]
     assert len(found) == 3
 
 

@@ -10,7 +10,7 @@ from conftest import StartRun
 from hydra import compose, initialize_config_dir
 
 from mpframe import build
-from mpframe.cli.evaluate import evaluate
+from mpframe.cli.commands.evaluate import evaluate
 from mpframe.config.composition.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.errors import MpframeError

@@ -37,7 +37,7 @@ def run(environment: Path, folder: Path, *words: str) -> str:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HYDRA"))}
     command = [str(environment / "bin" / words[0]), *words[1:]]
     done = subprocess.run(
-        command, cwd=folder, env=clean, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=folder, env=clean, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -149,7 +149,7 @@ def test_each_line_of_the_page_and_of_a_new_project_runs(environment: Path, tmp_
     readme = (project / "README.md").read_text()
     assert first in readme
     blocks = [*blocks_of(readme), *blocks_of(page)]
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     said = run(environment, project, "python", "-c", DRIVER.format(blocks=blocks))
     assert "1 passed" in said
     assert Summary.read(project / "runs" / "first").monitor == "accuracy"
@@ -161,10 +161,11 @@ def test_each_line_of_the_page_and_of_a_new_project_runs(environment: Path, tmp_
 
 def test_the_page_shows_the_files_as_they_are() -> None:
     page = (ROOT / "docs" / "own_project.md").read_text()
-    template = ROOT / "mpframe" / "cli" / "template"
+    template = ROOT / "mpframe" / "cli" / "commands" / "template"
     for name in ("conf/project.yaml", "conf/model/net.yaml"):
         assert f"```yaml\n{(template / name).read_text()}```" in page
-    shown = re.findall(r"[\w./]+", page.split("```")[3])
+    (tree,) = (block for block in page.split("```") if "conf/project.yaml  " in block)
+    shown = re.findall(r"[\w./]+", tree)
     for path in template.rglob("*"):
         name = str(path.relative_to(template))
         assert path.is_dir() or "__pycache__" in name or any(name.startswith(s) for s in shown)

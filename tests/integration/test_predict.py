@@ -1,16 +1,19 @@
 """predict: a row for each sample, from the numbers that evaluate measures."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from conftest import train
 from torch import Tensor
 
 from mpframe import checkpoint
-from mpframe.cli.evaluate import evaluate
-from mpframe.cli.predict import main
+from mpframe.cli.commands.evaluate import evaluate
+from mpframe.cli.commands.predict import main
 from mpframe.data import digits as digits_task
 
 Table = list[dict[str, str]]
@@ -105,6 +108,25 @@ def test_a_folder_of_images_gives_what_the_dataset_gives(
     assert {row["class_name"] for row in named} <= {path.name for path in folder.iterdir()}
 
 
+def test_a_folder_needs_neither_the_data_nor_the_dataset_of_the_run(
+    pictures: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run came from somebody else, whose data and classes are not here."""
+    step = checkpoint.newest(pictures)
+    snapshot = checkpoint.read(step)
+    options = yaml.safe_load(snapshot.config)
+    options["dataset"] |= {"_target_": "his_code.pictures", "root": "/nowhere"}
+    options["trainer"]["monitor"] = "his"
+    options["objective"] = {"_target_": "his_code.objective"}
+    options["metrics"] = {"his": {"_target_": "his_code.Metric"}}
+    his = checkpoint.save(tmp_path, replace(snapshot, config=yaml.safe_dump(options)))
+    words = [f"folder={tiny_data / 'image_folder' / 'test'}", "outputs=probabilities"]
+    assert predicted(his, tmp_path / "a.csv", *words) == predicted(step, tmp_path / "b.csv", *words)
+    with pytest.raises(SystemExit):
+        main([f"checkpoint={his}", f"out={tmp_path / 'c.csv'}"])
+    assert "add dataset._target_=his_code.pictures" in capsys.readouterr().err
+
+
 def test_training_samples_are_not_augmented(
     pictures: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -142,10 +164,10 @@ def test_the_default_file_lies_in_the_run(digits: Path) -> None:
     ("words", "line"),
     [
         (["split=test", "folder=x"], "folder=x: goes without split; give one of them"),
-        (["split=tset"], "split=tset: choose train or val or test; nearest: test"),
+        (["split=tset"], "split=tset: choose train, val, test; nearest: test"),
         (["outputs=logits"], "outputs=logits: choose class or probabilities or raw"),
         (["out=a.txt"], "out=a.txt: must end in .csv or .parquet"),
-        (["overwrite=yes"], "overwrite=yes: choose true or false"),
+        (["overwrite=yes"], "overwrite=yes: choose true, false"),
         (["folder=/nonexistent"], "/nonexistent: cannot be listed (No such file or directory)"),
         (["folder=EMPTY"], "EMPTY: has no .jpg, .jpeg, .png, .webp or .bmp; name a folder with images"),
     ],
@@ -174,14 +196,42 @@ def test_an_image_folders_link_may_not_leave_it(
     assert "a link that leaves" in capsys.readouterr().err
 
 
-def test_a_dataset_that_does_not_say_how_images_are_prepared_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("usage", "line"),
+    [
+        ({}, "NOT SAID"),
+        ({"preprocessing": {"size": [8, 8]}}, "NOT SAID"),
+        ({"preprocessing": {"size": [8, 8], "mean": [0.0], "std": [0.0]}}, "NOT SAID"),
+        ({"preprocessing": {"size": ["8", "8"], "mean": [0.0], "std": [1.0]}}, "NOT SAID"),
+        ({"preprocessing": {"size": [8, 8], "mean": [0.0], "std": [1.0]}}, "NOT IMAGES"),
+        (
+            {
+                "preprocessing": {"size": [8, 8], "mean": [0.0], "std": [1.0]},
+                "inputs": [{"name": "images", "shape": [None, 1, 9, 9], "dtype": "float32"}],
+            },
+            "NOT IMAGES",
+        ),
+    ],
+)
+def test_a_folder_is_refused_by_a_model_of_other_inputs(
+    usage: dict[str, Any],
+    line: str,
+    digits: Path,
+    tiny_data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = tmp_path / "run"
-    train(run, *SMALL, "experiment=digits_gan", "trainer.max_steps=1")
+    snapshot = checkpoint.read(checkpoint.newest(digits))
+    state = {**snapshot.state, "usage": usage}
+    step = checkpoint.save(tmp_path, replace(snapshot, state=state))
     with pytest.raises(SystemExit):
-        main([f"checkpoint={run}", "folder=x"])
+        main([f"checkpoint={step}", f"folder={tiny_data / 'image_folder' / 'test'}"])
+    why = {
+        "NOT SAID": "the checkpoint does not say how an image is prepared, as the Task of its "
+        "dataset did not (preprocessing with size, mean and std)",
+        "NOT IMAGES": "the model takes something else than images of 1 x 8 x 8 alone",
+    }
     assert capsys.readouterr().err == (
-        "mpframe: folder=x: the run's objective takes more than images; use split, with a dataset "
-        "over the folder\n"
+        f"mpframe: folder={tiny_data / 'image_folder' / 'test'}: {why[line]}; use split, with a "
+        "dataset over the folder\n"
     )

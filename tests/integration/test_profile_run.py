@@ -62,5 +62,11 @@ def test_a_short_run_and_validations_in_between(
     said: str,
 ) -> None:
     caplog.set_level("INFO")
+    (tmp_path / "precious").write_text("years of work")
+    for step in (7, 8):  # A link in a folder that may be foreign is not written through.
+        planted = tmp_path / "profile" / f".step_{step:08d}.pt.trace.json.gz"
+        planted.parent.mkdir(exist_ok=True)
+        planted.symlink_to(tmp_path / "precious")
     start_run(tmp_path, *SMALL, ON, *options)
+    assert (tmp_path / "precious").read_text() == "years of work"
     assert sum(text.startswith(said) for text in caplog.messages) == 1

@@ -6,7 +6,7 @@ import pytest
 from conftest import StartRun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mpframe.cli import gradient_picture as gradient_command
+from mpframe.cli.commands import gradient_picture as gradient_command
 from mpframe.numerics.range_record import read_ranges
 from mpframe.numerics.ranges import KINDS
 

@@ -12,7 +12,8 @@ from conftest import StartRun, train
 
 from mpframe import checkpoint
 from mpframe.checkpoint.manifest import Manifest
-from mpframe.cli.evaluate import evaluate
+from mpframe.cli.commands.autopsy import main as autopsy
+from mpframe.cli.commands.evaluate import evaluate
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.tracking.summary import Summary
 
@@ -85,7 +86,7 @@ def test_an_older_checkpoint_of_its_own_may_be_gone_on_from(
 
 
 def test_checkpoints_of_two_runs_are_refused_whoever_reads_them(
-    start_run: StartRun, done: Path, other: Path
+    start_run: StartRun, done: Path, other: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(checkpoint.newest(other), done / "checkpoints" / "step_00000099")
     said = "holds checkpoints of two runs, step_00000004 of one and step_00000099 of another; move"
@@ -93,6 +94,9 @@ def test_checkpoints_of_two_runs_are_refused_whoever_reads_them(
         start_run(done, *OPTIONS, "resume=auto", "trainer.max_steps=100")
     with pytest.raises(CheckpointError, match=said):
         evaluate(done, [])
+    with pytest.raises(SystemExit):
+        autopsy([f"run={done}"])
+    assert said in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_a_name_is_the_folders_own(start_run: StartRun, done: Path) -> None:
@@ -175,7 +179,7 @@ def test_a_link_in_a_foreign_folder_overwrites_nothing(
     assert precious.read_text() == "years of work"
 
 
-@pytest.mark.parametrize("name", ["checkpoints", ".hydra", "numerics"])
+@pytest.mark.parametrize("name", ["checkpoints", ".hydra", "numerics", "profile", "autopsy"])
 def test_a_folder_that_leads_elsewhere_is_refused(
     start_run: StartRun, done: Path, tmp_path: Path, name: str
 ) -> None:

@@ -60,6 +60,15 @@ def run(folder: Path, *overrides: str) -> tuple[Summary, list[str]]:
     return summary, [line.rpartition("] ")[2] for line in lines]
 
 
+def test_of_equal_values_the_first_is_the_best(tmp_path: Path) -> None:
+    """It is the first whose weights are kept and tested."""
+    summary, logged = run(tmp_path, "optimizer.lr=1e-30", "trainer.epochs=1")
+    best = [re.search(r"\(best.*?\)", line) for line in logged if ": train loss" in line]
+    value = f"{summary.val_metric:.4f}"
+    assert [found and found[0] for found in best] == ["(best)", f"(best {value} at step 11)"]
+    assert "tested with the weights of step_00000011" in "\n".join(logged)
+
+
 @pytest.mark.parametrize("verbosity", ["quiet", "normal", "verbose"])
 def test_what_the_console_shows_and_the_log_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], verbosity: str

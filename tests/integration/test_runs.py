@@ -10,22 +10,13 @@ import pytest
 from conftest import StartRun, scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tiny_experiments import EXPERIMENTS, tiny
 
 from mpframe import checkpoint
-from mpframe.config.locations import CONF
 from mpframe.errors import CheckpointError, DivergedError
 from mpframe.tracking.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-TINY = {
-    "scenes": [
-        "dataset.train=16", "dataset.val=2", "dataset.test=2", "dataset.workers=0",
-        "dataset.image_size=64", "dataset.batch_size=2",
-    ],
-    "phonemes": ["dataset.train=16", "dataset.val=8", "dataset.workers=0", "model.hidden=16"],
-}  # fmt: skip
-"""What makes the experiments on a generated dataset small enough for two steps of a test."""
 MODES = ["fp32", "mixed", "amp", "mixed_bf16", "amp_bf16"]
 
 
@@ -37,17 +28,8 @@ def test_there_are_experiments() -> None:
 def test_every_shipped_experiment_runs_two_steps(
     experiment: str, start_run: StartRun, tiny_data: Path, tmp_path: Path
 ) -> None:
-    overrides = [f"experiment={experiment}", "trainer.max_steps=2", "dataset.batch_size=8"]
-    text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
-    data = text.split("override /dataset: ")[1].split()[0]
-    if data in {path.name for path in tiny_data.iterdir()}:
-        overrides += [f"dataset.root={tiny_data / data}"]
-    overrides += TINY.get(data, [])
-    if "resnet18" in text:
-        overrides += ["model.width=8", "dataset.workers=0"]
-    if data == "cifar10":
-        overrides += ["trainer.eval_every=1000"]
-    summary = start_run(tmp_path, *overrides)
+    few = ["trainer.max_steps=2", "trainer.eval_every=1000", "dataset.batch_size=8"]
+    summary = start_run(tmp_path, *tiny(experiment, tiny_data), *few)
     assert (summary.status, summary.steps) == ("finished", 2)
 
 

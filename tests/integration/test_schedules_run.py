@@ -9,9 +9,11 @@ from sameness import assert_same_run
 from test_resume import cut
 
 from mpframe import checkpoint
+from mpframe.build.optimizer import build_schedule
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.config.planned import filled_in
 from mpframe.errors import ConfigError
+from mpframe.optim import schedules
 from mpframe.tracking.summary import Summary
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32", "optimizer=sgd", "trainer.log_every=1"]
@@ -204,6 +206,41 @@ def test_schedules_of_others_are_those_of_a_loop_by_hand_and_resume(
     resumed = cut(tmp_path / "whole", tmp_path / "resumed", 12)
     start_run(resumed, *options, "resume=auto")
     assert_same_run(tmp_path / "whole", resumed)
+
+
+SHIPPED = {
+    "poly": (["scheduler.warmup=0.1"], {"total_steps": 22, "warmup": 0.1}),
+    "exponential": (["scheduler.begin=0.5"], {"factor": 0.9, "begin": 0.5, "unit": 11}),
+    "inverse_square_root": ([], {"warmup_steps": 2}),
+    "transformer": (["scheduler.d_model=4"], {"d_model": 4, "warmup_steps": 2}),
+    "piecewise_constant": (
+        ["scheduler.boundaries=[0.5,1]"], {"boundaries": [0.5, 1], "factors": [0.1, 0.01], "unit": 11}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_schedule_gets_the_numbers_of_the_plan_and_resumes(name: str) -> None:
+    words, arguments = SHIPPED[name]
+    make = getattr(schedules, name)
+    wanted = by_hand(lambda optimizer: make(optimizer, **arguments), 22)
+    _, composed = compose_named([f"scheduler={name}", *words])
+    config = checked(without_hydra(composed))
+    optimizers = [torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2)]
+    first, second = (build_schedule(config, own, PLAN, {}) for own in optimizers)
+    assert first is not None
+    assert second is not None
+    seen = []
+    for step in range(22):
+        if step == 9:
+            optimizers[1].load_state_dict(optimizers[0].state_dict())
+            second.load_state_dict(first.state_dict())
+            optimizers[0], first = optimizers[1], second
+        optimizers[0].step()
+        first.step()
+        seen.append(optimizers[0].param_groups[0]["lr"])
+    assert seen == wanted
+    assert len(set(wanted)) > 1
 
 
 class Stepless:

@@ -27,8 +27,9 @@ from conftest import StartRun, train
 from mpframe import checkpoint
 from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.manifest import Manifest
-from mpframe.cli.evaluate import evaluate
-from mpframe.cli.export import main as export
+from mpframe.cli.commands.doctor import main as doctor
+from mpframe.cli.commands.evaluate import evaluate
+from mpframe.cli.commands.export import main as export
 from mpframe.config.composition.command_line import jobs, prepare
 from mpframe.errors import CheckpointError, ConfigError, DataError
 
@@ -335,6 +336,27 @@ def test_a_refusal_tells_no_secret(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert SECRET not in done.stderr + done.stdout
     assert done.stderr.startswith("mpframe: seed=***: must be")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([f"run_name={SECRET}"], 0, "run_name=***:"),
+        ([f"model.token={SECRET}"], 1, "mpframe: model.token"),
+        ([f"seed={SECRET}"], 1, "mpframe: seed=***: must be"),
+    ],
+)
+def test_a_command_tells_no_secret(
+    words: list[str], code: int, said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("MY_TOKEN", SECRET)
+    with pytest.raises(SystemExit) as ended:
+        doctor(["model=mlp", "dtype=fp32", *words])
+    told = "".join(capsys.readouterr())
+    assert ended.value.code == code
+    assert SECRET not in told
+    assert said in told
 
 
 def holds(path: Path, secret: str) -> bool:

@@ -14,7 +14,7 @@ from processes import CONTEXT
 from sameness import assert_same_run
 from test_hydra import command
 
-from mpframe.cli import train
+from mpframe.cli.commands import train
 from mpframe.config.composition.command_line import prepare
 from mpframe.config.sweep.earlier import holds_this_run
 from mpframe.errors import ConfigError
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 PLACE = "hydra.sweep.dir=out sweep"
 OPTIONS = [
     "-m", "seed=1,2,3", PLACE, "model=mlp", "model.hidden=4",
-    "trainer.max_steps=20", "trainer.epochs=1", "trainer.log_every=1", "trainer.checkpoint_every=5",
+    "trainer.max_steps=8", "trainer.epochs=1", "trainer.log_every=1", "trainer.checkpoint_every=3",
     "trainer.progress=off", "+callbacks.stop._target_=stopping.Stop",
     "+callbacks.stop.seed=${seed}",
 ]  # fmt: skip
@@ -80,7 +80,7 @@ def killed(folder: Path) -> None:
     """Run the sweep in a process that kills itself in the second job."""
     process = CONTEXT.Process(target=_sweep, args=(folder, {"STOP": "SIGKILL"}))
     process.start()
-    process.join(100)
+    process.join(300)
     assert process.exitcode == -9
 
 
@@ -106,21 +106,22 @@ def test_a_killed_sweep_goes_on_by_the_same_command(
     assert not (folder / "seed=3").exists()
     assert sweep(*OPTIONS) == 0
     assert written(folder / "seed=1") == first
-    assert "at step 10" in (folder / "seed=2" / "train.log").read_text()
+    assert "at step 3" in (folder / "seed=2" / "train.log").read_text()
     assert rows(folder) == rows(whole)
     for name in NAMES:
         assert_same_run(whole / name, folder / name)
 
 
 def test_a_stopped_sweep_says_how_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     monkeypatch.setenv("STOP", "SIGTERM")
+    folder = tmp_path / "out sweep"
+    shutil.copytree(whole / NAMES[0], folder / NAMES[0])
     done = command(tmp_path, *OPTIONS)
     monkeypatch.delenv("STOP")
     assert done.returncode == 143
-    folder = tmp_path / "out sweep"
     start = "mpframe: stopped by SIGTERM; continue the sweep with: "
     assert done.stderr.splitlines()[-1].startswith(start)
     again = shlex.split(done.stderr.splitlines()[-1].removeprefix(start))

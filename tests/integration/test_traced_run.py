@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_resume import cut
 
 from mpframe import build
-from mpframe.cli.evaluate import evaluate
+from mpframe.cli.commands.evaluate import evaluate
 from mpframe.config.composition.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.errors import RunInterrupted, UserCodeError

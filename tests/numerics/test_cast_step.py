@@ -10,7 +10,7 @@ from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 
 from mpframe import Backoff, OpLists, Precision, Trainer
 from mpframe.config.locations import CONF
-from mpframe.models import cnn, gan, mlp, resnet18
+from mpframe.models import cnn, gan, gpt, mlp, resnet18
 from mpframe.objectives import supervised
 from mpframe.objectives.adversarial import discriminator_objective, generator_objective
 from mpframe.optim import MultiOptimizer
@@ -48,12 +48,20 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
+class Last(nn.Module):
+    """Of the logits at each token those at the last one."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return logits[:, -1]
+
+
 IMAGES, TOKENS = torch.rand(4, 3, 16, 16), torch.randint(0, 11, (4, 5))
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "mlp": (lambda: mlp((3, 16, 16), 3, hidden=8, dropout=0.1), IMAGES),
     "cnn": (lambda: cnn(3, 3, width=4), IMAGES),
     "resnet18": (lambda: resnet18(3, width=4), IMAGES),
     "attention": (Attention, TOKENS),
+    "gpt": (lambda: nn.Sequential(gpt(11, 5, 2, 2, 16, dropout=0.1), Last()), TOKENS),
     "recurrent": (Recurrent, torch.rand(4, 6, 4)),
 }
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
@@ -115,7 +123,8 @@ def test_no_silent_promotion_with_two_losses(mode: str, half: str, skip: str) ->
 
 
 def test_every_shipped_model_is_here() -> None:
-    shipped = {path.stem for path in (CONF / "model").glob("*.yaml")} - {"own"}
+    files = (CONF / "model").glob("*.yaml")
+    shipped = {path.stem for path in files if "_target_: mpframe." in path.read_text()}
     assert shipped == {*MODELS, "gan"} - {"attention", "recurrent"}
 
 

@@ -11,9 +11,10 @@ from vocabulary import HALVES, same_bits
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.errors import ConfigError
-from mpframe.optim import MultiOptimizer, write_detector
+from mpframe.optim import MultiOptimizer
 from mpframe.optim.ema import Ema
-from mpframe.optim.write_detector import _LARGE as LARGE
+from mpframe.optim.masters import write_detector
+from mpframe.optim.masters.write_detector import _LARGE as LARGE
 
 
 def sgd(params: Any, lr: float = 0.5) -> torch.optim.SGD:
@@ -296,8 +297,20 @@ class TestSharing:
         assert torch.equal(again.master_of(model.weight), torch.full((4, 4), 1 + 2.0**-20))
         assert first.master_of(model.weight) is again.master_of(model.weight)
 
+    @pytest.mark.parametrize("then", ["fp32", "amp", "mixed"])
+    def test_another_mode_goes_on_from_the_masters(self, then: str) -> None:
+        """2^-20 is below what either half format holds beside 1, and 2^-40 below float16."""
+        model, first = linear("bfloat16")
+        exact = torch.full((4, 4), 1 + 2.0**-20)
+        exact[0] = 2.0**-40
+        first.load_masters(model, {"weight": exact, "bias": torch.ones(4)})
+        again = Precision(then, "float16").prepare(model, sgd(model.parameters()))[1]
+        assert same_bits([again.master_of(model.weight)], [exact])
+        assert same_bits([model.weight], [exact.to(model.weight.dtype)])
+        assert same_bits([first.master_of(model.weight)], [exact])
+
     def test_a_master_lives_as_long_as_its_weight(self) -> None:
-        from mpframe.optim.master import _MASTERS
+        from mpframe.optim.masters.master import _MASTERS
 
         gc.collect()
         before = len(_MASTERS)
@@ -325,6 +338,16 @@ class TestFrozen:
         optimizer.add_param_group({"params": list(model[0].parameters())})
         assert same_bits([optimizer.master_of(model[0].weight)], [before])
         assert optimizer.master_of(model[0].weight).requires_grad
+
+    def test_a_group_that_is_added_to_the_wrapped_optimizer(self) -> None:
+        model, optimizer, before = self.prepared()
+        model[0].requires_grad_(True)
+        optimizer.optimizer.add_param_group({"params": list(model[0].parameters())})
+        assert optimizer.param_groups[1]["params"][0] is model[0].weight
+        model[0].weight.grad = torch.full_like(model[0].weight, 2.0)
+        optimizer.step(Static(8.0))
+        assert same_bits([optimizer.master_of(model[0].weight)], [before - 0.125])
+        assert same_bits([model[0].weight], [(before - 0.125).half()])
 
     def test_its_fp32_value_is_saved(self) -> None:
         model, optimizer, before = self.prepared()

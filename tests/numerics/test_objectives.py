@@ -9,11 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from vocabulary import HALVES
 
 from mpframe import Backoff, Precision, Trainer
-from mpframe.errors import UserCodeError
-from mpframe.objectives import StepOutput, compute, model_loss, supervised
+from mpframe.errors import ConfigError, UserCodeError
+from mpframe.objectives import (
+    LogRegression,
+    StepOutput,
+    compute,
+    dice_cross_entropy,
+    model_loss,
+    supervised,
+)
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
 
@@ -95,6 +103,35 @@ def test_in_fp32_a_model_that_returns_its_loss_is_the_loop_by_hand() -> None:
         assert torch.equal(mine, theirs)
 
 
+class Ends(nn.Module):
+    """Two outputs and a loss, as a model that finds the ends of an answer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, place: Tensor) -> dict[str, Tensor]:
+        start, end = self.ends(x).unbind(-1)
+        return {"loss": F.cross_entropy(start, place), "start": start, "end": end}
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_outputs_without_logits_and_targets_that_the_model_does_not_see(
+    mode: str, half: str
+) -> None:
+    model, targets = Ends(), {"text": ["a", "b"]}
+    arguments = {"x": torch.randn(2, 3, 4), "place": torch.tensor([0, 2])}
+    with Precision(mode, half).cast():
+        output = model_loss(model, (arguments, targets))
+        expected = model(**arguments)
+    assert output.targets is targets
+    assert output.outputs.keys() == {"start", "end"}
+    for name, values in output.outputs.items():
+        assert torch.equal(values, expected[name].float())
+    assert torch.equal(output.loss, expected["loss"])
+    assert model_loss(model, arguments).targets is None
+
+
 def pairs(*sizes: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
@@ -132,6 +169,24 @@ def test_a_half_loss_is_taken_to_fp32(half: str) -> None:
     output = compute(objective, model, (torch.randn(3, 4, dtype=HALVES[half]),))
     assert output.loss.dtype == torch.float32
     assert output.loss.requires_grad
+
+
+class Counting(TorchFunctionMode):
+    """Counts what is done with tensors in its block, as a cast block sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_loss_is_checked_outside_the_casts() -> None:
+    seen = Counting()
+    compute(lambda model, batch: StepOutput(model(batch)), nn.Linear(4, 1), torch.ones(4), seen)
+    assert seen.count == 1  # the layer
 
 
 class Data:
@@ -230,3 +285,86 @@ def test_an_error_names_the_compiled_model() -> None:
     trainer = trainer_of(nn.Linear(4, 2), supervised(nn.MSELoss()), "fp32", plan=Plan(compile=True))
     with pytest.raises(UserCodeError, match=r"^model: Linear raised"):
         trainer.train_step((torch.ones(2, 3), torch.ones(2, 2)))
+
+
+# log_regression
+
+
+class Head(nn.Module):
+    def __init__(self, outputs: int = 1) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_the_logarithm_is_learned_and_the_number_is_measured(mode: str, half: str) -> None:
+    torch.manual_seed(0)
+    precision = Precision(mode, half=half)
+    model = Head()
+    model, _ = precision.prepare(model, torch.optim.SGD(model.parameters()))
+    targets = torch.tensor([1.0, 50_000.0, 7e7])
+    with precision.cast():
+        output = LogRegression(mean=2.0, std=0.5)(model, {"x": torch.ones(3, 2), "target": targets})
+        logs = model(torch.ones(3, 2)).float().flatten()
+    assert torch.equal(output.loss, F.mse_loss(logs, (targets.log() - 2.0) / 0.5))
+    assert torch.equal(output.outputs, (2.0 + 0.5 * logs).exp())
+    assert torch.equal(output.targets, targets)
+    assert {output.loss.dtype, output.outputs.dtype} == {torch.float32}
+
+
+def test_log_regression_refuses_what_it_cannot_use() -> None:
+    objective = LogRegression(0.0, 1.0)
+    batch = {"x": torch.ones(3, 2), "target": torch.ones(3)}
+    with pytest.raises(
+        UserCodeError, match=r"^objective: log_regression takes dicts with a target"
+    ):
+        objective(Head(), (batch["x"], batch["target"]))
+    with pytest.raises(UserCodeError, match="takes one output for each target"):
+        objective(Head(outputs=2), batch)
+    for std in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match=f"objective.std={std}: must be finite, and std > 0"):
+            LogRegression(0.0, std)
+
+
+# dice_cross_entropy
+
+
+def test_dice_and_cross_entropy_by_hand() -> None:
+    logits = torch.tensor([[[2.0, 0.0, -1.0], [0.0, 1.0, 1.0], [0.5, 0.0, 0.0]]]).double()
+    targets = torch.tensor([[0, 1, 1]])
+    p = logits[0].softmax(0)
+    dice = [
+        (2 * p[0, 0] + 0.5) / (p[0].sum() + 1 + 0.5),
+        (2 * (p[1, 1] + p[1, 2]) + 0.5) / (p[1].sum() + 2 + 0.5),
+        0.5 / (p[2].sum() + 0.5),  # a class that occurs nowhere
+    ]
+    expected = F.cross_entropy(logits, targets) + 0.25 * (1 - sum(dice) / 3)
+    loss = dice_cross_entropy(dice_weight=0.25, smooth=0.5).loss(logits, targets)
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0.0)  # a few roundings of float64
+
+
+@pytest.mark.parametrize(("mode", "half"), MODES)
+def test_dice_and_cross_entropy_are_fp32_in_every_mode(mode: str, half: str) -> None:
+    torch.manual_seed(0)
+    precision = Precision(mode, half=half)
+    model = nn.Conv2d(1, 2, 1)
+    model, _ = precision.prepare(model, torch.optim.SGD(model.parameters()))
+    # 2 · 70,000 pixels: their sum is above float16's largest number, 65,504.
+    images, targets = torch.ones(2, 1, 700, 100), torch.ones(2, 700, 100, dtype=torch.int64)
+    with precision.cast():
+        output = dice_cross_entropy()(model, (images, targets))
+        logits = model(images).float()
+    assert torch.equal(output.loss, dice_cross_entropy().loss(logits, targets))
+    assert output.loss.isfinite()
+    assert output.loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("dice_weight", -1.0), ("dice_weight", float("nan")), ("smooth", 0.0)]
+)
+def test_dice_and_cross_entropy_refuse(option: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"objective.{option}={value}: must be a finite number"):
+        dice_cross_entropy(**{option: value})

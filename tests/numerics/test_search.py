@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpframe import OpLists, Precision, Trainer
-from mpframe.cli.search import main
+from mpframe.cli.commands.search import main
 from mpframe.errors import ConfigError
 from mpframe.numerics.search import Pins, Search, SearchResult
 from mpframe.objectives import Objective, model_loss, supervised

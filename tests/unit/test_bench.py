@@ -11,17 +11,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mpframe.bench import (
-    cuda,
-    groups,
-    machine,
-    program,
-    ranges,
-    resnet18,
-    rivals,
-    startup,
-    tiny_model,
-)
+from mpframe.bench import groups, machine, program, rivals
+from mpframe.bench.groups import cuda, ranges, resnet18, startup, tiny_model
 from mpframe.bench.hand_loop import HandLog, hand_loop
 from mpframe.bench.measure import Competitor, Spread, Stopwatch, race, ratio, threads, timed
 from mpframe.bench.table import Claim, Table, as_json, as_markdown

@@ -1,5 +1,6 @@
 """What becomes of a command line: what Hydra sees of it, which jobs it makes, what is refused."""
 
+import os
 import random
 import shutil
 import sys
@@ -11,9 +12,10 @@ import pytest
 from hydra._internal import hydra as hydra_core
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig, OmegaConf
+from time_limit import time_limit
 
 from mpframe.cli import job as job_module
-from mpframe.cli import train
+from mpframe.cli.commands import train
 from mpframe.config.composition.command_line import prepare
 from mpframe.config.composition.overrides import parsed, word_of
 from mpframe.config.locations import CONF
@@ -286,6 +288,18 @@ def test_what_would_harm_is_refused(
     with pytest.raises(ConfigError, match=says):
         started(*words)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("planted", [lambda path: path.symlink_to("precious"), os.mkfifo])
+def test_a_sweep_writes_through_no_link_and_waits_for_no_fifo(
+    planted: Callable[[Path], None], started: Started, tmp_path: Path
+) -> None:
+    """Hydra opens multirun.yaml itself."""
+    (tmp_path / "out").mkdir()
+    planted(tmp_path / "out" / "multirun.yaml")
+    said = r"^hydra\.sweep\.dir=out: its multirun\.yaml is no regular file; delete it, or choose"
+    with time_limit(60), pytest.raises(ConfigError, match=said):
+        started("-m", "hydra.sweep.dir=out", "seed=1,2")
 
 
 KEYS = (

@@ -41,6 +41,14 @@ GROUPS = (
     "scheduler",
     "trainer",
 )
+SIZED_BY = {
+    "bert_classifier": "text_folder",
+    "bert_spans": "tweet_spans",
+    "gpt": "next_token",
+    "tabular": "bikes",
+    "unet": "shapes",
+}
+"""The dataset whose facts a model reads, if that is no dataset of images."""
 FILES = sorted(path for path in CONF.rglob("*.yaml") if path.parent.name in GROUPS)
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,8 +66,10 @@ def test_every_group_has_files() -> None:
 def test_every_shipped_file_composes(path: Path) -> None:
     group = path.parent.name
     own = [f"{group}._target_=my_pkg.Thing"] if path.stem == "own" else []
-    if group == "dataset" and own:  # The shipped models are sized by the dataset's facts.
+    if group == "dataset":  # The shipped models are sized by the facts of one kind of dataset.
         own += ["model=own", "model._target_=my_pkg.Net"]
+    if group == "model" and path.stem in SIZED_BY:
+        own += [f"dataset={SIZED_BY[path.stem]}"]
     config = composed(f"{group}={path.stem}", *own)
     assert config.dtype.mode in ("fp32", "mixed", "amp")
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mpframe.data import RMSE, Accuracy, Metric
+from mpframe.data import RMSE, RMSPE, Accuracy, BitsPerByte, Dice, IoU, Metric, Perplexity
 from mpframe.errors import DataError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -52,6 +52,22 @@ def test_rmse_over_uneven_batches(dtype: torch.dtype) -> None:
     assert metric.compute().item() == math.sqrt(21 / 3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rmspe_over_uneven_batches(dtype: torch.dtype) -> None:
+    metric = RMSPE()
+    outputs = torch.tensor([3.0, 2.0, 12.0], dtype=dtype)
+    metric.update(outputs[:1], torch.tensor([2.0]))  # half too much
+    metric.update(outputs[1:], torch.tensor([4.0, 16.0]))  # half and a quarter too little
+    assert (metric.name, metric.higher_is_better) == ("rmspe", False)
+    assert metric.compute().dtype == torch.float64
+    assert metric.compute().item() == math.sqrt((0.25 + 0.25 + 0.0625) / 3)
+
+
+def test_rmspe_refuses_what_would_broadcast() -> None:
+    with pytest.raises(DataError, match=r"^rmspe: predictions of shape \[3, 1\] against"):
+        RMSPE().update(torch.ones(3, 1), torch.ones(3))
+
+
 def test_rmse_squares_in_float64() -> None:
     # 300² = 90,000 is above float16's largest number, 65,504.
     metric = RMSE()
@@ -84,3 +100,66 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
     )
     with pytest.raises(DataError, match=r"^accuracy: predictions of shape \[5\] against"):
         Accuracy().update(torch.zeros(5, 3), torch.zeros(5, 1))
+
+
+# bits per byte and perplexity
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_and_perplexity_of_known_probabilities(dtype: torch.dtype) -> None:
+    # Logits (0, 0, 0, 0) give each token 1/4, which is 2 bits; (0, ln 3, -inf, -inf) gives the
+    # first of two 1/4 as well, and every format holds 0; so the mean is 2 bits, the perplexity 4.
+    logits = torch.zeros(2, 3, 4, dtype=dtype)
+    targets = torch.tensor([[0, 1, 2], [3, 0, 1]])
+    bits, perplexity = BitsPerByte(), Perplexity()
+    for metric in (bits, perplexity):
+        metric.update(logits[:1], targets[:1])
+        metric.update(logits[1:], targets[1:])
+    # ln 4 in fp32 is off by at most 2^-24 of itself.
+    assert bits.compute().item() == pytest.approx(2.0, rel=2**-24)
+    assert perplexity.compute().item() == pytest.approx(4.0, rel=2**-22)
+    assert bits.compute().dtype == torch.float64
+
+
+def test_bits_are_shared_by_the_bytes_of_a_token() -> None:
+    metric = BitsPerByte(bytes_per_token=4.0)
+    metric.update(torch.zeros(1, 2, 256), torch.zeros(1, 2, dtype=torch.int64))
+    assert metric.compute().item() == pytest.approx(8 / 4, rel=2**-23)
+
+
+def test_a_mean_over_tokens_and_not_over_batches() -> None:
+    sure = torch.zeros(1, 1, 2)
+    sure[..., 0] = 200.0  # exp(-200) is 0 beside 1: the loss is exactly 0
+    metric = BitsPerByte()
+    metric.update(sure, torch.zeros(1, 1, dtype=torch.int64))
+    metric.update(torch.zeros(1, 3, 2), torch.zeros(1, 3, dtype=torch.int64))
+    assert metric.compute().item() == pytest.approx(3 / 4, rel=2**-23)
+
+
+@pytest.mark.parametrize("metric", [BitsPerByte(), Perplexity()])
+def test_tokens_of_another_shape_are_refused(metric: BitsPerByte) -> None:
+    message = rf"^{metric.name}: predictions of shape \[1, 2\] against targets of shape \[1, 3\]"
+    with pytest.raises(DataError, match=message):
+        metric.update(torch.zeros(1, 2, 4), torch.zeros(1, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("background", [False, True])
+def test_dice_and_iou_over_uneven_batches(dtype: torch.dtype, background: bool) -> None:
+    chosen = torch.tensor([[0, 0, 1, 1], [1, 2, 2, 0], [1, 1, 1, 1]])
+    targets = torch.tensor([[0, 1, 1, 1], [1, 1, 2, 0], [0, 0, 0, 1]])
+    logits = torch.nn.functional.one_hot(chosen, 5).movedim(-1, 1).to(dtype)  # 3 and 4: nowhere
+    # shared 2, 4, 1; targets 5, 6, 1; predicted 3, 7, 2
+    dice = [4 / 8, 8 / 13, 2 / 3][not background :]
+    iou = [2 / 6, 4 / 9, 1 / 2][not background :]
+    for metric, values in ((Dice(background), dice), (IoU(background), iou)):
+        metric.update(logits[:2], targets[:2])
+        metric.update(logits[2:], targets[2:])
+        assert metric.compute().dtype == torch.float64
+        assert metric.compute().item() == pytest.approx(sum(values) / len(values), abs=1e-15)
+
+
+def test_an_overlap_without_batch_is_nan_and_shapes_must_fit() -> None:
+    assert math.isnan(Dice().compute())
+    with pytest.raises(DataError, match=r"^iou: predictions of shape \[1, 4\] against"):
+        IoU().update(torch.zeros(1, 2, 4), torch.zeros(4, dtype=torch.int64))

@@ -18,7 +18,7 @@ from mpframe.checkpoint.export.files import as_safetensors, refuse_taken, write
 from mpframe.checkpoint.export.graph import as_pt2, graph_inputs, traced, without_labels
 from mpframe.checkpoint.export.rounding import DTYPES, converted
 from mpframe.checkpoint.saved_weights import weights_of
-from mpframe.cli.export import main
+from mpframe.cli.commands.export import main
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.tracking.summary import Status, Summary
 

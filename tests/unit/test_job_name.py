@@ -1,8 +1,11 @@
-"""A sweep's job is named by what was swept: one folder's name, and no two jobs alike."""
+"""A sweep's jobs are named by what was swept; the command that continues it is the one typed."""
+
+from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from mpframe.config.sweep.again import command_again
 from mpframe.config.sweep.job_name import leave_out, name_of
 
 SECRET = "hunter-2-hunter"
@@ -96,3 +99,17 @@ def test_options_are_left_out_by_hydras_own_option() -> None:
     ]
     config.hydra.job.config.override_dirname.exclude_keys = ["seed"]
     assert config.name == "5"
+
+
+def test_the_command_that_continues_is_the_one_that_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed program is started by a Python that nobody typed."""
+    program = tmp_path / "mpframe"
+    program.touch(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["train", "-m", "seed=1,2", "hydra.sweep.dir=runs/old"]
+    typed = "train -m seed=1,2 'hydra.sweep.dir=runs/my sweep'"
+    folder = Path("runs/my sweep")
+    assert command_again(folder, ["python", str(program), *words]) == f"mpframe {typed}"
+    assert command_again(folder, ["python", "mpframe", *words]) == f"python mpframe {typed}"

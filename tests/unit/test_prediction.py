@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpframe.errors import ConfigError
 from mpframe.files import table
-from mpframe.training.prediction import Predictions
+from mpframe.training.evaluation.prediction import Predictions
 
 LOGITS = torch.tensor([[0.1, 2.0, -1.0], [3.0, 0.0, 3.0]])
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mpframe.cli import report as report_command
+from mpframe.cli.commands import report as report_command
 from mpframe.errors import ConfigError
 from mpframe.report import as_markdown, as_page, compared, find_runs
 from mpframe.report.curves import _panels, draw
@@ -108,6 +108,9 @@ def test_tested_runs_are_compared_by_their_test(make_run: MakeRun, tmp_path: Pat
     assert "accuracy" not in mixed
     first, *_ = table(tmp_path, every_run)
     assert first["metric"] == ("accuracy 0.9000\nbest 0.9600, step 80\ntest 0.8000, best weights")
+    records = find_runs([tmp_path])[1]
+    text = as_markdown("t", compared(records), records)
+    assert "| accuracy 0.9000 (best 0.9600, step 80; test 0.8000, best weights) |" in text
     make_run("c", replace(MIXED, seed=3))  # One run without: then by the validation.
     assert "accuracy" in table(tmp_path)[1]
 
@@ -395,6 +398,16 @@ def test_range_pictures_are_embedded_with_their_names(make_run: MakeRun, tmp_pat
     page = as_page("t", compared(runs), runs)
     assert f'src="data:image/png;base64,{base64.b64encode(PNG).decode()}"' in page
     assert "<figcaption>0: weights.png</figcaption>" in page
+
+
+def test_a_report_embeds_no_picture_of_a_folder_elsewhere(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "passport.png").write_bytes(PNG)
+    (make_run("0") / "numerics").symlink_to(tmp_path / "private")
+    _, runs = find_runs([tmp_path])
+    assert runs[0].pictures == ()
 
 
 def test_the_same_runs_give_the_same_page(make_run: MakeRun, tmp_path: Path) -> None:

@@ -1,16 +1,28 @@
 """The shipped schedules over their planned steps."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, MultiStepLR, PolynomialLR
 
-from mpframe.optim.schedules import constant, onecycle, warmup_cosine
+from mpframe.errors import ConfigError
+from mpframe.optim.schedules import (
+    constant,
+    exponential,
+    inverse_square_root,
+    onecycle,
+    piecewise_constant,
+    poly,
+    transformer,
+    warmup_cosine,
+)
 
 
-def rates(make: object, steps: int, **arguments: float) -> list[float]:
+def rates(make: object, steps: int, **arguments: object) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
     schedule: LRScheduler = make(optimizer, **arguments)  # type: ignore[operator]
     seen = []
@@ -51,11 +63,11 @@ def test_onecycle_peaks_at_the_learning_rate() -> None:
     assert seen[-1] < 0.01
 
 
-@pytest.mark.parametrize("make", [warmup_cosine, onecycle])
+@pytest.mark.parametrize("make", [warmup_cosine, onecycle, poly])
 def test_groups_keep_their_ratio(make: object) -> None:
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.5, 0.05)]
     optimizer = torch.optim.SGD(groups)
-    floor = {"min_factor": 0.2} if make is warmup_cosine else {}
+    floor = {"min_factor": 0.2} if make is not onecycle else {}
     schedule = make(optimizer, total_steps=20, **floor)  # type: ignore[operator]
     for _ in range(20):
         first, second = (group["lr"] for group in optimizer.param_groups)
@@ -63,3 +75,162 @@ def test_groups_keep_their_ratio(make: object) -> None:
         assert second == pytest.approx(0.1 * first, rel=100 * 2.0**-53)
         optimizer.step()
         schedule.step()
+
+
+def poly_by_hand(t: int) -> float:
+    if t < 10:
+        return (t + 1) / 11
+    return 0.1 + 0.9 * ((50 - t) / 40) ** 2
+
+
+def staircase_by_hand(t: int) -> float:
+    """Half after each 10 steps from step 5 on, and never below a fifth."""
+    falls = 0 if t < 5 else (t - 5) // 10
+    return max(0.2, 1 / 2**falls)
+
+
+def noam_by_hand(t: int) -> float:
+    return 3 * 16**-0.5 * min((t + 1) ** -0.5, (t + 1) * 8**-1.5)
+
+
+FORMULAS: dict[str, tuple[Any, dict[str, Any], Callable[[int], float]]] = {
+    "poly": (
+        poly,
+        {"total_steps": 50, "power": 2.0, "warmup": 0.2, "min_factor": 0.1},
+        poly_by_hand,
+    ),
+    "poly, a line": (poly, {"total_steps": 50}, lambda t: 1 - t / 50),
+    "exponential": (
+        exponential,
+        {"factor": 0.9, "every": 0.5, "unit": 20},
+        lambda t: 0.9 ** (t / 10),
+    ),
+    "exponential, late": (exponential, {"factor": 0.5, "begin": 7}, lambda t: 0.5 ** max(0, t - 7)),
+    "exponential, staircase": (
+        exponential,
+        {"factor": 0.5, "every": 2, "begin": 1, "staircase": True, "min_factor": 0.2, "unit": 5},
+        staircase_by_hand,
+    ),
+    "exponential, parts of the run": (
+        exponential,
+        {"factor": 0.5, "every": 0.07, "staircase": True, "unit": 100},
+        lambda t: 0.5 ** (t // 7),
+    ),
+    "inverse_square_root": (
+        inverse_square_root,
+        {"warmup_steps": 8},
+        lambda t: min((t + 1) / 8, (8 / (t + 1)) ** 0.5),
+    ),
+    "inverse_square_root, no warm-up": (
+        inverse_square_root,
+        {"warmup_steps": 0},
+        lambda t: (t + 1) ** -0.5,
+    ),
+    "transformer": (
+        transformer,
+        {"d_model": 16, "warmup_steps": 8, "coefficient": 3.0},
+        noam_by_hand,
+    ),
+    "transformer, bounded": (
+        transformer,
+        {"d_model": 16, "warmup_steps": 8, "coefficient": 3.0, "max_factor": 0.2},
+        lambda t: min(0.2, noam_by_hand(t)),
+    ),
+    "piecewise_constant": (
+        piecewise_constant,
+        {"boundaries": [2, 3.5], "factors": [0.1, 3.0], "unit": 10},
+        lambda t: 1.0 if t < 20 else 0.1 if t < 35 else 3.0,
+    ),
+    "piecewise_constant, parts of the run": (
+        piecewise_constant,
+        {"boundaries": [0.07], "factors": [0.5], "unit": 100},
+        lambda t: 1.0 if t < 7 else 0.5,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_each_is_its_formula_at_every_step(name: str) -> None:
+    make, arguments, by_hand = FORMULAS[name]
+    # Powers, roots and products in float64, in another order: far fewer than 100 roundings.
+    wanted = [pytest.approx(0.5 * by_hand(t), rel=100 * 2.0**-53, abs=0) for t in range(50)]
+    assert rates(make, 50, **arguments) == wanted
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "torchs", "its_arguments"),
+    [
+        (poly, {"total_steps": 30, "power": 1.5}, PolynomialLR, {"total_iters": 30, "power": 1.5}),
+        (exponential, {"factor": 0.9}, ExponentialLR, {"gamma": 0.9}),
+        (
+            piecewise_constant,
+            {"boundaries": [3, 8], "factors": [0.1, 0.01]},
+            MultiStepLR,
+            {"milestones": [3, 8], "gamma": 0.1},
+        ),
+    ],
+)
+def test_each_is_that_of_torch_where_torch_has_it(
+    make: Any, arguments: dict[str, Any], torchs: Any, its_arguments: dict[str, Any]
+) -> None:
+    # torch multiplies the last rate at each step: a few roundings for each.
+    assert rates(make, 40, **arguments) == pytest.approx(
+        rates(torchs, 40, **its_arguments), rel=400 * 2.0**-53, abs=1e-300
+    )
+
+
+def test_after_the_planned_end_poly_stays_at_its_last_rate() -> None:
+    seen = rates(poly, 20, total_steps=10, min_factor=0.2)
+    assert seen[10:] == [0.5 * 0.2] * 10
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "line"),
+    [
+        (poly, {"total_steps": 5, "power": 0.0}, "scheduler.power=0.0: must be a number > 0"),
+        (
+            poly,
+            {"total_steps": 5, "warmup": 2.0},
+            "scheduler.warmup=2.0: must be a fraction >= 0 and <= 1",
+        ),
+        (exponential, {"factor": 1.5}, "scheduler.factor=1.5: must be a number > 0 and <= 1"),
+        (exponential, {"factor": 0.5, "every": 0.0}, "scheduler.every=0.0: must be a number > 0"),
+        (
+            exponential,
+            {"factor": 0.5, "begin": -1.0},
+            "scheduler.begin=-1.0: must be a number >= 0",
+        ),
+        (exponential, {"factor": 0.5, "unit": 0}, "scheduler.unit=0: must be a number >= 1"),
+        (
+            transformer,
+            {"d_model": 0, "warmup_steps": 4},
+            "scheduler.d_model=0: must be a number >= 1",
+        ),
+        (
+            transformer,
+            {"d_model": 4, "warmup_steps": 4, "max_factor": 0.0},
+            "scheduler.max_factor=0.0: must be a number > 0",
+        ),
+        (
+            piecewise_constant,
+            {"boundaries": [1], "factors": []},
+            "scheduler.factors: 0 for 1 boundaries; give one for each",
+        ),
+        (
+            piecewise_constant,
+            {"boundaries": [2, 1], "factors": [1, 1]},
+            "scheduler.boundaries=[2, 1]: must rise",
+        ),
+        (
+            piecewise_constant,
+            {"boundaries": [1], "factors": [math.inf]},
+            "scheduler.factors=inf: must be a number >= 0",
+        ),
+    ],
+)
+def test_what_a_schedule_does_not_take_is_one_line(
+    make: Any, arguments: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        rates(make, 1, **arguments)
+    assert str(refused.value) == line

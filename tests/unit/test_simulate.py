@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpframe.cli.simulate import main as simulate
+from mpframe.cli.commands.simulate import main as simulate
 from mpframe.errors import DataError
 from mpframe.loss_scaling import Backoff, Static
 from mpframe.numerics.simulation import as_table, draw, replay
@@ -95,6 +95,24 @@ def test_the_command_prints_the_scalers_side_by_side(
     assert lines[0] == "20 steps overflowed in the run itself and are left out"
     assert [line.split()[0] for line in lines[1:]] == ["scaler", "LogMax", "Backoff", "picture:"]
     assert (tmp_path / "record.scaling.png").exists()
+
+
+def test_the_picture_of_a_foreign_run_is_written_through_no_link(tmp_path: Path) -> None:
+    (tmp_path / "log2_amax.txt").write_text("-3\n")
+    (tmp_path / "precious").write_text("years of work")
+    (tmp_path / "scaling.png").symlink_to(tmp_path / "precious")
+    simulate([f"run={tmp_path}", "loss_scaling=static"])
+    assert (tmp_path / "precious").read_text() == "years of work"
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "record.txt").write_text("-3\n")
+    with pytest.raises(SystemExit):
+        simulate([f"run={tmp_path / 'record.txt'}", f"out={tmp_path / 'record.txt' / 'a.png'}"])
+    assert re.fullmatch(r"mpframe: out=.*record.txt is a file; .*\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

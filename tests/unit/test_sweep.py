@@ -78,6 +78,13 @@ def test_summary_comes_back_as_it_was(tmp_path: Path, status: Status) -> None:
     assert Summary.read(tmp_path) == summary
 
 
+@pytest.mark.parametrize(("tested", "value"), [("best", 0.99), ("last", 0.9), (None, 0.9)])
+def test_a_search_goes_by_the_weights_that_were_tested(tested: str | None, value: float) -> None:
+    summary = replace(SUMMARY, monitor="accuracy", val_metric=0.9, best=0.99, tested=tested)
+    assert summary.searched == value
+    assert replace(summary, monitor="loss", val_loss=0.9).searched == value
+
+
 def test_a_run_without_validation_has_no_metric(tmp_path: Path) -> None:
     summary = replace(SUMMARY, val_loss=None, metric=None, val_metric=None)
     summary.write(tmp_path)

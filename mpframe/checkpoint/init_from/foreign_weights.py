@@ -11,23 +11,15 @@ code, and nothing takes more memory than its file has bytes.
 
 import json
 import os
-import pickle
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mpframe.checkpoint.untrusted import (
-    damaged_if_raising,
-    refuse_bomb,
-    refuse_long_pickles,
-    refuse_oversized,
-)
+from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
 from mpframe.errors import CheckpointError
 from mpframe.files.plain_file import open_regular, read_regular
 
@@ -40,6 +32,10 @@ _FILES = tuple(f"{stem}{kind}{end}" for kind in _KINDS for stem in _STEMS for en
 _ENTRIES = ("state_dict", "model_state_dict", "model", "module", "net", "params")
 _LARGEST_INDEX = 2**24  # bytes
 _OTHER = "use another file of weights"
+_CODE = (
+    "holds code or objects, which are never loaded; save its state dict alone, or use its "
+    "safetensors file"
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ def _read_file(path: Path) -> ForeignWeights:
         open_regular(path, "rb", follow=True).close()
         if path.suffix == ".safetensors":
             return ForeignWeights(load_file(path))
-        return _weights_in(_state_in(path), path)
+        return _weights_in(load_untrusted(path, _CODE, old_format=True), path)
 
 
 def _read_shards(index: Path) -> ForeignWeights:
@@ -124,23 +120,6 @@ def _beside(folder: Path, name: Any) -> Path:
             f"{path}: refused, it leads out of its folder; put the file itself there"
         )
     return path
-
-
-def _state_in(path: Path) -> Any:
-    """What `torch.save` wrote, also in its format from before 2020."""
-    if zipfile.is_zipfile(path):
-        refuse_bomb(path)
-    else:
-        refuse_long_pickles(path)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise CheckpointError(
-            f"{path}: holds code or objects, which are never loaded; save its state dict alone, or "
-            "use its safetensors file"
-        ) from None
-    refuse_oversized(path, state)
-    return state
 
 
 def _weights_in(state: Any, path: Path) -> ForeignWeights:

@@ -20,7 +20,9 @@ from mpframe.config.check import check, refuse_bad_value
 from mpframe.config.composition.overrides import MAPPINGS, parsed
 from mpframe.config.composition.source import PRIMARY
 from mpframe.config.schema import OPEN, Config, use_instead
-from mpframe.errors import ConfigError, nearest
+from mpframe.errors import ConfigError, first_line, nearest
+
+_MERGING = "Error merging override "  # Hydra's; what is wrong with it stands in the cause.
 
 
 def composed(words: list[str], name: str = PRIMARY) -> DictConfig:
@@ -90,6 +92,8 @@ def choices_of(group: str, words: list[str], name: str = PRIMARY) -> list[str]:
 def one_line(error: Exception) -> str:
     """What Hydra or OmegaConf says on several lines, without where it looked."""
     said = str(error) or str(error.__cause__ or type(error).__name__)
+    if said.startswith(_MERGING) and error.__cause__ is not None:
+        said = f"{said.removeprefix(_MERGING)}: {first_line(error.__cause__)}"
     lines = [line.strip() for line in said.partition("Config search path")[0].splitlines()]
     lines = [line for line in lines if line]
     listed = ", ".join(lines[2:]) if len(lines) > 2 and lines[1].endswith(":") else ""
@@ -152,7 +156,8 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     if key in known or inside_mapping or (adds and section in OPEN and rest):
         return
     hint = nearest(key, known)
-    advice = hint or "known: " + ", ".join(sorted({path.split(".")[0] for path in known}))
+    beside = [path for path in known if path.startswith(f"{section}.")]
+    advice = hint or "known: " + ", ".join(sorted(beside or {p.split(".")[0] for p in known}))
     if section in OPEN and rest and not adds:
         advice += f"; an argument of your own class: +{key}=..."
     raise ConfigError(f"{key}: no such option; {advice}")

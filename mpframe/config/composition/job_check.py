@@ -83,10 +83,24 @@ def _check(config: DictConfig, option: str) -> None:
         resume = checked(job).run.resume
         refuse_unwritable(option, folder)
         if option == "hydra.sweep.dir":
+            _refuse_to_write_elsewhere(folder / "multirun.yaml")
             options = resolved_text(without_hydra(job))
             holds_this_run(folder / _folder(job, "hydra.sweep.subdir"), options, resume)
     finally:
         HydraConfig.instance().cfg = before
+
+
+def _refuse_to_write_elsewhere(path: Path) -> None:
+    """Refuse a link or a FIFO in the place of a file: Hydra writes through one, and waits for it.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ConfigError(
+            f"hydra.sweep.dir={path.parent}: its {path.name} is no regular file; delete it, or "
+            "choose another folder"
+        )
 
 
 def _words(config: DictConfig, kind: str) -> list[str]:

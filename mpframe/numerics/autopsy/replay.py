@@ -18,7 +18,7 @@ from mpframe.numerics.autopsy.magnitudes import magnitudes_of
 from mpframe.numerics.autopsy.watch import Trace, Watch
 from mpframe.objectives import compute
 from mpframe.precision import OpLists, Precision
-from mpframe.precision.storage import formats_of
+from mpframe.precision.storage.storage import formats_of
 from mpframe.training.buffers import Buffers
 from mpframe.training.evaluation import fp32_weights
 from mpframe.training.named_objective import NamedObjective

@@ -120,14 +120,17 @@ def check_accumulation(subject: Subject) -> Iterator[Finding]:
 
 
 def check_classes(subject: Subject) -> Iterator[Finding]:
-    """More outputs than the data has classes."""
+    """More or fewer outputs than the data has classes."""
     outputs, classes = (subject.options.get(f"{part}.classes") for part in ("model", "dataset"))
-    if isinstance(outputs, int) and isinstance(classes, int) and outputs > classes:
-        yield warning(
-            f"model.classes={outputs}: the data set has {classes}, so {outputs - classes} outputs "
-            "are never right",
-            f"model.classes={classes}",
-        )
+    if not isinstance(outputs, int) or not isinstance(classes, int) or outputs == classes:
+        return
+    more = f"{outputs - classes} outputs are never right"
+    fewer = f"its labels from {outputs} on have no output"
+    yield warning(
+        f"model.classes={outputs}: the data set has {classes}, so "
+        + (more if outputs > classes else fewer),
+        f"model.classes={classes}",
+    )
 
 
 def check_layers(subject: Subject) -> Iterator[Finding]:

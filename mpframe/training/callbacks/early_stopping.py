@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 from mpframe.errors import ConfigError, nearest
-from mpframe.training.best import Best
 from mpframe.training.callback import Callback
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.evaluation.best import Best
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 

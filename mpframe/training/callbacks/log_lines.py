@@ -50,9 +50,10 @@ class LogLines(Callback):
         """Log the validation, and where the training stands."""
         loss = self._context.results.loss
         words = [] if loss is None else [f"train loss {float(loss):.4g}"]
-        words.append(f"val loss {evaluation.loss:.4g}{self._beside_best(LOSS)}")
+        step = trainer.progress.global_step
+        words.append(f"val loss {evaluation.loss:.4g}{self._beside_best(LOSS, step)}")
         for name, value in evaluation.metrics.items():
-            words.append(f"{name} {value:.4f}{self._beside_best(name)}")
+            words.append(f"{name} {value:.4f}{self._beside_best(name, step)}")
         words.append(_state(trainer))
         left = self._time_left(trainer)
         words += [] if left is None else [f"{left} left"]
@@ -68,13 +69,11 @@ class LogLines(Callback):
         total = step + trainer.plan.steps_left(progress, batches)
         return f"epoch {progress.epoch + progress.batch / batches:.3g}, step {step}/{total}"
 
-    def _beside_best(self, name: str) -> str:
+    def _beside_best(self, name: str, step: int) -> str:
         best = self._context.results.best
         if name != best.name or best.value is None:
             return ""
-        evaluation = self._context.results.evaluation
-        is_best = evaluation is not None and evaluation.value == best.value
-        return " (best)" if is_best else f" (best {best.value:.4f} at step {best.step})"
+        return " (best)" if step == best.step else f" (best {best.value:.4f} at step {best.step})"
 
     def _time_left(self, trainer: Trainer) -> str | None:
         steps = trainer.progress.global_step - self._first_step

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from mpframe.optim.step_result import StepResult
-from mpframe.training.best import Best, much_worse
 from mpframe.training.callback import Callback
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.evaluation.best import Best, much_worse
 from mpframe.training.trainer import Trainer
 
 _RECENT = 100  # validations

@@ -8,7 +8,8 @@ nowhere else, and a picture that claims an absurd size is refused from its heade
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 RESIZE = "PIL.ImageOps.fit(image, size, PIL.Image.Resampling.BILINEAR)"
 """What `decode` does to an image of another size: cut the middle out, then scale it."""
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+FORMATS = ("JPEG", "PNG", "WebP", "BMP")
 _MOST_PIXELS = 2**26
 _MODES = {1: "L", 3: "RGB"}
 
@@ -111,33 +112,48 @@ def list_unlabelled(root: Path) -> tuple[str, ...]:
     return tuple(sorted(paths))
 
 
-def decode(path: str, channels: int, side: int) -> Tensor:
+def decode(path: str, channels: int, side: int | None) -> Tensor:
     """One image, its shorter side scaled to `side` and its middle kept.
 
     Args:
         path: a JPEG, PNG, WebP or BMP file. Of 16 bits 8 are kept; of grey rounded, value / 257.
         channels: 1 (grey) or 3 (RGB).
-        side: pixels.
+        side: pixels; None: the image keeps its size.
 
     Returns:
-        uint8 [channels, side, side].
+        uint8 [channels, side, side], or [channels, H, W] of the image's own size.
+
+    Raises:
+        DataError: not a readable image of these formats, or above 2^26 pixels.
+    """
+    with opened(path) as image:
+        pixels = _in_8_bits(image).convert(_MODES[channels])
+        if side is not None and pixels.size != (side, side):
+            pixels = ImageOps.fit(pixels, (side, side), Image.Resampling.BILINEAR)
+    array = np.asarray(pixels).reshape(pixels.height, pixels.width, channels)
+    return torch.from_numpy(array.copy()).permute(2, 0, 1)
+
+
+@contextmanager
+def opened(path: str, formats: tuple[str, ...] = FORMATS) -> Iterator[Image.Image]:
+    """The image of a file; whatever fails within the block is blamed on the file.
+
+    Args:
+        path: the file.
+        formats: some of `FORMATS`.
 
     Raises:
         DataError: not a readable image of these formats, or above 2^26 pixels.
     """
     try:
-        with Image.open(path, formats=_FORMATS) as image:
+        with Image.open(path, formats=formats) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are too many")
-            pixels = _in_8_bits(image).convert(_MODES[channels])
-            if pixels.size != (side, side):
-                pixels = ImageOps.fit(pixels, (side, side), Image.Resampling.BILINEAR)
+            yield image
     except Exception as error:  # A damaged file fails in the decoder's own many ways.
         raise DataError(
-            f"{path}: not a readable JPEG, PNG, WebP or BMP ({error}); replace or remove it"
+            f"{path}: not a readable {_listed(formats)} ({error}); replace or remove it"
         ) from error
-    array = np.asarray(pixels).reshape(side, side, channels)
-    return torch.from_numpy(array.copy()).permute(2, 0, 1)
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:

@@ -110,6 +110,7 @@ class Profile(Callback):
         folder.mkdir(exist_ok=True)
         path = folder / f"step_{first:08d}.pt.trace.json.gz"
         temporary = path.with_name(f".{path.name}")
+        temporary.unlink(missing_ok=True)  # A link that was placed there is not followed.
         profiler.export_chrome_trace(str(temporary))
         temporary.replace(path)
         costs = Costs(read_ops(path), steps)

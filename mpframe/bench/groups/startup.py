@@ -1,0 +1,73 @@
+"""What a user waits for: the help, a refused mistake, the first step; each as a new process.
+
+Importing torch alone is the baseline: help and a mistake are answered without it.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpframe.bench.measure import Competitor, race, timed
+from mpframe.bench.table import Table
+from mpframe.errors import MpframeError
+
+IMPORT_TORCH = "import torch"
+
+_PROGRAM = ["-c", "from mpframe.cli.commands.train import main; main()"]  # as scripts/train.py
+# torch imports its compiler when the first optimizer is made: part of anybody's first step.
+_ADAMW_STEP = """
+import torch
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.AdamW([weight])
+weight.sum().backward()
+optimizer.step()
+"""
+_FIRST_STEP = ["-m", "mpframe.bench.first_step", "trainer.progress=off", "hydra.run.dir=run"]
+# What is measured: the command, and the exit code it must have.
+_COMMANDS: dict[str, tuple[list[str], int]] = {
+    IMPORT_TORCH: (["-c", "import torch"], 0),
+    "import torch, one step of AdamW": (["-c", _ADAMW_STEP], 0),
+    "--help": ([*_PROGRAM, "--help"], 0),
+    "a refused typo": ([*_PROGRAM, "trainer.max_stepz=1"], 1),
+    "default run, to the end of its first step": (_FIRST_STEP, 0),
+}
+
+
+def tables(rounds: int, folder: Path, names: Sequence[str] = tuple(_COMMANDS)) -> list[Table]:
+    """The waits at start-up.
+
+    Args:
+        rounds: measured rounds, >= 1.
+        folder: not used: runs go into a temporary folder.
+        names: what is measured, `IMPORT_TORCH` among it.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        times = race([_competitor(name, Path(scratch)) for name in names], rounds)
+    setting = "A new Python process each, from its start to its end."
+    return [Table("Start-up", setting, IMPORT_TORCH, times)]
+
+
+def _competitor(name: str, scratch: Path) -> Competitor:
+    arguments, expected = _COMMANDS[name]
+    source = str(Path(__file__).parents[3])
+    paths = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+    def run() -> None:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=scratch,
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode != expected:
+            last = done.stderr.strip().rpartition("\n")[2]
+            raise MpframeError(
+                f"startup: {name!r} ended with exit code {done.returncode}, expected {expected}: "
+                f"{last}; run it by itself to see more"
+            )
+
+    return Competitor(name, timed(run))

@@ -1,0 +1,164 @@
+"""Say why a step failed: it runs again in several formats, for one verdict.
+
+Usage: mpframe autopsy run=PATH [step=N] [option=value] ...
+
+    mpframe autopsy run=runs/2026-11-21/05-45-42
+    mpframe autopsy run=runs/mine step=12 device=cpu
+    mpframe autopsy run=runs/mine/checkpoints/step_00000440
+
+Options:
+    run=PATH        a run, a checkpoint of it, or the evidence of a step; must be given
+    step=N          one of several steps whose evidence the run saved; default: the last
+    option=value    an option of the run to change; GROUP=CHOICE, too
+    --config-dir=FOLDER, --config-name=NAME    as for mpframe train
+
+The command examines the last step whose evidence the run saved. A run without evidence, or a
+checkpoint, stands for the step that comes after it. The report is printed and written as Markdown.
+"""
+
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mpframe import build, checkpoint
+from mpframe.checkpoint.saved_weights import steps_tried, weights_of
+from mpframe.cli.program import program
+from mpframe.config.composition.command_line import refuse_unwritable
+from mpframe.config.schema import Config
+from mpframe.config.stored import config_of
+from mpframe.data.loader import Loader
+from mpframe.errors import (
+    CheckpointError,
+    ConfigError,
+    UserCodeError,
+    take_options,
+)
+from mpframe.files.durable import write_atomically
+from mpframe.numerics.autopsy import evidence
+from mpframe.numerics.autopsy.callback import examine, write_report
+from mpframe.numerics.autopsy.case import RandomState
+from mpframe.numerics.autopsy.evidence import Evidence
+from mpframe.numerics.autopsy.report import Report
+from mpframe.training.plan import Progress
+from mpframe.training.trainer import Trainer
+
+_OPTIONS = ("run", "step")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Examine a step of `run=...`; print the report and write it as Markdown.
+
+    Args:
+        arguments: `run=RUN_OR_CHECKPOINT_OR_EVIDENCE`, `step=N` for one of several, and options of
+            the run to change; the command line if None.
+    """
+    with program():
+        _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def of_evidence(folder: Path, given: list[str]) -> Report:
+    """Examine the step whose evidence lies in a folder.
+
+    Raises:
+        MpframeError: anything that is missing, damaged or does not fit, in one line.
+    """
+    step, weights, config = evidence.load(folder)
+    trainer, train = _rebuilt(config_of(config, folder / "config.yaml", given))
+    trainer.load_weights(weights)
+    if not step.plain:
+        step = step.like(next(train.epoch(0)))
+    return _examined(step, trainer, folder)
+
+
+def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:
+    """Examine the step that comes after a checkpoint; returns the report and the checkpoint's step.
+
+    Raises:
+        MpframeError: anything that is missing, damaged or does not fit, in one line.
+    """
+    snapshot = checkpoint.read(path)
+    config = config_of(snapshot.config, path / "config.yaml", given)
+    weights = weights_of(snapshot.state, "trained", path)
+    trainer, train = _rebuilt(config)
+    trainer.load_weights(weights)
+    steps = steps_tried(snapshot.state, path)
+    try:
+        step = _next_step(snapshot.state, steps, trainer, train)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise CheckpointError(f"{path}: holds no progress or scale of a run") from None
+    return _examined(step, trainer, path), steps
+
+
+def _main(arguments: list[str]) -> None:
+    own, given = take_options(arguments, _OPTIONS)
+    if not own.get("run"):
+        raise ConfigError("run: must be given, e.g. run=runs/2026-11-21/05-45-42")
+    path = Path(own["run"])
+    folder = _evidence_in(path, own.get("step"))
+    if folder is not None:
+        report = of_evidence(folder, given)
+        print(report.text(write_report(folder, report)))
+        return
+    checkpoint.refuse_mixed(path)
+    report, steps = of_checkpoint(checkpoint.newest(path), given)
+    out = path / f"autopsy_after_step_{steps:08d}.md"
+    refuse_unwritable("run", path)
+    write_atomically(out, report.markdown())
+    print(report.text(out))
+
+
+def _evidence_in(path: Path, step: str | None) -> Path | None:
+    """The evidence that `run=` stands for; None if it stands for a checkpoint, or there is none."""
+    if path.absolute().parent.name == evidence.FOLDER:
+        return path
+    found = evidence.all_in(path)
+    if step is None:
+        return found[-1] if found else None
+    wanted = [folder for folder in found if folder.name.removeprefix("step_").lstrip("0") == step]
+    if not wanted:
+        steps = ", ".join(folder.name.removeprefix("step_").lstrip("0") for folder in found)
+        raise ConfigError(f"step={step}: {path} holds the evidence of {steps or 'no step'}")
+    return wanted[0]
+
+
+def _examined(step: Evidence, trainer: Trainer, path: Path) -> Report:
+    try:
+        return examine(step, trainer)
+    except (UserCodeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        first = (str(error) or repr(error)).splitlines()[0]
+        raise CheckpointError(
+            f"{path}: its step does not run with this model and data ({first}); give the options "
+            "and the code of the run"
+        ) from error
+
+
+def _rebuilt(config: Config) -> tuple[Trainer, Loader]:
+    build.seed_everything(config.run.seed)
+    task = build.build_task(config)
+    train = build.build_loaders(config, task).train
+    return build.build_trainer(config, task, 1), train
+
+
+def _next_step(state: dict[str, Any], steps: int, trainer: Trainer, train: Loader) -> Evidence:
+    progress = Progress(**state["trainer"]["progress"])
+    epoch, batch = progress.epoch, progress.batch
+    window = list(islice(train.epoch(epoch, start=batch), trainer.plan.accumulate))
+    scalers = state["trainer"]["scaler"]
+    own = {o.name: scalers.get(o.name, scalers.get("")) for o in trainer.objectives}
+    scales = {
+        name: 1.0 if scaler is None else float(scaler["scale"]) for name, scaler in own.items()
+    }
+    cuda = state["rng"]["cuda"]
+    return Evidence(
+        step=steps + 1,
+        reason=f"asked for, after the checkpoint of step {steps}",
+        batches=window,
+        samples=[train.batch_ids(epoch, batch + n).tolist() for n in range(len(window))],
+        epoch=epoch,
+        batch=batch,
+        scales=scales,
+        floors={},
+        scaling=next((str(own["kind"]) for own in scalers.values()), "none"),
+        random=RandomState(state["rng"]["torch"], cuda[0] if cuda else None),
+    )

@@ -1,0 +1,254 @@
+"""Predict with a checkpoint: a table with a row for each sample.
+
+Usage: mpframe predict checkpoint=PATH [folder=FOLDER] [option=value] ...
+
+    mpframe predict checkpoint=runs/mine
+    mpframe predict checkpoint=runs/mine split=train outputs=raw out=outputs.parquet
+    mpframe predict checkpoint=runs/mine folder=holiday/pictures outputs=probabilities
+
+Options:
+    checkpoint=PATH       a run (its best checkpoint if that was tested) or one checkpoint
+    split=train|val|test  the part of the run's dataset; default: test if there is one, else val
+    folder=FOLDER         images without labels instead, in all folders below it; needs neither the
+                          run's data nor its dataset
+    outputs=class|probabilities|raw    default: class if the dataset has classes, else raw
+    weights=trained|ema   default: as the run was validated
+    out=FILE              a .csv or .parquet file; default: predictions_..._step_N.csv in the run
+    overwrite=true        replace the file if it exists
+    option=value          an option of the run to change; GROUP=CHOICE, too
+    --config-dir=FOLDER, --config-name=NAME    as for mpframe train
+
+The options are the run's own. A class that is not mpframe's must be named again, as in
+model._target_=my_pkg.Net, or by a file of --config-dir: nothing is called because a stored file
+says so.
+"""
+
+# Predictions are an evaluation whose metric writes what it is given: the same weights, formats,
+# batches and trust as in evaluate.py.
+
+import copy
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from mpframe.checkpoint.saved_weights import KINDS
+from mpframe.cli.program import program, refuse_unknown
+from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
+from mpframe.config.composition.command_line import refuse_unwritable
+from mpframe.data import Loader, Task
+from mpframe.data.datasets.images.arrays import Images, Normalize
+from mpframe.data.datasets.images.image_files import Listing, list_unlabelled
+from mpframe.data.datasets.images.image_folder import FileImages
+from mpframe.errors import ConfigError, printable, take_options
+from mpframe.files.table import refuse_unwritable_kind, writing
+from mpframe.training.callback import Callback
+from mpframe.training.evaluation.prediction import OUTPUTS, Predictions
+from mpframe.training.trainer import Trainer
+from mpframe.tree import device_of, tensors_in
+
+_OPTIONS = ("checkpoint", "split", "folder", "outputs", "weights", "out", "overwrite")
+_CHOICES = {
+    "split": ("train", "val", "test"),
+    "outputs": OUTPUTS,
+    "weights": KINDS,
+    "overwrite": ("true", "false"),
+}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What is predicted.
+
+    Attributes:
+        dataset: the samples.
+        source: in messages and file names, e.g. `val`.
+        names: of each sample; None: they are numbered.
+    """
+
+    dataset: Dataset[Any]
+    source: str
+    names: Sequence[str] | None = None
+
+
+class _Bar(Callback):
+    """A bar on stderr, if that is a terminal."""
+
+    def __init__(self, batches: int) -> None:
+        self._bar = tqdm(total=batches, unit="batch", disable=None, leave=False)
+
+    def on_prediction_step(self, trainer: Trainer) -> None:
+        self._bar.update(1)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write the predictions of the checkpoint of `checkpoint=...` as a table.
+
+    Args:
+        arguments: as the module's docstring has them; the command line if None.
+    """
+    with program():
+        _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(arguments: list[str]) -> None:
+    own, given = take_options(arguments, _OPTIONS)
+    if not own.get("checkpoint"):
+        raise ConfigError("checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42")
+    for name, choices in _CHOICES.items():
+        refuse_unknown(name, own.get(name), choices)
+    if "split" in own and "folder" in own:
+        raise ConfigError(f"folder={own['folder']}: goes without split; give one of them")
+    overwrite = own.get("overwrite") == "true"
+    if "out" in own:
+        _refuse_file(Path(own["out"]), overwrite)
+    path = Path(own["checkpoint"])
+    pictures = _Pictures(own["folder"]) if "folder" in own else None
+    task_of = None if pictures is None else pictures.task
+    run = restored(checkpoint_of(path, own.get("split")), given, own.get("weights"), task_of)
+    samples = _of(run.task, own.get("split")) if pictures is None else pictures.samples(run.task)
+    name = f"predictions_{samples.source}_step_{run.step:08d}.csv"
+    out = Path(own.get("out") or run_folder(path) / name)
+    _refuse_file(out, overwrite)
+    count = predict(run, samples, out, own.get("outputs"))
+    print(printable(_text(path, run, samples.source, count, out)))
+
+
+def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = None) -> int:
+    """Write a row for each sample, in their order; returns how many.
+
+    Args:
+        run: what predicts; its metrics and callbacks are replaced.
+        samples: what is predicted.
+        out: a `.csv` or `.parquet` file; it appears whole or not at all.
+        outputs: `class`, `probabilities` or `raw`; None: what fits.
+
+    Raises:
+        MpframeError: the outputs are not of this kind, or the file cannot be written.
+    """
+    loader = _loader(run, samples)
+    bar = _Bar(len(loader))
+    try:
+        with writing(out) as write:
+            predictions = Predictions(
+                write,
+                samples=samples.names,
+                outputs=outputs,
+                class_names=run.task.class_names,
+                targets=samples.names is None,
+            )
+            trainer = run.trainer
+            trainer.metrics, trainer.monitor = {"predictions": lambda: predictions}, "loss"
+            trainer.callbacks = {"bar": bar}
+            trainer.evaluate(loader)
+    except OSError as error:
+        raise ConfigError(
+            f"out={out}: cannot be written ({error.strerror}); choose another"
+        ) from error
+    finally:
+        bar.close()
+        loader.close()
+    return predictions.count
+
+
+def _loader(run: Restored, samples: Samples) -> Loader:
+    data = run.config.data
+    return Loader(
+        samples.dataset,
+        data.batch_size,
+        seed=run.config.run.seed,
+        shuffle=False,
+        workers=data.workers,
+        worker_timeout=data.worker_timeout,
+        collate=None if hasattr(samples.dataset, "fetch_batch") else run.task.collate,
+        split=samples.source,
+    )
+
+
+def _refuse_file(out: Path, overwrite: bool) -> None:
+    refuse_unwritable_kind("out", out)
+    if out.exists() and not overwrite:
+        raise ConfigError(f"out={out}: exists; choose another file, or give overwrite=true")
+    refuse_unwritable("out", out.parent)
+
+
+def _of(task: Task, split: str | None) -> Samples:
+    """A part of the run's dataset, not augmented."""
+    split = split or ("val" if task.test is None else "test")
+    parts: Mapping[str, Any] = {"train": task.train, "val": task.val, "test": task.test}
+    dataset = parts[split]
+    if dataset is None:
+        raise ConfigError("split=test: the dataset has no test part; use split=val")
+    if isinstance(dataset, Images):
+        dataset = copy.copy(dataset)
+        dataset.augment = "none"
+    return Samples(dataset, split)
+
+
+class _Pictures:
+    """The images below a folder, prepared as the run's dataset prepared its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._paths = list_unlabelled(Path(name))
+
+    def task(self, facts: Mapping[str, Any]) -> Task:
+        """The task of these images, by what a checkpoint says of those it was trained on."""
+        shape, normalize = self._preparation(facts)
+        listing = Listing((), self._paths, torch.zeros(len(self._paths), dtype=torch.int64))
+        images = FileImages(listing, shape, normalize, "none")
+        return Task(images, images, loss=_no_loss, class_names=facts["class_names"])
+
+    def samples(self, task: Task) -> Samples:
+        """They are named by their paths in the folder."""
+        names = [str(Path(path).relative_to(self._name)) for path in self._paths]
+        return Samples(task.val, "folder", names)
+
+    def _preparation(self, facts: Mapping[str, Any]) -> tuple[tuple[int, int], Normalize]:
+        """Channels and side of the model's images, and how their pixels are normalised."""
+        told = facts["preprocessing"] or {}
+        try:
+            mean, std = (tuple(map(float, told[key])) for key in ("mean", "std"))
+            side, width = told["size"]
+            channels = len(mean)
+            fits = side == width and len(std) == channels and channels in (1, 3) and min(std) > 0
+        except (LookupError, TypeError, ValueError):
+            fits = False
+        if not fits or not isinstance(side, int):
+            self._refuse(
+                "the checkpoint does not say how an image is prepared, as the Task of its dataset "
+                "did not (preprocessing with size, mean and std)"
+            )
+        shapes = [given["shape"] for given in facts["inputs"] or ()]
+        if shapes != [[None, channels, side, side]]:
+            self._refuse(
+                f"the model takes something else than images of {channels} x {side} x {side} alone"
+            )
+        return (channels, side), Normalize(mean, std)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ConfigError(
+            f"folder={self._name}: {reason}; use split, with a dataset over the folder"
+        )
+
+
+def _no_loss(outputs: Any, targets: Any) -> Tensor:
+    """There is nothing to compare with."""
+    return next(tensors_in(outputs)).new_zeros(())
+
+
+def _text(path: Path, run: Restored, source: str, count: int, out: Path) -> str:
+    precision = run.trainer.eval_precision or run.trainer.precision
+    return (
+        f"{path}, step {run.step}: {count} predictions of {source} ({precision} on "
+        f"{device_of(run.trainer.model)}, weights {run.weights}); written to {out}"
+    )

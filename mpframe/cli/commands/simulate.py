@@ -1,0 +1,85 @@
+"""Replay a run's gradients through loss scalers: a table and a picture.
+
+Usage: mpframe simulate run=PATH [loss_scaling=NAME,...] [option=value] ...
+
+    mpframe simulate run=runs/2026-11-21/05-45-42
+    mpframe simulate run=runs/mine loss_scaling=LogMax,Backoff
+    mpframe simulate run=runs/mine loss_scaling=LogMax loss_scaling.mean_decay=0.9
+
+Options:
+    run=PATH                a run, or its record of gradients; must be given
+    loss_scaling=NAME,...   default: static,Backoff,LogMax
+    loss_scaling.OPTION=VALUE, loss_scaling._target_=my_pkg.MyScaler    as for mpframe train
+    dtype.half=float16|bfloat16    default: float16
+    out=FILE.png            default: scaling.png in the run's folder
+    --config-dir=FOLDER, --config-name=NAME    as for mpframe train
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mpframe.build import build_scaler
+from mpframe.cli.program import program
+from mpframe.config.composition.command_line import checked, compose_named, refuse_unwritable
+from mpframe.config.schema import Config
+from mpframe.errors import ConfigError, take_options
+from mpframe.loss_scaling.interface import LossScaler, name_of
+from mpframe.numerics.simulation import as_table, draw, replay
+from mpframe.tracking.amax_record import read_amax
+
+_OPTIONS = ("run", "loss_scaling", "out")
+_ALL = ("static", "Backoff", "LogMax")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Replay the record of `run=...` through the scalers of `loss_scaling=...`; print and draw.
+
+    Args:
+        arguments: `run=FOLDER_OR_FILE`, `loss_scaling=NAME[,NAME...]` (all of ours if absent) or
+            `loss_scaling._target_=my_pkg.MyScaler`, `dtype.half=...`, `loss_scaling.OPTION=VALUE`,
+            `out=PICTURE`; the command line if None.
+    """
+    with program():
+        _simulate(sys.argv[1:] if arguments is None else arguments)
+
+
+def _simulate(arguments: list[str]) -> None:
+    given, options = take_options(arguments, _OPTIONS)
+    if not given.get("run"):
+        raise ConfigError("run: must be given, e.g. run=runs/2026-11-21/05-45-42")
+    source = Path(given["run"])
+    own = any(word.startswith("loss_scaling._target_=") for word in options)
+    names = given.get("loss_scaling", "own" if own else ",".join(_ALL)).split(",")
+    picture = Path(given.get("out") or _beside(source))
+    refuse_unwritable("out", picture.parent)
+    configs = {name: _config(name, options) for name in names}
+    half = getattr(torch, next(iter(configs.values())).dtype.half)
+    recorded = read_amax(source)
+    amax = recorded[np.isfinite(recorded)]
+    if len(amax) < len(recorded):
+        # What they would have been is unknown, and any guess would decide the result.
+        print(f"{len(recorded) - len(amax)} steps overflowed in the run itself and are left out")
+    scalers = [_scaler(name, config) for name, config in configs.items()]
+    replays = {name_of(scaler): replay(amax, scaler, half) for scaler in scalers}
+    print(as_table(replays))
+    draw(amax, replays, picture, half)
+    print(f"picture: {picture}")
+
+
+def _config(name: str, options: list[str]) -> Config:
+    _, composed = compose_named([f"loss_scaling={name}", *options])
+    return checked(composed)
+
+
+def _scaler(name: str, config: Config) -> LossScaler:
+    scaler = build_scaler(config)
+    if scaler is None:
+        raise ConfigError(f"loss_scaling={name}: has no scale to replay; choose {', '.join(_ALL)}")
+    return scaler
+
+
+def _beside(source: Path) -> Path:
+    return source / "scaling.png" if source.is_dir() else source.with_suffix(".scaling.png")

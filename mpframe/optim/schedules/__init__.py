@@ -1,0 +1,36 @@
+"""Learning-rate schedules, sized to the planned number of steps.
+
+Each is a function that makes a schedule of torch's for an optimizer, and has a file in
+conf/scheduler/. It is stepped once after every optimizer step that was not skipped. Any other
+class of torch, timm or Hugging Face does as well: torch's `ReduceLROnPlateau` is stepped once after
+every validation, with the metric if that has a direction, else with the loss, and
+`CountedSchedule` tells those of timm how many updates and epochs there were.
+
+    cycles.py       constant, warmup_cosine, onecycle
+    decays.py       poly, exponential, inverse_square_root, transformer, piecewise_constant
+    interface.py    what a run asks of a schedule
+"""
+
+from mpframe.optim.schedules.cycles import constant, onecycle, warmup_cosine
+from mpframe.optim.schedules.decays import (
+    exponential,
+    inverse_square_root,
+    piecewise_constant,
+    poly,
+    transformer,
+)
+from mpframe.optim.schedules.interface import CountedSchedule, Schedule, refuse_overrun
+
+__all__ = [
+    "CountedSchedule",
+    "Schedule",
+    "constant",
+    "exponential",
+    "inverse_square_root",
+    "onecycle",
+    "piecewise_constant",
+    "poly",
+    "refuse_overrun",
+    "transformer",
+    "warmup_cosine",
+]

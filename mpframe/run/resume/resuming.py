@@ -1,0 +1,150 @@
+"""Where a resumed run starts from: the newest good checkpoint, loaded completely or not at all.
+
+A checkpoint is verified before anything changes. If it then turns out not to fit, the earlier state
+is put back.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpframe import checkpoint
+from mpframe.checkpoint import Snapshot
+from mpframe.errors import CheckpointError, MpframeError, RunInterrupted
+from mpframe.files.stored_yaml import parsed
+from mpframe.run.resume.callback_states import restore
+from mpframe.run.resume.exactness import (
+    carried_over,
+    differences,
+    other_arithmetic,
+    refuse_other_parts,
+)
+from mpframe.tracking.environment import arithmetic
+from mpframe.training.trainer import Trainer
+from mpframe.tree import device_of
+
+log = logging.getLogger(__name__)
+
+
+Renew = Callable[[Trainer], None]
+"""Gives a trainer new callbacks, without a state."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run continues from.
+
+    Attributes:
+        option: `none`, `auto`, or a checkpoint's or run's folder.
+        folder: this run's folder.
+        config: this run's resolved options as YAML.
+    """
+
+    option: str
+    folder: Path
+    config: str
+
+    def into(self, trainer: Trainer, renew: Renew = lambda trainer: None) -> str:
+        """Load the checkpoint into the trainer, its callbacks and the random generators.
+
+        Args:
+            trainer: newly built.
+            renew: called before each checkpoint that is tried, and if there is none.
+
+        Returns:
+            The identity of the run; a new one if it starts from the beginning.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, is damaged or does not fit; nothing has
+                changed.
+        """
+        if self.option == "none":
+            return _from_the_beginning(trainer, renew)
+        if self.option == "auto":
+            return self._newest_good(trainer, renew)
+        path = Path(self.option)
+        if not path.exists():
+            raise CheckpointError(
+                f"resume={path}: no such folder; name a run's folder or a checkpoint"
+            )
+        checkpoint.refuse_mixed(path)
+        return self._take(checkpoint.newest(path), trainer, renew)
+
+    def _newest_good(self, trainer: Trainer, renew: Renew) -> str:
+        found = checkpoint.all_in(self.folder)
+        for path in reversed(found):
+            try:
+                return self._take(path, trainer, renew)
+            except CheckpointError as error:
+                log.warning("warning: resume=auto passes over %s: %s", path.name, error)
+        if found:
+            raise CheckpointError(
+                f"resume=auto: none of the {len(found)} checkpoints in {self.folder} can be used; "
+                "repair or delete them, or start again in another hydra.run.dir"
+            )
+        log.info("resume=auto: no checkpoint in %s, starting from the beginning", self.folder)
+        return _from_the_beginning(trainer, renew)
+
+    def _take(self, path: Path, trainer: Trainer, renew: Renew) -> str:
+        snapshot = checkpoint.read(path)
+        renew(trainer)
+        then, now = _options(snapshot.config, path), _options(self.config, self.folder)
+        _apply(snapshot, (then, now), path, trainer)
+        _say_what_differs(snapshot, then, now, trainer)
+        log.info("resumed from %s at step %d", path, trainer.progress.global_step)
+        return checkpoint.identity_of(snapshot.facts) or checkpoint.new_identity()
+
+
+def _from_the_beginning(trainer: Trainer, renew: Renew) -> str:
+    renew(trainer)
+    return checkpoint.new_identity()
+
+
+def _options(config: str, path: Path) -> dict[str, Any]:
+    """The stored options; none if a user's own loop saved without them."""
+    return parsed(config, path / "config.yaml") if config else {}
+
+
+def _say_what_differs(
+    snapshot: Snapshot, then: dict[str, Any], now: dict[str, Any], trainer: Trainer
+) -> None:
+    here = arithmetic(device_of(trainer.model))
+    changed = differences(then, now)
+    changed += other_arithmetic(snapshot.facts.get("made_on"), here)
+    if changed:
+        log.warning(
+            "warning: the resumed run will not equal an undisturbed one bit for bit: %s",
+            ", ".join(changed),
+        )
+    carried = carried_over(then, now)
+    if carried:
+        log.warning(
+            "warning: not used, because the checkpoint holds its own: %s; "
+            "start a new run with init_from to change it",
+            ", ".join(carried),
+        )
+
+
+def _apply(
+    snapshot: Snapshot, options: tuple[dict[str, Any], dict[str, Any]], path: Path, trainer: Trainer
+) -> None:
+    """Load a state, all of it or none."""
+    before = Snapshot(0, {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()})
+    before = before.detached()
+    try:
+        refuse_other_parts(*options)
+        _load(snapshot, trainer)
+        restore(trainer.callbacks, snapshot.state.get("callbacks", {}))
+    except RunInterrupted:
+        raise
+    except Exception as error:  # A state of the wrong structure may raise anything below torch.
+        _load(before, trainer)
+        said = error if isinstance(error, MpframeError) else f"of something else ({error!r:.200})"
+        raise CheckpointError(f"{path}: {said}") from None
+
+
+def _load(snapshot: Snapshot, trainer: Trainer) -> None:
+    trainer.load_state_dict(snapshot.state["trainer"])
+    checkpoint.restore_rng(snapshot.state["rng"])

@@ -1,0 +1,57 @@
+"""What makes each shipped experiment small enough for a test."""
+
+from pathlib import Path
+
+import pytest
+
+from mpframe.config.locations import CONF
+
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+
+# DATA is the folder of the fixture `tiny_data`.
+_FILES = "dataset.root=DATA"
+_UNET = "model.width=4 dataset.image_size=16 dataset.workers=0"
+_BERT = (
+    "dataset.batch_size=4 dataset.workers=0 dataset.vocab_size=200 "
+    "model.config.num_hidden_layers=1 model.config.hidden_size=24"
+)
+_SCENES = "dataset.train=16 dataset.val=2 dataset.test=2 dataset.image_size=64 dataset.workers=0"
+TINY = {
+    "bert_classifier": f"{_FILES}/text_folder {_BERT}",
+    "bert_classifier_small": f"{_FILES}/text_folder {_BERT}",
+    "bert_spans": _BERT,
+    "bert_spans_small": _BERT,
+    "bikes": f"{_FILES}/bikes",
+    "cifar10_resnet18": f"{_FILES}/cifar10 dataset.batch_size=8 dataset.workers=0 model.width=8",
+    "cifar10_small": f"{_FILES}/image_folder dataset.batch_size=8",
+    "detection_ssd": f"{_SCENES} dataset.batch_size=8 model.width=4",
+    "detection_ssd_small": f"{_SCENES} model.width=4",
+    "detection_torchvision": f"{_SCENES} dataset.batch_size=8",
+    "digits_gan": "",
+    "digits_mlp": "",
+    "fashion_mnist_cnn": f"{_FILES}/fashion_mnist dataset.batch_size=8",
+    "gpt": "dataset.batch_size=2 dataset.context=8 dataset.workers=0 dataset.eval_windows=8 "
+    "model.depth=1",
+    "gpt_small": "dataset.batch_size=2 dataset.context=8 dataset.eval_windows=8",
+    "image_folder_resnet18": f"{_FILES}/image_folder dataset.batch_size=8 dataset.workers=0 "
+    "model.width=8",
+    "photographs_unet": f"{_FILES}/mask_folder {_UNET}",
+    "photographs_unet_small": f"{_FILES}/mask_folder {_UNET}",
+    "rossmann": f"{_FILES}/rossmann",
+    "shapes_unet": f"dataset.images=64 {_UNET}",
+    "shapes_unet_small": f"dataset.images=64 {_UNET}",
+    "speech_lstm": "dataset.train=64 dataset.val=8 dataset.workers=0 model.hidden=16",
+    "speech_lstm_small": "dataset.train=64 dataset.val=8",
+}
+
+
+def tiny(experiment: str, data: Path) -> list[str]:
+    """The words that choose a shipped experiment and make it small; "" is what runs by default.
+
+    A test of an experiment that needs packages which are not here is skipped.
+    """
+    if not experiment:
+        return []
+    if "mpframe[text]" in (CONF / "experiment" / f"{experiment}.yaml").read_text():
+        pytest.importorskip("transformers", reason="needs pip install mpframe[text]")
+    return [f"experiment={experiment}", *TINY[experiment].replace("DATA", str(data)).split()]

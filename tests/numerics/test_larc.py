@@ -1,0 +1,198 @@
+"""LARC and LARS: equal to their formula by hand, on masters, whatever the loss is scaled by."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpframe import MasterWeights, Precision, Static, Trainer
+from mpframe.errors import ConfigError
+from mpframe.objectives import supervised
+from mpframe.optim import LARC
+from mpframe.training.callbacks.larc import LayerwiseRates
+from mpframe.training.plan import Plan
+
+MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-2}),
+    "fused SGD": (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 1e-2}),
+}
+# Bounds that each make another parameter's factor: see `test_each_bound_is_met`.
+SETTINGS: dict[str, dict[str, float]] = {
+    "as OpenSeq2Seq": {"eta": 1e-3},
+    "large eta": {"eta": 10.0},
+    "large bounds": {"eta": 1e-3, "min_update": 0.02, "epsilon": 0.5},
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    nn.init.zeros_(model[2].bias)
+    return model
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    targets = torch.randint(0, 3, (8,), generator=generator)
+    return torch.randn(8, 6, generator=generator), targets
+
+
+def by_hand(
+    weight: Tensor,
+    gradient: Tensor,
+    lr: float,
+    mode: str,
+    eta: float,
+    min_update: float = 1e-7,
+    epsilon: float = 1e-7,
+) -> Tensor:
+    """The gradient after OpenSeq2Seq's formula, from fp32 values."""
+    size, slope = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(gradient)
+    if mode == "clip":
+        factor = max(eta * size / (lr * (slope + epsilon)), torch.tensor(min_update))
+        return gradient * min(factor, torch.tensor(1.0))
+    return gradient * max(eta * size / (slope + epsilon), torch.tensor(min_update))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("mode", ["clip", "scale"])
+@pytest.mark.parametrize(("dtype", "half"), MODES)
+def test_it_is_the_formula_on_masters(
+    dtype: str, half: str, mode: str, name: str, settings: str
+) -> None:
+    make, arguments = OPTIMIZERS[name]
+    precision, scaler, model = Precision(dtype, half), Static(2.0**10), net()
+    groups = [{"params": model[0].parameters(), "lr": 0.3}, {"params": model[2].parameters()}]
+    wrapped = precision.prepare(model, make(groups, lr=0.05, **arguments))[1]
+    wrapped.register_step_pre_hook(LARC(mode=mode, **SETTINGS[settings]))
+    expected = [wrapped.master_of(p).detach().clone() for p in model.parameters()]
+    rates = [0.3, 0.3, 0.05, 0.05]
+    plain = make([{"params": expected[:2], "lr": 0.3}, {"params": expected[2:]}], lr=0.05,
+                 **arguments)  # fmt: skip
+    for step in range(4):
+        inputs, targets = batch(step)
+        with precision.cast():
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+        (loss * scaler.scale).backward()
+        for own, parameter, lr in zip(expected, model.parameters(), rates, strict=True):
+            assert parameter.grad is not None
+            gradient = parameter.grad.float() / scaler.scale
+            own.grad = by_hand(own, gradient, lr, mode, **SETTINGS[settings])
+        plain.step()
+        assert not wrapped.step(scaler).skipped
+        for own, parameter in zip(expected, model.parameters(), strict=True):
+            assert torch.equal(wrapped.master_of(parameter), own)
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "factor"),
+    [
+        ("clip", {"eta": 0.1}, 0.1 * 5 / (2.0 * (10 + 1e-7))),
+        ("clip", {"eta": 100.0}, 1.0),
+        ("clip", {"eta": 1e-9}, 1e-7),
+        ("scale", {"eta": 0.1}, 0.1 * 5 / (10 + 1e-7)),
+        ("scale", {"eta": 100.0}, 100.0 * 5 / (10 + 1e-7)),
+        ("scale", {"eta": 1e-9, "min_update": 0.5}, 0.5),
+        ("scale", {"eta": 1.0, "epsilon": 10.0}, 5 / 20),
+    ],
+)
+def test_each_bound_is_met(mode: str, settings: dict[str, float], factor: float) -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = torch.optim.SGD([weight], lr=2.0)
+    optimizer.register_step_pre_hook(LARC(mode=mode, **settings))
+    weight.grad = torch.tensor([6.0, 8.0])
+    optimizer.step()
+    # A factor and a product in fp32: a few roundings of 2^-24.
+    moved = torch.tensor([3.0, 4.0]) - 2.0 * factor * torch.tensor([6.0, 8.0])
+    assert torch.allclose(weight, moved, rtol=8 * 2.0**-24, atol=8 * 2.0**-24 * 4.0)
+
+
+def test_what_is_left_out_and_what_has_no_gradient_keep_theirs() -> None:
+    left, frozen, other = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimizer = torch.optim.SGD([left, frozen, other], lr=1.0)
+    optimizer.register_step_pre_hook(LARC(eta=1e-3, without=[left]))
+    left.grad, other.grad = torch.ones(2), torch.ones(2)
+    optimizer.step()
+    assert torch.equal(left, torch.zeros(2))
+    assert torch.equal(frozen, torch.ones(2))
+    assert torch.all(other > 0.99)
+
+
+def test_rows_of_a_sparse_gradient_count() -> None:
+    dense, sparse = nn.Embedding(5, 2), nn.Embedding(5, 2, sparse=True)
+    sparse.load_state_dict(dense.state_dict())
+    for table in (dense, sparse):
+        wrapped = MasterWeights(torch.optim.SGD(table.parameters(), lr=0.1))
+        wrapped.register_step_pre_hook(LARC(eta=1e-3))
+        table(torch.tensor([1, 1, 3])).square().sum().backward()
+        wrapped.step()
+    # The norm of two rows, or of the same rows among zeros: sums of another order.
+    assert torch.allclose(dense.weight, sparse.weight, rtol=0, atol=4 * 2.0**-24)
+    assert torch.equal(dense.weight[0], sparse.weight[0])
+
+
+def test_a_factor_beyond_half_is_held_at_its_end() -> None:
+    """Without masters the gradient is half: 70000 would become inf and reach the weight."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    wrapped = MasterWeights(torch.optim.SGD([weight], lr=2.0**-10), keep_masters=False)
+    wrapped.register_step_pre_hook(LARC(eta=1.0, mode="scale"))
+    weight.grad = torch.full((4,), 2.0**-24, dtype=torch.float16)
+    wrapped.step()
+    assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"eta": 0.0}, "larc.eta=0.0: must be a finite number > 0; 0.001 is usual"),
+        ({"eta": float("inf")}, "larc.eta=inf: must be a finite number > 0; 0.001 is usual"),
+        ({"eta": 0.1, "mode": "lars"}, "larc.mode=lars: choose clip (LARC) or scale (LARS)"),
+        ({"eta": 1, "min_update": -1.0},
+         "larc.min_update=-1.0: must be a finite number >= 0; 1e-07 is usual"),
+        ({"eta": 1, "epsilon": 0.0},
+         "larc.epsilon=0.0: must be a finite number > 0; 1e-07 is usual"),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_take_is_one_line(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        LARC(**settings)
+    assert str(refused.value) == line
+
+
+def trainer(**plan: Any) -> Trainer:
+    model = net()
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    return Trainer(model, optimizer, supervised(nn.CrossEntropyLoss()), plan=Plan(**plan))
+
+
+def test_the_callback_acts_while_the_run_trains_and_no_longer() -> None:
+    run, plain = trainer(), trainer()
+    rates = LayerwiseRates(eta=1e-3, without=["*.bias"])
+    rates.setup(run, None)  # type: ignore[arg-type]  # It does not look at the run.
+    run.train_step(batch(0))
+    plain.train_step(batch(0))
+    bound, free = (dict(one.model.named_parameters()) for one in (run, plain))
+    assert [n for n in bound if torch.equal(bound[n], free[n])] == ["0.bias", "2.bias"]
+    rates.teardown(run, None)
+    run.load_weights({name: weight.clone() for name, weight in plain.weights().items()})
+    for one in (run, plain):
+        one.train_step(batch(1))
+    assert all(torch.equal(bound[name], free[name]) for name in bound)
+
+
+def test_the_callback_refuses_clipping_and_idle_patterns() -> None:
+    with pytest.raises(ConfigError) as refused:
+        LayerwiseRates(eta=1e-3).setup(trainer(clip_norm=5.0), None)  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        "trainer.clip_norm=5.0: LARC scales each gradient after the clipping, and would undo it; "
+        "set trainer.clip_norm=null, or leave callbacks=larc out"
+    )
+    with pytest.raises(ConfigError) as refused:
+        LayerwiseRates(eta=1e-3, without=["*.bais"]).setup(trainer(), None)  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        "callbacks.larc.without=[*.bais]: matches no parameter; nearest: 2.bias, 0.bias"
+    )
