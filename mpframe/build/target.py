@@ -61,9 +61,19 @@ def _refuse_unknown_arguments(section: str, target: str, node: dict[str, Any]) -
 
 
 def found(section: str, target: str) -> Any:
-    """What a `_target_` names."""
+    """The class or function that a `_target_` names.
+
+    Raises:
+        ConfigError: there is none, or it is something else, as a module is.
+    """
     try:
-        return get_object(target)
+        named = get_object(target)
     except (Exception, SystemExit) as error:  # Importing the user's module may raise anything.
         said = raised(error) if isinstance(error, SystemExit) else first_line(error)
         raise ConfigError(f"{section}._target_={target}: {said}") from error
+    if not callable(named):
+        raise ConfigError(
+            f"{section}._target_={target}: is a {type(named).__name__}; name a class or function, "
+            f"as in {target}.Name"
+        )
+    return named

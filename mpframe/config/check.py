@@ -48,6 +48,7 @@ def check(composed: DictConfig) -> Config:
     _refuse_unknown("", tree, {*SECTIONS, *OPEN, *RUN_OPTIONS})
     run = _load(RunOptions, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
     _refuse_leaving(run.run_name)
+    _refuse_empty(run)
     _refuse_without_source(run)
     optimizer = _section(tree, "optimizer")
     joint = _joint(optimizer) if "parts" in optimizer else None
@@ -140,6 +141,16 @@ def _refuse_leaving(run_name: str) -> None:
         raise ConfigError(
             f"run_name={run_name}: must stay within runs/; for another place set hydra.run.dir"
         )
+
+
+def _refuse_empty(run: RunOptions) -> None:
+    """Refuse an empty path, which would stand for the current folder."""
+    for name, path in (("resume", run.resume), ("init_from", run.init_from)):
+        if path is not None and not path.strip():
+            raise ConfigError(
+                f"{name}=: is empty, perhaps from a shell variable that is not set; name a folder, "
+                "and . for this one"
+            )
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,6 +11,7 @@ and what is below them. It imports nothing that trains, and it knows no options:
 the values that it is given.
 """
 
+from mpframe.data.datasets.detection.scenes import scenes
 from mpframe.data.datasets.images.adversarial import adversarial, digits_gan
 from mpframe.data.datasets.images.arrays import ArrayImages, Images, Normalize
 from mpframe.data.datasets.images.cifar10 import cifar10
@@ -34,6 +35,7 @@ from mpframe.data.metrics import (
     Dice,
     IoU,
     LabelErrorRate,
+    MeanAveragePrecision,
     Perplexity,
     WordJaccard,
 )
@@ -50,6 +52,7 @@ __all__ = [
     "IoU",
     "LabelErrorRate",
     "Loader",
+    "MeanAveragePrecision",
     "Metric",
     "Normalize",
     "Perplexity",
@@ -66,6 +69,7 @@ __all__ = [
     "mask_folder",
     "next_token",
     "phonemes",
+    "scenes",
     "segmentation",
     "shapes",
     "text_folder",

@@ -12,6 +12,7 @@ from mpframe.models.gpt import gpt
 from mpframe.models.lstm import lstm
 from mpframe.models.mlp import mlp
 from mpframe.models.resnet18 import resnet18
+from mpframe.models.ssd import ssd
 from mpframe.models.tabular import tabular
 from mpframe.models.unet import unet
 
@@ -22,6 +23,7 @@ __all__ = [
     "lstm",
     "mlp",
     "resnet18",
+    "ssd",
     "tabular",
     "unet",
 ]

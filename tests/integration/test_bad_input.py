@@ -86,6 +86,7 @@ EXACT = [
     ("--epochs=3", "--epochs=3: no such flag; write options as option=value; see --help"),
     ("--config-dir=/nonexistent", "--config-dir=/nonexistent: no such folder; name one with .yaml files"),
     ("epochs", "epochs: not of the form option=value; missing EQUAL at '<EOF>'"),
+    ("=5", "=5: not of the form option=value; the option is missing"),
     ("trainer..epochs=3", "trainer..epochs=3: not of the form option=value; token recognition error at: '.'"),
     ("~optimizer", "optimizer=null: must be a mapping; choose a file of conf/optimizer"),
     # flags that are half said, or said twice
@@ -96,6 +97,7 @@ EXACT = [
     ("--cfg job --info", "--cfg and --info: do not go together; give one of them"),
     ("--cfg job -m seed=1,2", "--multirun and --cfg: do not go together; give one of them"),
     ("--resolve", "--resolve: goes with --cfg or --help; add --cfg=job"),
+    ("-p trainer", "--package=trainer: goes with --cfg; add --cfg=job"),
     ("-sc", "--shell-completion: add install=SHELL or uninstall=SHELL, e.g. bash"),
     (f"--config-dir={CONF} trainer.max_stepz=3", "trainer.max_stepz: no such option; nearest: trainer.max_steps"),
     ("hydra/launcher=nope", "hydra/launcher=nope: choose basic; Optuna, joblib and submitit come with pip install mpframe[sweep]"),
@@ -138,7 +140,7 @@ EXACT = [
     # optimizer and scaling
     ("optimizer.lr=0", "optimizer.lr=0: must be a number > 0"),
     ("optimizer.lr=null", "optimizer.lr=null: must be a number > 0"),
-    ("loss_scaling.scale=8", "loss_scaling.scale: no such option; nearest: loss_scaling.half, loss_scaling.mode, loss_scaling; an argument of your own class: +loss_scaling.scale=..."),
+    ("loss_scaling.scale=8", "loss_scaling.scale: no such option; known: loss_scaling._target_, loss_scaling.half, loss_scaling.mode; an argument of your own class: +loss_scaling.scale=..."),
     ("loss_scaling=static loss_scaling.scale=nan", "loss_scaling.scale=nan: must be a number >= 1.175494351e-38 and <= 3.402823466e+38; leave it out for the default", "empty"),
     ("loss_scaling=Backoff loss_scaling.backoff_factor=1", "loss_scaling.backoff_factor=1: must be a number > 0 and < 1; leave it out for the default", "empty"),
     ("loss_scaling=Backoff loss_scaling.hysteresis=0", "loss_scaling.hysteresis=0: must be a whole number >= 1 and <= 2147483647; leave it out for the default", "empty"),

@@ -39,17 +39,21 @@ class Net(torch.nn.Module):
         return self.second(torch.tanh(self.first(images.flatten(1))))
 """
 STRANGER = """
-import json, sys
+import ast, json, sys
 import numpy, torch
+def run(statements):
+    exec(compile(ast.Module(statements, []), "the page", "exec"), names)
 lines, raw = json.load(open("lines.json")), torch.from_numpy(numpy.load("raw.npy"))
 names = {"raw": raw}
 exec(lines["prepare"], names)
 prepared = names["inputs"]
 found = {}
 for form in lines["forms"]:
+    *loaded, called = ast.parse(lines[form]).body
+    run(loaded)
     for how, inputs in {"normalised": prepared, "raw": raw, "one": prepared[:1]}.items():
         names["inputs"] = inputs
-        exec(lines[form], names)
+        run([called])
         found[f"{form} {how}"] = torch.as_tensor(names["outputs"]).detach().numpy()
 assert not [name for name in sys.modules if name.partition(".")[0] == "mpframe"]
 numpy.savez("found.npz", **found)

@@ -17,6 +17,7 @@ _BERT = (
     "dataset.batch_size=4 dataset.workers=0 dataset.vocab_size=200 "
     "model.config.num_hidden_layers=1 model.config.hidden_size=24"
 )
+_SCENES = "dataset.train=16 dataset.val=2 dataset.test=2 dataset.image_size=64 dataset.workers=0"
 TINY = {
     "bert_classifier": f"{_FILES}/text_folder {_BERT}",
     "bert_classifier_small": f"{_FILES}/text_folder {_BERT}",
@@ -26,6 +27,9 @@ TINY = {
     "cifar10_adamw": f"{_JPEG} model.width=8",
     "cifar10_resnet18": f"{_FILES}/cifar10 dataset.batch_size=8 dataset.workers=0 model.width=8",
     "cifar10_small": f"{_FILES}/image_folder dataset.batch_size=8",
+    "detection_ssd": f"{_SCENES} dataset.batch_size=8 model.width=4",
+    "detection_ssd_small": f"{_SCENES} model.width=4",
+    "detection_torchvision": f"{_SCENES} dataset.batch_size=8",
     "digits_gan": "",
     "digits_mlp": "",
     "fashion_mnist_cnn": f"{_FILES}/fashion_mnist dataset.batch_size=8",

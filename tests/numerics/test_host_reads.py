@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe import Backoff, LogMax, Precision, Static, StepResult, Trainer
+from mpframe.numerics.autopsy.callback import Autopsy
 from mpframe.objectives import StepOutput, supervised
 from mpframe.optim import MultiOptimizer
 from mpframe.optim.ema import Ema
@@ -226,6 +227,16 @@ def test_a_callback_that_is_due_reads_all_steps_before_it_at_once(reads: Reads) 
     updates = [event for event in reads.events if event != "backward"]
     three = ["update"] * 3
     assert updates == ["read", *three, "read", *three, "read", "update", "update", "read"]
+
+
+@pytest.mark.parametrize(("when", "count"), [("off", 2), ("on_trouble", 8)])
+def test_the_autopsy_reads_each_step_unless_it_is_off(when: str, count: int, reads: Reads) -> None:
+    """It examines a step with the weights that the step had."""
+    autopsy = Autopsy(when, after=10, limit=50)
+    trainer = trainer_of(reads, scaler=Backoff(), fused=True, callbacks={"autopsy": autopsy})
+    with reads:
+        trainer.fit(Batches(8))
+    assert reads.count == count
 
 
 class Overflowing(Batches):

@@ -32,6 +32,7 @@ def test_a_device_that_is_not_there_is_refused(name: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("node", "line"),
     [
+        ({"_target_": "torch.nn"}, "_target_=torch.nn: is a module; name a class or function, as in torch.nn.Name"),
         ({"_target_": "torch.nn.Linear", "in_feature": 3}, "in_feature=3: torch.nn.Linear takes no such argument; nearest: in_features"),
         ({"_target_": "torch.nn.Linear", "in_features": 3}, "torch.nn.Linear refused its options: .*out_features"),
         ({"_target_": "nowhere.Net"}, "model._target_=nowhere.Net: "),

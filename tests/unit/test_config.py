@@ -41,7 +41,18 @@ GROUPS = (
     "scheduler",
     "trainer",
 )
-SIZED_BY = {"gpt": "next_token", "bert_classifier": "text_folder", "bert_spans": "tweet_spans"}
+SIZED_BY = {
+    "bert_classifier": "text_folder",
+    "bert_spans": "tweet_spans",
+    "fasterrcnn": "scenes",
+    "fcos": "scenes",
+    "gpt": "next_token",
+    "lstm": "phonemes",
+    "ssd": "scenes",
+    "ssdlite": "scenes",
+    "tabular": "bikes",
+    "unet": "shapes",
+}
 """The dataset whose facts a model reads, if that is no dataset of images."""
 FILES = sorted(path for path in CONF.rglob("*.yaml") if path.parent.name in GROUPS)
 ROOT = Path(__file__).resolve().parents[2]
@@ -257,6 +268,11 @@ def test_a_section_that_may_be_absent_is_null_or_empty() -> None:
         ),
         ({"callbacks": [1]}, "callbacks=[1]: must be a mapping; choose a file of conf/callbacks"),
         ({"metric": {}}, "metric: no such option; nearest: metrics"),
+        (
+            {"resume": ""},
+            "resume=: is empty, perhaps from a shell variable that is not set; name a",
+        ),
+        ({"init_from": " "}, "init_from=: is empty, perhaps from a shell variable that is not set"),
     ],
 )
 def test_an_open_section_without_a_target_is_refused(change: dict[str, Any], line: str) -> None:

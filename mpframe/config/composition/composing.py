@@ -156,7 +156,8 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     if key in known or inside_mapping or (adds and section in OPEN and rest):
         return
     hint = nearest(key, known)
-    advice = hint or "known: " + ", ".join(sorted({path.split(".")[0] for path in known}))
+    beside = [path for path in known if path.startswith(f"{section}.")]
+    advice = hint or "known: " + ", ".join(sorted(beside or {p.split(".")[0] for p in known}))
     if section in OPEN and rest and not adds:
         advice += f"; an argument of your own class: +{key}=..."
     raise ConfigError(f"{key}: no such option; {advice}")

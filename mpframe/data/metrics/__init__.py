@@ -9,6 +9,7 @@ from mpframe.data.metrics.bits_per_byte import BitsPerByte
 from mpframe.data.metrics.dice import Dice
 from mpframe.data.metrics.iou import IoU
 from mpframe.data.metrics.label_error_rate import LabelErrorRate
+from mpframe.data.metrics.mean_average_precision import MeanAveragePrecision
 from mpframe.data.metrics.perplexity import Perplexity
 from mpframe.data.metrics.rmse import RMSE
 from mpframe.data.metrics.rmspe import RMSPE
@@ -22,6 +23,7 @@ __all__ = [
     "Dice",
     "IoU",
     "LabelErrorRate",
+    "MeanAveragePrecision",
     "Perplexity",
     "WordJaccard",
 ]

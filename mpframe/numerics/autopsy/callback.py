@@ -96,7 +96,8 @@ class Autopsy(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Read the verdict before the next step: the evidence needs the step's own state."""
-        trainer.read_verdicts()
+        if self._enabled:
+            trainer.read_verdicts()
 
     def state_dict(self) -> dict[str, Any]:
         """The loss of the run's first step."""
