@@ -1,5 +1,6 @@
 """Areas of classes, counted on the device: what `Dice` and `IoU` are made of."""
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -47,7 +48,7 @@ class Overlap(ABC):
         """The mean so far, 0 to 1, 0-d float64; nan before the first update."""
         if self._counts is None:
             return torch.tensor(torch.nan, dtype=torch.float64)
-        counts = self._counts.view(int(len(self._counts) ** 0.5), -1).double()
+        counts = self._counts.view(math.isqrt(len(self._counts)), -1).double()
         shared, wanted, chosen = counts.diagonal(), counts.sum(1), counts.sum(0)
         values = self.measure(shared, wanted, chosen)[self._first :]
         return values.nanmean()  # 0 / 0 is a class that occurs nowhere.

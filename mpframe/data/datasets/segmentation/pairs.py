@@ -32,15 +32,16 @@ class Pair:
         Raises:
             DataError: it cannot be read, or the mask has another size.
         """
-        with opened(self.image) as image, opened(self.mask, _MASK_FORMATS) as mask:
-            sizes = image.size, mask.size
-        if sizes[0] != sizes[1]:
-            (width, height), (wide, high) = sizes
+        with opened(self.image) as image:
+            width, height = image.size
+        with opened(self.mask, _MASK_FORMATS) as mask:
+            wide, high = mask.size
+        if (width, height) != (wide, high):
             raise DataError(
                 f"{self.mask}: is {wide} x {high} pixels and {self.image} is {width} x {height}; "
                 "give both the same size"
             )
-        return sizes[0][1], sizes[0][0]
+        return height, width
 
     def read(self, channels: int, classes: int) -> tuple[Tensor, Tensor]:
         """The photograph, uint8 [channels, H, W], and its classes, uint8 [H, W].

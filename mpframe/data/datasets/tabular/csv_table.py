@@ -40,12 +40,11 @@ def csv_table(
     fill_missing: bool = False,
     drop_zeros: bool = False,
 ) -> Task:
-    """The rows of a table; what is learned is the logarithm of the target, in `log_regression`.
+    """The rows of a table; what is learned is the target's logarithm, by `LogRegression`.
 
     A sample is a dict: `categorical` [columns] int64, where 0 is a category that no training row
     has; `continuous` [columns] float32, with mean 0 and standard deviation 1 over the training
-    rows; `target`, float32, in its own unit. The metrics are `RMSPE`, and
-    `RMSE` in that unit.
+    rows; `target`, float32, in its own unit. The metrics are `RMSPE` and `RMSE`.
 
     Args:
         root: the folder of the file, or the file itself.
