@@ -13,6 +13,7 @@ from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.data import Task
 from mpframe.errors import ConfigError
+from mpframe.run.vocabulary import refuse_other_vocabulary
 from mpframe.tracking.summary import Summary
 from mpframe.training.trainer import Trainer
 
@@ -79,7 +80,10 @@ def restored(
     trained = weights_of(state, "trained", path)
     kind = weights or ("ema" if config.trainer.ema_decay is not None else "trained")
     build.seed_everything(config.run.seed)
-    task = task_of(facts_of(snapshot, source)) if task_of else build.build_task(config)
+    facts = facts_of(snapshot, source)
+    task = task_of(facts) if task_of else build.build_task(config)
+    if data:
+        refuse_other_vocabulary(task, facts["preprocessing"], run_folder(path))
     trainer = build.build_trainer(config, task, 1)
     trainer.load_weights(trained)
     _use(trainer, kind, state, path)

@@ -12,8 +12,9 @@ has at the same place, that one is meant. Any other must be named again on the c
     model: my_pkg.Net               --config-dir=conf               the same, if a file there has it
     model: my_pkg.Net               model=cnn model.width=16        cnn as the command line says
 
-Nested targets, Hydra's other special keys, interpolations and YAML aliases are refused wherever
-they stand in the file. What is left is held against the schema, as any configuration is.
+A target below a section's own is built if such a file has it there, with all options that are
+stored beside it. Any other, Hydra's other special keys, interpolations and YAML aliases are refused
+wherever they stand in the file. What is left is held against the schema, as any configuration is.
 """
 
 from collections.abc import Iterator, Mapping
@@ -78,7 +79,8 @@ def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Con
         _drop(stored, key)
     built = {key: own for key, own in stored.items() if data or key not in _DATA}
     refuse_unnamed(path, _unnamed(built, named, trusted))
-    _refuse_code(path, {**stored, "optimizer": joint})
+    nested = {f"{place}._target_" for place, node in _nested(stored) if trusted.holds(place, node)}
+    _refuse_code(path, {**stored, "optimizer": joint}, nested)
     for key in (*named, *taken):
         _put(stored, key, fresh)
     parts = {"parts": {name: {**part, **_OPTIMIZER} for name, part in joint.items()}}
@@ -169,9 +171,24 @@ def _unnamed(
             yield f"+metrics.{name}._target_", target
 
 
-def _refuse_code(path: Path, stored: Mapping[str, Any]) -> None:
+def _nested(stored: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, node) of each node with a target below the targets of the open sections."""
+    for place, node in _nodes(stored):
+        if "." in place and "_target_" in node:
+            yield place, node
+
+
+def _nodes(node: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    for key, value in node.items() if isinstance(node, dict) else ():
+        if isinstance(value, dict):
+            yield f"{place}{key}", value
+            yield from _nodes(value, f"{place}{key}.")
+
+
+def _refuse_code(path: Path, stored: Mapping[str, Any], nested: set[str]) -> None:
     """Refuse all that could run, but for the targets, which have been found trusted."""
-    targets = _TARGETS | {f"metrics.{name}._target_" for name in stored.get("metrics") or ()}
+    own = {f"metrics.{name}._target_" for name in stored.get("metrics") or ()}
+    targets = _TARGETS | own | nested
     for place, key in _keys(stored):
         if not isinstance(key, str) or (key.startswith("_") and place not in targets):
             raise CheckpointError(f"{path}: {place} is refused, a stored configuration is data")

@@ -4,12 +4,15 @@
     a file of the user's own folder  trusts what it names, at the place where it names it
     model._target_=my_pkg.Net        on the command line trusts my_pkg.Net
 
+A target below a section's own, as `model.config`, is trusted with the options beside it in the
+file, and with no others: of a foreign class a stranger must choose no more than values.
+
 Of the user's own folder only the groups count, and the file that `--config-name` names. A
 checkpoint from elsewhere may lie in it, too, and must not trust itself.
 """
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,11 @@ class Trusted:
 
     def __init__(self, source: Source) -> None:
         self._folders = [CONF, *source.own_folders]
-        self._own = {
-            pair for folder in source.own_folders for pair in _named_in(folder, source.name)
-        }
+        own = [n for folder in source.own_folders for n in _named_in(folder, source.name)]
+        self._own = {(place, target) for place, target, _ in own}
+        self._nodes: dict[tuple[str, str], list[set[str]]] = {}
+        for place, target, options in [*own, *_named_in(CONF, "config")]:
+            self._nodes.setdefault((place, target), []).append(options)
 
     def choices(self, group: str) -> dict[str, Any]:
         """The targets of a group by choice."""
@@ -47,6 +52,11 @@ class Trusted:
         nodes = {file.stem: _read(file) for file in files}
         targets = {choice: node.get(_TARGET, "???") for choice, node in nodes.items()}
         return {choice: target for choice, target in targets.items() if target != "???"}
+
+    def holds(self, place: str, node: Mapping[str, Any]) -> bool:
+        """True if a file has this node's target and all of its options at this place."""
+        target, options = str(node[_TARGET]), set(node)
+        return any(options <= own for own in self._nodes.get((place, target), ()))
 
     def names(self, place: str, target: Any) -> bool:
         """True if a file names this target for this place, e.g. `model` or `metrics.top`."""
@@ -76,8 +86,8 @@ def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
     )
 
 
-def _named_in(folder: Path, primary: str) -> Iterator[tuple[str, str]]:
-    """(place, target) of each `_target_` in the files of a folder that Hydra composes from."""
+def _named_in(folder: Path, primary: str) -> Iterator[tuple[str, str, set[str]]]:
+    """What `_targets` gives, of the files of a folder that Hydra composes from."""
     places = {**{group: group for group in OPEN}, "experiment": ""}
     for group, place in places.items():
         for file in sorted((folder / group).rglob("*.yaml")):
@@ -86,12 +96,12 @@ def _named_in(folder: Path, primary: str) -> Iterator[tuple[str, str]]:
         yield from _targets(_read(file))
 
 
-def _targets(node: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """(place, target) of each `_target_` in a node and below it."""
+def _targets(node: Any, place: str = "") -> Iterator[tuple[str, str, set[str]]]:
+    """(place, target, keys beside it) of each `_target_` in a node and below it."""
     if isinstance(node, dict):
         for key, value in node.items():
             if key == _TARGET:
-                yield place, str(value)
+                yield place, str(value), set(node)
             yield from _targets(value, f"{place}.{key}".lstrip("."))
 
 

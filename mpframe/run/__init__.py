@@ -9,6 +9,7 @@ Begin with `Run` in run.py: what a run does, in order.
     console                   how much of its log the console shows
     description, hparams      what a run says about itself before it trains
     final_test                the test of its best weights, on data that chose nothing
+    vocabulary                of the tokenizer: a file of the folder, always the same one
     usage                     what a stranger must know to use its weights
     outcome, requeue          what its summary says; back into Slurm's queue
 

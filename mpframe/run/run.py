@@ -42,6 +42,7 @@ from mpframe.run.outcome import summary_of, worsening_of
 from mpframe.run.requeue import requeue
 from mpframe.run.resume.resuming import Resume
 from mpframe.run.usage import usage_of
+from mpframe.run.vocabulary import keep_vocabulary
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import set_up
@@ -156,6 +157,7 @@ class Run:
         if config.trainer.max_steps == 0:
             return
         identity = self._start(trainer, train)
+        keep_vocabulary(task, self.folder, resumed=trainer.progress.global_step > 0)
         usage = redacted(usage_of(task, trainer), self.secrets)
         # The checkpoint holds the curves of its own step, and they are written again.
         first_step = max(1, trainer.progress.global_step)

@@ -86,6 +86,7 @@ EXACT = [
     ("--epochs=3", "--epochs=3: no such flag; write options as option=value; see --help"),
     ("--config-dir=/nonexistent", "--config-dir=/nonexistent: no such folder; name one with .yaml files"),
     ("epochs", "epochs: not of the form option=value; missing EQUAL at '<EOF>'"),
+    ("=5", "=5: not of the form option=value; the option is missing"),
     ("trainer..epochs=3", "trainer..epochs=3: not of the form option=value; token recognition error at: '.'"),
     ("~optimizer", "optimizer=null: must be a mapping; choose a file of conf/optimizer"),
     # flags that are half said, or said twice
@@ -96,6 +97,7 @@ EXACT = [
     ("--cfg job --info", "--cfg and --info: do not go together; give one of them"),
     ("--cfg job -m seed=1,2", "--multirun and --cfg: do not go together; give one of them"),
     ("--resolve", "--resolve: goes with --cfg or --help; add --cfg=job"),
+    ("-p trainer", "--package=trainer: goes with --cfg; add --cfg=job"),
     ("-sc", "--shell-completion: add install=SHELL or uninstall=SHELL, e.g. bash"),
     (f"--config-dir={CONF} trainer.max_stepz=3", "trainer.max_stepz: no such option; nearest: trainer.max_steps"),
     ("hydra/launcher=nope", "hydra/launcher=nope: choose basic; Optuna, joblib and submitit come with pip install mpframe[sweep]"),

@@ -160,6 +160,7 @@ def changed(run: Path, section: str, entries: dict[Any, Any]) -> None:
 
 
 TOUCH = {"_target_": "os.system", "path": "touch attacked"}
+BERT = {"_target_": "transformers.BertConfig", "vocab_size": 9}  # conf/model/bert_spans.yaml
 HOSTILE: list[tuple[str, dict[Any, Any], str]] = [
     ("model", {"_target_": "os.system"}, "model._target_=os.system is not mpframe's own"),
     ("dataset", {"_target_": "os.system"}, "dataset._target_=os.system is not mpframe's own"),
@@ -169,6 +170,11 @@ HOSTILE: list[tuple[str, dict[Any, Any], str]] = [
     ("model", {"width": TOUCH}, "model.width._target_ is refused"),
     ("model", {"width": [1, [TOUCH]]}, "model.width._target_ is refused"),
     ("trainer", {"ema_decay": TOUCH}, "trainer.ema_decay._target_ is refused"),
+    ("model", {"config": {**BERT, "attn_implementation": "a/b"}}, "config._target_ is refused"),
+    ("model", {"other": BERT}, "model.other._target_ is refused"),
+    ("dataset", {"config": BERT}, "dataset.config._target_ is refused"),
+    ("model", {"config": {**BERT, "vocab_size": BERT}}, "config.vocab_size._target_ is refused"),
+    ("model", {"config": BERT}, "model.config={.*}: mpframe.models.cnn takes no such argument"),
     ("model", {"_args_": [1]}, "model._args_ is refused"),
     ("model", {"_partial_": True}, "model._partial_ is refused"),
     ("model", {"_recursive_": False}, "model._recursive_ is refused"),

@@ -68,9 +68,9 @@ def test_its_description_has_the_whole_vocabulary(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    vocab = vocabulary(tmp_path / "vocab.txt", "fox")
-    with pytest.raises(ConfigError, match=r"^dataset.vocab_size=9: .*vocab.txt has 6; set dataset"):
-        word_piece([], vocab, 9, 8)
+    vocab = vocabulary(tmp_path / "vocab.txt", "fox", "box")
+    with pytest.raises(ConfigError, match=r"^dataset.vocab_size=6: .* has 7 pieces; set it to 7"):
+        word_piece([], vocab, 6, 8)
     with pytest.raises(ConfigError, match=r"^dataset.vocab_size=8: the texts have 2 different .*9"):
         word_piece(["ab"], None, 8, 8)
     with pytest.raises(ConfigError, match=r"^dataset.max_tokens=2: must be a whole number >= 3"):

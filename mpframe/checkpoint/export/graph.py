@@ -23,6 +23,8 @@ from mpframe.user_code import name_of, raised
 
 KEY = "mpframe"
 """Under this name a file holds the sidecar's words."""
+_LABELS = ("labels", "start_positions", "end_positions")
+"""What Hugging Face's models call them."""
 _MOST_VALUES = 2**26  # of one input's example: 256 MB in fp32
 
 
@@ -132,11 +134,14 @@ def graph_inputs(facts: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
 
 
 def without_labels(inputs: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-    """The inputs without `labels` if the model can do without: only the training needed them."""
-    labels = inspect.signature(model.forward).parameters.get("labels")
-    if labels is None or labels.default is labels.empty:
-        return inputs
-    return [one for one in inputs if one["name"] != "labels"]
+    """The inputs without the labels that the model can do without: only its loss needed them."""
+    parameters = inspect.signature(model.forward).parameters
+    left_out = {
+        name
+        for name in _LABELS
+        if name in parameters and parameters[name].default is not inspect.Parameter.empty
+    }
+    return [one for one in inputs if one["name"] not in left_out]
 
 
 @contextmanager

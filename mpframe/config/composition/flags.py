@@ -83,6 +83,8 @@ def _refuse_unfit(flags: argparse.Namespace, rest: list[str]) -> None:
         raise ConfigError(f"{both}: do not go together; give one of them")
     if flags.resolve and not (flags.cfg or flags.help):
         raise ConfigError("--resolve: goes with --cfg or --help; add --cfg=job")
+    if flags.package and not flags.cfg:
+        raise ConfigError(f"--package={flags.package}: goes with --cfg; add --cfg=job")
     if flags.shell_completion and not any(
         word.startswith(("install=", "uninstall=", "query=")) for word in flags.overrides
     ):

@@ -47,11 +47,14 @@ def parsed(words: list[str]) -> list[Override]:
     overrides = []
     for word in words:
         try:
-            overrides.append(parser.parse_override(word))
+            override = parser.parse_override(word)
         except HydraException as error:
             reason = str(error).splitlines()[0]
             shown = word or "''"
             raise ConfigError(f"{shown}: not of the form option=value; {reason}") from None
+        if not override.key_or_group:
+            raise ConfigError(f"{word}: not of the form option=value; the option is missing")
+        overrides.append(override)
     return overrides
 
 

@@ -42,7 +42,7 @@ def text_folder(
         classes: how many class folders there are.
         vocab: a vocabulary's file with one piece a line; None: one is trained on the training
             texts, always the same one.
-        vocab_size: pieces in the vocabulary; of a trained one at most.
+        vocab_size: most pieces in the vocabulary; rows of the model's embedding.
         max_tokens: what is longer is cut off there, >= 3.
         pad_to: T is a multiple of this, >= 1; with `max_tokens` all batches have one length.
 

@@ -42,7 +42,7 @@ def tweet_spans(
         root: the task's train.csv; None: 3000 made texts of its form, which are no tweets.
         vocab: a vocabulary's file with one piece a line; None: one is trained on the training
             texts, always the same one.
-        vocab_size: pieces in the vocabulary; of a trained one at most.
+        vocab_size: most pieces in the vocabulary; rows of the model's embedding.
         max_tokens: most tokens of question and text; none may have more, >= 3.
         pad_to: T is a multiple of this, >= 1; with `max_tokens` all batches have one length.
 

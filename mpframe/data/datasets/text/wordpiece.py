@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpframe.data.facts import require_facts, require_whole
+from mpframe.data.facts import require_whole
 from mpframe.errors import ConfigError, DataError
 from mpframe.files import read_regular
 
@@ -66,8 +66,7 @@ def word_piece(
     Args:
         texts: to train it on; the same texts give the same vocabulary.
         vocab: the file; None: train one.
-        vocab_size: of a file exactly, of a trained one at most; the model's embedding has as many
-            rows.
+        vocab_size: most pieces; the model's embedding has as many rows.
         max_tokens: of a text, >= 3.
 
     Raises:
@@ -80,7 +79,11 @@ def word_piece(
     if vocab is None:
         return WordPiece(_trained(texts, vocab_size), max_tokens)
     pieces = _read(Path(vocab))
-    require_facts(vocab, vocab_size=(vocab_size, len(pieces)))
+    if len(pieces) > vocab_size:
+        raise ConfigError(
+            f"dataset.vocab_size={vocab_size}: {vocab} has {len(pieces)} pieces; set it to "
+            f"{len(pieces)} or more"
+        )
     return WordPiece(pieces, max_tokens)
 
 
