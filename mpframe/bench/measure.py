@@ -111,7 +111,12 @@ class Stopwatch:
         batches: what a pass gives; at least `skipped` + 2.
         skipped: steps at the start of a pass that do not count.
         clock: seconds.
+
+    Attributes:
+        waited: 0; the batches are there, for `Curves`.
     """
+
+    waited = 0.0
 
     def __init__(
         self, batches: Sequence[Any], skipped: int = 0, clock: Clock = time.perf_counter

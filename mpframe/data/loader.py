@@ -7,6 +7,7 @@ state of a generator, and so is each sample's augmentation (see fetch).
 
 import warnings
 from collections.abc import Iterator
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ class Loader:
         split: what the samples are for, in messages.
         option: the path of the batch size in the configuration, for messages.
 
+    Attributes:
+        waited: seconds that the caller has waited for batches so far, over all epochs.
+
     Raises:
         ConfigError: batch_size or workers out of range, or `drop_last` would leave no batch.
         DataError: the dataset is empty or is not map-style, or has a `fetch_batch` beside a
@@ -78,6 +82,7 @@ class Loader:
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
+        self.waited = 0.0
         self._option = option
         self._order: tuple[int, Tensor] | None = None
         self._plan = _Plan()
@@ -140,11 +145,15 @@ class Loader:
         order = EpochOrder(self._split, epoch, self._order_of(epoch), self.batch_size)
         requests = _requests(order, numbers)
         self._plan.requests = requests
+        asked = perf_counter()
         answers = self._pool.start(self._batches)
         for _ in numbers:
             if self._plan.requests is not requests:
                 raise RuntimeError(f"epoch {epoch} was ended: the loader has begun another epoch")
-            yield _batch_or_raise(self._pool.next_batch(answers, order))
+            batch = _batch_or_raise(self._pool.next_batch(answers, order))
+            self.waited += perf_counter() - asked
+            yield batch
+            asked = perf_counter()
 
     def _order_of(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:

@@ -115,6 +115,13 @@ class Tag(StrEnum):
         "training samples over training time, of the steps since the last point",
         "samples / s",
     )
+    INPUT_FRACTION = (
+        "speed/input_fraction",
+        "Waiting for batches",
+        "the share of the training time in which the trainer waited for its next batch, of the "
+        "steps since the last point",
+        "fraction",
+    )
     PEAK_BYTES = (
         "memory/peak_bytes",
         "Memory",

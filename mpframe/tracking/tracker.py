@@ -312,6 +312,7 @@ def _charts(metrics: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
             **{name: lines(metric_tag(name)) for name in metrics},
             "learning rate": lines(Tag.LR),
             "samples per second, lately": lines(Tag.SAMPLES_PER_SECOND),
+            "waiting for batches": lines(Tag.INPUT_FRACTION),
         },
         "loss scaling": {
             "scale, log2": lines(Tag.LOG2_SCALE),

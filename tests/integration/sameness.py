@@ -10,7 +10,7 @@ from conftest import scalars
 from mpframe import checkpoint
 from mpframe.tracking.amax_record import FILE_NAME
 
-MEASURED = ("speed/samples_per_second", "memory/peak_bytes")
+MEASURED = ("speed/samples_per_second", "speed/input_fraction", "memory/peak_bytes")
 LOGGED = "curves/last_step"  # measurements among others, which `curves` tells apart
 TIMES = ("seconds", "train_seconds", "step_times")
 MEASURED_SUMMARY = (

@@ -103,7 +103,8 @@ def test_the_curves_of_a_run(start_run: StartRun, tmp_path: Path, scaling: str) 
     curves = scalars(tmp_path)
     every_step = [
         "loss/train", "optim/lr", "grad/norm", "grad/amax", "loss_scale/scale",
-        "loss_scale/skipped_total", "speed/samples_per_second", "memory/peak_bytes",
+        "loss_scale/skipped_total", "speed/samples_per_second", "speed/input_fraction",
+        "memory/peak_bytes",
     ]  # fmt: skip
     if scaling == "LogMax":
         every_step += ["loss_scale/log2_mean", "loss_scale/log2_std"]

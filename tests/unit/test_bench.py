@@ -1,5 +1,6 @@
 """How the benchmark measures, shows and runs; no test looks at how long anything took."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 
 from mpframe.bench import groups, machine, program, rivals
-from mpframe.bench.groups import cuda, ranges, resnet18, startup, tiny_model
+from mpframe.bench.groups import cuda, input, ranges, resnet18, startup, tiny_model
 from mpframe.bench.hand_loop import HandLog, hand_loop
 from mpframe.bench.measure import Competitor, Spread, Stopwatch, race, ratio, threads, timed
 from mpframe.bench.table import Claim, Table, as_json, as_markdown
+from mpframe.data import Loader, loader
 from mpframe.errors import MpframeError
 from mpframe.numerics.range_record import read_ranges
 from mpframe.tracking.tracker import Tracker
@@ -331,6 +334,67 @@ def test_ranges_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_report_is_spread_over_the_steps_between_two() -> None:
     spread = ranges._spread_out({ranges.PLAIN: [1.0, 2.0], ranges.REPORT: [11.0, 22.0]})
     assert (spread.median, spread.count) == (1.1, 2)
+
+
+class Clockwork:
+    """A clock, a dataset and a trainer; time passes only where they say so."""
+
+    def __init__(self, load: float) -> None:
+        self.now, self.load = 0.0, load
+
+    def __call__(self) -> float:
+        return self.now
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        self.now += self.load
+        return float(index)
+
+    def train_step(self, batch: Tensor) -> None:
+        self.now += 1.0
+
+    def read_verdicts(self) -> None:
+        """It waits for no device."""
+
+
+@pytest.mark.parametrize(("load", "share"), [(0.0, 0.0), (0.25, 0.2), (9.0, 0.9)])
+def test_a_slow_dataset_is_a_large_share_of_the_step(
+    load: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow: Any = Clockwork(load)
+    monkeypatch.setattr(loader, "perf_counter", slow)
+    own = Loader(slow, batch_size=1, shuffle=True)
+    turn = input.Turn(slow, input._endless(own), own, 4, slow)
+    assert [turn(), turn()] == [1.0 + load] * 2
+    assert turn.shares == [share] * 2
+
+
+def test_batches_that_were_ready_before_the_turn_do_not_count() -> None:
+    slow: Any = Clockwork(0.0)
+    batches = (slow[0] for _ in itertools.count())
+    turn = input.Turn(slow, itertools.chain([0] * input.SKIPPED, batches), None, 2, slow)
+    slow.load = 1.0
+    assert turn() == 2.0
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_input_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input, "_PHOTOGRAPHS", 16)
+    options = (*input.WORKLOADS[input.DECODED], "dataset.batch_size=2", "model.width=2")
+    chosen = {"decoded": options}
+    (measured,) = input.tables(1, tmp_path, chosen, workers=(0, 1), steps=1)
+    assert measured.title == "Input, decoded"
+    assert measured.setting == "Batch 2, fp32, one thread for the model."
+    assert list(measured.times) == [input.THERE, "workers=0", "workers=1"]
+    rows = [(c.text, c.ratio.count, 0 < c.ratio.median < 1, c.limit) for c in measured.claims]
+    assert rows == [(f"the input's share of a step, workers={n}", 1, True, 0.05) for n in (0, 1)]
+
+
+@pytest.mark.parametrize("name", input.WORKLOADS)
+def test_the_workloads_of_the_input_are_shipped_ones(name: str, tmp_path: Path) -> None:
+    assert input._config(input.WORKLOADS[name], tmp_path).data.workers == 0
 
 
 @pytest.mark.parametrize("name", [name for name in startup._COMMANDS if "torch" not in name])

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 from mpframe.data import ArrayImages, Loader, Normalize
+from mpframe.data import loader as data_loader
 from mpframe.errors import ConfigError, DataError
 
 # From Python 3.12 on, starting a worker by fork beside torch's own threads warns; it is torch's
@@ -173,6 +174,25 @@ def test_a_dataset_is_told_its_epoch_through_subset_and_concat(workers: int) -> 
         for inputs, _ in loader.epoch(epoch):
             assert torch.equal(inputs, torch.tensor([[4, epoch]] * 3))
     assert inner.told == (-1, -1)
+
+
+def test_the_wait_for_batches_is_counted_and_what_the_caller_does_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+
+    class Slow(KnowsEpoch):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            now[0] += 2.0
+            return super().__getitem__(index)
+
+    monkeypatch.setattr(data_loader, "perf_counter", lambda: now[0])
+    loader = Loader(Slow(), batch_size=3, shuffle=True)
+    assert loader.waited == 0.0
+    for epoch in (0, 1):
+        for number, _ in enumerate(loader.epoch(epoch), start=1):
+            assert loader.waited == 12.0 * epoch + 6.0 * number
+            now[0] += 100.0
 
 
 def test_two_loaders_may_share_a_dataset() -> None:

@@ -1,6 +1,8 @@
 """What counts as training time, how it is summed up, and that it goes on over resumes."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from mpframe.data import Loader
 from mpframe.objectives import supervised
 from mpframe.optim.step_result import StepResult
 from mpframe.training.callback import Callback
+from mpframe.training.callbacks.curves import Curves
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.loader import Batch
 from mpframe.training.plan import Plan
@@ -121,3 +124,20 @@ def test_before_the_first_step_only_the_time_is_known() -> None:
     assert throughput.seconds == 10.0
     assert throughput.samples_per_second is None
     assert throughput.median_step_seconds is None
+
+
+def test_the_share_of_waiting_is_that_of_the_steps_since_the_last_point() -> None:
+    clock = Clock()
+    throughput, train = Throughput(BATCH, clock=clock), SimpleNamespace(waited=5.0)
+    run: Any = SimpleNamespace(tracker=None, throughput=throughput, train=train)
+    curves = Curves(log_every=1)
+    curves.setup(Trainer.__new__(Trainer), run)  # What was waited before the run counts for none.
+    for waited, share in ((3.0, 0.75), (1.0, 0.25)):
+        throughput.on_step_begin(Trainer.__new__(Trainer), [torch.ones(BATCH)])
+        train.waited += waited
+        clock.now += 4.0
+        throughput.on_optimizer_step(Trainer.__new__(Trainer), StepResult.__new__(StepResult))
+        assert curves._speed() == {
+            "speed/samples_per_second": BATCH / 4.0,
+            "speed/input_fraction": share,
+        }

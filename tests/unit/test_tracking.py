@@ -147,8 +147,8 @@ def test_the_page_says_what_every_tag_means() -> None:
 def test_tags_are_the_published_names() -> None:
     published = """loss/train loss/val loss/test optim/lr grad/norm grad/amax loss_scale/scale
         loss_scale/log2_scale loss_scale/skipped_total loss_scale/log2_mean loss_scale/log2_std
-        speed/samples_per_second memory/peak_bytes text/about text/config text/dtype_map
-        text/environment text/profile"""
+        speed/samples_per_second speed/input_fraction memory/peak_bytes text/about text/config
+        text/dtype_map text/environment text/profile"""
     assert sorted(Tag) == sorted(published.split())
     assert metric_tag("accuracy") == "metric/accuracy/val"
     assert metric_tag("accuracy", "test") == "metric/accuracy/test"
@@ -280,6 +280,7 @@ def test_layout_draws_every_curve_that_belongs_on_the_page(tmp_path: Path) -> No
         "accuracy": ["metric/accuracy/val"],
         "learning rate": ["optim/lr"],
         "samples per second, lately": ["speed/samples_per_second"],
+        "waiting for batches": ["speed/input_fraction"],
         "scale, log2": ["loss_scale/log2_scale"],
         "skipped steps": ["loss_scale/skipped_total"],
         "norm and amax": ["grad/norm", "grad/amax"],

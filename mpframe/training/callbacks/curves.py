@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mpframe.data.loader import Loader
 from mpframe.optim import MultiOptimizer
 from mpframe.optim.step_result import StepResult
 from mpframe.tracking.memory import peak_memory
@@ -29,6 +30,8 @@ class Curves(Callback):
 
     _tracker: Tracker
     _throughput: Throughput
+    _train: Loader
+    _waited: float
 
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every
@@ -37,6 +40,7 @@ class Curves(Callback):
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Write again what a checkpoint says was written at its last step."""
         self._tracker, self._throughput = context.tracker, context.throughput
+        self._train, self._waited = context.train, context.train.waited
         if self._last_step is not None:
             self._tracker.write_again(self._last_step)
 
@@ -98,8 +102,16 @@ class Curves(Callback):
                 statistic = getattr(scaler, name, None)
                 if statistic is not None:
                     values[tag.of(owner)] = statistic
-        values[Tag.SAMPLES_PER_SECOND] = self._throughput.since_last_asked()
-        return values
+        return values | self._speed()
+
+    def _speed(self) -> dict[str, float | Tensor]:
+        """How fast the steps since the last point were, and how long they waited for batches."""
+        samples, seconds = self._throughput.since_last_asked()
+        before, self._waited = self._waited, self._train.waited
+        return {
+            Tag.SAMPLES_PER_SECOND: samples / seconds,
+            Tag.INPUT_FRACTION: (self._waited - before) / seconds,
+        }
 
 
 def _of_part(trainer: Trainer, name: str, part: StepResult) -> dict[str, float | Tensor]:

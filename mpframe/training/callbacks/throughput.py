@@ -76,11 +76,11 @@ class Throughput(Callback):
         """Wall time of all starts, evaluation included; a resumed one that did nothing: 0."""
         return self._earlier + (0.0 if self._idle else self._clock() - self._began)
 
-    def since_last_asked(self) -> float:
-        """Samples per second of the steps since the last call, or since this start."""
+    def since_last_asked(self) -> tuple[int, float]:
+        """Samples and training seconds of the steps since the last call, or since this start."""
         samples, seconds = self._asked
         self._asked = self.samples, self.train_seconds
-        return (self.samples - samples) / (self.train_seconds - seconds)
+        return self.samples - samples, self.train_seconds - seconds
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Count the samples of the step."""
