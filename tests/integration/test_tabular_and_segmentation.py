@@ -17,10 +17,10 @@ from mpframe.tracking.summary import Summary
 # 12 steps are more than an epoch of each; the cut after the fourth is in the first one.
 SHORT = [
     "device=cpu", "dataset.batch_size=8", "trainer.max_steps=12", "trainer.epochs=9",
-    "trainer.checkpoint_every=4", "trainer.keep_last=100",
+    "trainer.checkpoint_every=4", "trainer.keep_last=100", "trainer.eval_every=12",
 ]  # fmt: skip
 SMALL = {
-    "bikes": ["trainer.eval_every=12", "model.hidden=[8]"],
+    "bikes": ["model.hidden=[8]"],
     "shapes_unet_small": [],
     "photographs_unet_small": ["dataset.crops_per_image=64"],
 }
@@ -53,6 +53,10 @@ def test_a_resumed_run_equals_the_undisturbed_one(
     assert_same_run(run, resumed)
 
 
+in_half = pytest.mark.parametrize("dtype", ["mixed"], indirect=True)
+
+
+@in_half
 def test_an_evaluation_measures_what_the_run_measured(run: Path) -> None:
     summary = Summary.read(run)
     measured = evaluate(run, [], split="val" if summary.test_metric is None else "test")
@@ -61,6 +65,7 @@ def test_an_evaluation_measures_what_the_run_measured(run: Path) -> None:
     assert measured.evaluation.metrics[summary.metric] == own
 
 
+@in_half
 def test_a_prediction_is_in_the_targets_unit(run: Path, options: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
     predict.main([f"checkpoint={run}", f"out={out}", "split=val", "outputs=raw"])

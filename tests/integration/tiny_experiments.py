@@ -10,33 +10,40 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 # DATA is the folder of the fixture `tiny_data`.
 _FILES = "dataset.root=DATA"
+# As on the copy in JPEG: the format of CIFAR-10 itself has 60,000 images at least.
+_JPEG = f"dataset=image_folder {_FILES}/image_folder dataset.batch_size=8 dataset.workers=0"
 _UNET = "model.width=4 dataset.image_size=16 dataset.workers=0"
-_SCENES = (
-    "dataset.val=2 dataset.test=2 dataset.batch_size=2 dataset.workers=0 dataset.image_size=64"
-)
 _BERT = (
     "dataset.batch_size=4 dataset.workers=0 dataset.vocab_size=200 "
     "model.config.num_hidden_layers=1 model.config.hidden_size=24"
 )
+_SCENES = "dataset.train=16 dataset.val=2 dataset.test=2 dataset.image_size=64 dataset.workers=0"
 TINY = {
     "bert_classifier": f"{_FILES}/text_folder {_BERT}",
     "bert_classifier_small": f"{_FILES}/text_folder {_BERT}",
     "bert_spans": _BERT,
     "bert_spans_small": _BERT,
     "bikes": f"{_FILES}/bikes",
+    "cifar10_adamw": f"{_JPEG} model.width=8",
     "cifar10_resnet18": f"{_FILES}/cifar10 dataset.batch_size=8 dataset.workers=0 model.width=8",
     "cifar10_small": f"{_FILES}/image_folder dataset.batch_size=8",
-    "detection_fasterrcnn": f"dataset.train=32 {_SCENES}",
-    "detection_ssd": f"dataset.train=64 {_SCENES} model.width=4",
-    "detection_ssd_small": f"dataset.train=64 {_SCENES}",
+    "detection_ssd": f"{_SCENES} dataset.batch_size=8 model.width=4",
+    "detection_ssd_small": f"{_SCENES} model.width=4",
+    "detection_torchvision": f"{_SCENES} dataset.batch_size=8",
     "digits_gan": "",
     "digits_mlp": "",
     "fashion_mnist_cnn": f"{_FILES}/fashion_mnist dataset.batch_size=8",
+    "fine_tuning": f"{_FILES}/image_folder dataset.image_size=32 dataset.batch_size=8 "
+    "dataset.workers=0 init_from=null init_from_except=[]",
+    "fine_tuning_backbone": f"{_FILES}/fashion_mnist dataset.batch_size=8",
+    "fine_tuning_small": "init_from=null init_from_except=[]",
     "gpt": "dataset.batch_size=2 dataset.context=8 dataset.workers=0 dataset.eval_windows=8 "
     "model.depth=1",
     "gpt_small": "dataset.batch_size=2 dataset.context=8 dataset.eval_windows=8",
     "image_folder_resnet18": f"{_FILES}/image_folder dataset.batch_size=8 dataset.workers=0 "
     "model.width=8",
+    "ladder": f"{_JPEG} model.width=8",
+    "ladder_small": "",
     "photographs_unet": f"{_FILES}/mask_folder {_UNET}",
     "photographs_unet_small": f"{_FILES}/mask_folder {_UNET}",
     "rossmann": f"{_FILES}/rossmann",

@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from test_torchvision import detector
 from torch import Tensor, nn
 from vocabulary import HALVES, Kernels
 
 from mpframe import Precision
+from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError, UserCodeError
 from mpframe.models import ssd
 from mpframe.models.ssd import decoded, default_boxes, encoded, hardest, losses, match
@@ -177,6 +181,35 @@ def test_the_losses_are_summed_in_fp32() -> None:
     with torch.no_grad():
         output = compute(detection, Halves(), batch())
     assert output.loss.item() == 2049.0  # which float16 does not hold
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
+def test_torchvisions_detectors_are_taken(mode: str) -> None:
+    precision = Precision(mode, "float16")
+    model = detector("fasterrcnn")
+    model, _ = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    images, targets = batch()
+    targets = [{**own, "labels": torch.tensor([1, 2])} for own in targets]
+    with precision.cast():
+        output = compute(detection, model, (images, targets))
+    output.loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    with torch.no_grad(), precision.cast():
+        first, second = (compute(detection, model.eval(), (images, targets)) for _ in range(2))
+    assert torch.equal(first.loss, second.loss)
+    assert all(set(found) == {"boxes", "scores", "labels"} for found in first.outputs)
+
+
+@pytest.mark.parametrize("name", ["fasterrcnn", "fcos", "ssdlite"])
+def test_torchvisions_detectors_are_chosen_by_name(name: str) -> None:
+    node = {"model": OmegaConf.load(CONF / "model" / f"{name}.yaml")}
+    facts = {"dataset": {"classes": 4, "image_size": 64}}
+    options = OmegaConf.create({**node, **facts}).model
+    assert options.weights is None
+    assert options.weights_backbone is None
+    with torch.device("meta"):  # Their weights would take seconds to draw.
+        model = instantiate(options)
+    assert isinstance(model, nn.Module)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,12 @@ GROUPS = (
 SIZED_BY = {
     "bert_classifier": "text_folder",
     "bert_spans": "tweet_spans",
+    "fasterrcnn": "scenes",
+    "fcos": "scenes",
     "gpt": "next_token",
+    "lstm": "phonemes",
+    "ssd": "scenes",
+    "ssdlite": "scenes",
     "tabular": "bikes",
     "unet": "shapes",
 }

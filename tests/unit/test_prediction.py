@@ -135,3 +135,22 @@ def test_parquet_without_its_package_is_refused(
     assert str(refused.value) == (
         "out=a.parquet: Parquet needs pyarrow; pip install pyarrow, or use out=a.csv"
     )
+
+
+def test_batches_of_different_lengths_make_no_table() -> None:
+    """Their numbers would stand under the names of the first batch's."""
+    predictions = Predictions(lambda _: None, outputs="raw")
+    predictions.update(torch.zeros(2, 3), None)
+    with pytest.raises(
+        ConfigError, match=r"outputs: a batch has 5 columns and the one before it 4"
+    ):
+        predictions.update(torch.zeros(2, 4), None)
+
+
+def test_the_boxes_of_detectors_make_no_table() -> None:
+    """Two images with five boxes each are not five samples."""
+    found = [{"boxes": torch.zeros(5, 4), "scores": torch.zeros(5)} for _ in range(2)]
+    with pytest.raises(
+        ConfigError, match=r"outputs: the model gives a list of .*, as detectors do"
+    ):
+        columns(found)

@@ -4,7 +4,7 @@ It takes the place of a metric in an evaluation, so that predictions are made as
 evaluation are: with the same weights, formats and batches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mpframe.errors import ConfigError
 from mpframe.tree import named_tensors
+from mpframe.user_code import described
 
 OUTPUTS = ("class", "probabilities", "raw")
 _MOST_COLUMNS = 10_000
@@ -47,13 +48,16 @@ class Predictions:
         self._write, self._samples, self._outputs = write, samples, outputs
         self._class_names, self._targets = class_names, targets
         self.count = 0
+        self._columns: list[str] | None = None
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Write one batch.
 
         Raises:
-            ConfigError: the outputs are not what `outputs` needs, or have no row for each sample.
+            ConfigError: the outputs are not what `outputs` needs, have no row for each sample, or
+                other columns than those of the batch before.
         """
+        _refuse_lists_of_samples(outputs)
         named = {name: tensor.detach().cpu() for name, tensor in named_tensors(outputs)}
         known = targets.detach().cpu() if self._targets and isinstance(targets, Tensor) else None
         kind = self._outputs or self._fitting(named, known)
@@ -65,8 +69,18 @@ class Predictions:
             columns |= _raw(named)
         else:
             columns |= self._classes(_logits(named, kind), kind == "probabilities")
+        self._refuse_other(columns)
         self._write(columns)
         self.count += size
+
+    def _refuse_other(self, columns: Columns) -> None:
+        first, self._columns = self._columns or list(columns), list(columns)
+        if first != self._columns:
+            raise ConfigError(
+                f"outputs: a batch has {len(columns)} columns and the one before it {len(first)}, "
+                "because the model gives a number for each place of samples of different lengths; "
+                "let the objective return outputs of one size"
+            )
 
     def compute(self) -> float:
         """How many samples there were: the value of a metric, which nobody reads."""
@@ -109,6 +123,15 @@ def _logits(named: dict[str, Tensor], kind: str) -> Tensor:
         f"outputs={kind}: needs one number for each of several classes, and the model gives "
         f"{shapes or 'no tensor'}; use outputs=raw"
     )
+
+
+def _refuse_lists_of_samples(outputs: Any) -> None:
+    """Refuse what detectors give: how many boxes there are is not how many samples."""
+    if isinstance(outputs, list | tuple) and any(isinstance(one, Mapping) for one in outputs):
+        raise ConfigError(
+            f"outputs: the model gives {described(outputs)}, as detectors do, and a table has a "
+            "row of the same columns for each sample; let the objective return such outputs"
+        )
 
 
 def _samples_in(named: dict[str, Tensor]) -> int:

@@ -27,8 +27,8 @@ def read_tokens(root: str | None, token_bytes: int) -> Tokens:
     """The tokens of a text.
 
     Args:
-        root: a file, which is mapped and not read; a folder, whose *.txt files are joined in the
-            order of their paths; None: the source of Python's own library.
+        root: a file, which is mapped and not read; a folder, whose *.txt files (but no links) are
+            joined in the order of their paths; None: the source of Python's own library.
         token_bytes: 1 or 2.
 
     Returns:

@@ -1,8 +1,8 @@
 """The tweet task's table: textID, text, selected_text and sentiment; and made ones in its form.
 
 The competition's file (Tweet Sentiment Extraction) is a user's own download. `made_tweets` are no
-tweets: two short clauses, one for each feeling, and the sentiment asks for one of them. They show
-that the parts fit together, and what a model without knowledge of language can learn.
+tweets: two short clauses, one of them with a word of feeling, which is the answer. They show that
+the parts fit together, and what a model without knowledge of language can learn.
 """
 
 import csv
@@ -25,9 +25,9 @@ _SUBJECTS = ("the coffee", "my phone", "this song", "our team", "the weather", "
 _WORDS = {
     "positive": ("lovely", "great", "so good", "the best", "really fun", "amazing", "perfect"),
     "negative": ("awful", "so bad", "broken", "the worst", "really sad", "boring", "too late"),
+    "neutral": ("here", "next", "as usual", "the same", "still on", "new", "on my list"),
 }
 _TIMES = ("today", "this morning", "again", "right now", "at last", "on monday", "tonight")
-_PLACES = ("at home", "in town", "on the train", "with you", "out there", "up here", "for once")
 
 
 class Tweet(NamedTuple):
@@ -80,7 +80,7 @@ def _checked(path: Path, number: int, row: Mapping[str, str | None]) -> Tweet:
 
 def made_tweets(count: int = 3000) -> list[Tweet]:
     """Made texts, always the same ones; of a neutral one all of the text is selected."""
-    drawn = keyed_uniform(8, 14, range(count))
+    drawn = keyed_uniform(7, 14, range(count))
     return [_made(list(row), number) for number, row in enumerate(drawn)]
 
 
@@ -88,12 +88,8 @@ def _made(drawn: list[float], number: int) -> Tweet:
     def one_of(words: tuple[str, ...]) -> str:
         return words[int(drawn.pop() * len(words))]
 
-    clauses = {
-        feeling: f"{one_of(_SUBJECTS)} is {one_of(words)} {one_of(_TIMES + _PLACES)}"
-        for feeling, words in _WORDS.items()
-    }
-    order = list(_WORDS) if one_of(("as is", "turned")) == "as is" else list(_WORDS)[::-1]
-    text = " but ".join(clauses[feeling] for feeling in order)
     sentiment = ("positive", "negative", "neutral")[number % 3]
-    selected = text if sentiment == "neutral" else clauses[sentiment]
-    return Tweet(text, selected, sentiment)
+    words = [one_of(_WORDS[sentiment]), one_of(_WORDS["neutral"])]
+    clauses = [f"{one_of(_SUBJECTS)} is {word} {one_of(_TIMES)}" for word in words]
+    text = " and ".join(clauses if drawn.pop() < 0.5 else clauses[::-1])
+    return Tweet(text, text if sentiment == "neutral" else words[0], sentiment)
