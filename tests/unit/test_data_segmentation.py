@@ -30,7 +30,9 @@ def refused(call: Callable[[], Any], error: type[Exception] = DataError) -> str:
 def test_shapes_are_a_function_of_part_and_index() -> None:
     task, again = shapes(image_size=16, images=20), shapes(image_size=16, images=20)
     assert [len(part) for part in (task.train, task.val, task.test)] == [20, 2, 2]  # type: ignore[arg-type]
-    images, targets = task.train.fetch_batch([3, 0, 7])  # type: ignore[attr-defined]
+    images, targets = map(
+        torch.stack, zip(*(task.train[index] for index in (3, 0, 7)), strict=True)
+    )
     assert (images.shape, images.dtype) == ((3, 3, 16, 16), torch.float32)
     assert (targets.shape, targets.dtype) == ((3, 16, 16), torch.int64)
     for place, index in enumerate([3, 0, 7]):

@@ -1,7 +1,7 @@
 """Generated scenes: coloured shapes on a noisy background, with the box and class of each.
 
-A scene is a pure function of (data_seed, part, index), so none is stored. Shapes do not overlap,
-and each colour differs from the background's by at least a quarter of the range.
+A scene is a pure function of (data_seed, part, index), so none comes from a file. Shapes do not
+overlap, and each colour differs from the background's by at least a quarter of the range.
 """
 
 import math
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mpframe.data.datasets.kept import Kept
 from mpframe.data.facts import require_facts, require_whole
 from mpframe.data.keyed_random import keyed_uniform
 from mpframe.data.metrics import MeanAveragePrecision
@@ -39,6 +40,7 @@ def scenes(
     max_objects: int = 4,
     noise: float = 0.1,
     data_seed: int = 0,
+    cache_bytes: int = 2**28,
 ) -> Task:
     """Scenes for a detector, measured by the mean average precision at an IoU of 0.5.
 
@@ -50,6 +52,7 @@ def scenes(
         max_objects: a scene has 1 to so many, fewer if there is no room. >= 1.
         noise: standard deviation of the noise on values from 0 to 1. >= 0, finite.
         data_seed: another one gives other scenes. >= 0.
+        cache_bytes: keep samples in memory up to this size, in each process that loads.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -63,7 +66,7 @@ def scenes(
     if not 0 <= noise < math.inf:
         raise ConfigError(f"dataset.noise={noise}: must be >= 0 and finite")
     parts = [
-        Scenes(count, image_size, max_objects, noise, (data_seed, part))
+        Kept(Scenes(count, image_size, max_objects, noise, (data_seed, part)), cache_bytes)
         for part, count in enumerate(counts.values())
     ]
     return Task(

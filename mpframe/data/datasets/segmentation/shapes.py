@@ -5,7 +5,7 @@ colour of its own; a later shape hides an earlier one. The colours say nothing a
 is a function of (part, index): the same pictures in every run, and no two parts share one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mpframe.data.datasets.kept import Kept
 from mpframe.data.datasets.segmentation.task import segmentation
 from mpframe.data.facts import require_facts, require_whole
 from mpframe.data.keyed_random import keyed_uniform
@@ -33,6 +34,7 @@ def shapes(
     classes: int = len(NAMES),
     images: int = 2000,
     most_shapes: int = 4,
+    cache_bytes: int = 2**28,
 ) -> Task:
     """Pictures with a class for each pixel: background, disc, square, triangle.
 
@@ -42,6 +44,7 @@ def shapes(
         classes: 4.
         images: to train on; a tenth as many, and at least one, validate, and as many test.
         most_shapes: in one picture, >= 1; each is there with a probability of three quarters.
+        cache_bytes: keep samples in memory up to this size, in each process that loads.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -52,7 +55,7 @@ def shapes(
     require_whole("dataset.images", images, least=1)
     require_whole("dataset.most_shapes", most_shapes, least=1)
     train, val, test = (
-        Shapes(count, (channels, image_size), most_shapes, key)
+        Kept(Shapes(count, (channels, image_size), most_shapes, key), cache_bytes)
         for key, count in enumerate((images, max(1, images // 10), max(1, images // 10)))
     )
     return segmentation(train, val, test, class_names=NAMES)
@@ -74,20 +77,12 @@ class Shapes(Dataset[tuple[Tensor, Tensor]]):
         self._most_shapes = most_shapes
         self._key = key
 
-    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Pictures `indices`, ([N, channels, side, side] float32, [N, side, side] int64)."""
-        drawn = [self._draw(index) for index in indices]
-        return (
-            torch.from_numpy(np.stack([image for image, _ in drawn])),
-            torch.from_numpy(np.stack([classes for _, classes in drawn])),
-        )
-
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, targets = self.fetch_batch([range(len(self))[index]])
-        return images[0], targets[0]
+        image, classes = self._draw(range(len(self))[index])
+        return torch.from_numpy(image), torch.from_numpy(classes)
 
     def _draw(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         channels, side = self._shape

@@ -3,7 +3,7 @@
 Each label has a spectrum of its own, two bumps over the features as vowels have formants. It lasts
 for some frames and is loudest in their middle. There is silence before each label, so that a label
 said twice can be told from a long one. A sequence is a pure function of (data_seed, part, index),
-so none is stored.
+so none comes from a file.
 """
 
 import math
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from mpframe.data.datasets.kept import Kept
 from mpframe.data.facts import require_whole
 from mpframe.data.keyed_random import keyed_uniform
 from mpframe.data.metrics import LabelErrorRate
@@ -39,6 +40,7 @@ def phonemes(
     max_labels: int = 8,
     noise: float = 0.5,
     data_seed: int = 0,
+    cache_bytes: int = 2**28,
 ) -> Task:
     """Sequences for CTC, measured by the label error rate.
 
@@ -49,6 +51,7 @@ def phonemes(
         max_labels: a sequence has 1 to so many, >= 1.
         noise: standard deviation of the noise; a label's spectrum reaches about 1. >= 0, finite.
         data_seed: another one gives other spectra and other sequences. >= 0.
+        cache_bytes: keep samples in memory up to this size, in each process that loads.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -62,7 +65,7 @@ def phonemes(
         raise ConfigError(f"dataset.noise={noise}: must be >= 0 and finite")
     spectra = _spectra(classes, features, data_seed)
     parts = [
-        Phonemes(count, spectra, max_labels, noise, (data_seed, part))
+        Kept(Phonemes(count, spectra, max_labels, noise, (data_seed, part)), cache_bytes)
         for part, count in enumerate(counts.values())
     ]
     return Task(parts[0], parts[1], ctc, LabelErrorRate, padded, test=parts[2])
