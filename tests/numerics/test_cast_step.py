@@ -1,7 +1,7 @@
 """Whole training steps: no silent promotion anywhere, and amp beside torch's own autocast."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,9 +10,10 @@ from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 
 from mpframe import Backoff, OpLists, Precision, Trainer
 from mpframe.config.locations import CONF
-from mpframe.models import cnn, gan, gpt, mlp, resnet18
-from mpframe.objectives import supervised
+from mpframe.models import cnn, gan, gpt, lstm, mlp, resnet18, ssd, tabular, unet
+from mpframe.objectives import ctc, detection, dice_cross_entropy, supervised
 from mpframe.objectives.adversarial import discriminator_objective, generator_objective
+from mpframe.objectives.log_regression import LogRegression
 from mpframe.optim import MultiOptimizer
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
@@ -55,27 +56,57 @@ class Last(nn.Module):
         return logits[:, -1]
 
 
+class Case(NamedTuple):
+    """A model, a batch and what is to be minimised."""
+
+    model: Callable[[], nn.Module]
+    batch: Any
+    objective: Any = supervised(nn.CrossEntropyLoss())
+
+
 IMAGES, TOKENS = torch.rand(4, 3, 16, 16), torch.randint(0, 11, (4, 5))
-MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-    "mlp": (lambda: mlp((3, 16, 16), 3, hidden=8, dropout=0.1), IMAGES),
-    "cnn": (lambda: cnn(3, 3, width=4), IMAGES),
-    "resnet18": (lambda: resnet18(3, width=4), IMAGES),
-    "attention": (Attention, TOKENS),
-    "gpt": (lambda: nn.Sequential(gpt(11, 5, 2, 2, 16, dropout=0.1), Last()), TOKENS),
-    "recurrent": (Recurrent, torch.rand(4, 6, 4)),
+TARGETS = torch.tensor([0, 1, 2, 0])
+PIXELS = torch.randint(0, 3, (4, 16, 16))
+ROWS = {"categorical": torch.randint(0, 4, (4, 1)), "continuous": torch.rand(4, 2)}
+SEQUENCES = {
+    "inputs": torch.rand(4, 6, 4),
+    "input_lengths": [6, 6, 5, 4],
+    "targets": torch.tensor([[1, 2]] * 4),
+    "target_lengths": [2, 1, 2, 2],
+}
+BOXES = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
+CASES = {
+    "mlp": Case(lambda: mlp((3, 16, 16), 3, hidden=8, dropout=0.1), (IMAGES, TARGETS)),
+    "cnn": Case(lambda: cnn(3, 3, width=4), (IMAGES, TARGETS)),
+    "resnet18": Case(lambda: resnet18(3, width=4), (IMAGES, TARGETS)),
+    "attention": Case(Attention, (TOKENS, TARGETS)),
+    "gpt": Case(
+        lambda: nn.Sequential(gpt(11, 5, 2, 2, 16, dropout=0.1), Last()), (TOKENS, TARGETS)
+    ),
+    "recurrent": Case(Recurrent, (torch.rand(4, 6, 4), TARGETS)),
+    "unet": Case(lambda: unet(3, 3, width=4, stages=2), (IMAGES, PIXELS), dice_cross_entropy()),
+    "tabular": Case(
+        lambda: tabular({"kind": 3}, ["x", "y"], hidden=(8,)),
+        {**ROWS, "target": torch.rand(4) + 1},
+        LogRegression(0.0, 1.0),
+    ),
+    "lstm": Case(lambda: lstm(4, 3, hidden=8), SEQUENCES, ctc),
+    "ssd": Case(
+        lambda: ssd(3, 64, width=4), (list(torch.rand(2, 3, 64, 64)), [BOXES, BOXES]), detection
+    ),
 }
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
-TARGETS = torch.tensor([0, 1, 2, 0])
 
 
 def trainer_of(name: str, precision: Precision, plan: Plan | None = None) -> Trainer:
     torch.manual_seed(0)
-    model = MODELS[name][0]()
+    case = CASES[name]
+    model = case.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, masters = precision.prepare(model, optimizer)
     scaler = Backoff(init_scale=2.0**8)
-    loss = supervised(nn.CrossEntropyLoss())
-    return Trainer(model, masters, loss, precision=precision, scaler=scaler, plan=plan or Plan())
+    plan = plan or Plan()
+    return Trainer(model, masters, case.objective, precision=precision, scaler=scaler, plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +119,12 @@ def trainer_of(name: str, precision: Precision, plan: Plan | None = None) -> Tra
     ],
 )
 @pytest.mark.parametrize(("mode", "half"), MODES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CASES)
 def test_no_silent_promotion(name: str, mode: str, half: str, lists: str, compute: str) -> None:
     """Forward, backward, unscaling, clipping and update, of one step and of an accumulated one."""
     precision = Precision(mode, half, ops=OpLists.named(lists), compute=compute)
     trainer = trainer_of(name, precision, Plan(clip_norm=1.0))
-    batch = MODELS[name][1], TARGETS
+    batch = CASES[name].batch
     with NoSilentPromotion():
         result = trainer.train_step(batch)
         trainer.train_step(batch, batch)
@@ -125,7 +156,7 @@ def test_no_silent_promotion_with_two_losses(mode: str, half: str, skip: str) ->
 def test_every_shipped_model_is_here() -> None:
     files = (CONF / "model").glob("*.yaml")
     shipped = {path.stem for path in files if "_target_: mpframe." in path.read_text()}
-    assert shipped == {*MODELS, "gan"} - {"attention", "recurrent"}
+    assert shipped == {*CASES, "gan"} - {"attention", "recurrent"}
 
 
 def test_the_watch_sees_a_promotion() -> None:
@@ -150,7 +181,7 @@ def test_amp_in_bfloat16_is_torchs_autocast(name: str) -> None:
         losses.append([])
         for _ in range(5):
             with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
-                losses[-1].append(trainer.train_step((MODELS[name][1], TARGETS)).loss)
+                losses[-1].append(trainer.train_step(CASES[name].batch).loss)
     assert same_bits(*losses)
 
 

@@ -194,5 +194,5 @@ def test_the_callback_refuses_clipping_and_idle_patterns() -> None:
     with pytest.raises(ConfigError) as refused:
         LayerwiseRates(eta=1e-3, without=["*.bais"]).setup(trainer(), None)  # type: ignore[arg-type]
     assert str(refused.value) == (
-        "callbacks.larc.without=[*.bais]: matches no parameter; nearest: 2.bias, 0.bias"
+        "callbacks.larc.without=[*.bais]: matches no parameter; nearest: 0.bias, 2.bias"
     )
