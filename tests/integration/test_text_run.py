@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import skip_without_extras, train
+from conftest import train
 from sameness import assert_same_run
+from tiny_experiments import skip_without_extras
 
 from mpframe import checkpoint
 from mpframe.cli.commands.evaluate import evaluate

@@ -54,13 +54,15 @@ TINY = {
 }
 
 
-def tiny(experiment: str, data: Path) -> list[str]:
-    """The words that choose a shipped experiment and make it small; "" is what runs by default.
-
-    A test of an experiment that needs packages which are not here is skipped.
-    """
-    if not experiment:
-        return []
+def skip_without_extras(experiment: str) -> None:
+    """Skips a test of an experiment whose YAML says that it needs packages that are not here."""
     if "mpframe[text]" in (CONF / "experiment" / f"{experiment}.yaml").read_text():
         pytest.importorskip("transformers", reason="needs pip install mpframe[text]")
+
+
+def tiny(experiment: str, data: Path) -> list[str]:
+    """The words that choose a shipped experiment and make it small; "" is what runs by default."""
+    if not experiment:
+        return []
+    skip_without_extras(experiment)
     return [f"experiment={experiment}", *TINY[experiment].replace("DATA", str(data)).split()]
