@@ -165,7 +165,7 @@ def test_the_default_file_lies_in_the_run(digits: Path) -> None:
     [
         (["split=test", "folder=x"], "folder=x: goes without split; give one of them"),
         (["split=tset"], "split=tset: choose train, val, test; nearest: test"),
-        (["outputs=logits"], "outputs=logits: choose class or probabilities or raw"),
+        (["outputs=logits"], "outputs=logits: choose class, probabilities, raw"),
         (["out=a.txt"], "out=a.txt: must end in .csv or .parquet"),
         (["overwrite=yes"], "overwrite=yes: choose true, false"),
         (["folder=/nonexistent"], "/nonexistent: cannot be listed (No such file or directory)"),
