@@ -203,16 +203,26 @@ def test_every_shipped_experiment_is_examined() -> None:
     assert sorted(TINY) == EXPERIMENTS
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "mixed"])
-@pytest.mark.parametrize("name", EXPERIMENTS)
+def in_modes(*modes: str) -> list[tuple[str, str]]:
+    """Each experiment in each mode; one that has a small sibling, with the same parts, in mixed."""
+    return [
+        (name, mode)
+        for name in EXPERIMENTS
+        for mode in (modes if f"{name}_small" not in EXPERIMENTS else ["mixed"])
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_modes("fp32", "mixed"))
 def test_shipped_experiments_have_no_errors(name: str, dtype: str, tiny_data: Path) -> None:
     words = " ".join(tiny(name, tiny_data))
     examined = subject(f"device=cpu dtype={dtype} {words}")
     assert [str(f) for f in examine(examined) if f.severity is Severity.ERROR] == []
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp", "mixed_bf16", "amp_bf16"])
-@pytest.mark.parametrize("name", ["", *EXPERIMENTS])
+MODES = ["fp32", "mixed", "amp", "mixed_bf16", "amp_bf16"]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*(("", mode) for mode in MODES), *in_modes(*MODES)])
 def test_shipped_configurations_start_without_a_hint(
     name: str, dtype: str, tiny_data: Path
 ) -> None:

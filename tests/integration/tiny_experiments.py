@@ -29,7 +29,7 @@ TINY = {
     "cifar10_small": f"{_FILES}/image_folder dataset.batch_size=8",
     "detection_ssd": f"{_SCENES} dataset.batch_size=8 model.width=4",
     "detection_ssd_small": f"{_SCENES} model.width=4",
-    "detection_torchvision": f"{_SCENES} dataset.batch_size=8",
+    "detection_torchvision": f"{_SCENES} dataset.batch_size=2",
     "digits_gan": "",
     "digits_mlp": "",
     "fashion_mnist_cnn": f"{_FILES}/fashion_mnist dataset.batch_size=8",
