@@ -235,7 +235,10 @@ def test_layout_of_several_runs_is_one_page(server: Server) -> None:
     categories = server.get("plugin/custom_scalars/layout")["category"]
     charts = {page["title"]: [chart["title"] for chart in page["chart"]] for page in categories}
     assert charts == {
-        "training": ["loss", "accuracy", "learning rate", "samples per second, lately"],
+        "training": [
+            *("loss", "accuracy", "learning rate", "samples per second, lately"),
+            "waiting for batches",
+        ],
         "loss scaling": ["scale, log2", "skipped steps"],
         "gradients": ["norm and amax"],
     }
