@@ -18,6 +18,7 @@ _BERT = (
     "model.config.num_hidden_layers=1 model.config.hidden_size=24"
 )
 _SCENES = "dataset.train=16 dataset.val=2 dataset.test=2 dataset.image_size=64 dataset.workers=0"
+_SPEECH = "dataset.train=64 dataset.val=8 dataset.test=8 dataset.max_labels=3"
 TINY = {
     "bert_classifier": f"{_FILES}/text_folder {_BERT}",
     "bert_classifier_small": f"{_FILES}/text_folder {_BERT}",
@@ -49,8 +50,8 @@ TINY = {
     "rossmann": f"{_FILES}/rossmann",
     "shapes_unet": f"dataset.images=64 {_UNET}",
     "shapes_unet_small": f"dataset.images=64 {_UNET}",
-    "speech_lstm": "dataset.train=64 dataset.val=8 dataset.workers=0 model.hidden=16",
-    "speech_lstm_small": "dataset.train=64 dataset.val=8",
+    "speech_lstm": f"{_SPEECH} dataset.workers=0 model.hidden=16 model.layers=2",
+    "speech_lstm_small": _SPEECH,
 }
 
 
