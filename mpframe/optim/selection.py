@@ -70,7 +70,7 @@ def grouped(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(
                     f"optimizer.groups.{group}.parameters: {pattern!r} matches no parameter; "
-                    f"{_hint(pattern, names)}"
+                    f"{hint(pattern, names)}"
                 )
     groups, rest = _selected(model, selections)
     _refuse_empty("optimizer.groups", model, groups, selections)
@@ -103,9 +103,10 @@ def _refuse_empty(
             names = [name for name, _ in model.named_parameters()]
             raise ConfigError(
                 f"{option}.{name}.parameters={patterns}: no parameter is left for it; "
-                f"{_hint(patterns[0] if patterns else '', names)}"
+                f"{hint(patterns[0] if patterns else '', names)}"
             )
 
 
-def _hint(pattern: str, names: Sequence[str]) -> str:
+def hint(pattern: str, names: Sequence[str]) -> str:
+    """Names near a pattern that matches none of them, or the first ones."""
     return nearest(pattern, names) or f"the names are {', '.join(names[:4])}, ..."

@@ -26,10 +26,14 @@ class RMSE:
         Raises:
             DataError: the shapes differ (they would broadcast to N x N errors unnoticed).
         """
-        require_same_shape("rmse", outputs, targets)
-        self._squares = self._squares + (outputs.double() - targets.double()).square().sum()
+        require_same_shape(self.name, outputs, targets)
+        errors = self._errors(outputs.double(), targets.double())
+        self._squares = self._squares + errors.square().sum()
         self._seen += targets.numel()
 
     def compute(self) -> Tensor:
         """The error so far, 0-d float64; nan before the first update."""
         return (torch.as_tensor(self._squares, dtype=torch.float64) / self._seen).sqrt()
+
+    def _errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs - targets

@@ -12,8 +12,9 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from mpframe.errors import ConfigError, nearest
+from mpframe.errors import ConfigError
 from mpframe.optim import MultiOptimizer
+from mpframe.optim.selection import hint
 from mpframe.training.callback import Callback
 from mpframe.training.loader import Batch
 from mpframe.training.plan import Progress
@@ -115,10 +116,10 @@ class Freeze(Callback):
             for pattern, count in counts.items():
                 taken = [name for name in free if fnmatchcase(name, pattern)]
                 if not taken:
-                    hint = nearest(pattern, names) or f"the names are {', '.join(names[:4])}, ..."
                     raise ConfigError(
                         f"callbacks.freeze.{unit}={{{pattern}: {count}}}: matches no parameter "
-                        f"that is trained and that no earlier pattern takes; {hint}"
+                        f"that is trained and that no earlier pattern takes; "
+                        f"{hint(pattern, names)}"
                     )
                 chosen.append(_Frozen(pattern, unit, count, [free.pop(name) for name in taken]))
         return chosen

@@ -5,8 +5,9 @@ from fnmatch import fnmatchcase
 
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.errors import ConfigError, nearest
+from mpframe.errors import ConfigError
 from mpframe.optim import LARC, MultiOptimizer
+from mpframe.optim.selection import Selection, hint
 from mpframe.training.callback import Callback
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
@@ -48,7 +49,7 @@ class LayerwiseRates(Callback):
         _refuse_beside(trainer)
         named = dict(trainer.model.named_parameters())
         _refuse_idle(self._without, list(named))
-        left_out = [p for n, p in named.items() if _any_matches(self._without, n)]
+        left_out = [p for n, p in named.items() if Selection(self._without).takes(n, p)]
         optimizer = trainer.optimizer
         parts = optimizer.parts.values() if isinstance(optimizer, MultiOptimizer) else [optimizer]
         for part in parts:  # A frozen group is in none of them.
@@ -74,12 +75,9 @@ def _refuse_beside(trainer: Trainer) -> None:
         )
 
 
-def _any_matches(patterns: Sequence[str], name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _refuse_idle(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            hint = nearest(pattern, names) or f"the names are {', '.join(names[:4])}, ..."
-            raise ConfigError(f"callbacks.larc.without=[{pattern}]: matches no parameter; {hint}")
+            raise ConfigError(
+                f"callbacks.larc.without=[{pattern}]: matches no parameter; {hint(pattern, names)}"
+            )
