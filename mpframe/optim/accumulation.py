@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mpframe.optim.gradients import Gradients, not_finite, unscaled
+from mpframe.optim.gradients import Gradients, measured, not_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class Accumulator:
         self._amaxes: list[Tensor] = []
 
     def add(self, gradients: Gradients) -> None:
-        """Add one micro-batch; if its amax is inf or nan it adds nothing and does not count."""
+        """Use up one micro-batch; if its amax is inf or nan it adds nothing and does not count."""
         bad = not_finite(gradients.amax)
-        for master, gradient in gradients.by_master.items():
-            clean = _zero_where(bad, gradient)
+        for master in list(gradients.by_master):
+            clean = _zero_where(bad, *gradients.take([master]))
             kept = self._sums.get(master)
             self._sums[master] = clean if kept is None else kept + clean
         self._amaxes.append(gradients.amax)
@@ -57,7 +57,7 @@ class Accumulator:
         amaxes = torch.stack(self._amaxes)
         bad = not_finite(amaxes)
         good = (~bad).sum().clamp(min=1).float()
-        mean = unscaled(self._sums.items(), good, bad.device)
+        mean = measured(self._sums.items(), good, bad.device)
         mean = replace(mean, amax=torch.where(bad.all(), torch.inf, mean.amax))
         return StepGradients(mean, amaxes.max(), dropped=bad.sum())
 
