@@ -115,11 +115,13 @@ def test_the_marks_of_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits("transformer") == {}
 
 
-def test_small_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_small_rows(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "has_native_half", lambda half: native)
     (measured,) = small.tables(1, tmp_path, {"small_unet": TINY["small_unet"]}, steps=1)
     assert measured.title == "Small U-Net"
     assert list(measured.times) == list(small.NAMES)
-    assert [claim.limit for claim in measured.claims] == [1.1]
+    assert [claim.limit for claim in measured.claims] == [1.1] * native
     monkeypatch.setattr(small, "find_spec", lambda package: None)
     (skipped,) = small.tables(1, tmp_path, {"tiny_bert": {}})
     assert skipped.markdown().endswith(
