@@ -192,6 +192,15 @@ class TrainerOptions:
         "Validate in this format, over fp32 weights; null: as trained.",
         choices=("fp32", "float16", "bfloat16"),
     )
+    recompute: list[str] = option(
+        [],
+        "Patterns of modules that keep no activations and run again in the backward pass: less "
+        "memory, the same numbers.",
+        watches=True,
+    )
+    channels_last: bool = option(
+        False, "Keep the weights of 2-d convolutions with the channels as last dimension."
+    )
     compile: bool = option(False, "Compile model and casts into one graph (torch.compile).")
     profile: bool = option(
         False,
