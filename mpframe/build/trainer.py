@@ -17,6 +17,7 @@ from mpframe.build.scaling import build_scalers
 from mpframe.config.schema import Config
 from mpframe.data.loader import Loader
 from mpframe.data.task import Task
+from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, RunInterrupted, first_line
 from mpframe.precision import Precision
 from mpframe.training.closure_trainer import ClosureTrainer
@@ -29,13 +30,14 @@ from mpframe.tree import map_tensors
 log = logging.getLogger(__name__)
 
 
-def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
+def build_trainer(config: Config, task: Task, batches: int, world: World = ALONE) -> Trainer:
     """Model, optimizer, schedule and scaler, in the dtype mode and on the device.
 
     Args:
         config: the options.
         task: gives the objective and metrics.
         batches: micro-batches per epoch, for the schedule.
+        world: the ranks that train together.
     """
     _refuse_unwatchable(config)
     device = resolve_device(config.run.device)
@@ -65,6 +67,7 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
         monitor=config.trainer.monitor,
         eval_precision=build_eval_precision(config),
         spikes=_build_spikes(config),
+        world=world,
     )
 
 

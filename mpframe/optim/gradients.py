@@ -9,11 +9,12 @@ exact in fp32. Then they are measured, before anything is clipped:
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from mpframe.distributed.world import World
 from mpframe.errors import ConfigError
 from mpframe.tree import HALF
 
@@ -61,6 +62,13 @@ def unscaled(
     if values and (isinstance(scale, Tensor) or scale != 1.0):
         torch._foreach_div_(values, torch.as_tensor(scale, device=device))
     return Gradients(by_master, values, sparse, _amax(values, device))
+
+
+def agreed(gradients: Gradients, world: World) -> Gradients:
+    """The same with the largest amax of all ranks: what overflows on one overflows on all."""
+    if world.size == 1:
+        return gradients
+    return replace(gradients, amax=world.max(gradients.amax))
 
 
 def norm_of(values: list[Tensor], device: torch.device) -> Tensor:

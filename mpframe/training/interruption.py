@@ -57,6 +57,11 @@ class Interruption:
         finally:
             self._deferring = False
 
+    def take(self, number: int) -> None:
+        """Take a signal that another rank received, by its number; 0 is none."""
+        if number:
+            self.received = signal.Signals(number)
+
     def raise_if_received(self) -> None:
         """Raise RunInterrupted if a signal came."""
         if self.received is not None:

@@ -127,7 +127,8 @@ WATCH = {
         for name in (
             *("async_save", "autopsy", "autopsy_after", "checkpoint_every", "checkpoint_minutes"),
             *("eval_every", "keep_best", "keep_last", "log_every", "max_consecutive_skips"),
-            *("monitor", "on_save_error", "profile", "progress", "requeue", "verbosity"),
+            *("monitor", "on_save_error", "parallel", "profile", "progress", "rank_timeout"),
+            *("requeue", "verbosity"),
         )
     ),
 }
