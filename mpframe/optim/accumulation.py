@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpframe.distributed.world import World
 from mpframe.errors import ConfigError
-from mpframe.optim.gradients import Gradients, not_finite, unscaled
+from mpframe.optim.gradients import Gradients, measured, not_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class Accumulator:
         self._amaxes: list[Tensor] = []
 
     def add(self, gradients: Gradients) -> None:
-        """Add one micro-batch; if its amax is inf or nan it adds nothing and does not count."""
+        """Use up one micro-batch; if its amax is inf or nan it adds nothing and does not count."""
         bad = not_finite(gradients.amax)
-        for master, gradient in gradients.by_master.items():
-            clean = _zero_where(bad, gradient)
+        for master in list(gradients.by_master):
+            clean = _zero_where(bad, *gradients.take([master]))
             kept = self._sums.get(master)
             self._sums[master] = clean if kept is None else kept + clean
         self._amaxes.append(gradients.amax)
@@ -70,7 +70,7 @@ class Accumulator:
         amaxes = torch.stack(self._amaxes)
         bad = not_finite(amaxes)
         good = world.size * (~bad).sum().clamp(min=1).float()
-        mean = unscaled(self._sums.items(), good, bad.device)
+        mean = measured(self._sums.items(), good, bad.device)
         mean = replace(mean, amax=torch.where(bad.all(), torch.inf, mean.amax))
         dropped = None if len(amaxes) == 1 and world.size > 1 else bad.sum()
         return StepGradients(mean, amaxes.max(), dropped)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.optim.gradients import Gradients, unscaled
+from mpframe.optim.gradients import Gradients, measured
 from mpframe.optim.masters.master import (
     Master,
     copy_from_params,
@@ -98,7 +98,7 @@ class Masters:
                 optimizer.state[master] = {k: to_fp32(v) for k, v in kept.items()}
 
     def take_gradients(self, scale: Tensor | float) -> Gradients:
-        """The gradients, fp32 and unscaled; parameters and masters are left without.
+        """The gradients, measured; parameters and masters are left without.
 
         A gradient that a user's own backward pass left at a master counts as well, in fp32.
 
@@ -113,7 +113,7 @@ class Masters:
             if gradient is not None:
                 taken.append((master, gradient))
                 parameter.grad = master.grad = None
-        return unscaled(taken, scale, self.device)
+        return measured(taken, scale, self.device)
 
     def saturated(self) -> Tensor:
         """How many half weights are held at the end of their range (0-d int64, on the device)."""
