@@ -124,6 +124,7 @@ def build_plan(config: Config) -> Plan:
         eval_every=options.eval_every,
         skip_if_dropped=options.bad_micro_batch == "skip",
         compile=options.compile,
+        reduce_in_backward=options.reduce == "in_backward",
     )
 
 

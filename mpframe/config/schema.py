@@ -200,6 +200,13 @@ class TrainerOptions:
         choices=("none", "ddp"),
         watches=True,
     )
+    reduce: str = option(
+        "after_backward",
+        "When the ranks average their gradients: after_backward: in fp32; in_backward: by DDP "
+        "while the backward pass runs, in the format of the weights, if each step uses the whole "
+        "model and is not accumulated.",
+        choices=("after_backward", "in_backward"),
+    )
     rank_timeout: float = option(
         300.0,
         "End the run where another rank gives no answer for so long.",

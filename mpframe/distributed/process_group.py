@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
+from mpframe.distributed.in_backward import InBackward
 from mpframe.distributed.launch import Place
 from mpframe.distributed.store import store_at
 from mpframe.distributed.world import World
@@ -115,6 +116,17 @@ class ProcessGroup(World):
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         self.max_of([0])
+
+    def in_backward(self, model: nn.Module, wanted: bool) -> InBackward | None:
+        """What averages the gradients of a model in its backward pass, if that is wanted."""
+        return InBackward(model) if wanted else None
+
+    def refuse_lost(self, error: BaseException) -> None:
+        """Raise LostRankError if an error of torch's says that another rank is lost."""
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and "gloo" in str(error)
+        ):
+            raise LostRankError(self._why_lost(error)) from error
 
     def publish(self, error: str) -> None:
         """Tell the other ranks why this one ends, so that they can say it."""

@@ -5,9 +5,12 @@ path for one process and for many.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from mpframe.distributed.in_backward import InBackward
 
 T = TypeVar("T")
 
@@ -67,6 +70,13 @@ class World:
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
+
+    def in_backward(self, model: nn.Module, wanted: bool) -> "InBackward | None":
+        """What averages the gradients of a model in its backward pass, if that is wanted."""
+        return None
+
+    def refuse_lost(self, error: BaseException) -> None:
+        """Raise LostRankError if an error of torch's says that another rank is lost."""
 
     def publish(self, error: str) -> None:
         """Tell the other ranks why this one ends, so that they can say it."""

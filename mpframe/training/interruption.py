@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
+from mpframe.distributed.launch import place
 from mpframe.errors import RunInterrupted
 
 SIGNALS = tuple(
@@ -74,5 +75,7 @@ class Interruption:
         if not self._deferring:
             self.raised = True
             raise RunInterrupted(self.received)
+        if place().rank:
+            return  # Rank 0 says it.
         # Not through the log: the signal may have come while that was being written.
         os.write(2, f"\n{self.received.name}: stopping after this step\n".encode())

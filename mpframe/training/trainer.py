@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ from mpframe.training.plan import Plan, Progress
 from mpframe.training.probe import probe_amax
 from mpframe.tree import device_of, map_tensors
 from mpframe.user_code import InBatch, UserCode, blame, name_of, raised
+
+if TYPE_CHECKING:  # It loads torch.distributed.
+    from mpframe.distributed.in_backward import InBackward
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +110,7 @@ class Trainer:
             self.eval_precision.attach(self.model)
         # What the objective is called with. A compiled model is traced with the casts around it.
         self._model: Any = torch.compile(self.model) if self.plan.compile else self.model
+        self._in_backward = self.world.in_backward(self.model, self.plan.reduce_in_backward)
 
     @property
     def scalers(self) -> dict[str, LossScaler]:
@@ -131,7 +135,9 @@ class Trainer:
         # Not at the end: a CPU's allocator would give the memory back and ask for it again.
         self.optimizer.zero_grad()
         self._buffers.save()
-        if len(batches) == 1 and self.world.size == 1:
+        if self._in_backward is not None and len(batches) == 1:
+            loss = self._forward_backward_together(batches[0], self._in_backward)
+        elif len(batches) == 1 and self.world.size == 1:
             loss = self._forward_backward(batches[0])
         else:
             loss = self._accumulate(batches)
@@ -312,13 +318,20 @@ class Trainer:
         if self.ema is not None:
             self.ema.restart()
 
-    def _forward_backward(self, batch: Batch) -> Tensor:
+    def _forward_backward_together(self, batch: Batch, ranks: "InBackward") -> Tensor:
+        """The same with gradients that are averaged over the ranks; the mean loss of all."""
+        loss = self._forward_backward(batch, ranks.model())
+        ranks.refuse_unused()
+        return self.world.mean(loss)
+
+    def _forward_backward(self, batch: Batch, model: Any = None) -> Tensor:
         """Forward and scaled backward; the unscaled loss, detached."""
-        loss = self._forward(self.objective, self._on_device(batch))
+        loss = self._forward(self.objective, self._on_device(batch), model)
         scaler: Any = self.scaler
         try:
             (loss if scaler is None else loss * scaler.scale).backward()
-        except BaseException:
+        except BaseException as error:
+            self.world.refuse_lost(error)
             blame("model: the backward pass of", self.model)
         return loss.detach()
 
@@ -337,9 +350,10 @@ class Trainer:
             losses.append(torch.where(good, loss, torch.nan))
         return self.world.mean(torch.stack(losses).nanmean())
 
-    def _forward(self, objective: Objective, batch: Batch) -> Tensor:
-        """The loss under the casts, in fp32 or wider."""
-        return compute(objective, self._model, batch, self.precision.cast()).loss
+    def _forward(self, objective: Objective, batch: Batch, model: Any = None) -> Tensor:
+        """The loss under the casts, in fp32 or wider; of `model` in the place of the trainer's."""
+        model = self._model if model is None else model
+        return compute(objective, model, batch, self.precision.cast()).loss
 
     def _evaluate_batch(self, batch: Batch | None, metrics: Metrics) -> tuple[Tensor | float, int]:
         """The losses times the samples that they are the mean of, 0-d float64; and the samples.

@@ -20,6 +20,7 @@ from mpframe.data import Loader
 from mpframe.data.metrics.accuracy import Accuracy
 from mpframe.distributed.joining import joined
 from mpframe.distributed.world import ALONE, World
+from mpframe.errors import MpframeError
 from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
 from mpframe.training.plan import Plan
@@ -33,15 +34,17 @@ STEPS = 6
 class Net(nn.Module):
     """Two layers, perhaps a BatchNorm, and a layer that negative sums of the first sample use."""
 
-    def __init__(self, norm: bool) -> None:
+    def __init__(self, norm: bool, whole: bool) -> None:
         super().__init__()
+        self.whole = whole
         self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
         self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
-        self.sometimes, self.never = nn.Linear(16, 16), nn.Linear(2, 2)
+        if not whole:
+            self.sometimes, self.never = nn.Linear(16, 16), nn.Linear(2, 2)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.norm(self.first(inputs)).relu()
-        if self.training and inputs[0].sum() < 0:
+        if not self.whole and self.training and inputs[0].sum() < 0:
             hidden = self.sometimes(hidden)
         return self.last(hidden)
 
@@ -49,11 +52,12 @@ class Net(nn.Module):
 def setup(mode: str, world: World, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
     torch.manual_seed(0)
     precision = Precision(mode, "float16")
-    model = Net(options.get("norm", False))
+    model = Net(options.get("norm", False), options.get("whole", False))
     _, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     inputs = torch.randn(67, 8, generator=torch.Generator().manual_seed(1))
     samples = TensorDataset(inputs, inputs[:, :4].argmax(1))
     plan = {"accumulate": options.get("accumulate", 1), "max_steps": options.get("steps", STEPS)}
+    plan["reduce_in_backward"] = options.get("in_backward", False)
     trainer = Trainer(
         model,
         optimizer,
@@ -194,3 +198,48 @@ def test_a_micro_batch_that_overflows_on_one_rank_is_dropped_on_all(two: Ranks) 
     assert_same(first["states"], second["states"])
     assert [own[:2] for own in first["results"]] == [(False, 0), (False, 1), (False, 0)]
     assert all(math.isfinite(norm) and math.isfinite(loss) for _, _, norm, loss in first["results"])
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp"])
+def test_ddp_in_the_backward_pass_takes_the_same_steps(two: Ranks, mode: str) -> None:
+    """It halves before it adds; a power of two takes no bit. Windows are reduced after it."""
+    for accumulate in (1, 2):
+        options = {"whole": True, "norm": True, "accumulate": accumulate, "batch": 16}
+        first, second = two(on_ranks, mode, {**options, "in_backward": True})
+        after, _ = two(on_ranks, mode, options)
+        assert_same(first["states"], second["states"])
+        assert_same(first["weights"], after["weights"])
+
+
+def test_ddp_adds_half_gradients_in_half(two: Ranks) -> None:
+    """Two rounded halves and their rounded sum: 3 units of 2^-11 relative to what was added."""
+    options = {"whole": True, "steps": 1}
+    first, second = two(on_ranks, "mixed", {**options, "in_backward": True})
+    after, _ = two(on_ranks, "mixed", options)
+    assert_same(first["states"], second["states"])
+    norm, exact = first["results"][0][2], after["results"][0][2]
+    assert norm != exact
+    assert norm == pytest.approx(exact, rel=3 * 2**-11)
+
+
+def test_what_overflows_on_one_rank_is_skipped_on_all_by_ddp_too(two: Ranks) -> None:
+    faults = {1: bad_input, 2: bad_gradient}
+    options = {"faults": faults, "whole": True, "norm": True, "steps": 2, "in_backward": True}
+    first, second = two(on_ranks, "amp", options)
+    assert_same(first["states"], second["states"])
+    assert [own[0] for own in first["results"]] == [False, True, True, False]
+
+
+def failing(options: dict[str, Any]) -> str:
+    try:
+        on_ranks("fp32", options)
+    except MpframeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_layer_that_ddp_would_leave_out_is_refused(two: Ranks) -> None:
+    """The layer `never` on all ranks; `sometimes` on one would hang, and is refused there."""
+    said = two(failing, {"in_backward": True})
+    assert any("trainer.reduce=in_backward" in own for own in said)
+    assert all("was not used in this step; use trainer.reduce=after" in own for own in said), said

@@ -142,7 +142,7 @@ ACT = {
         f"trainer.{name}"
         for name in (
             *("accumulate", "bad_micro_batch", "clip_norm", "compile", "ema_decay", "epochs"),
-            *("eval_dtype", "loss_spike_factor", "max_steps", "on_loss_spike"),
+            *("eval_dtype", "loss_spike_factor", "max_steps", "on_loss_spike", "reduce"),
         )
     ),
 }
