@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mpframe.distributed.world import World
 from mpframe.errors import ConfigError
 from mpframe.tree import HALF
 
@@ -105,6 +106,13 @@ def measured(
         torch._foreach_div_(wide, scale)
     amax = _amax(half, wide, scale, device)
     return Gradients(by_master, values, sparse, scale, amax)
+
+
+def agreed(gradients: Gradients, world: World) -> Gradients:
+    """The same with the largest amax of all ranks: what overflows on one overflows on all."""
+    if world.size == 1:
+        return gradients
+    return replace(gradients, amax=world.max(gradients.amax))
 
 
 def check_max_norm(max_norm: float) -> None:

@@ -16,12 +16,14 @@ the wrapper move it as well.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpframe.distributed.world import ALONE, World
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.loss_scaling.interface import LossScaler
 from mpframe.optim.accumulation import Accumulator, StepGradients
@@ -32,7 +34,7 @@ from mpframe.optim.closure import (
     refuse_beside_closure,
     step_with_closure,
 )
-from mpframe.optim.gradients import Gradients, check_max_norm, clip, not_finite
+from mpframe.optim.gradients import Gradients, agreed, check_max_norm, clip, not_finite
 from mpframe.optim.masters.master import copy_from_params, copy_to_params
 from mpframe.optim.masters.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
 from mpframe.optim.param_group import ParamGroup, refuse_other_groups
@@ -67,6 +69,8 @@ class MasterWeights(Optimizer):
         skips_on_device: the optimizer's kernels take the verdict on the device (torch's fused ones
             do). None before the first step, which makes the optimizer's state: a skip on the
             device would leave that state behind, with arbitrary values in SGD's momentum.
+        world: the ranks that step together, each over parameters of the same values. What
+            `accumulate` took is averaged over them, and they agree on whether a step is skipped.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class MasterWeights(Optimizer):
         self._known = Masters({} if masters is None else masters, keep_masters)
         self._known_groups = 0
         self.skips_on_device: bool | None = None
+        self.world: World = ALONE
         self._buckets: list[Bucket] = [[]]
         self._accumulator: Accumulator | None = None
         self._consumed = False
@@ -144,6 +149,10 @@ class MasterWeights(Optimizer):
         """Add a group to the wrapped optimizer; its half parameters get masters."""
         self.optimizer.add_param_group(param_group)
         self._register_groups()
+
+    def join(self, world: World) -> None:
+        """Step together with other ranks; see `world`."""
+        self.world = world
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters, and what was accumulated."""
@@ -249,12 +258,15 @@ class MasterWeights(Optimizer):
             self._register_groups()
         gradients = self._known.take_gradients(scale)
         if self._accumulator is None:
+            gradients = agreed(gradients, self.world)
             spent = self._consumed and not gradients.by_master
             gathered = StepGradients(gradients, gradients.amax, spent=spent)
         else:
             if gradients.by_master:
                 self._accumulator.add(gradients)
-            gathered = self._accumulator.mean()
+            gathered = self._accumulator.mean(self._known.values(), self.world)
+            # Once more: what the ranks were sent may be damaged on one of them.
+            gathered = replace(gathered, gradients=agreed(gathered.gradients, self.world))
             self._accumulator = None
         if gathered.gradients.sparse:
             self._try_sparse(gathered.gradients.sparse)
@@ -262,7 +274,7 @@ class MasterWeights(Optimizer):
 
     def take(self, scale: Tensor | float) -> Gradients:
         """The gradients, measured; parameters and masters are left without."""
-        return self._masters.take_gradients(scale)
+        return agreed(self._masters.take_gradients(scale), self.world)
 
     @torch.no_grad()
     def apply(self, gradients: Gradients, skipped: Tensor, verdict: Verdict | None) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError, ConfigError, nearest
 from mpframe.loss_scaling.interface import Scaling, scale_of
 from mpframe.optim.accumulation import StepGradients
@@ -76,6 +77,11 @@ class MultiOptimizer:
             own = [parameter for parameter in parameters if part.holds(parameter)]
             if own:
                 part.set_requires_grad(own, requires_grad)
+
+    def join(self, world: World) -> None:
+        """Step together with other ranks; see `MasterWeights.world`."""
+        for part in self.parts.values():
+            part.join(world)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters, and what was accumulated."""

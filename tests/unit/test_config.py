@@ -127,8 +127,8 @@ WATCH = {
         for name in (
             *("async_save", "autopsy", "autopsy_after", "checkpoint_every", "checkpoint_minutes"),
             *("eval_every", "keep_best", "keep_last", "log_every", "max_consecutive_skips"),
-            *("monitor", "on_save_error", "profile", "progress", "recompute", "requeue"),
-            "verbosity",
+            *("monitor", "on_save_error", "parallel", "profile", "progress", "rank_timeout"),
+            *("recompute", "requeue", "verbosity"),
         )
     ),
 }
@@ -142,14 +142,8 @@ ACT = {
         f"trainer.{name}"
         for name in (
             *("accumulate", "bad_micro_batch", "channels_last", "clip_norm", "compile"),
-            *(
-                "ema_decay",
-                "epochs",
-                "eval_dtype",
-                "loss_spike_factor",
-                "max_steps",
-                "on_loss_spike",
-            ),
+            *("ema_decay", "epochs", "eval_dtype", "loss_spike_factor", "max_steps"),
+            *("on_loss_spike", "reduce"),
         )
     ),
 }

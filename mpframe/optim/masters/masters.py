@@ -4,7 +4,7 @@ A half parameter has a master, made from the fp32 value it had before it was rou
 parameter is its own master, and one that appears under several names has one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -65,6 +65,10 @@ class Masters:
         vars(self).update(state)
         for parameter, held in self.half.items():
             restore(parameter, held)
+
+    def values(self) -> Collection[Tensor]:
+        """The masters, in the order of the parameters."""
+        return self._masters.values()
 
     @property
     def owners(self) -> dict[Tensor, Tensor]:
