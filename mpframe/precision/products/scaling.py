@@ -72,6 +72,15 @@ class Quantization:
     history: int = 0
     margin: int = 0
 
+    def __str__(self) -> str:
+        words = [self.format.name]
+        if self.scale != "none":
+            size = f" of {self.block} x {self.across}" if self.per == "block" else ""
+            words.append(f"{self.scale} scale per {self.per}{size}")
+        words += [f"amax of {self.history} steps"] * bool(self.history)
+        words += [f"Hadamard {self.hadamard}"] * bool(self.hadamard)
+        return " / ".join([*words, *["stochastic"] * (self.rounding == "stochastic")])
+
 
 @dataclass(frozen=True)
 class Axes:
@@ -85,13 +94,18 @@ class Axes:
     contracted: tuple[int, ...]
     free: int
 
-    def misfit(self, shape: torch.Size, how: Quantization) -> str:
-        """Why a tensor of this shape has no whole blocks; empty if it has."""
-        axis, blocked = self.contracted[0], how.per == "block" and how.scale != "none"
-        along = how.block if blocked else 1
+    def misfit(self, shape: torch.Size, how: Quantization, groups: int = 1) -> str:
+        """Why a tensor of this shape has no whole blocks; empty if it has.
+
+        Args:
+            shape: of the tensor.
+            how: what is done to it.
+            groups: of a convolution; each sums over its own part of the first contracted axis.
+        """
+        blocked = how.per == "block" and how.scale != "none"
+        along = max(how.hadamard, how.block if blocked else 1)
         for length, block in (
-            (shape[axis], along),
-            (shape[axis], max(how.hadamard, 1)),
+            (shape[self.contracted[0]] // groups, along),
             (shape[self.free], how.across if blocked else 1),
         ):
             if length % block:
