@@ -437,9 +437,7 @@ class TestPins:
         assert self.outputs(**{"0": "fp32"})[0].dtype == torch.float32
 
     def test_unknown(self) -> None:
-        words = (
-            r"ops.modules\['0'\]=float32: choose fp32, half, none or a recipe: fp8_blocks, "
-        )
+        words = r"ops.modules\['0'\]=float32: choose fp32, half, none or a recipe: fp8_blocks, "
         with pytest.raises(ConfigError, match=words):
             self.outputs(**{"0": "float32"})
 
