@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpframe.errors import ConfigError
 from mpframe.precision.casting.emulation import half_values, rounded
 from mpframe.precision.casting.plans import HANDS_OFF, NARROW, Args, Kwargs, formats_of
 from mpframe.precision.policy import CASTABLE, Policy
@@ -61,9 +62,16 @@ class Call:
         return y
 
     def _rest(self) -> tuple[str, str, bool]:
-        recipe, state = self.quantizer.recipe, self.quantizer.state
-        site = state.name_of(self.weight) if recipe.delayed else ""
-        return self.quantizer.key, site, torch.is_grad_enabled()
+        site, records = "", torch.is_grad_enabled()
+        if self.quantizer.recipe.delayed and isinstance(self.weight, nn.Parameter):
+            site = self.quantizer.state.name_of(self.weight)
+            if records and not site:
+                raise ConfigError(
+                    f"dtype.products={self.quantizer.recipe.name}: keeps a history for each weight "
+                    f"of the model given to Precision.prepare, and one of {list(self.weight.shape)} "
+                    "is none of them; choose fp8_tensorwise, or prepare this model"
+                )
+        return self.quantizer.key, site, records
 
 
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
