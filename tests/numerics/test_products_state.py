@@ -1,4 +1,4 @@
-"""What products carry from step to step: histories of amax, and the generator of stochastic rounding."""
+"""What products carry from step to step: histories of amax, and the random rounding's generator."""
 
 import io
 from collections.abc import Callable

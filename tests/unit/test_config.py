@@ -135,6 +135,7 @@ WATCH = {
 ACT = {
     *("device", "init_from", "init_from_names", "init_from_except", "seed"),
     *("dtype.compute", "dtype.half", "dtype.master_weights", "dtype.mode"),
+    *("dtype.products", "dtype.recipes"),
     *("ops.allow", "ops.deny", "ops.infer", "ops.modules", "ops.move"),
     *("optimizer.groups", "optimizer.lr"),
     *("dataset.batch_size", "dataset.worker_timeout", "dataset.workers"),

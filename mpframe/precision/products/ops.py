@@ -67,9 +67,9 @@ class Call:
             site = self.quantizer.state.name_of(self.weight)
             if records and not site:
                 raise ConfigError(
-                    f"dtype.products={self.quantizer.recipe.name}: keeps a history for each weight "
-                    f"of the model given to Precision.prepare, and one of {list(self.weight.shape)} "
-                    "is none of them; choose fp8_tensorwise, or prepare this model"
+                    f"dtype.products={self.quantizer.recipe.name}: keeps a history for each "
+                    "weight of the model given to Precision.prepare, and one of "
+                    f"{list(self.weight.shape)} is none of them; choose fp8_tensorwise, or prepare this model"
                 )
         return self.quantizer.key, site, records
 
