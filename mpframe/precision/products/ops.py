@@ -69,7 +69,8 @@ class Call:
                 raise ConfigError(
                     f"dtype.products={self.quantizer.recipe.name}: keeps a history for each "
                     "weight of the model given to Precision.prepare, and one of "
-                    f"{list(self.weight.shape)} is none of them; choose fp8_tensorwise, or prepare this model"
+                    f"{list(self.weight.shape)} is none of them; choose fp8_tensorwise, or "
+                    "prepare this model"
                 )
         return self.quantizer.key, site, records
 
