@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpframe.errors import ConfigError
 from mpframe.precision.casting.emulation import half_values, rounded
 from mpframe.precision.casting.plans import HANDS_OFF, NARROW, Args, Kwargs, formats_of
 from mpframe.precision.policy import CASTABLE, Policy
@@ -61,9 +62,22 @@ class Call:
         return y
 
     def _rest(self) -> tuple[str, str, bool]:
-        recipe, state = self.quantizer.recipe, self.quantizer.state
-        site = state.name_of(self.weight) if recipe.delayed else ""
-        return self.quantizer.key, site, torch.is_grad_enabled()
+        records = torch.is_grad_enabled()
+        return self.quantizer.key, self._site(records), records
+
+    def _site(self, records: bool) -> str:
+        """The name under which histories are kept; of two activations there are none."""
+        recipe, weight = self.quantizer.recipe, self.weight
+        if not recipe.delayed or not isinstance(weight, nn.Parameter):
+            return ""
+        name = self.quantizer.state.name_of(weight)
+        if records and not name:
+            raise ConfigError(
+                f"dtype.products={recipe.name}: keeps a history for each weight of the model given "
+                f"to Precision.prepare, and one of {list(weight.shape)} is none of them; choose "
+                "fp8_tensorwise, or prepare this model"
+            )
+        return name
 
 
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

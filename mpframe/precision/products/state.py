@@ -3,6 +3,7 @@
 Both are part of a checkpoint, so a resumed run rounds as the run it goes on with.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
+_SEED_OFFSET = 0x9E3779B9
 _optimizer_steps = 0
 
 
@@ -59,23 +60,26 @@ class ProductState:
     def __init__(self) -> None:
         self._generators: dict[str, torch.Generator] = {}
         self._histories: dict[str, AmaxHistory] = {}
-        self._names: Any = WeakTensorKeyDictionary()
+        self._names: dict[int, str] = {}  # by the id of a weight that lives
 
     def learn_names(self, model: nn.Module) -> None:
         """Know the model's weights by name: a product's histories are kept under its weight's."""
         for name, parameter in model.named_parameters():
-            self._names.setdefault(parameter, name)
+            if id(parameter) not in self._names:
+                self._names[id(parameter)] = name
+                weakref.finalize(parameter, self._names.pop, id(parameter)).atexit = False
 
     def name_of(self, weight: Any) -> str:
         """The name of a weight; empty for any other tensor."""
-        return str(self._names.get(weight, "")) if isinstance(weight, Tensor) else ""
+        return self._names.get(id(weight), "")
 
     def draw(self, like: Tensor) -> Tensor:
         """Uniform numbers in [0, 1), fp32, of the shape of `like`, seeded by the run's seed."""
         device = like.device.type
         if device not in self._generators:
-            made = torch.Generator(like.device).manual_seed(torch.initial_seed())
-            self._generators[device] = made
+            # Not the seed itself: by that the weights were drawn.
+            seed = (torch.initial_seed() + _SEED_OFFSET) % 2**63
+            self._generators[device] = torch.Generator(like.device).manual_seed(seed)
         return torch.rand(like.shape, generator=self._generators[device], device=like.device)
 
     def known_amax(self, operand: str, own: Tensor, length: int, record: bool) -> Tensor:
@@ -114,12 +118,12 @@ class ProductState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Go on from what `state_dict` returned; nothing of a run that had no products."""
         self._generators = {}
-        for device, generator in state["generators"].items():
+        for device, generator in state.get("generators", {}).items():
             self._generators[device] = torch.Generator(device)
             self._generators[device].set_state(generator.cpu())
         self._histories = {
             name: AmaxHistory(own["past"].clone(), own["present"])
-            for name, own in state["amax"].items()
+            for name, own in state.get("amax", {}).items()
         }
