@@ -198,7 +198,37 @@ class TrainerOptions:
         "Validate in this format, over fp32 weights; null: as trained.",
         choices=("fp32", "float16", "bfloat16"),
     )
+    recompute: list[str] = option(
+        [],
+        "Patterns of modules that keep no activations and run again in the backward pass: less "
+        "memory, the same numbers.",
+        watches=True,
+    )
+    channels_last: bool = option(
+        False, "Keep the weights of 2-d convolutions with the channels as last dimension."
+    )
     compile: bool = option(False, "Compile model and casts into one graph (torch.compile).")
+    parallel: str | None = option(
+        None,
+        "How several processes train one model, each on its part of every batch; null: ddp if "
+        "torchrun started several, else none.",
+        choices=("none", "ddp"),
+        watches=True,
+    )
+    reduce: str = option(
+        "after_backward",
+        "When the ranks average their gradients: after_backward: in fp32; in_backward: by DDP "
+        "while the backward pass runs, in the format of the weights, if each step uses the whole "
+        "model and is not accumulated.",
+        choices=("after_backward", "in_backward"),
+    )
+    rank_timeout: float = option(
+        300.0,
+        "End the run where another rank gives no answer for so long.",
+        unit="seconds",
+        above=0.0,
+        watches=True,
+    )
     profile: bool = option(
         False,
         "Record a few steps: a trace for a browser, and the largest costs by module and format.",
@@ -240,7 +270,9 @@ class NumericsOptions:
 class DatasetOptions:
     """`dataset`: options that belong to every dataset, beside its own arguments."""
 
-    batch_size: int = option(64, "Samples in a micro-batch.", unit="samples", low=1)
+    batch_size: int = option(
+        64, "Samples in a micro-batch, of all ranks together.", unit="samples", low=1
+    )
     workers: int = option(0, "Processes that load data; 0: the main one.", unit="processes", low=0)
     worker_timeout: float | None = option(
         600.0,
