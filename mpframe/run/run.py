@@ -82,7 +82,7 @@ class Run:
     def __init__(
         self, config: Config, composed: DictConfig, folder: Path, hydra: DictConfig | None = None
     ) -> None:
-        self.config = config if place().rank == 0 else _without_watchers(config)
+        self.config = _of_this_rank(config)
         self.scaling = build.scaling_name(config)  # Refused before the folder is taken.
         self.secrets = secrets_of(values_of(composed), os.environ)
         self.folder = folder
@@ -353,14 +353,15 @@ def train(config: DictConfig, folder: str | Path) -> Summary:
     return Run(checked_config, config, place).train()
 
 
-def _without_watchers(config: Config) -> Config:
-    """The options of a rank that writes nothing."""
-    callbacks = {
-        name: node
-        for name, node in config.callbacks.items()
-        if not only_watches(f"callbacks.{name}")
-    }
-    return replace(config, callbacks=callbacks)
+def _of_this_rank(config: Config) -> Config:
+    """The options without the callbacks that this rank does without."""
+    left_out = set()
+    if place().size > 1 and config.trainer.sync_batchnorm:
+        left_out.add("autopsy")  # It replays steps, and rank 0 alone would wait for the others.
+    if place().rank:
+        left_out |= {name for name in config.callbacks if only_watches(f"callbacks.{name}")}
+    kept = {name: node for name, node in config.callbacks.items() if name not in left_out}
+    return replace(config, callbacks=kept)
 
 
 def _scratch(stack: ExitStack) -> Path:

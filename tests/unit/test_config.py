@@ -143,6 +143,7 @@ ACT = {
         for name in (
             *("accumulate", "bad_micro_batch", "clip_norm", "compile", "ema_decay", "epochs"),
             *("eval_dtype", "loss_spike_factor", "max_steps", "on_loss_spike", "reduce"),
+            "sync_batchnorm",
         )
     ),
 }
