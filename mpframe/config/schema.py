@@ -37,9 +37,8 @@ OTHER_NAMES = {
     **dict.fromkeys(("bf16-mixed",), "dtype=amp_bf16"),
     **dict.fromkeys(("O2",), "dtype=mixed"),
     **dict.fromkeys(("float32", "32", "32-true", "O0"), "dtype=fp32"),
-    **dict.fromkeys(
-        ("fp8", "float8"), "dtype=amp or dtype=amp_bf16, formats of 8 bits are not there"
-    ),
+    **dict.fromkeys(("fp8", "float8"), "dtype=mixed_bf16 dtype.products=fp8_tensorwise"),
+    **{name: f"dtype=mixed_bf16 dtype.products={name}" for name in ("mxfp8", "mxfp4", "nvfp4")},
 }
 
 
@@ -66,6 +65,11 @@ class Dtype:
     master_weights: bool = option(
         True, "Keep fp32 masters of half weights; false only to study what they are for."
     )
+    products: str = option(
+        "none",
+        "The recipe by which matrix products and convolutions are computed below 16 bits.",
+    )
+    recipes: dict[str, Any] = option({}, "Recipes of your own, by name, for products and pins.")
 
 
 @dataclass
@@ -76,7 +80,9 @@ class Ops:
     deny: list[str] = option([], "Ops that run in fp32.")
     infer: list[str] = option([], "Ops that run in the widest format of their inputs.")
     move: dict[str, str] = option({}, "Single ops put in another list: allow, deny, infer, none.")
-    modules: dict[str, str] = option({}, "Module name patterns pinned to fp32 or half.")
+    modules: dict[str, str] = option(
+        {}, "Module name patterns pinned to fp32, half, or a recipe for their products."
+    )
 
 
 @dataclass
@@ -191,6 +197,15 @@ class TrainerOptions:
         None,
         "Validate in this format, over fp32 weights; null: as trained.",
         choices=("fp32", "float16", "bfloat16"),
+    )
+    recompute: list[str] = option(
+        [],
+        "Patterns of modules that keep no activations and run again in the backward pass: less "
+        "memory, the same numbers.",
+        watches=True,
+    )
+    channels_last: bool = option(
+        False, "Keep the weights of 2-d convolutions with the channels as last dimension."
     )
     compile: bool = option(False, "Compile model and casts into one graph (torch.compile).")
     parallel: str | None = option(

@@ -276,6 +276,7 @@ class Trainer:
             "ema_updates": self.ema.updates if self.ema else 0,
             "spikes": self.spikes.state_dict() if self.spikes else None,
             "precision": str(self.precision),
+            "products": self.precision.state_dict(),
             "progress": asdict(self.progress),
         }
 
@@ -295,6 +296,7 @@ class Trainer:
             self.ema.load_by_name(self.model, state["ema"], updates)
         if self.spikes is not None and state["spikes"] is not None:
             self.spikes.load_state_dict(state["spikes"])
+        self.precision.load_state_dict(state.get("products", {}))
         self.progress, self._unread = Progress.saved(state["progress"]), []
         if state["precision"] != str(self.precision):
             rounded = rounding(self.model, state["weights"])

@@ -1,19 +1,32 @@
 """The benchmark's large models: their steps, one at a time, each in a new process."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mpframe.bench.groups import large
+from mpframe.bench.groups import growth, large, small
 from mpframe.bench.step import one_turn
 from mpframe.bench.step.competitors import STEPS
 from mpframe.bench.step.laps import Laps
-from mpframe.bench.step.workloads import WORKLOADS
+from mpframe.bench.step.workloads import WORKLOADS, Workload
 from mpframe.bench.table import Table
 
-TINY = {"linear": {"width": 4, "layers": 2, "batch": 3}}
+TINY = {
+    "linear": {"width": 4, "layers": 2, "batch": 3},
+    "transformer": {"vocab_size": 9, "context": 4, "depth": 1, "width": 4, "batch": 2},
+    "recommender": {"tables": 2, "rows": 5, "width": 4, "batch": 3},
+    "tiny_bert": {"width": 4, "layers": 1, "tokens": 3, "batch": 2},
+    "small_unet": {"width": 2, "side": 8, "batch": 2},
+}
+
+
+def made(workload: str) -> Workload:
+    if workload == "tiny_bert":
+        pytest.importorskip("transformers")
+    return WORKLOADS[workload](**TINY[workload])
 
 
 def test_laps_add_up_by_name() -> None:
@@ -34,7 +47,7 @@ def test_laps_add_up_by_name() -> None:
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_a_step_of_everybody_has_three_laps(workload: str, name: str) -> None:
     laps = Laps()
-    STEPS[name](WORKLOADS[workload](**TINY[workload]), laps)()
+    STEPS[name](made(workload), laps)()
     assert all(seconds > 0 for seconds in laps.seconds.values())
 
 
@@ -42,11 +55,11 @@ def test_a_step_of_everybody_has_three_laps(workload: str, name: str) -> None:
 def test_by_hand_and_by_the_trainer_it_is_the_same_training(workload: str) -> None:
     weights: list[Any] = []
     for name in ("torch fp32", "mpframe fp32"):
-        made = WORKLOADS[workload](**TINY[workload])
-        step = STEPS[name](made, Laps())
-        before = {key: value.clone() for key, value in made.model.state_dict().items()}
+        work = made(workload)
+        step = STEPS[name](work, Laps())
+        before = {key: value.clone() for key, value in work.model.state_dict().items()}
         step()
-        weights.append(made.model.state_dict())
+        weights.append(work.model.state_dict())
         assert any(not torch.equal(weights[-1][key], before[key]) for key in before)
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
@@ -83,17 +96,60 @@ def test_large_rows(tmp_path: Path) -> None:
 ALL = {name: [1.0, 2.0] for name in STEPS}
 
 
-def test_the_marks_of_the_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def limits(workload: str) -> dict[str, float]:
+    return {claim.text: claim.limit for claim in large.claims_of(workload, ALL, ALL)}
+
+
+def test_the_marks_of_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large, "has_native_half", lambda half: True)
-    limits = {claim.text: claim.limit for claim in large.claims_of("linear", ALL, ALL)}
-    assert limits == {
+    amp = {"mpframe amp bfloat16 / torch.autocast bfloat16": 1.02}
+    assert limits("recommender") == amp
+    assert limits("linear") == {
+        **amp,
         "mpframe mixed float16 / torch fp32": 1.4,
         "mpframe mixed bfloat16 / torch.autocast bfloat16": 0.9,
-        "mpframe amp bfloat16 / torch.autocast bfloat16": 1.02,
         "bytes per parameter, mpframe mixed bfloat16 / torch.autocast bfloat16": 0.8,
     }
     monkeypatch.setattr(large, "has_native_half", lambda half: False)
-    assert [claim.limit for claim in large.claims_of("linear", ALL, ALL)] == [1.4, 0.8]
+    assert list(limits("linear").values()) == [1.4, 0.8]
+    assert limits("transformer") == {}
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_small_rows(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "has_native_half", lambda half: native)
+    (measured,) = small.tables(1, tmp_path, {"small_unet": TINY["small_unet"]}, steps=1)
+    assert measured.title == "Small U-Net"
+    assert list(measured.times) == list(small.NAMES)
+    assert [claim.limit for claim in measured.claims] == [1.1] * native
+    monkeypatch.setattr(small, "find_spec", lambda package: None)
+    (skipped,) = small.tables(1, tmp_path, {"tiny_bert": {}})
+    assert skipped.markdown().endswith(
+        "\n\n- skipped, transformers is not installed; pip install 'mpframe[text]'\n"
+    )
+
+
+def test_growth_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "THREADS", 1)
+    deeper = growth.Growth("linear", "layers", (1, 2), {"width": 4, "batch": 3})
+    (measured,) = growth.tables(2, tmp_path, {"depth": deeper}, steps=1)
+    assert measured.title == "Growth with depth"
+    assert list(measured.times) == ["layers 1", "layers 2"]
+    assert measured.notes[0].startswith("slope: ")
+
+
+def test_the_slope_is_the_power_that_time_grows_with() -> None:
+    times = {"a": [1.0, 5.0], "b": [4.0, 10.0], "c": [16.0, 20.0]}
+    found = growth.slope(times, [1, 2, 4])
+    assert found.count == 2
+    assert (found.low, found.high) == (pytest.approx(1.25), pytest.approx(1.75))
+    assert found.median == pytest.approx(1.5)
+
+
+def test_growths_name_arguments_of_their_workloads() -> None:
+    for grown in growth.GROWTHS.values():
+        arguments = inspect.signature(WORKLOADS[grown.workload]).parameters
+        assert {grown.size, *grown.others} <= set(arguments)
 
 
 def test_details_are_columns_of_medians() -> None:

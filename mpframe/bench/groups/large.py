@@ -23,18 +23,19 @@ PLAIN = "torch fp32"
 AUTOCAST = "torch.autocast bfloat16"
 BYTES = "peak bytes per parameter"
 
-_MIXED, _AMP = "mpframe mixed bfloat16", "mpframe amp bfloat16"
-_FLOAT16 = "mpframe mixed float16"
-_LINEAR: dict[str, int] = {}  # the workload's own sizes
-_NATIVE = {_MIXED: 0.9, _AMP: 1.02}  # times AUTOCAST, where the CPU multiplies bfloat16
-_EMULATED = 1.4  # times PLAIN
-_MEMORY = 0.8  # times AUTOCAST
+SIZES: dict[str, dict[str, int]] = {"linear": {}, "transformer": {}, "recommender": {}}
+"""The models, each with its own sizes."""
+
+_MIXED, _FLOAT16 = "mpframe mixed bfloat16", "mpframe mixed float16"
+_AMP = ("mpframe amp bfloat16", AUTOCAST, 1.02)
+_LINEAR = ((_FLOAT16, PLAIN, 1.4), (_MIXED, AUTOCAST, 0.9))
+_MEMORY = 0.8  # times AUTOCAST's
 
 
 def tables(
     rounds: int,
     folder: Path,
-    workloads: Mapping[str, Mapping[str, int]] = {"linear": _LINEAR},
+    workloads: Mapping[str, Mapping[str, int]] = SIZES,
     names: Sequence[str] = tuple(STEPS),
     threads: int = THREADS,
     steps: int = 5,
@@ -90,16 +91,15 @@ class Turn:
 
 
 def claims_of(workload: str, times: Times, memory: Times) -> list[Claim]:
-    """What a ratio is to be, for those that took part."""
-    marks = [(_FLOAT16, PLAIN, _EMULATED)]
-    if has_native_half("bfloat16"):
-        marks += [(name, AUTOCAST, most) for name, most in _NATIVE.items()]
+    """What a ratio is to be, for those that took part; most is asked of the linear layers."""
+    marks = [_AMP, *(_LINEAR if workload == "linear" else ())]
+    native = has_native_half("bfloat16")
     claims = [
         Claim(f"{name} / {other}", ratio(times, name, other), most)
         for name, other, most in marks
-        if name in times
+        if name in times and (native or "bfloat16" not in name)
     ]
-    if memory.get(_MIXED):
+    if workload == "linear" and memory.get(_MIXED):
         text = f"bytes per parameter, {_MIXED} / {AUTOCAST}"
         claims.append(Claim(text, ratio(memory, _MIXED, AUTOCAST), _MEMORY))
     return claims

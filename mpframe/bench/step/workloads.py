@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from mpframe.models import gpt, unet
 
 
 @dataclass(frozen=True)
@@ -41,4 +44,88 @@ def linear(width: int = 2048, layers: int = 16, batch: int = 32) -> Workload:
     return Workload("Linear layers", sizes, model, data, nn.MSELoss())
 
 
-WORKLOADS: dict[str, Callable[..., Workload]] = {"linear": linear}
+def transformer(
+    vocab_size: int = 16384, context: int = 128, depth: int = 8, width: int = 512, batch: int = 4
+) -> Workload:
+    """The GPT that ships, of a size for few cores; heads of 64."""
+    torch.manual_seed(0)
+    model = gpt(vocab_size, context, depth=depth, heads=max(1, width // 64), width=width)
+    tokens = torch.randint(0, vocab_size, (batch, context + 1))
+    sizes = f"{depth} blocks of {width}, {vocab_size} tokens, {batch} texts of {context}"
+    return Workload("Transformer", sizes, model, (tokens[:, :-1], tokens[:, 1:]), _next_token)
+
+
+def recommender(
+    tables: int = 4, rows: int = 250_000, width: int = 64, batch: int = 2048
+) -> Workload:
+    """Large embeddings with dense gradients: most of them are 0, and AdamW moves every row."""
+    torch.manual_seed(0)
+    model = _Recommender(tables, rows, width)
+    data = torch.randint(0, rows, (batch, tables)), torch.rand(batch, 1).round()
+    sizes = f"{tables} embeddings of {rows} x {width}, batch {batch}"
+    return Workload("Recommender", sizes, model, data, nn.BCEWithLogitsLoss())
+
+
+def tiny_bert(width: int = 128, layers: int = 2, tokens: int = 32, batch: int = 8) -> Workload:
+    """A classifier of texts, of transformers."""
+    package = import_module("transformers")
+    torch.manual_seed(0)
+    config = package.BertConfig(
+        vocab_size=1000,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=4 * width,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = _Logits(package.BertForSequenceClassification(config).train())
+    data = torch.randint(0, 1000, (batch, tokens)), torch.randint(0, 2, (batch,))
+    sizes = f"{layers} layers of {width}, {batch} texts of {tokens}"
+    return Workload("Tiny BERT", sizes, model, data, nn.CrossEntropyLoss())
+
+
+def small_unet(width: int = 8, side: int = 32, batch: int = 4) -> Workload:
+    """The U-Net that ships, with few channels."""
+    torch.manual_seed(0)
+    model = unet(channels=3, classes=2, width=width)
+    data = torch.randn(batch, 3, side, side), torch.randint(0, 2, (batch, side, side))
+    sizes = f"width {width}, {batch} images of 3 x {side} x {side}"
+    return Workload("Small U-Net", sizes, model, data, nn.CrossEntropyLoss())
+
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {
+    "linear": linear,
+    "transformer": transformer,
+    "recommender": recommender,
+    "tiny_bert": tiny_bert,
+    "small_unet": small_unet,
+}
+
+
+class _Recommender(nn.Module):
+    def __init__(self, tables: int, rows: int, width: int) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))
+        self.head = nn.Sequential(nn.Linear(tables * width, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        columns = zip(self.embeddings, ids.unbind(1), strict=True)
+        logits: Tensor = self.head(torch.cat([table(column) for table, column in columns], 1))
+        return logits
+
+
+class _Logits(nn.Module):
+    """A model of transformers, of whose output a loss takes the logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens).logits
+        return logits
+
+
+def _next_token(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
