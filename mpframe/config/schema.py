@@ -222,6 +222,11 @@ class TrainerOptions:
         "model and is not accumulated.",
         choices=("after_backward", "in_backward"),
     )
+    sync_batchnorm: bool = option(
+        False,
+        "Let BatchNorm use the statistics of the whole batch, not those of a rank's part of it. "
+        "The autopsy, which replays steps on one rank, is then off.",
+    )
     rank_timeout: float = option(
         300.0,
         "End the run where another rank gives no answer for so long.",

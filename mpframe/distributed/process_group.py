@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 from mpframe.distributed.in_backward import InBackward
 from mpframe.distributed.launch import Place
 from mpframe.distributed.store import store_at
+from mpframe.distributed.sync_batchnorm import synchronize
 from mpframe.distributed.world import World
 from mpframe.errors import LostRankError
 
@@ -116,6 +117,10 @@ class ProcessGroup(World):
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         self.max_of([0])
+
+    def synchronize_batchnorm(self, model: nn.Module) -> None:
+        """Let BatchNorm use the statistics of all ranks, in place."""
+        synchronize(model)
 
     def in_backward(self, model: nn.Module, wanted: bool) -> InBackward | None:
         """What averages the gradients of a model in its backward pass, if that is wanted."""

@@ -71,6 +71,9 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank has come here."""
 
+    def synchronize_batchnorm(self, model: nn.Module) -> None:
+        """Let BatchNorm use the statistics of all ranks, in place."""
+
     def in_backward(self, model: nn.Module, wanted: bool) -> "InBackward | None":
         """What averages the gradients of a model in its backward pass, if that is wanted."""
         return None

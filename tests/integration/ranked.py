@@ -26,8 +26,8 @@ def run(folder: Path, *options: str) -> Any:
 
 
 def runs(folder: Path, options: list[list[str]]) -> list[Any]:
-    """The same for several runs, one after another."""
-    return [run(folder, *own) for own in options]
+    """The same for several runs, one after another, each in a folder of its own."""
+    return [run(folder / str(number), *own) for number, own in enumerate(options)]
 
 
 class Trouble(Callback):
@@ -39,6 +39,15 @@ class Trouble(Callback):
     def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
         if (trainer.world.rank, trainer.progress.global_step) == self._at:
             os.kill(os.getpid(), self._signal)
+
+
+class Drift(Callback):
+    """Writes the weights of rank 1 behind the trainer's back."""
+
+    def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
+        if trainer.world.rank == 1:
+            with torch.no_grad():
+                next(trainer.model.parameters()).add_(0.01)
 
 
 class Points(Dataset[Any]):

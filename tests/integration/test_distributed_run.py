@@ -138,7 +138,36 @@ def test_a_model_that_begins_otherwise_on_each_rank_is_refused(two: Ranks, tmp_p
         "~model.out_features",
     ]
     ends = two(ranked.run, tmp_path / "run", *OWN, *options)
-    assert all("its first weights on rank 1 are not those on rank 0" in said for _, said in ends)
+    assert all(
+        "weight is not the same on rank 1 as on rank 0 before the first" in s for _, s in ends
+    )
+
+
+def test_ranks_that_drift_apart_are_refused_at_the_next_checkpoint(
+    two: Ranks, tmp_path: Path
+) -> None:
+    ends = two(ranked.run, tmp_path / "run", *OWN, "+callbacks.drift._target_=ranked.Drift")
+    said = "trainer.parallel=ddp: after step 4 weight is not the same on rank 1 as on rank 0"
+    assert all(text.startswith(said) for _, text in ends)
+    assert not checkpoint.all_in(tmp_path / "run")
+
+
+SEVERAL = {
+    "losses": ["experiment=digits_gan"],
+    "optimizers": ["optimizer=muon_adamw", "model=mlp"],
+    "frozen": ["callbacks=freeze", "+callbacks.freeze.steps={head.*: 1}", "model=mlp"],
+    "frozen, in backward": ["callbacks=freeze", "+callbacks.freeze.steps={head.*: 1}", "model=mlp",
+                            "trainer.reduce=in_backward", "dtype=amp"],
+}  # fmt: skip
+
+
+def test_ranks_stay_the_same(two: Ranks, tmp_path: Path) -> None:
+    """Checked at each checkpoint: several losses, several optimizers, layers frozen for a while."""
+    short = ["trainer.max_steps=3", "trainer.checkpoint_every=1", "dataset.batch_size=32"]
+    for summaries in two(ranked.runs, tmp_path, [[*own, *short] for own in SEVERAL.values()]):
+        for name, own in zip(SEVERAL, summaries, strict=True):
+            assert getattr(own, "status", own) is Status.FINISHED, name
+            assert own.steps == 3, name
 
 
 REFUSED = {

@@ -144,7 +144,7 @@ ACT = {
         for name in (
             *("accumulate", "bad_micro_batch", "channels_last", "clip_norm", "compile"),
             *("ema_decay", "epochs", "eval_dtype", "loss_spike_factor", "max_steps"),
-            *("on_loss_spike", "reduce"),
+            *("on_loss_spike", "reduce", "sync_batchnorm"),
         )
     ),
 }

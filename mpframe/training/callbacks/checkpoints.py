@@ -27,6 +27,7 @@ from mpframe.errors import CheckpointError, RunInterrupted
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.callback import Callback, call, states_of
 from mpframe.training.evaluation import LOSS, Evaluation
+from mpframe.training.ranks import refuse_drift
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of
@@ -114,6 +115,7 @@ class Checkpoints(Callback):
             call(trainer.callbacks, "on_save", trainer)
             snapshot = self._snapshot(trainer)
             self._saved, self._saved_at = stands, time.monotonic()
+            refuse_drift(trainer)
             if not trainer.world.is_main:
                 return
             with self._reported():
