@@ -1,6 +1,8 @@
 """The benchmark's large models: their steps, one at a time, each in a new process."""
 
 import inspect
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,11 @@ def test_by_hand_and_by_the_trainer_it_is_the_same_training(workload: str) -> No
 def test_a_turn_tells_seconds_laps_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = iter([1000, 1000 + 40 * 19])  # two layers of 4 x 4 weights and 4 biases
     monkeypatch.setattr(one_turn, "status_bytes", lambda key: next(peaks))
-    turn = one_turn.measure("linear", TINY["linear"], "mpframe mixed float16", threads=1, steps=2)
+    kept: list[None] = []
+    monkeypatch.setattr(one_turn, "keep_freed_memory", lambda: kept.append(None))
+    tiny = "linear", TINY["linear"], "mpframe mixed float16"
+    turn = one_turn.measure(*tiny, threads=1, steps=2, keep_memory=True)
+    assert len(kept) == 1
     assert turn.bytes_per_parameter == 19.0
     assert set(turn.laps) == {"forward", "backward", "step"}
     assert turn.seconds >= sum(turn.laps.values()) > 0
@@ -79,18 +85,33 @@ def test_without_a_proc_folder_memory_is_unknown(monkeypatch: pytest.MonkeyPatch
     assert turn.bytes_per_parameter is None
 
 
-def test_large_rows(tmp_path: Path) -> None:
-    names = ("torch fp32",)  # a process for each
-    (measured,) = large.tables(1, tmp_path, {"linear": TINY["linear"]}, names, threads=1, steps=1)
+def test_large_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def in_this_process(arguments: list[str], folder: Path, name: str) -> str:
+        asked.append(json.loads(arguments[2]))
+        return json.dumps(asdict(one_turn.measure(**asked[-1])))
+
+    monkeypatch.setattr(large, "run_python", in_this_process)
+    monkeypatch.setattr(one_turn, "keep_freed_memory", lambda: None)
+    (measured,) = large.tables(1, tmp_path, {"linear": TINY["linear"]}, threads=1, steps=1)
+    kept = {f"{own['name']}, {own['keep_memory']}" for own in asked}
+    assert len(kept) == len(large.ROWS) == 9
+    assert {"torch fp32, False", "torch fp32, True", "mpframe amp float16, True"} < kept
+    assert {"mpframe mixed bfloat16, False", "torch.autocast bfloat16, False"} < kept
     assert measured.title == "Linear layers, 40 parameters"
     assert measured.setting == (
         "2 linear layers of 4, batch 3, fused AdamW, gradients clipped to 1.0, 1 thread; float16 "
         "with Backoff."
     )
-    assert list(measured.times) == list(names)
+    assert list(measured.times) == list(large.ROWS)
     assert list(measured.details) == ["forward, ms", "backward, ms", "step, ms", large.BYTES]
-    assert measured.claims == []
     assert "| forward, ms | backward, ms | step, ms |" in measured.markdown()
+
+
+def test_a_turn_is_a_process_of_its_own() -> None:
+    turn = large.Turn("linear", TINY["linear"], "torch fp32", threads=1, steps=1)
+    assert [turn()] == [own.seconds for own in turn.turns]
 
 
 ALL = {name: [1.0, 2.0] for name in STEPS}

@@ -126,7 +126,8 @@ WATCH = {
         f"trainer.{name}"
         for name in (
             *("async_save", "autopsy", "autopsy_after", "checkpoint_every", "checkpoint_minutes"),
-            *("eval_every", "keep_best", "keep_last", "log_every", "max_consecutive_skips"),
+            *("eval_every", "keep_best", "keep_freed_memory", "keep_last", "log_every"),
+            "max_consecutive_skips",
             *("monitor", "on_save_error", "profile", "progress", "recompute", "requeue"),
             "verbosity",
         )

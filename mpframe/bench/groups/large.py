@@ -1,7 +1,8 @@
 """Models with many parameters, in every dtype mode: time, where it goes, and memory.
 
 With few products for each weight, the optimizer's step and its memory decide. Each turn is a
-process of its own (step/one_turn.py).
+process of its own (step/one_turn.py). mpframe keeps freed memory, as `mpframe train` does; two rows
+show what that alone comes to.
 """
 
 import json
@@ -26,6 +27,13 @@ BYTES = "peak bytes per parameter"
 SIZES: dict[str, dict[str, int]] = {"linear": {}, "transformer": {}, "recommender": {}}
 """The models, each with its own sizes."""
 
+ROWS: dict[str, tuple[str, bool]] = {
+    **{name: (name, name.startswith("mpframe")) for name in STEPS},
+    f"{PLAIN}, memory kept": (PLAIN, True),
+    "mpframe mixed bfloat16, memory given back": ("mpframe mixed bfloat16", False),
+}
+"""Whose step it is, and whether freed memory is kept."""
+
 _MIXED, _FLOAT16 = "mpframe mixed bfloat16", "mpframe mixed float16"
 _AMP = ("mpframe amp bfloat16", AUTOCAST, 1.02)
 _LINEAR = ((_FLOAT16, PLAIN, 1.4), (_MIXED, AUTOCAST, 0.9))
@@ -36,7 +44,7 @@ def tables(
     rounds: int,
     folder: Path,
     workloads: Mapping[str, Mapping[str, int]] = SIZES,
-    names: Sequence[str] = tuple(STEPS),
+    rows: Sequence[str] = tuple(ROWS),
     threads: int = THREADS,
     steps: int = 5,
 ) -> list[Table]:
@@ -46,12 +54,12 @@ def tables(
         rounds: measured rounds, >= 1.
         folder: not used: nothing is written.
         workloads: the sizes of each, by its name.
-        names: who takes part.
+        rows: who takes part.
         threads: that torch computes with.
         steps: per turn.
     """
     return [
-        _table(workload, sizes, names, rounds, threads, steps)
+        _table(workload, sizes, rows, rounds, threads, steps)
         for workload, sizes in workloads.items()
     ]
 
@@ -64,9 +72,10 @@ class Turn:
     """
 
     def __init__(
-        self, workload: str, sizes: Mapping[str, int], name: str, threads: int, steps: int
+        self, workload: str, sizes: Mapping[str, int], row: str, threads: int, steps: int
     ) -> None:
-        self._name = name
+        self._row = row
+        name, keep_memory = ROWS[row]
         self._request = json.dumps(
             {
                 "workload": workload,
@@ -74,6 +83,7 @@ class Turn:
                 "name": name,
                 "threads": threads,
                 "steps": steps,
+                "keep_memory": keep_memory,
             }
         )
         self.turns: list[OneTurn] = []
@@ -85,7 +95,7 @@ class Turn:
             MpframeError: the process failed.
         """
         arguments = ["-m", "mpframe.bench.step.one_turn", self._request]
-        printed = run_python(arguments, Path(tempfile.gettempdir()), f"bench: {self._name!r}")
+        printed = run_python(arguments, Path(tempfile.gettempdir()), f"bench: {self._row!r}")
         self.turns.append(OneTurn(**json.loads(printed)))
         return self.turns[-1].seconds
 
@@ -108,12 +118,12 @@ def claims_of(workload: str, times: Times, memory: Times) -> list[Claim]:
 def _table(
     workload: str,
     sizes: Mapping[str, int],
-    names: Sequence[str],
+    rows: Sequence[str],
     rounds: int,
     threads: int,
     steps: int,
 ) -> Table:
-    turns = {name: Turn(workload, sizes, name, threads, steps) for name in names}
+    turns = {row: Turn(workload, sizes, row, threads, steps) for row in rows}
     # No warm-up: nothing of a process is left for the next.
     times = race([Competitor(name, turn) for name, turn in turns.items()], rounds, warmup=0)
     work = WORKLOADS[workload](**sizes)

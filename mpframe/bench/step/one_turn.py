@@ -19,6 +19,7 @@ from mpframe.bench import measure as measuring
 from mpframe.bench.step.competitors import STEPS
 from mpframe.bench.step.laps import Laps
 from mpframe.bench.step.workloads import WORKLOADS
+from mpframe.training.allocator import keep_freed_memory
 
 WARMUP = 2  # steps: the first one makes the optimizer's state
 
@@ -42,7 +43,12 @@ class OneTurn:
 
 
 def measure(
-    workload: str, sizes: Mapping[str, int], name: str, threads: int, steps: int
+    workload: str,
+    sizes: Mapping[str, int],
+    name: str,
+    threads: int,
+    steps: int,
+    keep_memory: bool = False,
 ) -> OneTurn:
     """Take steps.
 
@@ -52,8 +58,11 @@ def measure(
         name: one of `STEPS`.
         threads: that torch computes with.
         steps: that count, >= 1; `WARMUP` before them do not.
+        keep_memory: what is freed, as `mpframe train` does.
     """
     _import_all()
+    if keep_memory:
+        keep_freed_memory()
     before = status_bytes("VmRSS")
     work, laps = WORKLOADS[workload](**sizes), Laps()
     step = STEPS[name](work, laps)
