@@ -17,6 +17,7 @@ from mpframe.build.scaling import build_scalers
 from mpframe.config.schema import Config
 from mpframe.data.loader import Loader
 from mpframe.data.task import Task
+from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, RunInterrupted, first_line
 from mpframe.precision import Precision
 from mpframe.training.channels_last import to_channels_last
@@ -31,17 +32,20 @@ from mpframe.tree import map_tensors
 log = logging.getLogger(__name__)
 
 
-def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
+def build_trainer(config: Config, task: Task, batches: int, world: World = ALONE) -> Trainer:
     """Model, optimizer, schedule and scaler, in the dtype mode and on the device.
 
     Args:
         config: the options.
         task: gives the objective and metrics.
         batches: micro-batches per epoch, for the schedule.
+        world: the ranks that train together.
     """
     _refuse_compiled(config)
     device = resolve_device(config.run.device)
     model = build_model(config).to(device)
+    if config.trainer.sync_batchnorm:
+        world.synchronize_batchnorm(model)
     optimizers = build_optimizers(config, model)
     plan = build_plan(config)
     numbers, metrics = plan.numbers(batches), build_metrics(config, task)
@@ -70,6 +74,7 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
         monitor=config.trainer.monitor,
         eval_precision=build_eval_precision(config),
         spikes=_build_spikes(config),
+        world=world,
     )
 
 
@@ -133,6 +138,7 @@ def build_plan(config: Config) -> Plan:
         eval_every=options.eval_every,
         skip_if_dropped=options.bad_micro_batch == "skip",
         compile=options.compile,
+        reduce_in_backward=options.reduce == "in_backward",
     )
 
 

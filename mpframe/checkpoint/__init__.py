@@ -15,7 +15,7 @@ Imports torch and, of mpframe, `files`, `tree` and `errors`: no trainer and no o
 
 from mpframe.checkpoint.identity import identity_of, new_identity, refuse_mixed
 from mpframe.checkpoint.layout import FOLDER, all_in, newest
-from mpframe.checkpoint.random_state import restore_rng, rng_state
+from mpframe.checkpoint.random_state import restore_rng, rng_of, rng_of_ranks, rng_state
 from mpframe.checkpoint.reading import load, read
 from mpframe.checkpoint.snapshot import Snapshot
 from mpframe.checkpoint.writing import save, save_as
@@ -31,6 +31,8 @@ __all__ = [
     "read",
     "refuse_mixed",
     "restore_rng",
+    "rng_of",
+    "rng_of_ranks",
     "rng_state",
     "save",
     "save_as",

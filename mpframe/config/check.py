@@ -7,6 +7,7 @@ each with the option's path, the value and what is allowed.
 
 import dataclasses
 from collections.abc import Mapping
+from functools import cache
 from pathlib import PurePosixPath
 from typing import Any, TypeVar, cast
 
@@ -176,7 +177,7 @@ def refuse_bad_value(path: str, value: Any) -> None:
     options = {f.name: f for f in dataclasses.fields(holder)} if holder is not None else {}
     refers = isinstance(value, str) and ("${" in value or value == "???")
     if name in options and not refers:
-        _refuse_bad(path, value, options[name])
+        _valid(path, value, options[name])
 
 
 def known_paths() -> set[str]:
@@ -191,23 +192,24 @@ def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
     """An instance of a section's dataclass; refuses unknown keys, wrong types, bad values."""
     options = {f.name: f for f in dataclasses.fields(cast(Any, section))}
     _refuse_unknown(path, node, set(options))
-    for name, value in node.items():
-        _refuse_bad(f"{path}.{name}" if path else name, value, options[name])
-    return section(**{name: _converted(value, options[name]) for name, value in node.items()})
+    prefix = f"{path}." if path else ""
+    return section(
+        **{name: _valid(f"{prefix}{name}", value, options[name]) for name, value in node.items()}
+    )
 
 
-def _refuse_bad(path: str, value: Any, spec: Any) -> None:
-    """Refuse a value of the wrong type or outside its range, and say what is allowed."""
+def _valid(path: str, value: Any, spec: Any) -> Any:
+    """`value` as the type of its option; one of another type or out of range is refused."""
     limits: Range = spec.metadata["range"]
     try:
+        converted = _converted(value, spec)
         # OmegaConf would take any number for a truth.
-        fits = limits.holds(_converted(value, spec)) and not (
+        if limits.holds(converted) and not (
             spec.type is bool and isinstance(value, int | float) and not isinstance(value, bool)
-        )
+        ):
+            return converted
     except OmegaConfBaseException:
-        fits = False
-    if fits:
-        return
+        pass  # Of another type.
     kind = "" if limits.choices else " ".join([_type_name(spec.type), spec.metadata["unit"]])
     hint = (use_instead(str(value)) if path == "dtype.mode" else "") or nearest(
         str(value), limits.choices
@@ -220,10 +222,15 @@ def _converted(value: Any, spec: Any) -> Any:
     """`value` as the type of its option, by OmegaConf's rules (`"3"` is an int, `1` a float)."""
     if spec.type is Any:
         return value
-    blank = OmegaConf.structured(dataclasses.make_dataclass("Holder", [("value", spec.type)]))
-    merged = OmegaConf.merge(blank, {"value": value})
+    merged = OmegaConf.merge(OmegaConf.structured(_holder(spec.type)), {"value": value})
     held: Any = OmegaConf.to_container(merged)
     return _as_word(held["value"]) if spec.metadata["range"].choices else held["value"]
+
+
+@cache
+def _holder(kind: Any) -> type:
+    """A dataclass whose field `value` is of this type."""
+    return dataclasses.make_dataclass("Holder", [("value", kind)])
 
 
 def _as_word(value: Any) -> Any:

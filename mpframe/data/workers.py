@@ -166,9 +166,11 @@ class WorkerPool:
             ) from error
         if not self._processes and len(self._current):
             self._processes = list(getattr(answers, "_workers", []))
+            # With the pool, or at the end of the program. If the garbage collector takes the pool,
+            # torch waits 20 s for workers that the queues, closed by then, no longer tell to end.
             # Not atexit: multiprocessing ends its own processes without it, and such a process
             # would wait for ever for workers that ignore its SIGTERM. This runs before that wait.
-            Finalize(None, _kill, args=(self._processes,), exitpriority=100)
+            Finalize(self, _kill, args=(self._processes,), exitpriority=100)
             if self._timeout is not None and self._processes:
                 threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
         return answers

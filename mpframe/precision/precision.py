@@ -9,7 +9,7 @@
 the ops of its block by the lists. The deciding is in policy.py, the casting in cast.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -29,6 +29,8 @@ from mpframe.precision.lazy import materialize, refuse_lazy
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.pins import cast_to, pin_modules, refuse_idle_pins
 from mpframe.precision.policy import Policy
+from mpframe.precision.products.recipe import Recipe
+from mpframe.precision.products.state import ProductState
 from mpframe.precision.storage.fp32_share import fp32_share
 from mpframe.precision.storage.reads import Reads, reads_of
 from mpframe.precision.storage.storage import store
@@ -44,6 +46,9 @@ class Precision:
         ops: the op lists and module pins; the shipped default lists if None.
         compute: half on a CPU: `native`, `emulated`, or `auto` (native if the CPU can).
         master_weights: False leaves the masters out, to study what they are for.
+        products: the recipe by which matrix products and convolutions are computed below 16 bits,
+            by its name or as a value; `none`: they stay in half.
+        recipes: a user's own, by the names that `products` and pins call them.
 
     Raises:
         ConfigError: a value is not one of those named here.
@@ -57,10 +62,18 @@ class Precision:
         ops: OpLists | None = None,
         compute: str = "auto",
         master_weights: bool = True,
+        products: str | Recipe = "none",
+        recipes: Mapping[str, Recipe] | None = None,
     ) -> None:
-        self.policy = Policy(mode, half, OpLists.named() if ops is None else ops, compute)
+        own = dict(recipes or {})
+        if isinstance(products, Recipe):
+            own[products.name] = products
+            products = products.name
+        lists = OpLists.named() if ops is None else ops
+        self.policy = Policy(mode, half, lists, compute, products, own)
         self.master_weights = master_weights
-        self._casts = Casts(self.policy) if self.policy.casts else None
+        self._products = ProductState()
+        self._casts = Casts(self.policy, self._products) if self.policy.casts else None
         follow_backward_passes()
         self._hooked: WeakSet[nn.Module] = WeakSet()
         self._reads: WeakKeyDictionary[nn.Module, Reads] = WeakKeyDictionary()
@@ -121,7 +134,8 @@ class Precision:
         materialize(model, example)
         if self.policy.stores_by_op:
             self.attach(model)
-            self._reads[model] = self.reads(model) | reads_of(model, example, self.cast())
+            with self._products.undisturbed():
+                self._reads[model] = self.reads(model) | reads_of(model, example, self.cast())
 
     def reads(self, model: nn.Module) -> Reads:
         """The ops that read each weight in the trace; empty if the model was not traced."""
@@ -163,11 +177,12 @@ class Precision:
         return dtype_map(model, self.policy, self.reads(model))
 
     def describe(self, model: nn.Module) -> str:
-        """The dtype map as text: a table, and in `mixed` which share of the weights stays fp32."""
-        table = as_table(self.dtype_map(model))
-        if not self.policy.stores_by_op:
-            return table
-        return "\n".join([table, *fp32_share(model, self.policy, self.reads(model))])
+        """The dtype map as text: a table, the recipes of products in it, and in `mixed` which share
+        of the weights stays fp32."""
+        lines = [as_table(self.dtype_map(model)), *map(str, self.policy.recipes.values())]
+        if self.policy.stores_by_op:
+            lines += fp32_share(model, self.policy, self.reads(model))
+        return "\n".join(lines)
 
     def warnings(self) -> list[str]:
         """What the chosen settings cost in accuracy, a line each; empty if they cost nothing."""
@@ -193,10 +208,19 @@ class Precision:
     def __str__(self) -> str:
         return str(self.policy)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What products carry from step to step: random generators, and histories of amax."""
+        return self._products.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._products.load_state_dict(state)
+
     def _hook(self, model: nn.Module) -> list[RemovableHandle]:
         if self._casts is None:
             return []
         self._casts.compute_on(device_of(model))
+        self._products.learn_names(model)
         return [*pin_modules(model, self.policy), *fit_recurrent_layers(model, self.policy)]
 
 

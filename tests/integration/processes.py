@@ -17,7 +17,7 @@ from mpframe.errors import MpframeError
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["mpframe.run.run", "mpframe.config.composition.command_line", "mpframe.data"]
+    ["mpframe.run.run", "mpframe.cli.commands.train", "mpframe.data", "pytest", "sklearn.datasets"]
 )
 
 

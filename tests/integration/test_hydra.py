@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from conftest import train
 from hydra import compose, initialize_config_module
@@ -19,17 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "trainer.progress=off"]
 
 
-def command(folder: Path, *words: str, program: str = "") -> subprocess.CompletedProcess[str]:
-    """The training command, as a script or an installed program, in a folder."""
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    # An empty entry would be the current folder, before Python's own modules.
-    paths = [str(ROOT), *filter(None, inherited)]
-    environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
-    return subprocess.run(
-        [sys.executable, program or str(ROOT / "scripts" / "train.py"), *words],
-        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-        env=environment | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The training command, in a folder."""
+    return programs.run(list(words), folder, {"HYDRA_FULL_ERROR": ""})
 
 
 def summaries(folder: Path) -> list[dict[str, object]]:
@@ -246,7 +239,12 @@ def test_an_installed_program_imports_from_the_current_folder(tmp_path: Path) ->
     (here / "my_model.py").write_text(MODEL)
     (here / "json.py").write_text("raise SystemExit('a file of the user took a module of Python')")
     own = ["model._target_=my_model.net", "model.hidden=4", "hydra.run.dir=run"]
-    done = command(here, "train", *own, *SMALL[2:], program=str(program))
+    # An empty entry would be the current folder, before Python's own modules.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HYDRA_FULL_ERROR": ""}
+    done = subprocess.run(
+        [sys.executable, program, "train", *own, *SMALL[2:]],
+        cwd=here, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
 
 

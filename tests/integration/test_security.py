@@ -12,13 +12,13 @@ import pickle
 import re
 import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 import yaml
@@ -249,18 +249,13 @@ def net(token, fails=False, handed_on=""):
 def train_with_secret(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "own.py").write_text(OWN)
     environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
-        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(folder),
         "MY_TOKEN": SECRET,
         "PLAIN_NAME": SECRET[::-1],
         "LONG_PASSWORD": NASTY,
     }
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "train.py"), "trainer.max_steps=2",
-         "trainer.progress=off", "hydra.run.dir=run", "model._target_=own.net", *words],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    own = ["trainer.progress=off", "hydra.run.dir=run", "model._target_=own.net"]
+    return programs.run(["trainer.max_steps=2", *own, *words], folder, environment)
 
 
 REFERENCES = [

@@ -1,13 +1,12 @@
 """Faults in users' code end in one line: whose code, what it gave, what is allowed, which batch."""
 
 import multiprocessing
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
+import programs
 import pytest
 from conftest import StartRun
 
@@ -16,7 +15,6 @@ from mpframe.errors import MpframeError
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 
-ROOT = Path(__file__).resolve().parents[2]
 WORDS = {
     "dataset._target_": "erring.task",
     "model._target_": "erring.Net",
@@ -112,7 +110,7 @@ def test_a_fault_is_one_line(options: str, line: str, start_run: StartRun, tmp_p
 
 
 def test_the_documents_tell_how_many_there_are() -> None:
-    text = " ".join((ROOT / "docs" / "security.md").read_text().split())
+    text = " ".join((programs.ROOT / "docs" / "security.md").read_text().split())
     assert f"{len(FAULTS)} faults in users' code" in text
 
 
@@ -188,14 +186,10 @@ def test_the_doctor_says_the_same(
     assert re.match(f"mpframe: ({said})", line)
 
 
-def command(folder: Path, *options: str, full: str = "0") -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": full}
+def command(folder: Path, *options: str, full: str = "0") -> CompletedProcess[str]:
+    own = {"PYTHONPATH": str(Path(__file__).parent), "HYDRA_FULL_ERROR": full}
     words = ["trainer.progress=off", "hydra.run.dir=run", *words_of(" ".join(options))]
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "train.py"), *words],
-        cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return programs.run(words, folder, own)
 
 
 def test_a_call_of_exit_is_a_failure_and_its_traceback_is_in_the_log(tmp_path: Path) -> None:

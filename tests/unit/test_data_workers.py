@@ -1,6 +1,7 @@
 """Workers that crash, are killed or hang: named with what they were reading, and then gone."""
 
 import errno
+import gc
 import multiprocessing
 import os
 import signal
@@ -179,6 +180,18 @@ def test_signals_to_all_processes_are_left_to_the_main_one() -> None:
     loader = Loader(Trap("signalled"), 3, shuffle=False, workers=2)
     read = torch.cat([targets for _, targets in loader.epoch(0)])
     assert torch.equal(read, torch.arange(12))
+
+
+def test_the_garbage_collector_ends_the_workers_before_torch_waits_for_them() -> None:
+    """An error and its traceback hold a loader in such a cycle."""
+    loader = Loader(Trap(""), 2, shuffle=False, workers=2)
+    batches = loader.epoch(0)
+    cycle: list[Any] = [loader, next(batches)]
+    cycle.append(cycle)
+    processes = list(loader._pool._processes)
+    del loader, batches, cycle
+    gc.collect()
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
 def test_a_wait_longer_than_a_poll_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:

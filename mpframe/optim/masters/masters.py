@@ -4,7 +4,7 @@ A half parameter has a master, made from the fp32 value it had before it was rou
 parameter is its own master, and one that appears under several names has one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.optim.gradients import Gradients, unscaled
+from mpframe.optim.gradients import Gradients, measured
 from mpframe.optim.masters.master import (
     Master,
     copy_from_params,
@@ -66,6 +66,10 @@ class Masters:
         for parameter, held in self.half.items():
             restore(parameter, held)
 
+    def values(self) -> Collection[Tensor]:
+        """The masters, in the order of the parameters."""
+        return self._masters.values()
+
     @property
     def owners(self) -> dict[Tensor, Tensor]:
         """The parameter of each master."""
@@ -94,7 +98,7 @@ class Masters:
                 optimizer.state[master] = {k: to_fp32(v) for k, v in kept.items()}
 
     def take_gradients(self, scale: Tensor | float) -> Gradients:
-        """The gradients, fp32 and unscaled; parameters and masters are left without.
+        """The gradients, measured; parameters and masters are left without.
 
         A gradient that a user's own backward pass left at a master counts as well, in fp32.
 
@@ -109,7 +113,7 @@ class Masters:
             if gradient is not None:
                 taken.append((master, gradient))
                 parameter.grad = master.grad = None
-        return unscaled(taken, scale, self.device)
+        return measured(taken, scale, self.device)
 
     def saturated(self) -> Tensor:
         """How many half weights are held at the end of their range (0-d int64, on the device)."""
