@@ -9,7 +9,7 @@ process, and what an allocator has kept from the one before is there for the nex
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from mpframe.bench.step.competitors import STEPS
 from mpframe.bench.step.laps import Laps
 from mpframe.bench.step.workloads import WORKLOADS
 from mpframe.training.allocator import keep_freed_memory
+from mpframe.training.channels_last import to_channels_last
+from mpframe.training.recompute import recompute as recompute_modules
 
 WARMUP = 2  # steps: the first one makes the optimizer's state
 
@@ -49,6 +51,8 @@ def measure(
     threads: int,
     steps: int,
     keep_memory: bool = False,
+    channels_last: bool = False,
+    recompute: Sequence[str] = (),
 ) -> OneTurn:
     """Take steps.
 
@@ -59,12 +63,16 @@ def measure(
         threads: that torch computes with.
         steps: that count, >= 1; `WARMUP` before them do not.
         keep_memory: what is freed, as `mpframe train` does.
+        channels_last, recompute: as the options of `trainer`.
     """
     _import_all()
     if keep_memory:
         keep_freed_memory()
     before = status_bytes("VmRSS")
     work, laps = WORKLOADS[workload](**sizes), Laps()
+    if channels_last:
+        to_channels_last(work.model)
+    recompute_modules(work.model, recompute)
     step = STEPS[name](work, laps)
     with measuring.threads(threads):
         for _ in range(WARMUP):
