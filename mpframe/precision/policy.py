@@ -109,7 +109,7 @@ class Policy:
         return self.recipes.get(self.products if pin is None else pin)
 
     def pin_of(self, module: str) -> tuple[str, str] | None:
-        """The pattern and the format that pin a module by its qualified name, or None.
+        """The pattern that pins a module by its qualified name, and the pin; or None.
 
         The last matching entry wins; those of `ops.modules` come after the recipe's own.
         """
@@ -118,6 +118,11 @@ class Policy:
         pins = [*in_half.items(), *self.ops.modules.items()]
         matching = [(pattern, pin) for pattern, pin in pins if self.matches(pattern, module)]
         return matching[-1] if matching else None
+
+    def format_pin_of(self, module: str) -> tuple[str, str] | None:
+        """As `pin_of`; None also for a pin that decides about products alone."""
+        pin = self.pin_of(module)
+        return pin if pin is not None and pin[1] in PINS else None
 
     @staticmethod
     def matches(pattern: str, module: str) -> bool:
@@ -139,6 +144,9 @@ class Policy:
     def _read_recipes(self) -> None:
         """Read the shipped recipes that are named here, and refuse names that are none."""
         known = dict(self.recipes)
+        for name in (*PINS, NO_PRODUCTS):
+            if name in known:
+                raise ConfigError(f"dtype.recipes.{name}: is the name of a pin; choose another")
         if self.products not in (NO_PRODUCTS, *known):
             known[self.products] = Recipe.named(self.products)
         for pattern, pin in self.ops.modules.items():

@@ -177,11 +177,12 @@ class Precision:
         return dtype_map(model, self.policy, self.reads(model))
 
     def describe(self, model: nn.Module) -> str:
-        """The dtype map as text: a table, and in `mixed` which share of the weights stays fp32."""
-        table = as_table(self.dtype_map(model))
-        if not self.policy.stores_by_op:
-            return table
-        return "\n".join([table, *fp32_share(model, self.policy, self.reads(model))])
+        """The dtype map as text: a table, the recipes of products in it, and in `mixed` which share
+        of the weights stays fp32."""
+        lines = [as_table(self.dtype_map(model)), *map(str, self.policy.recipes.values())]
+        if self.policy.stores_by_op:
+            lines += fp32_share(model, self.policy, self.reads(model))
+        return "\n".join(lines)
 
     def warnings(self) -> list[str]:
         """What the chosen settings cost in accuracy, a line each; empty if they cost nothing."""

@@ -5,6 +5,7 @@ and environment are its own, as if a shell had started it. What is claimed of th
 is imported, what an import prints) needs a Python of its own: `subprocess`.
 """
 
+import atexit
 import os
 import runpy
 import subprocess
@@ -48,4 +49,7 @@ def _main(words: list[str], folder: Path, environment: dict[str, str], files: li
     sys.path[:0] = [str(SCRIPT.parent), *filter(None, paths)]
     sys.argv = [str(SCRIPT), *words]
     sys.orig_argv = [sys.executable, *sys.argv]
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    try:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends its processes without them.

@@ -110,6 +110,7 @@ A3, B3, C = made(4, 64, 32), made(4, 32, 96, seed=1), made(64, 96, seed=3)
         (torch.addbmm, (C, A3, B3)),
         (lambda a, b: torch.einsum("ij,jk->ik", a, b), (A, B)),
         (lambda a, b: torch.einsum("bij, bjk", [a, b]), (A3, B3)),
+        (lambda a, b: torch.einsum(a, [0, 1], b, [1, 2]), (A, B)),
         (lambda a, b: torch.einsum("bij,bjk->kbi", a, b), (A3, B3)),
         (lambda a, b: torch.einsum("bij,ajk->ik", a, b), (A3, B3)),
         (lambda x, w: F.linear(x, w), (A3, B.t())),
@@ -336,6 +337,7 @@ class TestInHalf:
             (F.linear, (made(32, 33), made(32, 33))),  # no multiple of 32 inputs
             (lambda x, w: torch.einsum("i,j->ij", x, w), (V, V)),
             (lambda a, b: torch.einsum("...ij,jk->...ik", a, b), (A3, B)),
+            (lambda a: torch.einsum("ij->j", a), (A,)),
             (lambda a, b, c: torch.einsum("ij,jk,k->i", a, b, c), (A, B, made(96))),
             (lambda x, w: F.conv2d(x, w), (made(32, 3, 5, 5), made(32, 3, 3, 3))),
             (lambda x, w: F.conv2d(x, w, groups=32), (made(32, 32, 5, 5), made(32, 1, 3, 3))),
@@ -381,6 +383,23 @@ class TestInHalf:
             assert torch.equal(A.long() @ B.long(), torch.matmul(A.long(), B.long()))
         with Precision("fp32", products="mxfp8").cast():
             assert (A.bfloat16() @ B.bfloat16()).dtype == torch.bfloat16
+
+
+def test_others_see_the_op_and_not_its_parts() -> None:
+    """What reads the weights is `linear`, as ever, and they are stored in half."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Conv1d(1, 32, 1))
+    precision = Precision("mixed", half="bfloat16", products="mxfp8")
+    precision.prepare(model, torch.optim.SGD(model.parameters()), example)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert [row.why for row in precision.dtype_map(model)] == [
+        "linear in ops.allow",
+        "conv1d in ops.allow",
+    ]
+
+
+def example(model: Any) -> Tensor:
+    y: Tensor = model[1](model[0](A)[:, None])
+    return y
 
 
 class TestOverflow:

@@ -180,7 +180,7 @@ class CastMode(TorchFunctionMode):
 
     def _product_plan(self, product: ProductOp) -> Plan:
         def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
-            result = product(args, kwargs)
+            result = product(func, args, kwargs)
             return self._run_half(func, args, kwargs) if result is NotImplemented else result
 
         return run

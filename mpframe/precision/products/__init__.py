@@ -9,6 +9,7 @@ recipe.py, which says how each operand of each product is quantised. Behind it s
     hadamard.py   the transform that spreads outliers over their block
     kernels.py    the products: matrix product and convolution, with their gradients
     ops.py        which ops of PyTorch are which product; the cast mode calls it
+    layers.py     the same in words, for the dtype map
     state.py      what lasts from step to step: random numbers, histories of delayed scaling
 
 The shipped recipes are `conf/dtype/products/*.yaml`.

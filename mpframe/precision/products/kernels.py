@@ -163,7 +163,7 @@ def _samples(values: Tensor, role: str) -> Operand:
     return Operand(values, role, Axes((0, *range(2, values.dim())), 1))
 
 
-def _weight(values: Tensor, over: int, groups: int) -> Operand:
+def weight_operand(values: Tensor, over: int, groups: int) -> Operand:
     """Summed over axis `over`; axis 0 has the channels of all groups."""
     axes = Axes((over, *range(2, values.dim())), 1 - over)
     return Operand(values, "w", axes, groups if over == 0 else 1)
@@ -198,7 +198,7 @@ def convolution(
         site: see `Quantizer.pair`.
         record: likewise.
     """
-    operands = _channels(x, "x", groups), _weight(w, 0 if transposed else 1, groups)
+    operands = _channels(x, "x", groups), weight_operand(w, 0 if transposed else 1, groups)
     x, w = _quantizers[quantizer].pair("forward", *operands, site, record)
     return torch.convolution(
         x, w, None, stride, padding, dilation, transposed, output_padding, groups
@@ -246,7 +246,10 @@ def convolution_gradient(
     own = _quantizers[quantizer]
     result = dy.new_empty(1).expand(list(shape))  # Its shape alone is looked at.
     if product == "dx":
-        operands = _channels(dy, "dy", groups), _weight(other, 1 if transposed else 0, groups)
+        operands = (
+            _channels(dy, "dy", groups),
+            weight_operand(other, 1 if transposed else 0, groups),
+        )
         dy, w = own.pair("dx", *operands, site, record)
         x = result
     else:

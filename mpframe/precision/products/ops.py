@@ -5,15 +5,18 @@ outer products, which sum over nothing; an einsum of other than two operands; an
 in place or into `out=`.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 
 from mpframe.errors import ConfigError
 from mpframe.precision.casting.emulation import half_values, rounded
@@ -62,17 +65,22 @@ class Call:
         return y
 
     def _rest(self) -> tuple[str, str, bool]:
-        site, records = "", torch.is_grad_enabled()
-        if self.quantizer.recipe.delayed and isinstance(self.weight, nn.Parameter):
-            site = self.quantizer.state.name_of(self.weight)
-            if records and not site:
-                raise ConfigError(
-                    f"dtype.products={self.quantizer.recipe.name}: keeps a history for each "
-                    "weight of the model given to Precision.prepare, and one of "
-                    f"{list(self.weight.shape)} is none of them; choose fp8_tensorwise, or "
-                    "prepare this model"
-                )
-        return self.quantizer.key, site, records
+        records = torch.is_grad_enabled()
+        return self.quantizer.key, self._site(records), records
+
+    def _site(self, records: bool) -> str:
+        """The name under which histories are kept; of two activations there are none."""
+        recipe, weight = self.quantizer.recipe, self.weight
+        if not recipe.delayed or not isinstance(weight, nn.Parameter):
+            return ""
+        name = self.quantizer.state.name_of(weight)
+        if records and not name:
+            raise ConfigError(
+                f"dtype.products={recipe.name}: keeps a history for each weight of the model given "
+                f"to Precision.prepare, and one of {list(weight.shape)} is none of them; choose "
+                "fp8_tensorwise, or prepare this model"
+            )
+        return name
 
 
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -121,30 +129,40 @@ def _added(input: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
     return y if beta == 0 else y + (input if beta == 1 else beta * input)
 
 
-def einsum(call: Call, equation: str, *operands: Any) -> Any:
+def einsum(call: Call, equation: str, *operands: Any) -> Tensor:
     """Of two operands, with letters: as one batched matrix product."""
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
-    terms, arrow, result = equation.replace(" ", "").partition("->")
-    names = terms.split(",")
-    plain = "." not in equation and all(len(set(term)) == len(term) for term in names)
-    if len(operands) != 2 or len(names) != 2 or not plain:
-        return NotImplemented
-    left, right = names
-    result = result if arrow else "".join(sorted(set(left) ^ set(right)))
-    summed = "".join(k for k in left if k in right and k not in result)
-    if not summed:
-        return NotImplemented
+    left, right, result = _terms(equation)
+    first, second = operands if len(operands) == 2 else operands[0]
     batch = "".join(k for k in left if k in right and k in result)
+    summed = "".join(k for k in left if k in right and k not in result)
     rows = "".join(k for k in left if k not in right and k in result)
     columns = "".join(k for k in right if k not in left and k in result)
     y = call.matmul(
-        _arranged(operands[0], left, (batch, rows, summed)),
-        _arranged(operands[1], right, (batch, summed, columns)),
+        _arranged(first, left, (batch, rows, summed)),
+        _arranged(second, right, (batch, summed, columns)),
     )
-    size = dict(zip(left + right, (*operands[0].shape, *operands[1].shape), strict=True))
+    size = dict(zip(left + right, (*first.shape, *second.shape), strict=True))
     kept = batch + rows + columns
     return y.view([size[k] for k in kept]).permute([kept.index(k) for k in result])
+
+
+def is_product(equation: Any = None, *_: Any) -> bool:
+    """True for two operands that share letters which are summed over; there is no `...`."""
+    terms = _terms(equation) if isinstance(equation, str) else []
+    if len(terms) != 3 or "." in equation or any(len({*term}) < len(term) for term in terms):
+        return False
+    left, right, result = terms
+    return bool({*left} & {*right} - {*result})
+
+
+def _terms(equation: str) -> list[str]:
+    """The letters of each operand, and those of the result."""
+    operands, arrow, result = equation.replace(" ", "").partition("->")
+    terms = operands.split(",")
+    if not arrow:
+        letters = "".join(terms)
+        result = "".join(sorted(k for k in {*letters} if letters.count(k) == 1))
+    return [*terms, result]
 
 
 def _arranged(values: Tensor, names: str, parts: tuple[str, str, str]) -> Tensor:
@@ -275,32 +293,47 @@ class ProductOp:
     """
 
     def __init__(self, op: str, quantizer: Quantizer, half: torch.dtype | None) -> None:
-        self.run, self._first = OPS[op]
+        self._run, self._first = OPS[op]
         self.quantizer, self.half = quantizer, half
 
-    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
-        """The result of a call; NotImplemented if this op or these tensors have no such product."""
-        tensors = list(tensors_in((args, kwargs)))
-        if not self._takes(args, kwargs, tensors):
+    def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The result of a call; NotImplemented if these arguments have no such product."""
+        if not self._takes(args, kwargs):
             return NotImplemented
         operands = [*args, *kwargs.values()][self._first : self._first + 2]
-        weights = [isinstance(operand, nn.Parameter) for operand in operands]
-        first = weights == [True, False]
+        first = [isinstance(operand, nn.Parameter) for operand in operands] == [True, False]
         call = Call(self.quantizer, operands[0 if first else -1], first)
         args, kwargs = map_tensors(self._operand, (args, kwargs))
-        y = self.run(call, *args, **kwargs)
-        return y if self.half is None or y is NotImplemented else rounded(y, self.half)
+        run: Callable[..., Any] = partial(self._run, call)
+        if not torch.compiler.is_compiling():
+            run = shown(func, run)
+        y = run(*args, **kwargs)
+        return y if self.half is None else rounded(y, self.half)
 
-    def _takes(self, args: Args, kwargs: Kwargs, tensors: list[Tensor]) -> bool:
+    def _takes(self, args: Args, kwargs: Kwargs) -> bool:
         formats = formats_of(args, kwargs)
         castable = formats & CASTABLE if self.half else formats & {torch.float32}
         wrong = formats & (HANDS_OFF if self.half else {*HANDS_OFF, *NARROW})
-        return bool(castable) and not wrong and all(t.layout == torch.strided for t in tensors)
+        if not castable or wrong or (self._run is einsum and not is_product(*args)):
+            return False
+        return all(tensor.layout == torch.strided for tensor in tensors_in((args, kwargs)))
 
     def _operand(self, tensor: Tensor) -> Tensor:
         if self.half is None or tensor.dtype not in CASTABLE:
             return tensor
         return half_values(tensor, self.half)
+
+
+def shown(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which other function modes around the cast see as one call of `func`."""
+
+    @functools.wraps(func, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(call, (), *args, **kwargs)
+        return run(*args, **kwargs)
+
+    return call
 
 
 def product_name(op: str, recipe: Recipe) -> str:

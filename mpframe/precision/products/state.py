@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+_SEED_OFFSET = 0x9E3779B9
 _optimizer_steps = 0
 
 
@@ -76,8 +77,9 @@ class ProductState:
         """Uniform numbers in [0, 1), fp32, of the shape of `like`, seeded by the run's seed."""
         device = like.device.type
         if device not in self._generators:
-            made = torch.Generator(like.device).manual_seed(torch.initial_seed())
-            self._generators[device] = made
+            # Not the seed itself: by that the weights were drawn.
+            seed = (torch.initial_seed() + _SEED_OFFSET) % 2**63
+            self._generators[device] = torch.Generator(like.device).manual_seed(seed)
         return torch.rand(like.shape, generator=self._generators[device], device=like.device)
 
     def known_amax(self, operand: str, own: Tensor, length: int, record: bool) -> Tensor:
