@@ -15,24 +15,26 @@ Imports torch and, of mpframe, `files`, `tree` and `errors`: no trainer and no o
 
 from mpframe.checkpoint.identity import identity_of, new_identity, refuse_mixed
 from mpframe.checkpoint.layout import FOLDER, all_in, newest
-from mpframe.checkpoint.random_state import restore_rng, rng_of, rng_of_ranks, rng_state
+from mpframe.checkpoint.random_state import restore_rng, rng_state
+from mpframe.checkpoint.rank_states import OTHER_RANKS, of_other_ranks, of_rank
 from mpframe.checkpoint.reading import load, read
 from mpframe.checkpoint.snapshot import Snapshot
 from mpframe.checkpoint.writing import save, save_as
 
 __all__ = [
     "FOLDER",
+    "OTHER_RANKS",
     "Snapshot",
     "all_in",
     "identity_of",
     "load",
     "new_identity",
     "newest",
+    "of_other_ranks",
+    "of_rank",
     "read",
     "refuse_mixed",
     "restore_rng",
-    "rng_of",
-    "rng_of_ranks",
     "rng_state",
     "save",
     "save_as",

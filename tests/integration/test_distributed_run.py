@@ -25,7 +25,8 @@ from mpframe.tracking.summary import Status
 
 ROOT = Path(__file__).resolve().parents[2]
 NET = ["model=mlp", "model.hidden=16", "trainer.max_steps=8", "trainer.checkpoint_every=4"]
-NOISY = [*NET, "model.dropout=0.2", "dataset.augment=crop", "trainer.ema_decay=0.9"]
+NOISY = [*NET, "model.hidden=32", "model.dropout=0.2", "dataset.augment=crop",
+         "trainer.ema_decay=0.9", "dtype/products=nvfp4"]  # fmt: skip
 OWN = ["dataset=own", "dataset._target_=ranked.points", "dataset.batch_size=8", "model=own",
        "model._target_=torch.nn.Linear", "+model.in_features=4", "+model.out_features=2",
        "trainer.max_steps=4"]  # fmt: skip
@@ -38,7 +39,7 @@ def summary_in(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks with dropout, augmentation, an average and half weights."""
+    """A run of two ranks that draws for dropout, augmentation and stochastic rounding."""
     folder = tmp_path_factory.mktemp("two") / "run"
     scratch = set(Path(tempfile.gettempdir()).glob("mpframe-rank-*"))
     first, second = two(ranked.run, folder, *NOISY)
