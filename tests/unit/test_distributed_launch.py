@@ -11,6 +11,8 @@ from mpframe.errors import ConfigError
 from mpframe.objectives import supervised
 from mpframe.optim import MasterWeights
 from mpframe.precision import Precision
+from mpframe.training.closure_trainer import ClosureTrainer
+from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 
 
@@ -79,3 +81,24 @@ def test_a_step_sends_each_gradient_once_in_fp32(mode: str, accumulate: int) -> 
     trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), precision, world=world)
     trainer.train_step(*[(torch.randn(4, 8), torch.randn(4, 4)) for _ in range(accumulate)])
     assert world.sent == 4 * (8 * 4 + 4)
+
+
+def made(
+    model: nn.Module, optimizer: torch.optim.Optimizer, kind: type[Trainer] = Trainer
+) -> Trainer:
+    masters = MasterWeights(optimizer)
+    return kind(model, masters, supervised(nn.MSELoss()), world=Counting())
+
+
+def test_what_several_ranks_do_not_do_together() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"^trainer\.parallel=ddp: optimizer=LBFGS evaluates the"):
+        made(model, torch.optim.LBFGS(model.parameters()), ClosureTrainer)
+    sparse = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    trainer = made(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.parallel=ddp: a gradient is sparse, and ranks"
+    ):
+        trainer.train_step((torch.arange(4), torch.zeros(4, 2)))
+    with pytest.raises(ConfigError, match=r"^trainer\.reduce=in_backward: a compiled graph gives"):
+        Plan(compile=True, reduce_in_backward=True)
