@@ -42,6 +42,10 @@ class DivergedError(MpframeError):
     """The run cannot go on: the loss or the gradients stay non-finite."""
 
 
+class LostRankError(MpframeError):
+    """Another rank of the run has ended or does not answer; the text begins with its number."""
+
+
 class RunInterrupted(MpframeError):  # noqa: N818 - it is the way out of the loop, not an error
     """A signal asked the run to stop; it ends with 128 + the signal's number, as in a shell.
 

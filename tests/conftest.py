@@ -1,9 +1,10 @@
 """Makes what the tests share importable from every folder of tests."""
 
 import gc
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
+from ranks import Ranks, ranks
 
 
 @pytest.hookimpl(wrapper=True)
@@ -23,3 +24,10 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_unconfigure() -> None:
     """Lets Python take all down at its end, as it would without pytest."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Ranks]:
+    """Two ranks, for all tests that leave them alive."""
+    with ranks(2) as own:
+        yield own

@@ -99,9 +99,13 @@ def formats(node: Any) -> frozenset[torch.dtype]:
 def same_bits(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
     """True where both hold tensors of the same formats and bits (nan equals nan)."""
     return all(
-        a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+        a.dtype == b.dtype and torch.equal(_with_equal_nans(a), _with_equal_nans(b))
         for a, b in zip(first, second, strict=True)
     )
+
+
+def _with_equal_nans(values: Tensor) -> Tensor:
+    return values.nan_to_num(7.0, posinf=torch.inf, neginf=-torch.inf)
 
 
 def in_another_thread(call: Callable[[], Any]) -> Any:

@@ -43,6 +43,8 @@ class Table:
         times: seconds per step of each round, by competitor.
         claims: what the ratios are to be.
         notes: lines below the table: who was left out and why, further numbers.
+        details: further columns by their heading: values of each round, by competitor; the median
+            is shown.
     """
 
     title: str
@@ -51,14 +53,14 @@ class Table:
     times: Times
     claims: Sequence[Claim] = ()
     notes: Sequence[str] = field(default_factory=tuple)
+    details: Mapping[str, Times] = field(default_factory=dict)
 
     def markdown(self) -> str:
         """Heading, setting, one line per competitor, claims and notes."""
-        head = [
-            f"| | ms, median (quartiles) | ratio to {self.baseline} (quartiles) | rounds |",
-            "|---|---|---|---|",
-        ]
-        lines = [f"| {name} | {' | '.join(self._cells(name))} |" for name in self.times]
+        ratios = f"ratio to {self.baseline} (quartiles)"
+        titles = ["", "ms, median (quartiles)", ratios, "rounds", *self.details]
+        head = [_row(titles), "|---" * len(titles) + "|"]
+        lines = [_row([name, *self._cells(name)]) for name in self.times]
         below = [f"- {line}" for line in (*map(str, self.claims), *self.notes)]
         parts = [[f"## {self.title}"], [self.setting], [*head, *lines] if lines else [], below]
         return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
@@ -75,7 +77,8 @@ class Table:
     def _cells(self, name: str) -> list[str]:
         milliseconds = Spread.of([seconds * 1e3 for seconds in self.times[name]])
         ratios = "1" if name == self.baseline else _spread(self._ratio(name))
-        return [_spread(milliseconds), ratios, str(milliseconds.count)]
+        medians = [_median(values[name]) for values in self.details.values()]
+        return [_spread(milliseconds), ratios, str(milliseconds.count), *medians]
 
     def _ratio(self, name: str) -> Spread:
         return ratio(self.times, name, self.baseline)
@@ -91,6 +94,14 @@ def as_json(machine: Mapping[str, str], tables: Sequence[Table]) -> str:
     """The machine and the tables of one group."""
     content = {"machine": dict(machine), "tables": [table.as_dict() for table in tables]}
     return json.dumps(content, indent=1) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+
+
+def _median(values: Sequence[float]) -> str:
+    return _three(Spread.of(values).median) if values else ""
 
 
 def _spread(spread: Spread) -> str:

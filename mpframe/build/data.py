@@ -9,6 +9,7 @@ from mpframe.config.schema import Config
 from mpframe.data.loader import Loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
+from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError
 
 
@@ -31,8 +32,14 @@ class Loaders(NamedTuple):
     test: Loader | None
 
 
-def build_loaders(config: Config, task: Task) -> Loaders:
-    """The loaders: training data shuffled and in whole batches only, the others as they are."""
+def build_loaders(config: Config, task: Task, world: World = ALONE) -> Loaders:
+    """The loaders: training data shuffled and in whole batches only, the others as they are.
+
+    Args:
+        config: the options.
+        task: the dataset.
+        world: the ranks that share each batch.
+    """
     data = config.data
     require_workers(data.workers)
     common: dict[str, Any] = {
@@ -41,6 +48,7 @@ def build_loaders(config: Config, task: Task) -> Loaders:
         "worker_timeout": data.worker_timeout,
         "collate": task.collate,
         "pin": resolve_device(config.run.device).type == "cuda",
+        "world": world,
     }
     train = Loader(task.train, data.batch_size, shuffle=True, drop_last=True, **common)
     val = Loader(task.val, data.batch_size, shuffle=False, split="validation", **common)

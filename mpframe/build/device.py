@@ -5,6 +5,7 @@ import random
 import numpy as np
 import torch
 
+from mpframe.distributed.launch import place
 from mpframe.errors import ConfigError, nearest
 
 
@@ -18,9 +19,13 @@ def seed_everything(seed: int) -> None:
 def resolve_device(name: str) -> torch.device:
     """The device an option names; `auto` takes CUDA, then MPS, then the CPU.
 
+    Of several ranks each has a CUDA device of its own, that of its number on this machine.
+
     Raises:
         ConfigError: there is no such device; no other device is taken instead.
     """
+    if place().size > 1:
+        return _of_this_rank(name)
     if name == "auto":
         mps = torch.backends.mps.is_available()
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
@@ -38,3 +43,20 @@ def resolve_device(name: str) -> torch.device:
     if kind == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps: this machine has no MPS device; use device=cpu")
     return torch.device(name)
+
+
+def _of_this_rank(name: str) -> torch.device:
+    rank, devices = place().local_rank, torch.cuda.device_count()
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            f"device={name}: each rank takes a device of its own; choose auto, cpu or cuda"
+        )
+    if name == "cpu" or (name == "auto" and not devices):
+        return torch.device("cpu")
+    if rank >= devices:
+        fewer = f"start torchrun with --nproc-per-node {devices}, or " * bool(devices)
+        raise ConfigError(
+            f"device={name}: this machine has {devices} CUDA devices and more ranks; {fewer}use "
+            "device=cpu"
+        )
+    return torch.device("cuda", rank)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from mpframe.config.schema import Config
-from mpframe.precision import OpLists, Precision
+from mpframe.precision import OpLists, Precision, Recipe
 
 
 def build_precision(config: Config) -> Precision:
@@ -23,7 +23,9 @@ def build_precision(config: Config) -> Precision:
         dtype.half,
         ops=lists,
         compute=dtype.compute,
-        master_weights=dtype.master_weights,
+        master_weights={"on": True, "off": False}.get(str(dtype.master_weights), "split"),
+        products=dtype.products,
+        recipes={name: Recipe.from_mapping(name, node) for name, node in dtype.recipes.items()},
     )
 
 
@@ -37,4 +39,4 @@ def build_eval_precision(config: Config) -> Precision | None:
 
 def in_fp32(config: Config) -> Config:
     """The same options in fp32, where neither lists nor pins cast anything."""
-    return replace(config, dtype=replace(config.dtype, mode="fp32"))
+    return replace(config, dtype=replace(config.dtype, mode="fp32", products="none"))

@@ -17,29 +17,35 @@ from mpframe.build.scaling import build_scalers
 from mpframe.config.schema import Config
 from mpframe.data.loader import Loader
 from mpframe.data.task import Task
+from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, RunInterrupted, first_line
 from mpframe.precision import Precision
+from mpframe.training.channels_last import to_channels_last
 from mpframe.training.closure_trainer import ClosureTrainer
 from mpframe.training.loss_spike import LossSpikes
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
+from mpframe.training.recompute import recompute
 from mpframe.training.trainer import AnyOptimizer, Trainer
 from mpframe.tree import map_tensors
 
 log = logging.getLogger(__name__)
 
 
-def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
+def build_trainer(config: Config, task: Task, batches: int, world: World = ALONE) -> Trainer:
     """Model, optimizer, schedule and scaler, in the dtype mode and on the device.
 
     Args:
         config: the options.
         task: gives the objective and metrics.
         batches: micro-batches per epoch, for the schedule.
+        world: the ranks that train together.
     """
-    _refuse_unwatchable(config)
+    _refuse_compiled(config)
     device = resolve_device(config.run.device)
     model = build_model(config).to(device)
+    if config.trainer.sync_batchnorm:
+        world.synchronize_batchnorm(model)
     optimizers = build_optimizers(config, model)
     plan = build_plan(config)
     numbers, metrics = plan.numbers(batches), build_metrics(config, task)
@@ -50,6 +56,9 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
     for objective in task.objectives.values():
         to_device(objective, device)
     _trace(config, task, model, precision)
+    recompute(model, config.trainer.recompute)
+    if config.trainer.channels_last:
+        to_channels_last(model)
     masters = {name: precision.prepare(model, own)[1] for name, own in optimizers.items()}
     optimizer = joined(config, masters, task)
     return _kind_of(task, optimizer)(
@@ -65,6 +74,7 @@ def build_trainer(config: Config, task: Task, batches: int) -> Trainer:
         monitor=config.trainer.monitor,
         eval_precision=build_eval_precision(config),
         spikes=_build_spikes(config),
+        world=world,
     )
 
 
@@ -101,12 +111,19 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
         )
 
 
-def _refuse_unwatchable(config: Config) -> None:
-    """Ranges are taken from modules, and a compiled model has none."""
-    if config.numerics.every is not None and config.trainer.compile:
+def _refuse_compiled(config: Config) -> None:
+    """What needs a model's modules one by one: a compiled model is one graph."""
+    if not config.trainer.compile:
+        return
+    if config.numerics.every is not None:
         raise ConfigError(
             f"numerics.every={config.numerics.every}: a compiled model has no modules to watch; "
             "use trainer.compile=false or numerics=off"
+        )
+    if config.trainer.recompute:
+        raise ConfigError(
+            f"trainer.recompute={config.trainer.recompute}: a compiler chooses itself what it "
+            "computes again; use trainer.compile=false or trainer.recompute=[]"
         )
 
 
@@ -121,6 +138,7 @@ def build_plan(config: Config) -> Plan:
         eval_every=options.eval_every,
         skip_if_dropped=options.bad_micro_batch == "skip",
         compile=options.compile,
+        reduce_in_backward=options.reduce == "in_backward",
     )
 
 

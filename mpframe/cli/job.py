@@ -28,6 +28,7 @@ from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.config.sweep.again import stopped
 from mpframe.config.sweep.earlier import holds_this_run, resolved_text
+from mpframe.distributed.saying import line_of
 from mpframe.errors import DivergedError, MpframeError, RunInterrupted, printable
 from mpframe.files.turns import turn_in
 from mpframe.tracking.summary import Status, Summary
@@ -92,8 +93,10 @@ class Jobs:
 
 def print_error(error: MpframeError, place: str = "") -> int:
     """Print an error on stderr in one line without secrets; returns its exit code."""
-    said = hide(f"{place}{error}", secrets_of(sys.argv, os.environ))
-    print(f"mpframe: {printable(said)}", file=sys.stderr)
+    line = line_of(error)
+    if line is not None:
+        said = hide(f"{place}{line}", secrets_of(sys.argv, os.environ))
+        print(f"mpframe: {printable(said)}", file=sys.stderr)
     return error.exit_code
 
 
@@ -107,8 +110,10 @@ def _trained(composed: DictConfig, own: DictConfig) -> float | None:
 
 
 def _run(config: Config, composed: DictConfig, own: DictConfig) -> Summary:
-    from mpframe.run.run import Run  # torch comes in here, and not before.
+    from mpframe.run.process import prepare_process  # torch comes in here, and not before.
+    from mpframe.run.run import Run
 
+    prepare_process(config)
     return Run(config, composed, Path(own.runtime.output_dir), own).train()
 
 

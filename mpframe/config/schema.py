@@ -37,9 +37,8 @@ OTHER_NAMES = {
     **dict.fromkeys(("bf16-mixed",), "dtype=amp_bf16"),
     **dict.fromkeys(("O2",), "dtype=mixed"),
     **dict.fromkeys(("float32", "32", "32-true", "O0"), "dtype=fp32"),
-    **dict.fromkeys(
-        ("fp8", "float8"), "dtype=amp or dtype=amp_bf16, formats of 8 bits are not there"
-    ),
+    **dict.fromkeys(("fp8", "float8"), "dtype=mixed_bf16 dtype.products=fp8_tensorwise"),
+    **{name: f"dtype=mixed_bf16 dtype.products={name}" for name in ("mxfp8", "mxfp4", "nvfp4")},
 }
 
 
@@ -63,9 +62,18 @@ class Dtype:
         "How half ops compute on a CPU: its instructions, or fp32 with one rounding.",
         choices=("auto", "native", "emulated"),
     )
-    master_weights: bool = option(
-        True, "Keep fp32 masters of half weights; false only to study what they are for."
+    master_weights: str | bool = option(
+        "on",
+        "Keep fp32 masters of half weights. split, for bfloat16: keep of each the 16 bits that its "
+        "weight lacks, less memory and more time. off only to study what they are for. true is "
+        "read as on, false as off.",
+        choices=("on", "off", "split"),
     )
+    products: str = option(
+        "none",
+        "The recipe by which matrix products and convolutions are computed below 16 bits.",
+    )
+    recipes: dict[str, Any] = option({}, "Recipes of your own, by name, for products and pins.")
 
 
 @dataclass
@@ -76,7 +84,9 @@ class Ops:
     deny: list[str] = option([], "Ops that run in fp32.")
     infer: list[str] = option([], "Ops that run in the widest format of their inputs.")
     move: dict[str, str] = option({}, "Single ops put in another list: allow, deny, infer, none.")
-    modules: dict[str, str] = option({}, "Module name patterns pinned to fp32 or half.")
+    modules: dict[str, str] = option(
+        {}, "Module name patterns pinned to fp32, half, or a recipe for their products."
+    )
 
 
 @dataclass
@@ -192,7 +202,48 @@ class TrainerOptions:
         "Validate in this format, over fp32 weights; null: as trained.",
         choices=("fp32", "float16", "bfloat16"),
     )
+    recompute: list[str] = option(
+        [],
+        "Patterns of modules that keep no activations and run again in the backward pass: less "
+        "memory, the same numbers.",
+        watches=True,
+    )
+    keep_freed_memory: bool = option(
+        True,
+        "On a CPU under Linux, keep the memory that a step frees for the next one: faster steps of "
+        "models with many parameters, for somewhat more memory.",
+        watches=True,
+    )
+    channels_last: bool = option(
+        False, "Keep the weights of 2-d convolutions with the channels as last dimension."
+    )
     compile: bool = option(False, "Compile model and casts into one graph (torch.compile).")
+    parallel: str | None = option(
+        None,
+        "How several processes train one model, each on its part of every batch; null: ddp if "
+        "torchrun started several, else none.",
+        choices=("none", "ddp"),
+        watches=True,
+    )
+    reduce: str = option(
+        "after_backward",
+        "When the ranks average their gradients: after_backward: in fp32; in_backward: by DDP "
+        "while the backward pass runs, in the format of the weights, if each step uses the whole "
+        "model and is not accumulated.",
+        choices=("after_backward", "in_backward"),
+    )
+    sync_batchnorm: bool = option(
+        False,
+        "Let BatchNorm use the statistics of the whole batch, not those of a rank's part of it. "
+        "The autopsy, which replays steps on one rank, is then off.",
+    )
+    rank_timeout: float = option(
+        300.0,
+        "End the run where another rank gives no answer for so long.",
+        unit="seconds",
+        above=0.0,
+        watches=True,
+    )
     profile: bool = option(
         False,
         "Record a few steps: a trace for a browser, and the largest costs by module and format.",
@@ -234,7 +285,9 @@ class NumericsOptions:
 class DatasetOptions:
     """`dataset`: options that belong to every dataset, beside its own arguments."""
 
-    batch_size: int = option(64, "Samples in a micro-batch.", unit="samples", low=1)
+    batch_size: int = option(
+        64, "Samples in a micro-batch, of all ranks together.", unit="samples", low=1
+    )
     workers: int = option(0, "Processes that load data; 0: the main one.", unit="processes", low=0)
     worker_timeout: float | None = option(
         600.0,

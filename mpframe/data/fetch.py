@@ -65,12 +65,14 @@ class Fetcher(Dataset[Any]):
         self._view: Any = dataset
 
     def __getitems__(self, request: list[int]) -> Any:
-        """The batch, or the MpframeError that prevented it.
+        """The batch, or the MpframeError that prevented it; None if no sample is asked for.
 
         An error raised in a worker would come out wrapped in that worker's traceback; returned,
         it can be raised where the batch was asked for, still one line.
         """
         epoch, number, *indices = request
+        if not indices:
+            return None
         try:
             answer = self._fetch(epoch, number, indices)
         except MpframeError as error:

@@ -24,6 +24,7 @@ from mpframe.data.workers import (
     WorkerPool,
     ignore_signals,
 )
+from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, DataError, MpframeError
 from mpframe.user_code import UserCode, name_of
 
@@ -33,7 +34,7 @@ class Loader:
 
     Args:
         dataset: anything with `__len__` and `__getitem__`, or `fetch_batch` (see fetch).
-        batch_size: samples per batch, >= 1.
+        batch_size: samples per batch, of all ranks together, >= 1.
         seed: decides order and augmentation, together with the epoch.
         shuffle: a new order in every epoch; otherwise the dataset's own.
         workers: processes that load; 0 loads in this one. The batches are the same.
@@ -42,6 +43,7 @@ class Loader:
         collate: makes a batch, any tree of tensors, of a list of samples; None: torch's
             default_collate, whose list of the parts of a tuple becomes a tuple.
         pin: batches come in pinned memory, from which a CUDA device copies in the background.
+        world: the ranks that share each batch; each reads its own part of it.
         split: what the samples are for, in messages.
         option: the path of the batch size in the configuration, for messages.
 
@@ -49,7 +51,8 @@ class Loader:
         waited: seconds that the caller has waited for batches so far, over all epochs.
 
     Raises:
-        ConfigError: batch_size or workers out of range, or `drop_last` would leave no batch.
+        ConfigError: batch_size or workers out of range, `drop_last` would leave no batch, or the
+            ranks cannot share a batch evenly.
         DataError: the dataset is empty or is not map-style, or has a `fetch_batch` beside a
             `collate`.
     """
@@ -66,6 +69,7 @@ class Loader:
         drop_last: bool = False,
         collate: Collate | None = None,
         pin: bool = False,
+        world: World = ALONE,
         split: str = "training",
         option: str = "dataset.batch_size",
     ) -> None:
@@ -78,12 +82,14 @@ class Loader:
                 f"{option}={batch_size}: the training set has {self.size} samples; "
                 f"use {self.size} or fewer"
             )
+        _refuse_uneven(option, batch_size, world)
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.waited = 0.0
         self._option = option
+        self._world = world
         self._order: tuple[int, Tensor] | None = None
         self._plan = _Plan()
         self._split = split
@@ -120,6 +126,10 @@ class Loader:
             epoch: >= 0.
             start: the first batch wanted, 0 to `len(self)`.
 
+        Returns:
+            This rank's part of each; None where the last batch has fewer samples than there are
+            ranks, and none for this one.
+
         Raises:
             DataError: `start` lies outside the epoch; or, while reading, a sample cannot be read
                 or holds NaN or inf, or samples make no batch.
@@ -132,9 +142,13 @@ class Loader:
         return self._read(epoch, start)
 
     def batch_ids(self, epoch: int, batch: int) -> Tensor:
-        """The dataset's indices of the samples in one batch: [N] int64, in the batch's order."""
+        """The dataset's indices of the samples in this rank's part of a batch, in their order.
+
+        Returns:
+            [N] int64.
+        """
         first = batch * self.batch_size
-        return self._order_of(epoch)[first : first + self.batch_size]
+        return self._world.part(self._order_of(epoch)[first : first + self.batch_size])
 
     def close(self) -> None:
         """End the workers. Nothing is read afterwards."""
@@ -143,7 +157,7 @@ class Loader:
     def _read(self, epoch: int, start: int) -> Iterator[Any]:
         numbers = range(start, len(self))
         order = EpochOrder(self._split, epoch, self._order_of(epoch), self.batch_size)
-        requests = _requests(order, numbers)
+        requests = _requests(order, numbers, self._world)
         self._plan.requests = requests
         asked = perf_counter()
         answers = self._pool.start(self._batches)
@@ -177,13 +191,13 @@ class _Plan:
         return self.requests
 
 
-def _requests(order: EpochOrder, numbers: range) -> Iterator[list[int]]:
+def _requests(order: EpochOrder, numbers: range, world: World) -> Iterator[list[int]]:
     # This is no method: a generator that holds the loader would make a reference cycle, and the
     # loader's workers would live until the garbage collector runs, perhaps in a new worker.
     size = order.batch_size
     for number in numbers:
-        indices = order.indices[number * size : (number + 1) * size].tolist()
-        yield [order.epoch, number, *indices]
+        indices = world.part(order.indices[number * size : (number + 1) * size])
+        yield [order.epoch, number, *indices.tolist()]
 
 
 def _batch_or_raise(answer: Any) -> Any:
@@ -193,6 +207,15 @@ def _batch_or_raise(answer: Any) -> Any:
         finally:
             del answer  # It would be such a cycle, too: error, traceback, this frame, error.
     return answer
+
+
+def _refuse_uneven(option: str, batch_size: int, world: World) -> None:
+    rest = batch_size % world.size
+    if rest:
+        raise ConfigError(
+            f"{option}={batch_size}: {world.size} ranks share each batch; use a multiple of "
+            f"{world.size}, as {batch_size - rest + world.size}"
+        )
 
 
 def _unchanged(batch: Any) -> Any:

@@ -3,15 +3,19 @@
     g = sum_i g_i / n      over the n micro-batches i whose gradients are finite
 
 In half the sum would lose small terms, and one inf would spoil the whole window. The verdict on a
-micro-batch stays on the device: a bad one adds zeros.
+micro-batch stays on the device: a bad one adds zeros. If several ranks step together, the sum runs
+over all of them, too: they send their gradients once a window, unscaled and in fp32.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mpframe.optim.gradients import Gradients, not_finite, unscaled
+from mpframe.distributed.world import World
+from mpframe.errors import ConfigError
+from mpframe.optim.gradients import Gradients, measured, not_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +45,50 @@ class Accumulator:
         self._amaxes: list[Tensor] = []
 
     def add(self, gradients: Gradients) -> None:
-        """Add one micro-batch; if its amax is inf or nan it adds nothing and does not count."""
+        """Use up one micro-batch; if its amax is inf or nan it adds nothing and does not count."""
         bad = not_finite(gradients.amax)
-        for master, gradient in gradients.by_master.items():
-            clean = _zero_where(bad, gradient)
+        for master in list(gradients.by_master):
+            clean = _zero_where(bad, *gradients.take([master]))
             kept = self._sums.get(master)
             self._sums[master] = clean if kept is None else kept + clean
         self._amaxes.append(gradients.amax)
 
-    def mean(self) -> StepGradients:
-        """The mean over the good micro-batches; its amax is inf if there is none.
+    def mean(self, masters: Iterable[Tensor], world: World) -> StepGradients:
+        """The mean over the good micro-batches of all ranks; its amax is inf if there is none.
 
         It is computed in the memory of the sums: nothing can be added afterwards.
+
+        Args:
+            masters: of all parameters, in the order of the other ranks.
+            world: the ranks that step together.
+
+        Raises:
+            ConfigError: a gradient is sparse, and there are several ranks.
         """
+        if world.size > 1:
+            self._sum_over(world, list(masters))
         amaxes = torch.stack(self._amaxes)
         bad = not_finite(amaxes)
-        good = (~bad).sum().clamp(min=1).float()
-        mean = unscaled(self._sums.items(), good, bad.device)
+        good = world.size * (~bad).sum().clamp(min=1).float()
+        mean = measured(self._sums.items(), good, bad.device)
         mean = replace(mean, amax=torch.where(bad.all(), torch.inf, mean.amax))
-        return StepGradients(mean, amaxes.max(), dropped=bad.sum())
+        dropped = None if len(amaxes) == 1 and world.size > 1 else bad.sum()
+        return StepGradients(mean, amaxes.max(), dropped)
+
+    def _sum_over(self, world: World, masters: list[Tensor]) -> None:
+        """Add the sums of all ranks; a parameter that a rank did not use has zeros there."""
+        used = world.max_of([master in self._sums for master in masters])
+        for master, anywhere in zip(masters, used, strict=True):
+            if anywhere and master not in self._sums:
+                self._sums[master] = torch.zeros_like(master)
+        # In one order on all ranks.
+        self._sums = {master: self._sums[master] for master in masters if master in self._sums}
+        if any(gradient.is_sparse for gradient in self._sums.values()):
+            raise ConfigError(
+                "trainer.parallel=ddp: a gradient is sparse, and ranks sum dense ones; make the "
+                "layer with sparse=False"
+            )
+        world.sum_(list(self._sums.values()))
 
 
 def _zero_where(bad: Tensor, gradient: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from mpframe.errors import ConfigError
-from mpframe.optim.gradients import norm_of, unscaled
+from mpframe.optim.gradients import measured
 from mpframe.optim.step_result import StepResult
 from mpframe.optim.verdict import Verdict
 
@@ -29,10 +29,10 @@ def step_with_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> StepR
         loss = torch.as_tensor(optimizer.step(closure)).detach()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device
-    last = unscaled([(p, p.grad) for p in parameters if p.grad is not None], 1.0, device)
+    last = measured([(p, p.grad) for p in parameters if p.grad is not None], 1.0, device)
     applied = Verdict(skipped=False, dropped=0)
     never, one = torch.zeros((), dtype=torch.bool, device=device), torch.ones((), device=device)
-    norm = norm_of(last.values, device)
+    norm = last.norm()
     return StepResult(never, last.amax, norm, one, loss=loss, verdict=applied)
 
 

@@ -1,44 +1,87 @@
-"""From scaled half gradients to what the optimizer may use: fp32, unscaled, measured.
+"""From scaled half gradients to what the optimizer may use: measured first, then fp32.
 
-The order is fixed. They are first cast to fp32 and then unscaled: 2^-14 / 2^14 is 0 in half and
-exact in fp32. Then they are measured, before anything is clipped:
+There are two passes over the half gradients. The first reads them as they lie, and makes no copy:
 
-    amax = max |g|         inf or nan says that the step overflowed
-    norm = sqrt(sum g^2)   over all parameters
+    amax = max |g| / scale         inf or nan says that the step overflowed
+    norm = sqrt(sum g^2) / scale   over all parameters, summed in fp32
+
+The second comes with the update, for a few parameters at a time: first to fp32, then times one
+factor that unscales and clips. In half 2^-14 / 2^14 is 0; in fp32 it is exact.
+
+fp32 gradients are unscaled, and clipped, in the memory they have. Half ones that are few all in all
+become fp32 at once, for the two passes would cost more calls than they save memory.
 """
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from mpframe.distributed.world import World
 from mpframe.errors import ConfigError
 from mpframe.tree import HALF
+
+_FEW = 2**20  # values: 4 MB in fp32
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The gradients of a step or a micro-batch: fp32 (or wider), unscaled, sparse ones coalesced.
+    """The gradients of a step or a micro-batch, sparse ones coalesced.
 
     Attributes:
-        by_master: what the optimizer is given.
+        by_master: what is left of them: half ones as the backward pass left them, the others fp32
+            (or wider) and unscaled.
         values: their dense values, sharing memory with them; empty ones are left out.
         sparse: the masters whose gradient is sparse.
-        amax: 0-d float32, the largest magnitude; inf or nan if any is; 0 if there is none.
+        scale: what the half ones are multiplied by, 0-d on their device; 1.0: nothing.
+        amax: 0-d float32, the largest unscaled magnitude; inf or nan if any is; 0 if there is none.
+        clip_factor: 0-d, what clipping multiplies the half ones by; None: nothing.
     """
 
     by_master: dict[Tensor, Tensor]
     values: list[Tensor]
     sparse: list[Tensor]
+    scale: Tensor | float
     amax: Tensor
+    clip_factor: Tensor | None = None
+
+    def norm(self) -> Tensor:
+        """The global 2-norm as 0-d fp32, by the rule of torch's clipping; 0 without a value."""
+        half, wide = _by_width(self.values)
+        norms = list(torch._foreach_norm(wide)) if wide else []
+        if half:
+            of_half = iter(_unscale(torch.stack(_norms_of_half(half)), self.scale).unbind())
+            of_wide = iter(norms)
+            # In their own order, so that the sum is rounded as it is in the other dtype modes.
+            norms = [next(of_half if v.dtype in HALF else of_wide) for v in self.values]
+        if not norms:
+            return torch.zeros_like(self.amax)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm.float()
+
+    def take(self, masters: Iterable[Tensor]) -> list[Tensor]:
+        """The gradients of some masters as the optimizer may use them; they are here no more."""
+        self.values.clear()  # So that nothing else holds what is used up here.
+        taken = [self.by_master.pop(master) for master in masters]
+        widened = []
+        for index, gradient in enumerate(taken):
+            if gradient.dtype in HALF:
+                taken[index] = gradient.float()
+                widened.append(taken[index])
+        if widened and self.clip_factor is not None:
+            # One product for both; if the scale is a power of two, it takes no bit.
+            torch._foreach_mul_(widened, _unscale(self.clip_factor, self.scale))
+        elif widened and isinstance(self.scale, Tensor):
+            torch._foreach_div_(widened, self.scale)
+        return taken
 
 
-def unscaled(
+def measured(
     scaled: Iterable[tuple[Tensor, Tensor]], scale: Tensor | float, device: torch.device
 ) -> Gradients:
-    """Gradients as an optimizer may use them; fp32 ones are unscaled in place.
+    """The gradients with their amax; half ones are left as they are, fp32 ones are unscaled.
 
     Args:
         scaled: (master, gradient as the backward pass left it).
@@ -46,29 +89,37 @@ def unscaled(
             no bit from an fp32 gradient.
         device: where all of them are.
     """
+    scaled = list(scaled)
+    few = sum(gradient.numel() for _, gradient in scaled) <= _FEW
     by_master: dict[Tensor, Tensor] = {}
-    values, sparse = [], []
+    values: list[Tensor] = []
+    sparse: list[Tensor] = []
     for master, gradient in scaled:
-        dense = wide = gradient.float() if gradient.dtype in HALF else gradient
-        if wide.is_sparse:
+        if gradient.dtype in HALF and (few or gradient.is_sparse):
+            gradient = gradient.float()
+        dense = gradient
+        if gradient.is_sparse:
             # Coalesced in fp32: in half the sum of duplicates could overflow.
-            wide = wide.coalesce()
-            dense = wide.values()
+            gradient = gradient.coalesce()
+            dense = gradient.values()
             sparse.append(master)
-        by_master[master] = wide
+        by_master[master] = gradient
         if dense.numel():
             values.append(dense)
-    if values and (isinstance(scale, Tensor) or scale != 1.0):
-        torch._foreach_div_(values, torch.as_tensor(scale, device=device))
-    return Gradients(by_master, values, sparse, _amax(values, device))
+    if isinstance(scale, Tensor) or scale != 1.0:
+        scale = torch.as_tensor(scale, device=device)
+    half, wide = _by_width(values)
+    if wide and isinstance(scale, Tensor):
+        torch._foreach_div_(wide, scale)
+    amax = _amax(half, wide, scale, device)
+    return Gradients(by_master, values, sparse, scale, amax)
 
 
-def norm_of(values: list[Tensor], device: torch.device) -> Tensor:
-    """The global 2-norm as 0-d fp32, by the rule of torch's clipping; 0 if there is no value."""
-    if not values:
-        return torch.zeros((), device=device)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
-    return norm.float()
+def agreed(gradients: Gradients, world: World) -> Gradients:
+    """The same with the largest amax of all ranks: what overflows on one overflows on all."""
+    if world.size == 1:
+        return gradients
+    return replace(gradients, amax=world.max(gradients.amax))
 
 
 def check_max_norm(max_norm: float) -> None:
@@ -84,13 +135,16 @@ def check_max_norm(max_norm: float) -> None:
         )
 
 
-def clip(values: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale to a global norm of at most `max_norm`, in place; the rule of torch's clipping.
+def clip(gradients: Gradients, norm: Tensor, max_norm: float) -> Gradients:
+    """Scale to a global norm of at most `max_norm`; the rule of torch's clipping.
 
-    coefficient = min(1, max_norm / (norm + 1e-6))
+    factor = min(1, max_norm / (norm + 1e-6))
     """
-    if values:
-        torch._foreach_mul_(values, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    _, wide = _by_width(gradients.values)
+    if wide:
+        torch._foreach_mul_(wide, factor)
+    return replace(gradients, clip_factor=factor)
 
 
 def not_finite(magnitude: Tensor) -> Tensor:
@@ -98,13 +152,43 @@ def not_finite(magnitude: Tensor) -> Tensor:
     return ~(magnitude < torch.inf)
 
 
-def _amax(values: list[Tensor], device: torch.device) -> Tensor:
-    if not values:
+def _amax(
+    half: list[Tensor], wide: list[Tensor], scale: Tensor | float, device: torch.device
+) -> Tensor:
+    found = []
+    if half:
+        found.append(_unscale(_largest(half).float(), scale))
+    if wide:
+        found.append(_largest(wide).float())
+    if not found:
         return torch.zeros((), device=device)
-    if device.type != "cpu":
-        return torch.stack(torch._foreach_norm(values, torch.inf)).max().float()
+    return found[0] if len(found) == 1 else torch.maximum(*found)
+
+
+def _by_width(values: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The half ones, and the others."""
+    half = [value for value in values if value.dtype in HALF]
+    return half, [value for value in values if value.dtype not in HALF] if half else values
+
+
+def _largest(values: list[Tensor]) -> Tensor:
+    """The largest magnitude; values of several half formats are compared in fp32."""
+    if not values[0].is_cpu:
+        return torch.stack(torch._foreach_norm(values, torch.inf)).max()
     # On a CPU the infinity norm takes 9 to 20 times as long as finding both ends of the values.
     ends: list[Tensor] = []
     for value in values:
         ends += torch.aminmax(value)
-    return torch.stack(ends).abs().max().float()
+    return torch.stack(ends).abs().max()
+
+
+def _norms_of_half(values: list[Tensor]) -> list[Tensor]:
+    """The norm of each, summed in fp32 and in the order in which fp32 values are summed."""
+    if not values[0].is_cpu:
+        return list(torch._foreach_norm(values, 2, torch.float32))
+    # On a CPU a copy and its norm take no longer, and the norm of the copy is that of `amp`.
+    return [torch.linalg.vector_norm(value.float()) for value in values]
+
+
+def _unscale(value: Tensor, scale: Tensor | float) -> Tensor:
+    return value / scale if isinstance(scale, Tensor) else value

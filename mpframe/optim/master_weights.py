@@ -16,30 +16,28 @@ the wrapper move it as well.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpframe.distributed.world import ALONE, World
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.loss_scaling.interface import LossScaler
 from mpframe.optim.accumulation import Accumulator, StepGradients
+from mpframe.optim.buckets import Bucket, in_buckets, steps_by_parameter
 from mpframe.optim.closure import (
     missing_closure,
     needs_closure,
     refuse_beside_closure,
     step_with_closure,
 )
-from mpframe.optim.gradients import (
-    Gradients,
-    check_max_norm,
-    clip,
-    norm_of,
-    not_finite,
-)
+from mpframe.optim.gradients import Gradients, agreed, check_max_norm, clip, not_finite
 from mpframe.optim.masters.master import copy_from_params, copy_to_params
 from mpframe.optim.masters.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
+from mpframe.optim.masters.split_master import KINDS
 from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult
@@ -60,7 +58,8 @@ class MasterWeights(Optimizer):
         masters: fp32 values to start from, by parameter; copied. They may include parameters of
             groups that are added later. A half parameter without a value here keeps the master
             that it has; if it has none, its master starts from the half value.
-        keep_masters: False updates the half weights themselves, to study what masters are for.
+        keep_masters: False updates the half weights themselves, to study what masters are for;
+            "split" keeps of each master the bits alone that a bfloat16 weight lacks.
 
     Raises:
         ConfigError: a parameter is complex or sparse in half, the parameters are on several
@@ -72,6 +71,8 @@ class MasterWeights(Optimizer):
         skips_on_device: the optimizer's kernels take the verdict on the device (torch's fused ones
             do). None before the first step, which makes the optimizer's state: a skip on the
             device would leave that state behind, with arbitrary values in SGD's momentum.
+        world: the ranks that step together, each over parameters of the same values. What
+            `accumulate` took is averaged over them, and they agree on whether a step is skipped.
     """
 
     def __init__(
@@ -79,14 +80,16 @@ class MasterWeights(Optimizer):
         optimizer: Optimizer,
         masters: Mapping[Tensor, Tensor] | None = None,
         *,
-        keep_masters: bool = True,
+        keep_masters: bool | str = True,
     ) -> None:
         refuse_wrapped(optimizer)
         self.optimizer = optimizer
         self.needs_closure = needs_closure(optimizer)
-        self._known = Masters({} if masters is None else masters, keep_masters)
+        self._known = Masters({} if masters is None else masters, KINDS[keep_masters])
         self._known_groups = 0
         self.skips_on_device: bool | None = None
+        self.world: World = ALONE
+        self._buckets: list[Bucket] = [[]]
         self._accumulator: Accumulator | None = None
         self._consumed = False
         self._taken_sparse: set[Tensor] = set()
@@ -128,8 +131,18 @@ class MasterWeights(Optimizer):
         return parameter in self._masters
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """The fp32 tensor the update acts on: `parameter` itself if it is fp32."""
+        """The fp32 tensor the update acts on: `parameter` itself if it is fp32.
+
+        Of a split master it is a copy.
+        """
         return self._masters[parameter]
+
+    def stepped(self, parameter: Tensor) -> Tensor:
+        """The tensor in the wrapped optimizer's groups that stands for `parameter`.
+
+        Its state is kept by it. That of a split master has no memory outside of the step.
+        """
+        return self._masters.stepped(parameter)
 
     def set_requires_grad(self, parameters: Iterable[Tensor], requires_grad: bool) -> None:
         """Freeze some of the parameters, or train them from the next step on.
@@ -138,7 +151,7 @@ class MasterWeights(Optimizer):
         """
         masters = []
         for parameter in parameters:
-            masters.append(self.master_of(parameter).requires_grad_(requires_grad))
+            masters.append(self.stepped(parameter).requires_grad_(requires_grad))
             parameter.requires_grad_(requires_grad)
         if requires_grad:
             fill_momentum(self.optimizer, masters)
@@ -148,6 +161,10 @@ class MasterWeights(Optimizer):
         """Add a group to the wrapped optimizer; its half parameters get masters."""
         self.optimizer.add_param_group(param_group)
         self._register_groups()
+
+    def join(self, world: World) -> None:
+        """Step together with other ranks; see `world`."""
+        self.world = world
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters, and what was accumulated."""
@@ -226,11 +243,11 @@ class MasterWeights(Optimizer):
             raise no_new_gradients()
         gradients = gathered.gradients
         skipped = not_finite(gathered.largest if skip_if_dropped else gradients.amax)
-        norm = norm_of(gradients.values, self._known.device)
+        norm = gradients.norm()
         if max_norm is not None:
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
             skipped = skipped | not_finite(norm)
-            clip(gradients.values, norm, max_norm)
+            gradients = clip(gradients, norm, max_norm)
         if skip_mask is not None:
             skipped = skipped | skip_mask
         verdict = None if self.skips_on_device else read([(skipped, gathered.dropped)])[0]
@@ -241,7 +258,7 @@ class MasterWeights(Optimizer):
         return StepResult(skipped, gradients.amax, norm, used, gathered.dropped, verdict=verdict)
 
     def gather(self, scale: Tensor | float) -> StepGradients:
-        """The gradients of the step, fp32 and unscaled: accumulated, or of one backward pass.
+        """The gradients of the step, measured: accumulated, or of one backward pass.
 
         Args:
             scale: the loss scale of a backward pass that was not accumulated yet, > 0.
@@ -253,50 +270,50 @@ class MasterWeights(Optimizer):
             self._register_groups()
         gradients = self._known.take_gradients(scale)
         if self._accumulator is None:
+            gradients = agreed(gradients, self.world)
             spent = self._consumed and not gradients.by_master
             gathered = StepGradients(gradients, gradients.amax, spent=spent)
         else:
             if gradients.by_master:
                 self._accumulator.add(gradients)
-            gathered = self._accumulator.mean()
+            gathered = self._accumulator.mean(self._known.values(), self.world)
+            # Once more: what the ranks were sent may be damaged on one of them.
+            gathered = replace(gathered, gradients=agreed(gathered.gradients, self.world))
             self._accumulator = None
         if gathered.gradients.sparse:
             self._try_sparse(gathered.gradients.sparse)
         return gathered
 
     def take(self, scale: Tensor | float) -> Gradients:
-        """The gradients, fp32 and unscaled; parameters and masters are left without."""
-        return self._masters.take_gradients(scale)
+        """The gradients, measured; parameters and masters are left without."""
+        return agreed(self._masters.take_gradients(scale), self.world)
 
     @torch.no_grad()
     def apply(self, gradients: Gradients, skipped: Tensor, verdict: Verdict | None) -> None:
         """Update the masters and round them into the weights, unless the step is skipped.
 
+        It goes by buckets: the gradients of some of them are widened, applied and given back, and
+        their weights rounded while they are in the cache, before the next are widened.
+
         Args:
-            gradients: what `gather` gave.
+            gradients: what `gather` gave; they are used up.
             skipped: 0-d bool on the device.
             verdict: the same, known on the host; None only if `skips_on_device`.
         """
         self._consumed = bool(gradients.by_master)
         if verdict is not None and verdict.skipped:
             return
-        half = self._known.half
-        if half:
-            copy_from_params(half.items())
-        for master, gradient in gradients.by_master.items():
-            master.grad = gradient.to(master.dtype)
-        if verdict is None:
-            self._step_on_device(skipped)
-        else:
-            self.optimizer.step()
-            if self.skips_on_device is None:
-                self.skips_on_device = _takes_found_inf(self.optimizer)
-        for master in gradients.by_master:
-            master.grad = None
+        by_master = gradients.by_master
+        moved = list(by_master)
+        *others, last = self._buckets_now()
+        for bucket in others:
+            masters = [held.value for _, held in bucket if held.value in by_master]
+            self._update(bucket, masters, gradients, skipped, verdict)
+        self._update(last, list(by_master), gradients, skipped, verdict)
         # Fused kernels do not raise the counters by which a kept cast knows that it is old.
-        torch.autograd.graph.increment_version(list(gradients.by_master))
-        if half:
-            copy_to_params(half.items())
+        torch.autograd.graph.increment_version(moved)
+        if verdict is not None and self.skips_on_device is None:
+            self.skips_on_device = _takes_found_inf(self.optimizer)
 
     def saturated(self) -> Tensor:
         """How many half weights are held at the end of their range (0-d int64, on the device)."""
@@ -391,6 +408,7 @@ class MasterWeights(Optimizer):
             self._known.register(self.optimizer, group)
             self._known_groups += 1
             self.skips_on_device = None  # The new parameters have no state yet.
+            self._buckets = in_buckets(self._known.half.items(), self._known.device)
 
     def _share_hooks(self) -> None:
         """Hooks registered here are the wrapped optimizer's: they see the steps it takes."""
@@ -404,6 +422,32 @@ class MasterWeights(Optimizer):
         vars(self).update(state)
         note_wrapped(self.optimizer)
         self._share_hooks()
+
+    def _update(
+        self,
+        bucket: Bucket,
+        masters: list[Tensor],
+        gradients: Gradients,
+        skipped: Tensor,
+        verdict: Verdict | None,
+    ) -> None:
+        if bucket:
+            copy_from_params(bucket)
+        for master, gradient in zip(masters, gradients.take(masters), strict=True):
+            master.grad = gradient.to(master.dtype)
+        if verdict is None:
+            self._step_on_device(skipped)
+        else:
+            self.optimizer.step()
+        for master in masters:
+            master.grad = None
+        if bucket:
+            copy_to_params(bucket)
+
+    def _buckets_now(self) -> list[Bucket]:
+        if len(self._buckets) == 1 or steps_by_parameter(self.optimizer):
+            return self._buckets
+        return [[pair for bucket in self._buckets for pair in bucket]]
 
     def _step_on_device(self, skipped: Tensor) -> None:
         fused: Any = self.optimizer

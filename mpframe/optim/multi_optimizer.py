@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError, ConfigError, nearest
 from mpframe.loss_scaling.interface import Scaling, scale_of
 from mpframe.optim.accumulation import StepGradients
-from mpframe.optim.gradients import check_max_norm, clip, norm_of, not_finite
+from mpframe.optim.gradients import check_max_norm, clip, not_finite
 from mpframe.optim.master_weights import MasterWeights, load_masters_of, no_new_gradients
 from mpframe.optim.step_result import StepResult, any_of, joined_verdict, largest
 from mpframe.optim.verdict import Verdict, read
@@ -76,6 +77,11 @@ class MultiOptimizer:
             own = [parameter for parameter in parameters if part.holds(parameter)]
             if own:
                 part.set_requires_grad(own, requires_grad)
+
+    def join(self, world: World) -> None:
+        """Step together with other ranks; see `MasterWeights.world`."""
+        for part in self.parts.values():
+            part.join(world)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters, and what was accumulated."""
@@ -132,12 +138,12 @@ class MultiOptimizer:
         gathered = {name: part.gather(scales[name]) for name, part in self.parts.items()}
         if all(own.spent for own in gathered.values()):
             raise no_new_gradients()
-        norms = {n: norm_of(g.gradients.values, self.parts[n].device) for n, g in gathered.items()}
+        norms = {name: own.gradients.norm() for name, own in gathered.items()}
         skips = self._verdicts(gathered, norms if max_norm is not None else {}, skip_if_dropped)
         if skip_mask is not None:
             skips = {name: skipped | skip_mask for name, skipped in skips.items()}
         if max_norm is not None:
-            self._clip(gathered, norms, skips, max_norm)
+            gathered = self._clipped(gathered, norms, skips, max_norm)
         verdicts: dict[str, Verdict | None] = dict.fromkeys(self.parts)
         if not all(part.skips_on_device for part in self.parts.values()):
             told = read([(skips[name], own.dropped) for name, own in gathered.items()])
@@ -215,18 +221,21 @@ class MultiOptimizer:
         bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
         return bad if self.skip == "each" else dict.fromkeys(bad, any_of(list(bad.values())))
 
-    def _clip(
+    def _clipped(
         self,
         gathered: Mapping[str, StepGradients],
         norms: Mapping[str, Tensor],
         skips: Mapping[str, Tensor],
         max_norm: float,
-    ) -> None:
+    ) -> dict[str, StepGradients]:
         # A part that skips must not spoil the others' norm with its inf.
         clean = {name: torch.where(skips[name], 0.0, norm) for name, norm in norms.items()}
         together = torch.linalg.vector_norm(torch.stack(list(clean.values())))
+        clipped = {}
         for name, own in gathered.items():
-            clip(own.gradients.values, clean[name] if self.own_losses else together, max_norm)
+            norm = clean[name] if self.own_losses else together
+            clipped[name] = replace(own, gradients=clip(own.gradients, norm, max_norm))
+        return clipped
 
 
 def joined(results: Mapping[str, StepResult]) -> StepResult:

@@ -15,11 +15,13 @@ from torch.nn.parameter import is_lazy
 
 from mpframe.precision.module_ops import op_of
 from mpframe.precision.policy import Compute, Policy
+from mpframe.precision.products.layers import products_of
 from mpframe.precision.storage.reads import Read, Reads
 from mpframe.precision.storage.storage import formats_of
 from mpframe.tree import dtype_name
 
 _HEAD = ("module", "type", "weights", "computes in", "why")
+_PRODUCTS = "products"  # The column is there if there are products below 16 bits.
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Row:
         compute: format the module's op computes in, in words; `-` if it runs no op of its own.
             Of a class that is not torch.nn's, the formats of the ops that read its weights.
         why: the list or the pin that decides; also that a traced step never called the module.
+        products: the recipe of its matrix products or convolutions, which of them stay in half, and
+            why; `-` if it has none; empty if no recipe is chosen at all.
     """
 
     module: str
@@ -41,6 +45,7 @@ class Row:
     storage: torch.dtype | None
     compute: str
     why: str
+    products: str = ""
 
 
 def dtype_map(model: nn.Module, policy: Policy, reads: Reads | None = None) -> list[Row]:
@@ -59,11 +64,16 @@ def dtype_map(model: nn.Module, policy: Policy, reads: Reads | None = None) -> l
 
 def as_table(rows: list[Row]) -> str:
     """The map as an aligned plain-text table, one line a module."""
-    cells = [
-        _HEAD,
-        *((r.module or "(model)", r.kind, _short(r.storage), r.compute, r.why) for r in rows),
+    cells: list[tuple[str, ...]] = [
+        (*_HEAD, _PRODUCTS),
+        *(
+            (r.module or "(model)", r.kind, _short(r.storage), r.compute, r.why, r.products)
+            for r in rows
+        ),
     ]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEAD))]
+    shown = len(_HEAD) + any(row.products for row in rows)
+    cells = [row[:shown] for row in cells]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         for row in cells
@@ -88,7 +98,11 @@ def _row(
     compute, why = _compute_and_why(name, op_of(module), policy, readers)
     if reads.called and name not in reads.called and not readers:
         why += ", never called"
-    return Row(name, type(module).__name__, storage, compute, why)
+    products = ""
+    if policy.recipes:
+        ops = [op for op in (op_of(module), *(read.op for read in readers)) if op]
+        products = products_of(name, module, ops, policy)
+    return Row(name, type(module).__name__, storage, compute, why, products)
 
 
 def _compute_and_why(
@@ -96,7 +110,7 @@ def _compute_and_why(
 ) -> tuple[str, str]:
     if policy.mode == "fp32":
         return ("float32" if op else "-"), "dtype.mode=fp32"
-    pin = policy.pin_of(name)
+    pin = policy.format_pin_of(name)
     why = f"ops.modules[{pin[0]!r}]={pin[1]}" if pin else ""
     if op is None:
         readers = sorted(readers, key=lambda read: not read.in_half(policy))

@@ -40,10 +40,11 @@ class OpLists:
         allow: ops that run in half.
         deny: ops that run in fp32.
         infer: ops that run in the widest format of their inputs.
-        modules: glob pattern of module names -> `fp32` or `half`; the last match wins.
+        modules: glob pattern of module names -> `fp32`, `half`, `none` or a recipe for products,
+            as `Policy` checks; the last match wins.
 
     Raises:
-        ConfigError: an op is unknown or in two lists, or a pin is neither `fp32` nor `half`.
+        ConfigError: an op is unknown or in two lists.
     """
 
     allow: frozenset[str] = field(default_factory=frozenset)
@@ -56,7 +57,6 @@ class OpLists:
             _refuse_unknown(f"ops.{name}", getattr(self, name))
             object.__setattr__(self, name, frozenset(map(canonical, getattr(self, name))))
         _refuse_overlap(self)
-        _refuse_bad_pins(self.modules)
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -160,9 +160,3 @@ def _refuse_overlap(lists: OpLists) -> None:
                 f"ops.{first} and ops.{second} both hold {op!r}: an op runs in one format; "
                 f"to move it set ops.move.{op}={first} or {second}"
             )
-
-
-def _refuse_bad_pins(modules: Mapping[str, str]) -> None:
-    for pattern, pin in modules.items():
-        if pin not in PINS:
-            raise ConfigError(f"ops.modules[{pattern!r}]={pin}: choose {' or '.join(PINS)}")

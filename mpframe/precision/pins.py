@@ -1,10 +1,11 @@
 """Module pins: a module, with everything inside it, in one format whatever the lists say.
 
-    ops.modules: {"head.*": fp32, "encoder.0": half}
+    ops.modules: {"head.*": fp32, "encoder.0": half, "blocks.*": mxfp8, "blocks.0": none}
 
-A pin is a pair of hooks. Entering a pinned module casts its inputs and tells the cast mode; while
-the module runs, ops of `allow` and `deny` all compute in the pinned format. Outside a cast block a
-pin does nothing.
+A pin is a pair of hooks. Entering a module pinned to fp32 or half casts its inputs and tells the
+cast mode; while the module runs, ops of `allow` and `deny` all compute in the pinned format. The
+name of a recipe, or `none`, tells the cast mode how products are computed inside, and the lists go
+on. Outside a cast block a pin does nothing.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mpframe.errors import ConfigError
 from mpframe.precision.casting.blocks import present_mode
+from mpframe.precision.op_lists import PINS
 from mpframe.precision.policy import CASTABLE, Policy
 from mpframe.tree import map_tensors
 
@@ -60,6 +62,8 @@ class _Enter:
         if mode is None:
             return None
         mode.enter(self.name, self.pin)
+        if self.pin not in PINS:
+            return None
         inside = torch.float32 if self.pin == "fp32" else self.policy.half_dtype
         return map_tensors(lambda tensor: cast_to(tensor, inside), (args, kwargs))
 

@@ -11,17 +11,20 @@ reason. It holds no tensor and no state, so it can be printed, compared and kept
 """
 
 import fnmatch
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
 from mpframe.errors import ConfigError, nearest
-from mpframe.precision.op_lists import OpLists
+from mpframe.precision.op_lists import PINS, OpLists
+from mpframe.precision.products.recipe import Recipe, shipped
 from mpframe.tree import HALVES
 
 MODES = ("fp32", "mixed", "amp")
 COMPUTES = ("auto", "native", "emulated")
+NO_PRODUCTS = "none"  # The name of no recipe: products stay in half.
 CASTABLE = frozenset({torch.float32, *HALVES.values()})  # No other format is ever cast.
 
 
@@ -52,6 +55,9 @@ class Policy:
         ops: the op lists and module pins.
         compute: how half ops compute on a CPU: `native` kernels, `emulated` (half inputs, fp32
             accumulation, one rounding), or `auto`: native if the CPU has the instructions.
+        products: the recipe by which matrix products and convolutions quantise their operands;
+            `none`: they stay in half.
+        recipes: a user's own, by name, beside the shipped ones.
 
     Raises:
         ConfigError: a value is not one of those named here.
@@ -61,16 +67,21 @@ class Policy:
     half: str = "float16"
     ops: OpLists = field(default_factory=OpLists.named)
     compute: str = "auto"
+    products: str = "none"
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _refuse_unless("dtype.mode", self.mode, MODES)
         _refuse_unless("dtype.half", self.half, HALVES)
         _refuse_unless("dtype.compute", self.compute, COMPUTES)
+        self._read_recipes()
 
     @property
     def casts(self) -> bool:
         """False if no op is ever cast, so that no interception is needed."""
-        return self.mode != "fp32" and not (self.ops.empty and not self.ops.modules)
+        if self.mode == "fp32":
+            return self.products != NO_PRODUCTS
+        return not (self.ops.empty and not self.ops.modules)
 
     @property
     def stores_by_op(self) -> bool:
@@ -85,21 +96,33 @@ class Policy:
     def compute_of(self, op: str, pin: str | None = None) -> Compute:
         """The format `op` computes in, inside a module pinned to `pin` (None: not pinned).
 
-        A pin to fp32 takes half ops to fp32; a pin to half takes fp32 ops to half.
+        A pin to fp32 takes half ops to fp32; a pin to half takes fp32 ops to half. The name of a
+        recipe, or `none`, decides about products alone.
         """
         compute = _COMPUTE_OF_LIST[self.ops.list_of(op)]
-        if pin is None or compute not in (Compute.HALF, Compute.FP32):
+        if pin not in PINS or compute not in (Compute.HALF, Compute.FP32):
             return compute
         return Compute.FP32 if pin == "fp32" else Compute.HALF
 
-    def pin_of(self, module: str) -> tuple[str, str] | None:
-        """The pattern and the format that pin a module by its qualified name, or None.
+    def recipe_of(self, pin: str | None = None) -> Recipe | None:
+        """The recipe of the products in a module pinned to `pin`; None: they are not quantised."""
+        return self.recipes.get(self.products if pin is None else pin)
 
-        The last matching entry wins.
+    def pin_of(self, module: str) -> tuple[str, str] | None:
+        """The pattern that pins a module by its qualified name, and the pin; or None.
+
+        The last matching entry wins; those of `ops.modules` come after the recipe's own.
         """
-        pins = self.ops.modules.items()
+        recipe = self.recipe_of()
+        in_half = dict.fromkeys(recipe.half, NO_PRODUCTS) if recipe else {}
+        pins = [*in_half.items(), *self.ops.modules.items()]
         matching = [(pattern, pin) for pattern, pin in pins if self.matches(pattern, module)]
         return matching[-1] if matching else None
+
+    def format_pin_of(self, module: str) -> tuple[str, str] | None:
+        """As `pin_of`; None also for a pin that decides about products alone."""
+        pin = self.pin_of(module)
+        return pin if pin is not None and pin[1] in PINS else None
 
     @staticmethod
     def matches(pattern: str, module: str) -> bool:
@@ -118,8 +141,35 @@ class Policy:
             return False
         return self.compute == "emulated" or not has_native_half(self.half)
 
+    def _read_recipes(self) -> None:
+        """Read the shipped recipes that are named here, and refuse names that are none."""
+        known = dict(self.recipes)
+        for name in (*PINS, NO_PRODUCTS):
+            if name in known:
+                raise ConfigError(f"dtype.recipes.{name}: is the name of a pin; choose another")
+        if self.products not in (NO_PRODUCTS, *known):
+            known[self.products] = Recipe.named(self.products)
+        for pattern, pin in self.ops.modules.items():
+            if pin in (*PINS, NO_PRODUCTS, *known):
+                continue
+            if pin not in shipped():
+                names = ", ".join((*PINS, NO_PRODUCTS))
+                raise ConfigError(
+                    f"ops.modules[{pattern!r}]={pin}: choose {names} or a recipe: "
+                    + ", ".join(sorted({*known, *shipped()}))
+                )
+            known[pin] = Recipe.named(pin)
+        object.__setattr__(self, "recipes", known)
+        if self.products != NO_PRODUCTS and not self.ops.allow:
+            raise ConfigError(
+                f"dtype.products={self.products}: has no op to act on, as ops.allow is empty; "
+                "choose other ops, or dtype.products=none"
+            )
+
     def __str__(self) -> str:
-        return self.mode if self.mode == "fp32" else f"{self.mode}({self.half})"
+        half = [] if self.mode == "fp32" else [self.half]
+        words = ", ".join([*half, *[self.products] * (self.products != NO_PRODUCTS)])
+        return f"{self.mode}({words})" if words else self.mode
 
 
 def has_native_half(half: str) -> bool:

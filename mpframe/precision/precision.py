@@ -9,7 +9,7 @@
 the ops of its block by the lists. The deciding is in policy.py, the casting in cast.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mpframe.optim.master_weights import MasterWeights
-from mpframe.optim.masters.master import remember
+from mpframe.optim.masters.master import Master, remember
+from mpframe.optim.masters.split_master import KINDS, refuse_split
 from mpframe.precision.casting.blocks import block
 from mpframe.precision.casting.cast import Casts
 from mpframe.precision.casting.recomputation import follow_backward_passes
@@ -29,6 +30,8 @@ from mpframe.precision.lazy import materialize, refuse_lazy
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.pins import cast_to, pin_modules, refuse_idle_pins
 from mpframe.precision.policy import Policy
+from mpframe.precision.products.recipe import Recipe
+from mpframe.precision.products.state import ProductState
 from mpframe.precision.storage.fp32_share import fp32_share
 from mpframe.precision.storage.reads import Reads, reads_of
 from mpframe.precision.storage.storage import store
@@ -43,7 +46,11 @@ class Precision:
         half: `float16` or `bfloat16`.
         ops: the op lists and module pins; the shipped default lists if None.
         compute: half on a CPU: `native`, `emulated`, or `auto` (native if the CPU can).
-        master_weights: False leaves the masters out, to study what they are for.
+        master_weights: False leaves the masters out, to study what they are for. "split", for
+            bfloat16: 2 bytes beside each weight hold the bits that it lacks, instead of 4.
+        products: the recipe by which matrix products and convolutions are computed below 16 bits,
+            by its name or as a value; `none`: they stay in half.
+        recipes: a user's own, by the names that `products` and pins call them.
 
     Raises:
         ConfigError: a value is not one of those named here.
@@ -56,11 +63,21 @@ class Precision:
         *,
         ops: OpLists | None = None,
         compute: str = "auto",
-        master_weights: bool = True,
+        master_weights: bool | str = True,
+        products: str | Recipe = "none",
+        recipes: Mapping[str, Recipe] | None = None,
     ) -> None:
-        self.policy = Policy(mode, half, OpLists.named() if ops is None else ops, compute)
+        own = dict(recipes or {})
+        if isinstance(products, Recipe):
+            own[products.name] = products
+            products = products.name
+        lists = OpLists.named() if ops is None else ops
+        self.policy = Policy(mode, half, lists, compute, products, own)
+        if mode == "mixed" and master_weights == "split":
+            refuse_split(self.policy.half_dtype)
         self.master_weights = master_weights
-        self._casts = Casts(self.policy) if self.policy.casts else None
+        self._products = ProductState()
+        self._casts = Casts(self.policy, self._products) if self.policy.casts else None
         follow_backward_passes()
         self._hooked: WeakSet[nn.Module] = WeakSet()
         self._reads: WeakKeyDictionary[nn.Module, Reads] = WeakKeyDictionary()
@@ -102,7 +119,7 @@ class Precision:
         wanted = {p for group in optimizer.param_groups for p in group["params"]}
         for parameter, value in store(model, self.policy, self.reads(model)).items():
             if keep_frozen or parameter.requires_grad or parameter in wanted:
-                remember(parameter, value)
+                remember(parameter, value, KINDS[self.master_weights] or Master)
         self.attach(model)
         return model, MasterWeights(optimizer, keep_masters=self.master_weights)
 
@@ -121,7 +138,8 @@ class Precision:
         materialize(model, example)
         if self.policy.stores_by_op:
             self.attach(model)
-            self._reads[model] = self.reads(model) | reads_of(model, example, self.cast())
+            with self._products.undisturbed():
+                self._reads[model] = self.reads(model) | reads_of(model, example, self.cast())
 
     def reads(self, model: nn.Module) -> Reads:
         """The ops that read each weight in the trace; empty if the model was not traced."""
@@ -163,23 +181,27 @@ class Precision:
         return dtype_map(model, self.policy, self.reads(model))
 
     def describe(self, model: nn.Module) -> str:
-        """The dtype map as text: a table, and in `mixed` which share of the weights stays fp32."""
-        table = as_table(self.dtype_map(model))
-        if not self.policy.stores_by_op:
-            return table
-        return "\n".join([table, *fp32_share(model, self.policy, self.reads(model))])
+        """The dtype map as text: a table, the recipes of products in it, and in `mixed` which share
+        of the weights stays fp32."""
+        lines = [as_table(self.dtype_map(model)), *map(str, self.policy.recipes.values())]
+        if self.policy.stores_by_op:
+            lines += fp32_share(model, self.policy, self.reads(model))
+        return "\n".join(lines)
 
     def warnings(self) -> list[str]:
         """What the chosen settings cost in accuracy, a line each; empty if they cost nothing."""
         mode, half = self.policy.mode, self.policy.half
         lines = []
-        if not self.master_weights:
+        masters = "false" if self.master_weights is False else self.master_weights
+        if masters is not True and mode != "mixed":
+            lines.append(
+                f"dtype.master_weights={masters} changes nothing with dtype={mode}, whose weights "
+                "are fp32"
+            )
+        elif masters == "false":
             lines.append(
                 f"dtype.master_weights=false: the optimizer works on {half} weights and keeps its "
                 "state in them; updates below half a unit in a weight's last place are lost"
-                if mode == "mixed"
-                else f"dtype.master_weights=false changes nothing with dtype={mode}, whose weights "
-                "are fp32"
             )
         if self.policy.ops.empty and mode != "fp32":
             lines.append(
@@ -193,10 +215,19 @@ class Precision:
     def __str__(self) -> str:
         return str(self.policy)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What products carry from step to step: random generators, and histories of amax."""
+        return self._products.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._products.load_state_dict(state)
+
     def _hook(self, model: nn.Module) -> list[RemovableHandle]:
         if self._casts is None:
             return []
         self._casts.compute_on(device_of(model))
+        self._products.learn_names(model)
         return [*pin_modules(model, self.policy), *fit_recurrent_layers(model, self.policy)]
 
 

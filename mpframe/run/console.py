@@ -16,12 +16,17 @@ RESULT = {"result": True}
 
 
 @contextmanager
-def console(verbosity: str) -> Iterator[None]:
-    """Within the block the console shows that much; train.log must be opened later, within it."""
-    own, handlers = logging.getLogger("mpframe"), _of_console() if verbosity == "quiet" else []
+def console(verbosity: str, rank: int = 0) -> Iterator[None]:
+    """Within the block the console shows that much; train.log must be opened later, within it.
+
+    Of several ranks only rank 0 says anything, since all of them would say the same.
+    """
+    shown = _nothing if rank else _is_loud
+    quiet = rank or verbosity == "quiet"
+    own, handlers = logging.getLogger("mpframe"), _of_console() if quiet else []
     before = own.level
     for handler in handlers:
-        handler.addFilter(_is_loud)
+        handler.addFilter(shown)
     if verbosity == "verbose":
         own.setLevel(logging.DEBUG)
     try:
@@ -29,7 +34,7 @@ def console(verbosity: str) -> Iterator[None]:
     finally:
         own.setLevel(before)
         for handler in handlers:
-            handler.removeFilter(_is_loud)
+            handler.removeFilter(shown)
 
 
 def _of_console() -> list[logging.Handler]:
@@ -40,3 +45,7 @@ def _of_console() -> list[logging.Handler]:
 
 def _is_loud(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING or hasattr(record, "result")
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False

@@ -9,8 +9,11 @@ import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from signal import Signals
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from omegaconf import DictConfig
@@ -21,12 +24,16 @@ from mpframe.config.composition.composing import checked
 from mpframe.config.composition.overrides import word_of
 from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
-from mpframe.config.schema import Config
+from mpframe.config.schema import Config, only_watches
 from mpframe.data import Loader, Task
+from mpframe.distributed.joining import joined
+from mpframe.distributed.launch import place
+from mpframe.distributed.world import ALONE, World
 from mpframe.errors import (
     ConfigError,
     DataError,
     DivergedError,
+    LostRankError,
     MpframeError,
     RunInterrupted,
     UserCodeError,
@@ -47,6 +54,7 @@ from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import set_up
 from mpframe.training.interruption import Interruption
+from mpframe.training.ranks import refuse_other_start
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 from mpframe.user_code import raised
@@ -57,10 +65,13 @@ log = logging.getLogger(__name__)
 class Run:
     """A run in its folder.
 
+    Of several ranks rank 0 has the folder. The others have one of their own, which goes when they
+    end, and are without the callbacks that only watch; they read checkpoints from the run's.
+
     Args:
         config: the checked options.
         composed: the same, as composed; written to the folder.
-        folder: the run's folder; exists.
+        folder: the run's folder; exists. Rank 0's counts for all ranks.
         hydra: Hydra's own section; without it neither `.hydra` nor a log is written.
 
     Raises:
@@ -70,12 +81,15 @@ class Run:
     def __init__(
         self, config: Config, composed: DictConfig, folder: Path, hydra: DictConfig | None = None
     ) -> None:
-        self.config = config
+        self.config = _of_this_rank(config)
         self.scaling = build.scaling_name(config)  # Refused before the folder is taken.
         self.secrets = secrets_of(values_of(composed), os.environ)
-        self.run_folder = RunFolder(folder, composed, hydra, self.secrets)
-        self.config_text = self.run_folder.config
         self.folder = folder
+        self._scratch = ExitStack()
+        self.own_folder = folder if place().rank == 0 else _scratch(self._scratch)
+        self.run_folder = RunFolder(self.own_folder, composed, hydra, self.secrets)
+        self.config_text = self.run_folder.config
+        self.world: World = ALONE
         self.hydra = hydra
         self.started = time.perf_counter()
         self.trainer: Trainer | None = None
@@ -91,23 +105,29 @@ class Run:
                 folder holds the record of a run that was not taken up again.
             RunInterrupted: a signal stopped it; checkpoint and summary are written.
         """
+        options = self.config.trainer
+        device = partial(build.resolve_device, self.config.run.device)
         with (
+            self._scratch,
             hidden_from_logs(self.secrets),
-            console(self.config.trainer.verbosity),
+            console(options.verbosity, place().rank),
+            joined(options.parallel, device, options.rank_timeout) as self.world,
+            self._said_to_others(),
             self.run_folder,
-            RunLock(self.folder),
+            RunLock(self.own_folder),
             self.interruption,
         ):
+            self.folder = self.world.broadcast_object(self.folder)
             _refuse_to_forget(self.config)
             self.run_folder.refuse_unfit(self.config.run.resume)
-            retention.tidy(self.folder)
+            retention.tidy(self.own_folder)
             if not self.run_folder.holds_a_run():
                 self.run_folder.take()
             return self._train()
 
     def _train(self) -> Summary:
         try:
-            with unwritable_in_one_line(self.folder), _exit_refused():
+            with unwritable_in_one_line(self.own_folder), _exit_refused():
                 self._fit()
         except DivergedError as error:
             self._finish(Status.DIVERGED, str(error))
@@ -133,7 +153,7 @@ class Run:
 
     def _stopped(self, received: Signals) -> RunInterrupted:
         self._finish(Status.INTERRUPTED, str(RunInterrupted(received)))
-        if self.config.trainer.requeue:
+        if self.config.trainer.requeue and self.world.is_main:
             requeue(received)
         place = shlex.quote(word_of("hydra.run.dir", str(self.folder)))
         return RunInterrupted(received, f"continue with resume=auto {place}")
@@ -142,7 +162,7 @@ class Run:
         config = self.config
         build.seed_everything(config.run.seed)
         task = build.build_task(config)
-        loaders = build.build_loaders(config, task)
+        loaders = build.build_loaders(config, task, self.world)
         with ExitStack() as stack:
             for loader in filter(None, loaders):
                 stack.callback(loader.close)
@@ -152,18 +172,20 @@ class Run:
         config, train = self.config, loaders.train
         # Again, because the first import of a dataset's modules may draw random numbers.
         build.seed_everything(config.run.seed)
-        trainer = self.trainer = build.build_trainer(config, task, len(train))
+        trainer = self.trainer = build.build_trainer(config, task, len(train), self.world)
         announce(config, trainer, train, self.folder)
         if config.trainer.max_steps == 0:
             return
+        if self.world.rank:  # Ranks with the same dropout would see less of it.
+            build.seed_everything(config.run.seed + self.world.rank)
         identity = self._start(trainer, train)
-        keep_vocabulary(task, self.folder, resumed=trainer.progress.global_step > 0)
+        keep_vocabulary(task, self.own_folder, resumed=trainer.progress.global_step > 0)
         usage = redacted(usage_of(task, trainer), self.secrets)
         # The checkpoint holds the curves of its own step, and they are written again.
         first_step = max(1, trainer.progress.global_step)
         with (
             self.interruption.deferred(),
-            Tracker(self.folder, first_step, config.trainer.on_save_error) as tracker,
+            Tracker(self.own_folder, first_step, config.trainer.on_save_error) as tracker,
         ):
             text, secrets = self.config_text, self.secrets
             describe(tracker, config, trainer, train, text, secrets, self.hydra)
@@ -178,9 +200,10 @@ class Run:
             take_first_weights(trainer, options)
         resume = Resume(options.resume, self.folder, self.config_text)
         identity = resume.into(trainer, self._renew_callbacks)
+        refuse_other_start(trainer, options.resume)
         trainer.refuse_overrun(len(train))
         self.run_folder.take()
-        for moved in retention.set_aside_after(self.folder, trainer.progress.global_step):
+        for moved in retention.set_aside_after(self.own_folder, trainer.progress.global_step):
             log.warning("warning: newer than where the run goes on, now %s", moved)
         return identity
 
@@ -199,7 +222,19 @@ class Run:
         loaders.train.close()  # The workers of the test take their place.
         loaders.val.close()
         kept = retention.best_in(self.folder, min(1, self.config.trainer.keep_best))
-        self.tested = final_test(trainer, loaders.test, kept[0] if kept else None)
+        best = self.world.broadcast_object(kept[0] if kept else None)
+        self.tested = final_test(trainer, loaders.test, best)
+
+    @contextmanager
+    def _said_to_others(self) -> Iterator[None]:
+        """Tell the other ranks of an error of this one."""
+        try:
+            yield
+        except LostRankError:
+            raise
+        except BaseException as error:
+            self.world.publish(str(error).splitlines()[0] if str(error) else repr(error))
+            raise
 
     def _renew_callbacks(self, trainer: Trainer) -> None:
         """Give the trainer new callbacks, without a state."""
@@ -211,7 +246,7 @@ class Run:
     ) -> RunContext:
         assert self.callbacks is not None
         return RunContext(
-            folder=self.folder,
+            folder=self.own_folder,
             config=self.config_text,
             identity=identity,
             tracker=tracker,
@@ -256,8 +291,8 @@ class Run:
     def _write(self, summary: Summary) -> None:
         """Write the summary; a full disk stops only a run that ended well."""
         try:
-            with unwritable_in_one_line(self.folder):
-                summary.write(self.folder)
+            with unwritable_in_one_line(self.own_folder):
+                summary.write(self.own_folder)
         except MpframeError as error:
             ended_well = summary.status is Status.FINISHED
             if ended_well and self.config.trainer.on_save_error == "stop":
@@ -295,6 +330,21 @@ def train(config: DictConfig, folder: str | Path) -> Summary:
     refuse_unwritable("folder", place)
     place.mkdir(parents=True, exist_ok=True)
     return Run(checked_config, config, place).train()
+
+
+def _of_this_rank(config: Config) -> Config:
+    """The options without the callbacks that this rank does without."""
+    left_out = set()
+    if place().size > 1 and config.trainer.sync_batchnorm:
+        left_out.add("autopsy")  # It replays steps, and rank 0 alone would wait for the others.
+    if place().rank:
+        left_out |= {name for name in config.callbacks if only_watches(f"callbacks.{name}")}
+    kept = {name: node for name, node in config.callbacks.items() if name not in left_out}
+    return replace(config, callbacks=kept)
+
+
+def _scratch(stack: ExitStack) -> Path:
+    return Path(stack.enter_context(TemporaryDirectory(prefix="mpframe-rank-")))
 
 
 @contextmanager

@@ -41,11 +41,12 @@ def environment_text() -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in cells.items())])
 
 
-def arithmetic(device: torch.device) -> dict[str, str]:
+def arithmetic(device: torch.device, world_size: int = 1) -> dict[str, str]:
     """What the last bit of a sum may depend on, besides the configuration.
 
     Args:
         device: that the run computes on.
+        world_size: how many ranks add their gradients.
     """
     cuda = device.type == "cuda"
     return {
@@ -53,6 +54,7 @@ def arithmetic(device: torch.device) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "device": torch.cuda.get_device_name(device) if cuda else device.type,
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "world_size": str(world_size),
     }
 
 

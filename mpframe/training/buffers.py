@@ -8,6 +8,8 @@ overflow in a forward pass would otherwise leave nan in the statistics for good.
 import torch
 from torch import Tensor, nn
 
+from mpframe.distributed.world import World
+
 
 class Buffers:
     """The buffers of a model and a copy of what they were.
@@ -27,6 +29,12 @@ class Buffers:
             buffer = module._buffers[name]
             if buffer is not None:
                 self._kept.append((module, name, buffer.clone()))
+
+    def broadcast(self, world: World) -> None:
+        """Give all ranks the buffers of rank 0, whose samples alone moved them."""
+        if world.size > 1:
+            present = [module._buffers[name] for module, name in self._homes]
+            world.broadcast_([buffer for buffer in present if buffer is not None])
 
     @torch.no_grad()
     def restore_where(self, skipped: Tensor | bool) -> None:

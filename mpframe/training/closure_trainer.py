@@ -5,12 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
+from mpframe.errors import ConfigError
 from mpframe.objectives import require_objective
 from mpframe.optim import MasterWeights
 from mpframe.optim.closure import refuse_beside_closure
 from mpframe.optim.step_result import StepResult
 from mpframe.training.loader import Batch
 from mpframe.training.trainer import Trainer
+from mpframe.user_code import name_of
 
 
 @dataclass
@@ -38,6 +40,12 @@ class ClosureTrainer(Trainer):
 
     def _refuse_misfits(self) -> None:
         require_objective("objective", self.objective)
+        if self.world.size > 1:
+            optimizer = name_of(getattr(self.optimizer, "optimizer", self.optimizer))
+            raise ConfigError(
+                f"trainer.parallel=ddp: optimizer={optimizer} evaluates "
+                "the loss itself, and each rank would go its own way; use one process"
+            )
         if isinstance(self.optimizer, MasterWeights):
             refuse_beside_closure(
                 self.optimizer.optimizer,

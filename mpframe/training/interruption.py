@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
+from mpframe.distributed.launch import place
 from mpframe.errors import RunInterrupted
 
 SIGNALS = tuple(
@@ -57,6 +58,11 @@ class Interruption:
         finally:
             self._deferring = False
 
+    def take(self, number: int) -> None:
+        """Take a signal that another rank received, by its number; 0 is none."""
+        if number:
+            self.received = signal.Signals(number)
+
     def raise_if_received(self) -> None:
         """Raise RunInterrupted if a signal came."""
         if self.received is not None:
@@ -69,5 +75,7 @@ class Interruption:
         if not self._deferring:
             self.raised = True
             raise RunInterrupted(self.received)
+        if place().rank:
+            return  # Rank 0 says it.
         # Not through the log: the signal may have come while that was being written.
         os.write(2, f"\n{self.received.name}: stopping after this step\n".encode())

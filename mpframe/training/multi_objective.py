@@ -93,7 +93,7 @@ class MultiObjectiveTrainer(Trainer):
         """Forward and backward of some losses on all micro-batches, and the step they lead to."""
         optimizer.zero_grad()
         self._buffers.save()
-        if len(batches) == 1:
+        if len(batches) == 1 and self.world.size == 1:
             losses = self._forward_backward_all(objectives, batches[0])
         else:
             losses = self._accumulate_all(objectives, optimizer, scaler, batches)
@@ -104,6 +104,7 @@ class MultiObjectiveTrainer(Trainer):
                 scaler, max_norm=self.plan.clip_norm, skip_if_dropped=self.plan.skip_if_dropped
             )
         self._buffers.restore_where(result.any_skipped())
+        self._buffers.broadcast(self.world)
         return result, losses
 
     def _forward_backward_all(
@@ -135,8 +136,10 @@ class MultiObjectiveTrainer(Trainer):
             losses = self._forward_backward_all(objectives, batch)
             good = torch.isfinite(optimizer.accumulate(scale))
             buffers.restore_where(~good)
+            if len(batches) == 1:
+                return [self.world.mean(loss) for loss in losses]
             rows.append([torch.where(good, loss, torch.nan) for loss in losses])
-        return [torch.stack(own).nanmean() for own in zip(*rows, strict=True)]
+        return [self.world.mean(torch.stack(own).nanmean()) for own in zip(*rows, strict=True)]
 
     def _refuse_misfits(self) -> None:
         names = ", ".join(self.objective)
@@ -151,6 +154,11 @@ class MultiObjectiveTrainer(Trainer):
         if isinstance(self.scaler, Mapping) and list(self.scaler) != list(self.objective):
             raise ConfigError(
                 f"loss_scaling: scalers for {', '.join(self.scaler)}; the losses are {names}"
+            )
+        if self.plan.reduce_in_backward:
+            raise ConfigError(
+                f"trainer.reduce=in_backward: goes with one loss, and the dataset has "
+                f"{len(self.objective)}; use trainer.reduce=after_backward"
             )
         if self.spikes is not None:
             raise ConfigError(

@@ -22,9 +22,11 @@ class Plan:
         eval_every: steps between validations; None: after each epoch.
         skip_if_dropped: skip a step where any of its micro-batches overflowed; False drops those.
         compile: compile the forward pass and its casts into one graph.
+        reduce_in_backward: ranks average gradients while the backward pass runs; see
+            distributed/in_backward.py.
 
     Raises:
-        ConfigError: `clip_norm` is out of its range.
+        ConfigError: `clip_norm` is out of its range, or `compile` meets `reduce_in_backward`.
     """
 
     epochs: int = 1
@@ -34,12 +36,18 @@ class Plan:
     eval_every: int | None = None
     skip_if_dropped: bool = False
     compile: bool = False
+    reduce_in_backward: bool = False
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
             raise ConfigError(
                 f"trainer.clip_norm={self.clip_norm}: must be a finite number > 0; null leaves the "
                 "gradients as they are"
+            )
+        if self.compile and self.reduce_in_backward:
+            raise ConfigError(
+                "trainer.reduce=in_backward: a compiled graph gives all gradients at once; use "
+                "trainer.reduce=after_backward or trainer.compile=false"
             )
 
     def total_steps(self, batches: int) -> int:

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mpframe.checkpoint.saved_weights import conversion, rounding
+from mpframe.distributed.world import ALONE, World
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.loss_scaling.interface import LossScaler, Scaling, scale_of, wants_probe
 from mpframe.objectives import Objective, compute, require_objective, samples_in
@@ -39,6 +40,9 @@ from mpframe.training.plan import Plan, Progress
 from mpframe.training.probe import probe_amax
 from mpframe.tree import device_of, map_tensors
 from mpframe.user_code import InBatch, UserCode, blame, name_of, raised
+
+if TYPE_CHECKING:  # It loads torch.distributed.
+    from mpframe.distributed.in_backward import InBackward
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +70,7 @@ class Trainer:
         metrics: what makes each metric of a validation, by name; see `evaluation.NamedMetric`.
         monitor: the name of the metric that tells progress, or `loss`; None: the first metric.
         spikes: judges each loss before its step; None: none is judged.
+        world: the ranks that train together, each on its part of every batch.
         callbacks: by name, called in this order.
         stop_reason: why the run is to end before its plan does; None: it is not.
 
@@ -87,12 +92,14 @@ class Trainer:
     monitor: str | None = None
     eval_precision: Precision | None = None
     spikes: LossSpikes | None = None
+    world: World = ALONE
     callbacks: Callbacks = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     stop_reason: str | None = None
 
     def __post_init__(self) -> None:
         self._refuse_misfits()
+        self.optimizer.join(self.world)
         schedules = _by_name(self.schedule)
         self._plateaus = [s for s in schedules.values() if isinstance(s, ReduceLROnPlateau)]
         self._schedules = {n: s for n, s in schedules.items() if s not in self._plateaus}
@@ -103,6 +110,7 @@ class Trainer:
             self.eval_precision.attach(self.model)
         # What the objective is called with. A compiled model is traced with the casts around it.
         self._model: Any = torch.compile(self.model) if self.plan.compile else self.model
+        self._in_backward = self.world.in_backward(self.model, self.plan.reduce_in_backward)
 
     @property
     def scalers(self) -> dict[str, LossScaler]:
@@ -127,7 +135,9 @@ class Trainer:
         # Not at the end: a CPU's allocator would give the memory back and ask for it again.
         self.optimizer.zero_grad()
         self._buffers.save()
-        if len(batches) == 1:
+        if self._in_backward is not None and len(batches) == 1:
+            loss = self._forward_backward_together(batches[0], self._in_backward)
+        elif len(batches) == 1 and self.world.size == 1:
             loss = self._forward_backward(batches[0])
         else:
             loss = self._accumulate(batches)
@@ -146,6 +156,7 @@ class Trainer:
         except BaseException:
             blame("optimizer:", getattr(self.optimizer, "optimizer", self.optimizer))
         self._buffers.restore_where(result.any_skipped())
+        self._buffers.broadcast(self.world)
         result = replace(result, loss=loss)
         self._advance(result)
         return result
@@ -207,7 +218,7 @@ class Trainer:
             if wants_probe(scaler):
                 scaled = [o.objective for o in self.objectives if name in ("", o.name)]
                 amaxes = [probe_amax(self.model, own, self.precision, batch) for own in scaled]
-                scaler.start_from(largest(amaxes))
+                scaler.start_from(self.world.max(largest(amaxes)))
 
     def backward(self, batch: Batch, scale: float = 1.0) -> float:
         """Forward and scaled backward of every loss, for measurements: no step follows.
@@ -241,17 +252,17 @@ class Trainer:
             loader: the samples.
             split: what they are for, in messages.
         """
-        metrics = Metrics(self.metrics, self.monitor, self._device)
+        metrics = Metrics(self.metrics, self.monitor, self._device, self.world)
         total, samples = torch.zeros((), dtype=torch.float64, device=self._device), 0
         with self._weights_for_evaluation(), _mode_restored(self.model):
             self.model.eval()
             for number, batch in enumerate(loader.epoch(0)):
                 self._call("on_prediction_step")
                 with InBatch(split, 0, number):
-                    summed, count = self._evaluate_batch(self._on_device(batch), metrics)
+                    summed, count = self._evaluate_batch(batch, metrics)
                 total += summed
                 samples += count
-        return metrics.evaluation(float(total) / max(samples, 1))
+        return metrics.evaluation(total, samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that can change the run's future; weights as their fp32 masters."""
@@ -265,6 +276,7 @@ class Trainer:
             "ema_updates": self.ema.updates if self.ema else 0,
             "spikes": self.spikes.state_dict() if self.spikes else None,
             "precision": str(self.precision),
+            "products": self.precision.state_dict(),
             "progress": asdict(self.progress),
         }
 
@@ -284,6 +296,7 @@ class Trainer:
             self.ema.load_by_name(self.model, state["ema"], updates)
         if self.spikes is not None and state["spikes"] is not None:
             self.spikes.load_state_dict(state["spikes"])
+        self.precision.load_state_dict(state.get("products", {}))
         self.progress, self._unread = Progress.saved(state["progress"]), []
         if state["precision"] != str(self.precision):
             rounded = rounding(self.model, state["weights"])
@@ -307,13 +320,20 @@ class Trainer:
         if self.ema is not None:
             self.ema.restart()
 
-    def _forward_backward(self, batch: Batch) -> Tensor:
+    def _forward_backward_together(self, batch: Batch, ranks: "InBackward") -> Tensor:
+        """The same with gradients that are averaged over the ranks; the mean loss of all."""
+        loss = self._forward_backward(batch, ranks.model())
+        ranks.refuse_unused()
+        return self.world.mean(loss)
+
+    def _forward_backward(self, batch: Batch, model: Any = None) -> Tensor:
         """Forward and scaled backward; the unscaled loss, detached."""
-        loss = self._forward(self.objective, self._on_device(batch))
+        loss = self._forward(self.objective, self._on_device(batch), model)
         scaler: Any = self.scaler
         try:
             (loss if scaler is None else loss * scaler.scale).backward()
-        except BaseException:
+        except BaseException as error:
+            self.world.refuse_lost(error)
             blame("model: the backward pass of", self.model)
         return loss.detach()
 
@@ -327,21 +347,31 @@ class Trainer:
             scale: Any = scale_of(scaler)
             good = torch.isfinite(self.optimizer.accumulate(scale))
             buffers.restore_where(~good)
+            if len(batches) == 1:
+                return self.world.mean(loss)
             losses.append(torch.where(good, loss, torch.nan))
-        return torch.stack(losses).nanmean()
+        return self.world.mean(torch.stack(losses).nanmean())
 
-    def _forward(self, objective: Objective, batch: Batch) -> Tensor:
-        """The loss under the casts, in fp32 or wider."""
-        return compute(objective, self._model, batch, self.precision.cast()).loss
+    def _forward(self, objective: Objective, batch: Batch, model: Any = None) -> Tensor:
+        """The loss under the casts, in fp32 or wider; of `model` in the place of the trainer's."""
+        model = self._model if model is None else model
+        return compute(objective, model, batch, self.precision.cast()).loss
 
-    def _evaluate_batch(self, batch: Batch, metrics: Metrics) -> tuple[Tensor, int]:
-        """The losses times the samples that they are the mean of, 0-d float64; and the samples."""
+    def _evaluate_batch(self, batch: Batch | None, metrics: Metrics) -> tuple[Tensor | float, int]:
+        """The losses times the samples that they are the mean of, 0-d float64; and the samples.
+
+        They are those of this rank's part of a batch, None if that is empty.
+        """
+        if batch is None:
+            metrics.update(None)
+            return 0.0, 0
+        batch = self._on_device(batch)
         precision = self.eval_precision or self.precision
         model = self._model if self.eval_precision is None else self.model
         with precision.cast():
             computed = [compute(own.objective, model, batch) for own in self.objectives]
         first = computed[0]
-        metrics.update(first.outputs, first.targets)
+        metrics.update((first.outputs, first.targets))
         count = samples_in(batch) if first.count is None else first.count
         return torch.stack([output.loss.double() * count for output in computed]).sum(), count
 

@@ -130,7 +130,7 @@ EXACT = [
     ("trainer.eval_dtype=float8", "trainer.eval_dtype=float8: must be one of fp32, float16, bfloat16; nearest: float16, bfloat16"),
     ("trainer.on_loss_spike=skpi", "trainer.on_loss_spike=skpi: must be one of off, warn, skip, stop; nearest: skip"),
     ("trainer.loss_spike_factor=1", "trainer.loss_spike_factor=1: must be a number > 1"),
-    ("dtype.master_weights=2", "dtype.master_weights=2: must be true or false"),
+    ("dtype.master_weights=2", "dtype.master_weights=2: must be one of on, off, split"),
     ("dtype.mode=fp16", "dtype.mode=fp16: must be one of fp32, mixed, amp; use dtype=mixed or dtype=amp"),
     ("ops.allow=softmax", "ops.allow=softmax: must be a list"),
     # data
@@ -159,7 +159,7 @@ EXACT = [
     ("model._target_=os.getcwd", "model._target_=os.getcwd: must return a torch.nn.Module, got str", "failed"),
     ("optimizer.betas=[0.9]", "optimizer: torch.optim.AdamW refused its options: list index out of range", "failed"),
     ("scheduler.warmup=2", "scheduler.warmup=2: must be a fraction >= 0 and <= 1", "failed"),
-    ("ops.modules={head:fp16}", "ops.modules['head']=fp16: choose fp32 or half", "failed"),
+    ("ops.modules={head:fp16}", "ops.modules['head']=fp16: choose fp32, half, none or a recipe: fp8_blocks, fp8_delayed, fp8_rows, fp8_tensorwise, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, tf32", "failed"),
     ("dataset.classes=7", "dataset.classes=7: digits has 10; set dataset.classes=10", "failed"),
     ("model.classes=9", "after step 0: dataset: the loss CrossEntropyLoss raised IndexError (Target 9 is out of bounds), given outputs float32 [64, 9] and targets int64 [64] of 0 to 9; the targets name 10 classes, the outputs have 9: set model.classes=10, or correct the labels (training, epoch 0, batch 0)", "failed"),
     ("model=gan", "after step 0: dataset: the loss CrossEntropyLoss raised TypeError (cross_entropy_loss(): argument 'input' (position 1) must be Tensor, not tuple), given outputs a tuple of float32 [64, 1], float32 [64, 1] and targets int64 [64] of 0 to 9; let the model return one tensor, or give the dataset a loss for what it returns (training, epoch 0, batch 0)", "failed"),

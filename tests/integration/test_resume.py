@@ -55,6 +55,21 @@ def test_a_resumed_run_equals_the_undisturbed_one(
     assert_same_run(tmp_path / "whole", resumed)
 
 
+def test_with_products_below_16_bits(start_run: StartRun, tmp_path: Path) -> None:
+    """Delayed scales forward, stochastic rounding of the gradients."""
+    gradient = "{dy:{format:e2m1,rounding:stochastic}}"
+    recipe = f"{{every:{{format:e4m3fn,history:3}},dx:{gradient},dw:{gradient}}}"
+    options = [*EVERYTHING, "dtype=mixed_bf16", "dtype.products=both"]
+    options += [f"+dtype.recipes.both={recipe}"]
+    start_run(tmp_path / "whole", *options)
+    resumed = cut(tmp_path / "whole", tmp_path / "resumed")
+    start_run(resumed, *options, "resume=auto")
+    assert_same_run(tmp_path / "whole", resumed)
+    products = checkpoint.load(resumed)["trainer"]["products"]
+    assert products["generators"]
+    assert any(name.endswith(" dy") for name in products["amax"])
+
+
 @pytest.mark.parametrize("async_save", [True, False])
 def test_with_workers_and_saved_in_the_background(
     start_run: StartRun, tmp_path: Path, async_save: bool

@@ -244,7 +244,7 @@ MODES = "choose amp, amp_bf16, fp32, mixed, mixed_bf16"
         (("16-mixed", "O1"), "dtype=amp"),
         (("bf16-mixed",), "dtype=amp_bf16"),
         (("O2",), "dtype=mixed"),
-        (("fp8",), "dtype=amp or dtype=amp_bf16, formats of 8 bits are not there"),
+        (("fp8",), "dtype=mixed_bf16 dtype.products=fp8_tensorwise"),
     ],
 )
 def test_another_librarys_name_of_a_mode_is_answered_with_ours(

@@ -126,22 +126,25 @@ WATCH = {
         f"trainer.{name}"
         for name in (
             *("async_save", "autopsy", "autopsy_after", "checkpoint_every", "checkpoint_minutes"),
-            *("eval_every", "keep_best", "keep_last", "log_every", "max_consecutive_skips"),
-            *("monitor", "on_save_error", "profile", "progress", "requeue", "verbosity"),
+            *("eval_every", "keep_best", "keep_freed_memory", "keep_last", "log_every"),
+            *("max_consecutive_skips", "monitor", "on_save_error", "parallel", "profile"),
+            *("progress", "rank_timeout", "recompute", "requeue", "verbosity"),
         )
     ),
 }
 ACT = {
     *("device", "init_from", "init_from_names", "init_from_except", "seed"),
     *("dtype.compute", "dtype.half", "dtype.master_weights", "dtype.mode"),
+    *("dtype.products", "dtype.recipes"),
     *("ops.allow", "ops.deny", "ops.infer", "ops.modules", "ops.move"),
     *("optimizer.groups", "optimizer.lr"),
     *("dataset.batch_size", "dataset.worker_timeout", "dataset.workers"),
     *(
         f"trainer.{name}"
         for name in (
-            *("accumulate", "bad_micro_batch", "clip_norm", "compile", "ema_decay", "epochs"),
-            *("eval_dtype", "loss_spike_factor", "max_steps", "on_loss_spike"),
+            *("accumulate", "bad_micro_batch", "channels_last", "clip_norm", "compile"),
+            *("ema_decay", "epochs", "eval_dtype", "loss_spike_factor", "max_steps"),
+            *("on_loss_spike", "reduce", "sync_batchnorm"),
         )
     ),
 }

@@ -149,10 +149,6 @@ def test_a_move_keeps_pins() -> None:
             "ops.move.exp=half: choose allow, deny, infer or none (= no list)",
         ),
         (
-            {"modules": {"head.*": "float32"}},
-            "ops.modules['head.*']=float32: choose fp32 or half",
-        ),
-        (
             {"deny": ["torchvision.nmss"]},
             "ops.deny: 'torchvision.nmss' is not an op of torchvision; nearest: torchvision.nms",
         ),

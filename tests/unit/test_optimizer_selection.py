@@ -75,12 +75,30 @@ def test_muon_gets_the_matrices() -> None:
         (["optimizer=muon_adamw", "optimizer.skip=some"], r"optimizer\.skip=some: must be one of all, each"),
         (["experiment=digits_gan", "optimizer=adamw"], r"optimizer\.parts=none: the losses are discriminator, generator; give each an optimizer"),
         (["numerics=on", "trainer.compile=true"], r"numerics\.every=100: a compiled model has no modules to watch; use trainer\.compile=false or numerics=off"),
+        (["trainer.recompute=[net.*]", "trainer.compile=true"], r"trainer\.recompute=\['net\.\*'\]: a compiler chooses itself what it computes again; use trainer\.compile=false or trainer\.recompute=\[\]"),
+        (["model=mlp", "trainer.recompute=[block7]"], r"trainer\.recompute=\[block7\]: matches no module; the names are "),
+        (["model=mlp", "trainer.channels_last=true"], r"trainer\.channels_last=true: the model has no 2-d convolution \(no weight with four dimensions\), so nothing would change; use trainer\.channels_last=false"),
         (["experiment=digits_gan", "trainer.on_loss_spike=skip"], r"trainer\.on_loss_spike=skip: judges one loss, and the dataset has 2"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_does_not_fit_is_refused(overrides: list[str], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         trainer_of(*overrides)
+
+
+def test_a_model_is_recomputed_and_reordered_as_its_options_say() -> None:
+    trainer = trainer_of(
+        "model=unet",
+        "model.width=4",
+        "model.channels=1",
+        "model.classes=2",
+        "trainer.recompute=[encoder.*]",
+        "trainer.channels_last=true",
+    )
+    assert [name for name, own in trainer.model.named_modules() if "forward" in vars(own)] == [
+        f"encoder.{stage}" for stage in range(4)
+    ]
+    assert trainer.model.head.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(("scalers", "count"), [("shared", 1), ("each", 2)])

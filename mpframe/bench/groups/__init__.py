@@ -5,7 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpframe.bench.groups import cuda, input, ranges, resnet18, startup, tiny_model
+from mpframe.bench.groups import (
+    cuda,
+    growth,
+    input,
+    large,
+    options,
+    ranges,
+    resnet18,
+    small,
+    startup,
+    tiny_model,
+)
 from mpframe.bench.machine import machine
 from mpframe.bench.table import Table, as_json, as_markdown
 
@@ -26,6 +37,10 @@ class Benchmark:
 GROUPS = {
     "tiny": Benchmark(tiny_model.tables, 60),
     "resnet18": Benchmark(resnet18.tables, 10),
+    "large": Benchmark(large.tables, 10),
+    "small": Benchmark(small.tables, 30),
+    "options": Benchmark(options.tables, 5),
+    "growth": Benchmark(growth.tables, 10),
     "ranges": Benchmark(ranges.tables, 10),
     "input": Benchmark(input.tables, 10),
     "startup": Benchmark(startup.tables, 7),

@@ -3,16 +3,13 @@
 Importing torch alone is the baseline: help and a mistake are answered without it.
 """
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpframe.bench.child import run_python
 from mpframe.bench.measure import Competitor, race, timed
 from mpframe.bench.table import Table
-from mpframe.errors import MpframeError
 
 IMPORT_TORCH = "import torch"
 
@@ -52,22 +49,8 @@ def tables(rounds: int, folder: Path, names: Sequence[str] = tuple(_COMMANDS)) -
 
 def _competitor(name: str, scratch: Path) -> Competitor:
     arguments, expected = _COMMANDS[name]
-    source = str(Path(__file__).parents[3])
-    paths = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
     def run() -> None:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=scratch,
-            env={**os.environ, "PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode != expected:
-            last = done.stderr.strip().rpartition("\n")[2]
-            raise MpframeError(
-                f"startup: {name!r} ended with exit code {done.returncode}, expected {expected}: "
-                f"{last}; run it by itself to see more"
-            )
+        run_python(arguments, scratch, f"startup: {name!r}", expected)
 
     return Competitor(name, timed(run))

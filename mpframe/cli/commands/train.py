@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from tempfile import gettempdir
 
 import hydra
 
@@ -24,10 +25,12 @@ from mpframe.cli.job import JobError, Jobs, print_error
 from mpframe.cli.program import current_folder_importable
 from mpframe.config.composition.command_line import prepare
 from mpframe.config.composition.flags import parsed_flags
+from mpframe.config.composition.overrides import word_of
 from mpframe.config.composition.refusal import refusal_of
 from mpframe.config.composition.source import PRIMARY
 from mpframe.config.locations import CONF
-from mpframe.errors import MpframeError
+from mpframe.distributed.launch import place
+from mpframe.errors import ConfigError, MpframeError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -56,7 +59,7 @@ def _train() -> None:
         MpframeError: Hydra or the check refused the command line, or the only job failed.
     """
     arguments = sys.argv[1:]
-    sys.argv[1:] = prepare(arguments)
+    sys.argv[1:] = prepare(of_this_rank(arguments))
     jobs = Jobs()
     try:
         with _errors_raised():
@@ -70,6 +73,23 @@ def _train() -> None:
     except Exception as error:  # Of Hydra, OmegaConf, a sweeper or a launcher.
         raise refusal_of(error, *parsed_flags(arguments)) from error
     jobs.end()
+
+
+def of_this_rank(arguments: list[str]) -> list[str]:
+    """The arguments of one of several ranks: only rank 0 makes the run's folder.
+
+    Raises:
+        ConfigError: it is a sweep.
+    """
+    own = place()
+    if own.size == 1:
+        return arguments
+    if parsed_flags(arguments)[0].multirun:
+        raise ConfigError(
+            f"-m: torchrun has started {own.size} processes for one run; start one torchrun for "
+            "each job of the sweep"
+        )
+    return arguments if own.rank == 0 else [*arguments, word_of("hydra.run.dir", gettempdir())]
 
 
 @contextmanager

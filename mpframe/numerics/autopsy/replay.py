@@ -143,7 +143,14 @@ def _precision(run: Precision, setting: Setting) -> Precision:
     policy = run.policy
     ops: OpLists = policy.ops.moved(dict.fromkeys(setting.denied, "deny"))
     ops = replace(ops, modules={**ops.modules, **dict.fromkeys(setting.pins, "fp32")})
-    return Precision(policy.mode, policy.half, ops=ops, compute=policy.compute)
+    return Precision(
+        policy.mode,
+        policy.half,
+        ops=ops,
+        compute=policy.compute,
+        products=policy.products,
+        recipes=policy.recipes,
+    )
 
 
 def _narrow(case: Case, precision: Precision) -> set[nn.Parameter]:

@@ -102,6 +102,6 @@ def _unlisted(subject: Subject, norms: list[tuple[Row, str]]) -> tuple[str, ...]
         for row, op in norms
         if row.compute == subject.policy.half or row.storage == subject.half
     ]
-    pins = [row.module for row, _ in concerned if subject.policy.pin_of(row.module)]
+    pins = [row.module for row, _ in concerned if subject.policy.format_pin_of(row.module)]
     listed = sorted({op for row, op in concerned if row.module not in pins})
     return (*deny_words(listed), *pin_words(pins))

@@ -6,6 +6,7 @@ runs in the formats of the forward pass.
 
     half op    inputs rounded to half; on a CPU without half arithmetic the op then computes in
                fp32 and its result is rounded once (emulation.py)
+    product    a half op whose operands are quantised below 16 bits, if the policy says so
     fp32 op    half inputs widened
     infer op   all inputs widened to the widest of them
     others     left alone, and unwrapped if they are Python functions of torch (unwrapping.py),
@@ -39,7 +40,9 @@ from mpframe.precision.casting.plans import (
 )
 from mpframe.precision.casting.unwrapping import UNWRAPPED, unwrap
 from mpframe.precision.op_lists import PINS
-from mpframe.precision.policy import CASTABLE, Policy
+from mpframe.precision.policy import CASTABLE, NO_PRODUCTS, Policy
+from mpframe.precision.products.ops import ProductOp, product_name, product_ops, recipe_for
+from mpframe.precision.products.state import ProductState
 from mpframe.precision.spellings import op_name
 from mpframe.tree import map_tensors
 
@@ -64,16 +67,20 @@ class Casts:
 
     Args:
         policy: what decides.
+        state: what products carry from step to step.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, state: ProductState | None = None) -> None:
         self.policy = policy
+        self.products = product_ops(policy, state or ProductState())
         self.compute_on(torch.device("cpu"))
 
     def compute_on(self, device: torch.device) -> None:
         """Prepare for tensors on `device`. Without emulation half tensors need no look."""
         self.emulates = self.policy.emulates(device)
         self.to_half = CASTABLE if self.emulates else CASTABLE - {self.policy.half_dtype}
+        if self.policy.mode == "fp32":  # Only products are computed otherwise.
+            self.emulates, self.to_half = False, frozenset()
         self._idle: list[CastMode] = []
 
     def take(self) -> "CastMode":
@@ -114,7 +121,8 @@ class CastMode(TorchFunctionMode):
         self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
         self._steps = -1  # Not the present number: a compiler would guard on it.
         self.begin_in(())
-        self._plans: dict[str | None, dict[Any, Plan]] = {None: {}, **{pin: {} for pin in PINS}}
+        pins = (None, *PINS, NO_PRODUCTS, *self.policy.recipes)
+        self._plans: dict[str | None, dict[Any, Plan]] = {pin: {} for pin in pins}
         self._named_plans = PLANS | {
             "half": self._run_half,
             "half data": on_data_only(self._run_half),
@@ -166,7 +174,16 @@ class CastMode(TorchFunctionMode):
         return True
 
     def _plan(self, name: str) -> Plan:
+        if name in self.casts.products:
+            return self._product_plan(self.casts.products[name])
         return self._named_plans.get(name) or self._open_plan(name)
+
+    def _product_plan(self, product: ProductOp) -> Plan:
+        def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+            result = product(func, args, kwargs)
+            return self._run_half(func, args, kwargs) if result is NotImplemented else result
+
+        return run
 
     def _open_plan(self, name: str) -> Plan:
         def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -239,6 +256,11 @@ class CastMode(TorchFunctionMode):
 def _plan_name(policy: Policy, func: Any, pin: str | None) -> str:
     """How calls of `func` are run under `pin`: a named plan, or the function to open."""
     op = op_name(func)
+    recipe = recipe_for(policy, op, pin)
+    if recipe is not None:
+        return product_name(op, recipe)
+    if policy.mode == "fp32":
+        return _plan_outside_the_lists(func)
     name = plan_name(op, policy.compute_of(op, pin))
     return _plan_outside_the_lists(func) if name == "as is" else name
 

@@ -54,7 +54,7 @@ def _fp32_weights(
 def _reason(
     name: str, module: nn.Module, parameter: nn.Parameter, policy: Policy, reads: Reads
 ) -> str:
-    pin, op = policy.pin_of(name), op_of(module)
+    pin, op = policy.format_pin_of(name), op_of(module)
     if pin is not None and pin[1] == "fp32":
         return f"ops.modules[{pin[0]!r}]=fp32"
     others = [read.op for read in reads.by([parameter]) if not read.in_half(policy)]
@@ -66,7 +66,7 @@ def _reason(
 
 def _way_out(model: nn.Module, name: str, policy: Policy) -> str:
     """The pin that stores the module's weights in half, if one does."""
-    if policy.pin_of(name) or op_of(model.get_submodule(name)) in WITH_STATISTICS:
+    if policy.format_pin_of(name) or op_of(model.get_submodule(name)) in WITH_STATISTICS:
         return ""
     return f"; half with ops.modules[{name or '*'!r}]=half"
 

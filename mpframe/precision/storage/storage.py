@@ -71,7 +71,7 @@ def wanted_by(
     name: str, module: nn.Module, policy: Policy, reads: Set[Read] | None = None
 ) -> torch.dtype:
     """The format in which `module` wants one of its own floating parameters, read by `reads`."""
-    op, pin = op_of(module), policy.pin_of(name)
+    op, pin = op_of(module), policy.format_pin_of(name)
     if pin is not None:
         half = pin[1] == "half"
     elif reads is not None and not policy.ops.empty:

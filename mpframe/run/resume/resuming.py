@@ -110,7 +110,7 @@ def _options(config: str, path: Path) -> dict[str, Any]:
 def _say_what_differs(
     snapshot: Snapshot, then: dict[str, Any], now: dict[str, Any], trainer: Trainer
 ) -> None:
-    here = arithmetic(device_of(trainer.model))
+    here = arithmetic(device_of(trainer.model), trainer.world.size)
     changed = differences(then, now)
     changed += other_arithmetic(snapshot.facts.get("made_on"), here)
     if changed:
@@ -140,11 +140,18 @@ def _apply(
     except RunInterrupted:
         raise
     except Exception as error:  # A state of the wrong structure may raise anything below torch.
-        _load(before, trainer)
+        trainer.load_state_dict(before.state["trainer"])
+        checkpoint.restore_rng(before.state["rng"])
         said = error if isinstance(error, MpframeError) else f"of something else ({error!r:.200})"
         raise CheckpointError(f"{path}: {said}") from None
 
 
 def _load(snapshot: Snapshot, trainer: Trainer) -> None:
     trainer.load_state_dict(snapshot.state["trainer"])
-    checkpoint.restore_rng(snapshot.state["rng"])
+    if trainer.world.is_main:
+        checkpoint.restore_rng(snapshot.state["rng"])
+        return
+    own = checkpoint.of_rank(snapshot.state, trainer.world.rank)
+    if own is not None:
+        trainer.precision.load_state_dict(own["products"])
+        checkpoint.restore_rng(own["rng"])

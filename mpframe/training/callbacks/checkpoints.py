@@ -4,6 +4,9 @@ A checkpoint holds everything that can change the run's future: the trainer's st
 generator, and the state of the callbacks. It is taken between two steps, when no accumulation
 window is open. Two numbers say how far the data has been read (see data.loader).
 
+Of several ranks all come to a save at the same step, and rank 0 writes it: they hold the same
+state, but for the random generators and what 8-bit products remember.
+
 A save in the background copies the state first, so the run can go on while the copy is written. At
 most one such save runs at a time, and its error is raised at the next save or at the end.
 """
@@ -24,6 +27,7 @@ from mpframe.errors import CheckpointError, RunInterrupted
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.callback import Callback, call, states_of
 from mpframe.training.evaluation import LOSS, Evaluation
+from mpframe.training.ranks import refuse_drift
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of
@@ -104,13 +108,16 @@ class Checkpoints(Callback):
                 plan is to stop the run then.
         """
         stands = trainer.progress.global_step, trainer.progress.validated
-        if self._saved == stands:
+        if not trainer.world.any(self._saved != stands):
             return
         trainer.read_verdicts()
         with self._context.throughput.paused():
             call(trainer.callbacks, "on_save", trainer)
             snapshot = self._snapshot(trainer)
             self._saved, self._saved_at = stands, time.monotonic()
+            refuse_drift(trainer)
+            if not trainer.world.is_main:
+                return
             with self._reported():
                 self._background.wait()
             with self._reported():
@@ -142,36 +149,42 @@ class Checkpoints(Callback):
 
     def _due(self, trainer: Trainer) -> bool:
         plan, progress = self._plan, trainer.progress
-        if plan.minutes is not None and time.monotonic() - self._saved_at >= 60 * plan.minutes:
+        waited = time.monotonic() - self._saved_at
+        if plan.minutes is not None and trainer.world.any(waited >= 60 * plan.minutes):
             return True
         if plan.every is not None and progress.global_step % plan.every == 0:
             return True
         if plan.every is None and plan.minutes is None and progress.batch == 0:
             return True
-        return self._among_the_best(progress.global_step)
+        return self._among_the_best(trainer)
 
-    def _among_the_best(self, global_step: int) -> bool:
-        validation = self._validation_at(global_step)
-        rank = retention.rank_of(validation) if self._plan.keep_best and validation else None
-        if rank is None:
+    def _among_the_best(self, trainer: Trainer) -> bool:
+        validation = self._validation_at(trainer.progress.global_step)
+        place = retention.rank_of(validation) if self._plan.keep_best and validation else None
+        if place is None:
             return False
+        if not trainer.world.is_main:  # The others have no checkpoints to compare with.
+            return trainer.world.any(False)
         self._background.wait()  # A checkpoint that is being written counts, too.
-        return rank < retention.rank_to_beat(self._context.folder, self._plan.keep_best)
+        beaten = retention.rank_to_beat(self._context.folder, self._plan.keep_best)
+        return trainer.world.any(place < beaten)
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
         global_step = trainer.progress.global_step
+        own = {"rng": checkpoint.rng_state(), "products": trainer.precision.state_dict()}
         return Snapshot(
             global_step,
             {
                 "trainer": trainer.state_dict(),
-                "rng": checkpoint.rng_state(),
+                "rng": own["rng"],
+                checkpoint.OTHER_RANKS: checkpoint.of_other_ranks(trainer.world, own),
                 "callbacks": states_of(trainer.callbacks),
                 "usage": dict(self._context.usage),
             },
             self._context.config,
             {
                 "validation": self._validation_at(global_step),
-                "made_on": arithmetic(device_of(trainer.model)),
+                "made_on": arithmetic(device_of(trainer.model), trainer.world.size),
                 "run": self._context.identity,
             },
         )

@@ -1,4 +1,4 @@
-"""Ends a run that a signal asked to stop."""
+"""Ends a run that a signal asked to stop: on all ranks at the same step."""
 
 from mpframe.training.callback import Callback
 from mpframe.training.interruption import Interruption
@@ -18,8 +18,13 @@ class StopOnSignal(Callback):
 
     def on_prediction_step(self, trainer: Trainer) -> None:
         """Abandon the validation if a signal came; a resumed run validates again."""
-        self._interruption.raise_if_received()
+        self._raise_if_received(trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Raise RunInterrupted if a signal came."""
+        """Raise RunInterrupted if a signal came, to this rank or to another."""
+        self._raise_if_received(trainer)
+
+    def _raise_if_received(self, trainer: Trainer) -> None:
+        if trainer.world.size > 1:
+            self._interruption.take(trainer.world.max_of([self._interruption.received or 0])[0])
         self._interruption.raise_if_received()

@@ -1,0 +1,90 @@
+"""A train step as written by hand, and as mpframe takes it: fused AdamW, gradients clipped.
+
+Both train the same model on the same batch, and tell their laps to the same watch.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mpframe.bench.step.laps import Laps
+from mpframe.bench.step.workloads import Workload
+from mpframe.loss_scaling import Backoff
+from mpframe.objectives import StepOutput, supervised
+from mpframe.precision import Precision
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
+
+MAX_NORM = 1.0
+LR = 1e-4
+
+Step = Callable[[], Any]
+
+
+def by_hand(work: Workload, laps: Laps, half: torch.dtype | None = None) -> Step:
+    """A step in plain torch; under torch.autocast if `half` is given."""
+    model, optimizer = work.model, _adamw(work.model)
+
+    def step() -> None:
+        laps.start()
+        optimizer.zero_grad()
+        with torch.autocast("cpu", half) if half else nullcontext():
+            outputs = model(work.batch[0])
+        loss = work.loss(outputs.float(), work.batch[1])
+        laps.end("forward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        laps.end("backward")
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        laps.end("step")
+
+    return step
+
+
+def by_trainer(work: Workload, laps: Laps, mode: str, half: str = "float16") -> Step:
+    """A step of the trainer; float16 with loss scaling."""
+    precision = Precision(mode, half)
+    model, optimizer = precision.prepare(work.model, _adamw(work.model))
+    inner, update = supervised(work.loss), optimizer.step
+
+    def objective(model: nn.Module, batch: Any) -> StepOutput:
+        output = inner(model, batch)
+        laps.end("forward")
+        return output
+
+    def timed_update(*args: Any, **kwargs: Any) -> Any:
+        laps.end("backward")
+        return update(*args, **kwargs)
+
+    optimizer.step = timed_update  # type: ignore[method-assign]
+    scaler = Backoff() if mode != "fp32" and half == "float16" else None
+    plan = Plan(clip_norm=MAX_NORM)
+    trainer = Trainer(model, optimizer, objective, precision, scaler=scaler, plan=plan)
+
+    def step() -> None:
+        laps.start()
+        trainer.train_step(work.batch)
+        laps.end("step")
+
+    return step
+
+
+STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
+    "torch fp32": by_hand,
+    "torch.autocast bfloat16": partial(by_hand, half=torch.bfloat16),
+    "mpframe fp32": partial(by_trainer, mode="fp32"),
+    "mpframe amp bfloat16": partial(by_trainer, mode="amp", half="bfloat16"),
+    "mpframe mixed bfloat16": partial(by_trainer, mode="mixed", half="bfloat16"),
+    "mpframe amp float16": partial(by_trainer, mode="amp", half="float16"),
+    "mpframe mixed float16": partial(by_trainer, mode="mixed", half="float16"),
+}
+"""Who takes part, by the name in the tables."""
+
+
+def _adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)

@@ -1,0 +1,14 @@
+"""One process or many: the place at which the ranks of a run agree.
+
+    launch          what torchrun tells a process of its place, read without torch
+    world           `World`: the processes of a run; alone, it does nothing and costs nothing
+    process_group   the same for many processes, over torch.distributed
+    joining         joins the ranks for one run, and leaves cleanly however it ends
+    saying          an error that many ranks meet is printed once
+
+Every rank runs the same program. After each step all ranks hold the same weights, buffers,
+optimizer state, averages and loss scale, bit for bit, because whatever one of them could decide by
+itself goes through `World`: gradients, the verdict on them, the loss, validations, signals. Only
+rank 0 has the run's folder. Trainer, optimizer and loader have one code path: with one process
+`World` gives back what it was given.
+"""

@@ -1,0 +1,43 @@
+"""Joins the ranks for one run, and leaves them however it ends."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from mpframe.distributed.launch import place, refuse_misfit
+from mpframe.distributed.world import ALONE, World
+
+if TYPE_CHECKING:
+    import torch
+
+
+@contextmanager
+def joined(
+    parallel: str | None, device: "Callable[[], torch.device]", timeout: float
+) -> Iterator[World]:
+    """Within the block the ranks that torchrun started are one world.
+
+    At its end each waits for all others: a rank that left first could abort one that still works.
+    After an error it does not wait.
+
+    Args:
+        parallel: `none`, `ddp`, or None for the one that fits.
+        device: what this rank computes on; asked if there are several.
+        timeout: seconds without an answer of another rank that end the run, > 0.
+
+    Raises:
+        ConfigError: `parallel` does not fit how this process was started.
+        LostRankError: a rank does not come.
+    """
+    refuse_misfit(parallel)
+    if place().size == 1:
+        yield ALONE
+        return
+    from mpframe.distributed.process_group import ProcessGroup  # Loads torch.distributed.
+
+    group = ProcessGroup(place(), device(), timeout)
+    try:
+        yield group
+        group.barrier()
+    finally:
+        group.leave()

@@ -1,0 +1,58 @@
+"""What torchrun tells each process of its place, by variables of the environment.
+
+    RANK, WORLD_SIZE             which process of how many
+    LOCAL_RANK                   which one on this machine: its CUDA device
+    MASTER_ADDR, MASTER_PORT     where the ranks find each other
+
+Without them, or with a world of one, a process is alone. It is read without torch.
+"""
+
+import os
+from dataclasses import dataclass
+
+from mpframe.errors import ConfigError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+START = "torchrun --nproc-per-node 2 scripts/train.py ..."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands.
+
+    Attributes:
+        rank: its number, 0 to size - 1.
+        size: how many processes there are, >= 1.
+        local_rank: its number on this machine.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+
+def place() -> Place:
+    """The place of this process, as torchrun says it; the only one without torchrun."""
+    if not all(name in os.environ for name in _VARIABLES):
+        return Place()
+    rank, size, local_rank = (int(os.environ[name]) for name in _VARIABLES[:3])
+    return Place(rank, size, local_rank) if size > 1 else Place()
+
+
+def refuse_misfit(parallel: str | None) -> None:
+    """Refuse a kind of parallelism that does not fit how this process was started.
+
+    Args:
+        parallel: `none`, `ddp`, or None for the one that fits.
+
+    Raises:
+        ConfigError: `ddp` with one process, or `none` with several.
+    """
+    size = place().size
+    if parallel == "ddp" and size == 1:
+        raise ConfigError(f"trainer.parallel=ddp: needs several processes; start it as {START}")
+    if parallel == "none" and size > 1:
+        raise ConfigError(
+            f"trainer.parallel=none: torchrun has started {size} processes, and each would train "
+            "the same; use trainer.parallel=ddp, or start one process"
+        )

@@ -1,0 +1,198 @@
+"""`World` for many processes, over torch.distributed: gloo on CPUs, NCCL between GPUs.
+
+What the host has to know (signals, objects) goes through gloo on either kind of device, so that no
+rank waits for its GPU because of it, and a rank that has ended is noticed at once.
+
+A rank that finds another one gone says so in the store that torchrun keeps, and waits a moment for
+what the others say there: so it can tell which rank it was, and why.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpframe.distributed.in_backward import InBackward
+from mpframe.distributed.launch import Place
+from mpframe.distributed.store import store_at
+from mpframe.distributed.sync_batchnorm import synchronize
+from mpframe.distributed.world import World
+from mpframe.errors import LostRankError
+
+T = TypeVar("T")
+
+_BUCKET = 2**25  # bytes that are sent together
+_LISTEN = 2.0  # seconds in which ranks tell each other why they end
+_JOINS = itertools.count()
+
+
+class ProcessGroup(World):
+    """The ranks that torchrun started.
+
+    Args:
+        place: of this process.
+        device: what it computes on.
+        timeout: seconds without an answer of another rank after which it counts as lost.
+
+    Raises:
+        LostRankError: here and below: a rank has ended or does not answer.
+    """
+
+    def __init__(self, place: Place, device: torch.device, timeout: float) -> None:
+        self.rank, self.size = place.rank, place.size
+        self._timeout = timeout
+        limit = timedelta(seconds=timeout)
+        on_gpu = device.type == "cuda"
+        self._store: Any = None
+        with self._answered():
+            self._store = store_at(place, timeout, f"group/{next(_JOINS)}")
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                store=self._store,
+                rank=place.rank,
+                world_size=place.size,
+                timeout=limit,
+            )
+            self._host: Any = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
+
+    def max(self, magnitude: Tensor) -> Tensor:
+        """The largest of all ranks' values >= 0, on the device; inf if one is inf or nan."""
+        # A maximum may lose a nan: gloo keeps it in one order of the ranks and not in the other.
+        value = torch.where(magnitude < torch.inf, magnitude, torch.inf)
+        with self._answered():
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+        return value
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over the ranks, on the device."""
+        total = value.detach().clone()
+        with self._answered():
+            dist.all_reduce(total)
+        return total / self.size
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Sum each tensor over the ranks in place; bit for bit the same on all of them."""
+        for flat in _flattened(tensors):
+            with self._answered():
+                dist.all_reduce(flat)
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Give each tensor the values it has on rank 0, in place."""
+        for flat in _flattened(tensors):
+            with self._answered():
+                dist.broadcast(flat, 0)
+
+    def max_of(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of all ranks' numbers at each place, on the host."""
+        values = torch.tensor(numbers, dtype=torch.int64)
+        with self._answered():
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._host)
+        return [int(value) for value in values.tolist()]
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any rank, on the host."""
+        return bool(self.max_of([flag])[0])
+
+    def gather_object(self, value: T) -> list[T]:
+        """On rank 0 the values of all ranks in their order; an empty list on the others."""
+        values: list[Any] | None = [None] * self.size if self.is_main else None
+        with self._answered():
+            dist.gather_object(value, values, dst=0, group=self._host)
+        return values or []
+
+    def broadcast_object(self, value: Any) -> Any:
+        """The value that rank 0 has."""
+        values = [value]
+        with self._answered():
+            dist.broadcast_object_list(values, src=0, group=self._host)
+        return values[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        self.max_of([0])
+
+    def synchronize_batchnorm(self, model: nn.Module) -> None:
+        """Let BatchNorm use the statistics of all ranks, in place."""
+        synchronize(model)
+
+    def in_backward(self, model: nn.Module, wanted: bool) -> InBackward | None:
+        """What averages the gradients of a model in its backward pass, if that is wanted."""
+        return InBackward(model) if wanted else None
+
+    def refuse_lost(self, error: BaseException) -> None:
+        """Raise LostRankError if an error of torch's says that another rank is lost."""
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and "gloo" in str(error)
+        ):
+            raise LostRankError(self._why_lost(error)) from error
+
+    def publish(self, error: str) -> None:
+        """Tell the other ranks why this one ends, so that they can say it."""
+        with suppress(RuntimeError):  # The store may be gone.
+            self._store.set(f"failed/{self.rank}", error)
+
+    def leave(self) -> None:
+        """Close the connections."""
+        dist.destroy_process_group()
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Within the block other ranks must answer."""
+        try:
+            yield
+        except RuntimeError as error:  # gloo's own, and all errors of torch.distributed
+            raise LostRankError(self._why_lost(error)) from error
+
+    def _why_lost(self, error: RuntimeError) -> str:
+        """What the rank that ended said, or which ranks say nothing."""
+        store, others = self._store, [r for r in range(self.size) if r != self.rank]
+        with suppress(RuntimeError, AttributeError):  # The store is gone, or was never there.
+            store.set(f"alive/{self.rank}", "")
+            for _ in range(20):
+                for rank in others:
+                    if store.check([f"failed/{rank}"]):
+                        return f"rank {rank}: {store.get(f'failed/{rank}').decode()}"
+                time.sleep(_LISTEN / 20)
+            gone = [str(rank) for rank in others if not store.check([f"alive/{rank}"])]
+            if gone:
+                return (
+                    f"rank {', '.join(gone)}: was killed, or gave no answer for "
+                    f"{self._timeout:g} s (trainer.rank_timeout); continue with resume=auto"
+                )
+        return f"rank {self.rank}: lost the other ranks ({str(error).splitlines()[0]:.200})"
+
+
+def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The tensors in flat pieces; what is done to a piece is copied back into them."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for alike in by_kind.values():
+        for piece in _pieces(alike):
+            if len(piece) == 1 and piece[0].is_contiguous():
+                yield piece[0].view(-1)
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in piece])
+            yield flat
+            parts = torch.split(flat, [tensor.numel() for tensor in piece])
+            own = [part.view_as(tensor) for part, tensor in zip(parts, piece, strict=True)]
+            torch._foreach_copy_(piece, own)
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    piece: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        piece.append(tensor)
+        size += tensor.nbytes
+        if size >= _BUCKET:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece

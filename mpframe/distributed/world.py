@@ -1,0 +1,88 @@
+"""The processes of a run, and all that they agree on. `World` itself is one process alone.
+
+Whoever takes part in a step calls these methods on every rank, in the same order, and has one code
+path for one process and for many.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from mpframe.distributed.in_backward import InBackward
+
+T = TypeVar("T")
+
+
+class World:
+    """One process alone: it agrees with itself, at no cost.
+
+    Attributes:
+        rank: this process's number, 0 to size - 1.
+        size: how many processes there are.
+    """
+
+    rank = 0
+    size = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone writes the run's folder."""
+        return self.rank == 0
+
+    def part(self, samples: Tensor) -> Tensor:
+        """This rank's share of a global batch [N]: contiguous, sizes that differ by at most 1."""
+        if self.size == 1:
+            return samples
+        count = len(samples)
+        return samples[count * self.rank // self.size : count * (self.rank + 1) // self.size]
+
+    def max(self, magnitude: Tensor) -> Tensor:
+        """The largest of all ranks' values >= 0, on the device; inf if one is inf or nan."""
+        return magnitude
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over the ranks, on the device."""
+        return value
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Sum each tensor over the ranks in place; bit for bit the same on all of them."""
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Give each tensor the values it has on rank 0, in place."""
+
+    def max_of(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of all ranks' numbers at each place, on the host."""
+        return list(numbers)
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any rank, on the host."""
+        return flag
+
+    def gather_object(self, value: T) -> list[T]:
+        """On rank 0 the values of all ranks in their order; an empty list on the others."""
+        return [value]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """The value that rank 0 has."""
+        return value
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+
+    def synchronize_batchnorm(self, model: nn.Module) -> None:
+        """Let BatchNorm use the statistics of all ranks, in place."""
+
+    def in_backward(self, model: nn.Module, wanted: bool) -> "InBackward | None":
+        """What averages the gradients of a model in its backward pass, if that is wanted."""
+        return None
+
+    def refuse_lost(self, error: BaseException) -> None:
+        """Raise LostRankError if an error of torch's says that another rank is lost."""
+
+    def publish(self, error: str) -> None:
+        """Tell the other ranks why this one ends, so that they can say it."""
+
+
+ALONE = World()

@@ -1,0 +1,217 @@
+"""A tensor in a scaled format: which values share a scale, what the scale is, and what remains.
+
+Values are divided by their scale, rounded to the element format and multiplied again. Those that
+share a scale are
+
+    tensor   all values
+    row      those that one number of the result is summed over
+    block    so many along the axis that is summed over (MX: 32, NVFP4: 16); with `across`, a
+             rectangle: 128 x 128 in the weights of fp8_blocks, 16 x 16 in those of NVFP4
+
+and the scale itself is held in
+
+    fp32     amax / the format's largest number
+    e8m0     a power of two, by one of the rules of `RULES`
+    e4m3     amax / the largest number, rounded to e4m3, times one fp32 scale for the tensor
+    none     there is no scale
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mpframe.precision.products.formats import (
+    FORMATS,
+    Draw,
+    ElementFormat,
+    round_finite_,
+    round_to,
+)
+from mpframe.precision.products.hadamard import transform
+
+PER = ("tensor", "row", "block")
+SCALES = ("fp32", "e8m0", "e4m3", "none")
+RULES = ("floor", "ceil", "rceil", "even")
+ROUNDINGS = ("nearest", "stochastic")
+_E4M3 = FORMATS["e4m3fn"]
+_MANTISSA, _BIAS = 23, 127  # of fp32
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How one operand of a product is quantised. `recipe.py` reads and checks it.
+
+    Args:
+        format: of the elements.
+        per: what shares a scale: `tensor`, `row` or `block`.
+        block: values in a block, along the axis that is summed over.
+        across: values in a block along the other axis.
+        scale: what holds the scales: `fp32`, `e8m0`, `e4m3` or `none`.
+        rule: how e8m0 rounds the exponent. With amax the largest magnitude of the block: `floor`:
+            that of amax less that of the format's largest number, so that the largest values may
+            saturate (the MX specification); `ceil`: that of amax rounded up, less the same;
+            `even`: as floor, of amax rounded to the format's mantissa; `rceil`: that of amax /
+            the largest number, rounded up, so that nothing saturates.
+        rounding: `nearest`, or `stochastic`, whose mean is the value.
+        hadamard: size of the blocks of a random Hadamard transform before all this; 0: none.
+        history: the fp32 scale of a tensor comes from the largest amax of so many optimizer steps
+            before this one; 0: from the tensor itself.
+        margin: octaves that are left free above the largest value of the history.
+    """
+
+    format: ElementFormat
+    per: str = "tensor"
+    block: int = 32
+    across: int = 1
+    scale: str = "fp32"
+    rule: str = "rceil"
+    rounding: str = "nearest"
+    hadamard: int = 0
+    history: int = 0
+    margin: int = 0
+
+    def __str__(self) -> str:
+        words = [self.format.name]
+        if self.scale != "none":
+            size = f" of {self.block} x {self.across}" if self.per == "block" else ""
+            words.append(f"{self.scale} scale per {self.per}{size}")
+        words += [f"amax of {self.history} steps"] * bool(self.history)
+        words += [f"Hadamard {self.hadamard}"] * bool(self.hadamard)
+        return " / ".join([*words, *["stochastic"] * (self.rounding == "stochastic")])
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of an operand.
+
+    Attributes:
+        contracted: those that the product sums over; blocks run along the first of them.
+        free: the operand's own axis in the result.
+    """
+
+    contracted: tuple[int, ...]
+    free: int
+
+    def misfit(self, shape: torch.Size, how: Quantization, groups: int = 1) -> str:
+        """Why a tensor of this shape has no whole blocks; empty if it has.
+
+        Args:
+            shape: of the tensor.
+            how: what is done to it.
+            groups: of a convolution; each sums over its own part of the first contracted axis.
+        """
+        blocked = how.per == "block" and how.scale != "none"
+        along = max(how.hadamard, how.block if blocked else 1)
+        for length, block in (
+            (shape[self.contracted[0]] // groups, along),
+            (shape[self.free], how.across if blocked else 1),
+        ):
+            if length % block:
+                return f"{length} is no multiple of {block}"
+        return ""
+
+
+def quantize(
+    values: Tensor,
+    axes: Axes,
+    how: Quantization,
+    draw: Draw | None = None,
+    known_amax: Tensor | None = None,
+) -> Tensor:
+    """The numbers nearest to `values` that the format and the scales can hold.
+
+    Where a value is inf or nan, its scale is nan and so are all values that share it: an overflow
+    stays visible in the product.
+
+    Args:
+        values: float32, with whole blocks (`Axes.misfit`); not changed.
+        axes: of this operand in the product.
+        how: format, scales and rounding.
+        draw: the random numbers of stochastic rounding.
+        known_amax: 0-d; the amax that a tensor's scale is made from instead of its own.
+
+    Returns:
+        float32, of the same shape.
+    """
+    if how.hadamard:
+        values = transform(values, axes.contracted[0], how.hadamard)
+    draw = draw if how.rounding == "stochastic" else None
+    if how.scale == "none":
+        return round_to(values, how.format, draw)
+    blocks, shared = _blocks(values, axes, how)
+    scale, inverse = _scale(_amax(blocks, shared), how, known_amax)
+    return round_finite_(blocks * inverse, how.format, draw).mul_(scale).reshape(values.shape)
+
+
+def scales(values: Tensor, axes: Axes, how: Quantization) -> Tensor:
+    """The scales that `quantize` uses: float32, one for each block, row or tensor."""
+    blocks, shared = _blocks(values, axes, how)
+    return _scale(_amax(blocks, shared), how)[0].squeeze(shared)
+
+
+def _blocks(values: Tensor, axes: Axes, how: Quantization) -> tuple[Tensor, tuple[int, ...]]:
+    """A view of `values`, and which of its axes share a scale."""
+    if how.per == "tensor":
+        return values, tuple(range(values.dim()))
+    if how.per == "row":
+        return values, axes.contracted
+    split = {axes.contracted[0]: how.block}
+    if how.across > 1:
+        split[axes.free] = how.across
+    shared: tuple[int, ...] = ()
+    for axis in sorted(split, reverse=True):
+        values = torch.unflatten(values, axis, (-1, split[axis]))
+        shared = (axis + 1, *(other + 1 for other in shared))
+    return values, shared
+
+
+def _amax(blocks: Tensor, shared: tuple[int, ...]) -> Tensor:
+    # Without a copy of their magnitudes.
+    return torch.maximum(blocks.amax(shared, keepdim=True), -blocks.amin(shared, keepdim=True))
+
+
+def _scale(
+    amax: Tensor, how: Quantization, known_amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The scales, and what values are multiplied by first; both are nan beside inf and nan."""
+    finite = amax < torch.inf
+    if how.scale == "e4m3":
+        scale, inverse = _two_scales(amax, how.format)
+    elif how.scale == "e8m0":
+        scale = _power_of_two(amax, how)
+        inverse = scale.reciprocal()
+    else:
+        largest = amax if known_amax is None else known_amax
+        scale = (largest * (2.0**how.margin / how.format.max)).clamp(min=_TINY)
+        inverse = scale.reciprocal()
+    return torch.where(finite, scale, torch.nan), torch.where(finite, inverse, torch.nan)
+
+
+def _power_of_two(amax: Tensor, how: Quantization) -> Tensor:
+    """2^exponent, at least 2^-126: e8m0's 2^-127 is subnormal in fp32 and may be taken for 0."""
+    format = how.format
+    if how.rule == "rceil":
+        exponent = _rounded_up(amax / format.max)
+    elif how.rule == "ceil":
+        exponent = _rounded_up(amax) - format.max_exponent
+    else:
+        half_unit = 1 << (_MANTISSA - 1 - format.mantissa_bits) if how.rule == "even" else 0
+        exponent = ((amax.view(torch.int32) + half_unit) >> _MANTISSA) - format.max_exponent
+    return (exponent.clamp(1, 2 * _BIAS) << _MANTISSA).view(torch.float32)
+
+
+def _rounded_up(values: Tensor) -> Tensor:
+    """The biased exponent of the smallest power of two that is not below a positive value."""
+    return (values.view(torch.int32) + ((1 << _MANTISSA) - 1)) >> _MANTISSA
+
+
+def _two_scales(amax: Tensor, format: ElementFormat) -> tuple[Tensor, Tensor]:
+    """NVFP4: an e4m3 scale for each block, times one in fp32 by which their largest is 448."""
+    smallest = 2.0**_E4M3.min_exponent
+    # At least so large that no inverse overflows.
+    whole = (amax.amax() / (_E4M3.max * format.max)).clamp(min=_TINY / smallest)
+    wanted = (amax / format.max / whole).clamp(smallest, _E4M3.max)
+    blocks = round_to(wanted, _E4M3)
+    return blocks * whole, whole.reciprocal() / blocks

@@ -1,0 +1,266 @@
+"""Runs of several ranks: one run folder, the numbers of one process, and one end for all."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranked
+from conftest import train
+from ranks import Ranks, ranks
+from sameness import differing, results
+
+from mpframe import checkpoint
+from mpframe.cli.commands.train import of_this_rank
+from mpframe.errors import ConfigError
+from mpframe.tracking.summary import Status
+
+ROOT = Path(__file__).resolve().parents[2]
+NET = ["model=mlp", "model.hidden=16", "trainer.max_steps=8", "trainer.checkpoint_every=4"]
+NOISY = [*NET, "model.hidden=32", "model.dropout=0.2", "dataset.augment=crop",
+         "trainer.ema_decay=0.9", "dtype/products=nvfp4"]  # fmt: skip
+OWN = ["dataset=own", "dataset._target_=ranked.points", "dataset.batch_size=8", "model=own",
+       "model._target_=torch.nn.Linear", "+model.in_features=4", "+model.out_features=2",
+       "trainer.max_steps=4"]  # fmt: skip
+
+
+def summary_in(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+@pytest.fixture(scope="module")
+def undisturbed(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that draws for dropout, augmentation and stochastic rounding."""
+    folder = tmp_path_factory.mktemp("two") / "run"
+    scratch = set(Path(tempfile.gettempdir()).glob("mpframe-rank-*"))
+    first, second = two(ranked.run, folder, *NOISY)
+    assert (first.status, second.status) == (Status.FINISHED, Status.FINISHED)
+    assert set(Path(tempfile.gettempdir()).glob("mpframe-rank-*")) <= scratch
+    return folder
+
+
+def test_two_ranks_leave_the_folder_of_one_process(undisturbed: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", *NOISY)
+    for_one = {re.sub(r"tfevents.*", "", p.name) for p in (tmp_path / "run").iterdir()}
+    assert {re.sub(r"tfevents.*", "", p.name) for p in undisturbed.iterdir()} == for_one
+    assert len(list(undisturbed.glob("events*"))) == 1
+    own, other = (
+        json.loads((f / "summary.json").read_text()) for f in (undisturbed, tmp_path / "run")
+    )
+    assert own.keys() == other.keys()
+    for name in ("steps", "epochs", "samples", "status"):
+        assert own[name] == other[name]
+
+
+def test_two_ranks_train_as_one_process_that_accumulates(two: Ranks, tmp_path: Path) -> None:
+    first, second = two(ranked.run, tmp_path / "two", *NET)
+    one = train(tmp_path / "one", *NET, "dataset.batch_size=32", "trainer.accumulate=2")
+    states = [checkpoint.load(tmp_path / name)["trainer"] for name in ("two", "one")]
+    assert not differing(states[0]["weights"], states[1]["weights"])
+    assert not differing(states[0]["optimizer"], states[1]["optimizer"])
+    assert not differing(states[0]["scaler"], states[1]["scaler"])
+    assert first.train_loss == second.train_loss == one.train_loss
+    # Accuracy counts, in whatever batches; the loss of 180 samples is rounded in another order,
+    # each sum of at most 64 fp32 terms with a relative error below 64 * 2^-24.
+    assert first.val_metric == second.val_metric == one.val_metric
+    assert first.test_metrics == second.test_metrics == one.test_metrics
+    assert first.val_loss == second.val_loss == pytest.approx(one.val_loss, rel=64 * 2**-24)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_the_run_goes_on_exactly(
+    two: Ranks, undisturbed: Path, tmp_path: Path, rank: int
+) -> None:
+    stop = ["+callbacks.trouble._target_=ranked.Trouble", f"+callbacks.trouble.rank={rank}",
+            "+callbacks.trouble.step=5", "+callbacks.trouble.name=SIGTERM"]  # fmt: skip
+    ends = two(ranked.run, tmp_path / "run", *NOISY, *stop)
+    assert [kind for kind, _ in ends] == ["RunInterrupted", "RunInterrupted"]
+    assert ends[0] == ends[1]
+    assert f"continue with resume=auto hydra.run.dir={tmp_path}/run" in ends[0][1]
+    summary = summary_in(tmp_path / "run")
+    assert (summary["status"], summary["steps"]) == ("interrupted", 6)
+    two(ranked.run, tmp_path / "run", *NOISY, "resume=auto")
+    found = differing(results(undisturbed), results(tmp_path / "run"))
+    assert [path for path in found if not path.startswith("/state/usage")] == []
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(
+    two: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    two(ranked.run, tmp_path / "two", *NET, "trainer.max_steps=4")
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
+    caplog.set_level(logging.INFO)
+    alone = train(tmp_path / "one", *NET, "resume=auto")
+    assert alone.steps == 8
+    assert "world_size=1 (was 2)" in caplog.text
+    first, _ = two(ranked.run, tmp_path / "two", *NET, "resume=auto")
+    assert first.steps == 8
+    train(tmp_path / "three", *NET, "trainer.max_steps=4")
+    third, _ = two(ranked.run, tmp_path / "three", *NET, "resume=auto")
+    assert third.steps == 8
+    weights = [checkpoint.load(tmp_path / n)["trainer"]["weights"] for n in ("one", "two", "three")]
+    # One half step of Adam apart at most: it moves each weight by about lr = 0.001 a step.
+    for name, own in weights[0].items():
+        for other in weights[1:]:
+            assert (own - other[name]).abs().max() < 5e-4, name
+
+
+def test_an_error_on_one_rank_ends_all_and_says_whose_it_is(two: Ranks, tmp_path: Path) -> None:
+    own, other = _with_bad_sample(tmp_path)
+    ends = two(ranked.run, tmp_path / "run", *OWN, f"+dataset.bad={own}")
+    assert ends[1][0] == "DataError"
+    said = ends[1][1]
+    assert f"sample {own} holds NaN or inf" in said
+    assert ends[0] == ("LostRankError", f"rank 1: {said}")
+    summary = summary_in(tmp_path / "run")
+    assert (summary["status"], summary["reason"]) == ("failed", f"rank 1: {said}")
+    ends = two(ranked.run, tmp_path / "other", *OWN, f"+dataset.bad={other}")
+    assert ends[0][0] == "DataError"
+    assert ends[1] == ("LostRankError", f"rank 0: {ends[0][1]}")
+
+
+def _with_bad_sample(tmp_path: Path) -> tuple[int, int]:
+    """Two samples of the third batch: one of rank 1's part, one of rank 0's."""
+    from mpframe.data import Loader
+
+    order = Loader(ranked.Points(32, None), 8, shuffle=True).batch_ids(0, 2).tolist()
+    return order[-1], order[0]
+
+
+def test_a_model_that_begins_otherwise_on_each_rank_is_refused(two: Ranks, tmp_path: Path) -> None:
+    options = [
+        "model._target_=ranked.seeded_otherwise",
+        "~model.in_features",
+        "~model.out_features",
+    ]
+    ends = two(ranked.run, tmp_path / "run", *OWN, *options)
+    assert all(
+        "weight is not the same on rank 1 as on rank 0 before the first" in s for _, s in ends
+    )
+
+
+def test_ranks_that_drift_apart_are_refused_at_the_next_checkpoint(
+    two: Ranks, tmp_path: Path
+) -> None:
+    ends = two(ranked.run, tmp_path / "run", *OWN, "+callbacks.drift._target_=ranked.Drift")
+    said = "trainer.parallel=ddp: after step 4 weight is not the same on rank 1 as on rank 0"
+    assert all(text.startswith(said) for _, text in ends)
+    assert not checkpoint.all_in(tmp_path / "run")
+
+
+SEVERAL = {
+    "losses": ["experiment=digits_gan"],
+    "optimizers": ["optimizer=muon_adamw", "model=mlp"],
+    "frozen": ["callbacks=freeze", "+callbacks.freeze.steps={head.*: 1}", "model=mlp"],
+    "frozen, in backward": ["callbacks=freeze", "+callbacks.freeze.steps={head.*: 1}", "model=mlp",
+                            "trainer.reduce=in_backward", "dtype=amp"],
+}  # fmt: skip
+
+
+def test_ranks_stay_the_same(two: Ranks, tmp_path: Path) -> None:
+    """Checked at each checkpoint: several losses, several optimizers, layers frozen for a while."""
+    short = ["trainer.max_steps=3", "trainer.checkpoint_every=1", "dataset.batch_size=32"]
+    for summaries in two(ranked.runs, tmp_path, [[*own, *short] for own in SEVERAL.values()]):
+        for name, own in zip(SEVERAL, summaries, strict=True):
+            assert getattr(own, "status", own) is Status.FINISHED, name
+            assert own.steps == 3, name
+
+
+REFUSED = {
+    "dataset.batch_size=7": "2 ranks share each batch; use a multiple of 2, as 8",
+    "trainer.parallel=none": "torchrun has started 2 processes, and each would train the same; use "
+    "trainer.parallel=ddp, or start one process",
+    "trainer.parallel=fsdp": "must be one of none, ddp; nearest: ddp",
+    "device=cuda:1": "each rank takes a device of its own; choose auto, cpu or cuda",
+}
+
+
+def test_what_ranks_cannot_do_is_refused(two: Ranks, tmp_path: Path) -> None:
+    ends = two(ranked.runs, tmp_path / "run", [[*OWN, option] for option in REFUSED])
+    said = [("ConfigError", f"{option}: {text}") for option, text in REFUSED.items()]
+    assert ends == [said, said]
+
+
+def torchrun(*words: str, within: float = 240) -> subprocess.CompletedProcess[str]:
+    """What the page tells to type: two ranks of scripts/train.py, and what they say."""
+    flags = [word for word in words if word.startswith("--")]
+    options = [word for word in words if not word.startswith("--")]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *flags]
+    return subprocess.run(
+        [*start, str(ROOT / "scripts" / "train.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=within,
+        cwd=Path(__file__).parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def test_a_mistake_is_said_once(tmp_path: Path) -> None:
+    done = torchrun("optimizer.lrr=7", f"hydra.run.dir={tmp_path}/run")
+    assert done.returncode == 1
+    assert re.findall(r"^mpframe: .*", done.stderr, re.M) == [
+        "mpframe: optimizer.lrr: no such option; nearest: optimizer.lr; "
+        "an argument of your own class: +optimizer.lrr=..."
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sweep_does_not_go_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"^-m: torchrun has started 2 processes for one run"):
+        of_this_rank(["-m", "seed=1,2"])
+    assert of_this_rank(["seed=1"]) == ["seed=1", f"hydra.run.dir={tempfile.gettempdir()}"]
+
+
+@pytest.mark.storm
+def test_torchrun_starts_killed_ranks_again_and_the_run_comes_to_the_same(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    for rank in (0, 1):
+        folder = tmp_path / str(rank)
+        kill = ["+callbacks.trouble._target_=ranked.Trouble", f"+callbacks.trouble.rank={rank}",
+                "+callbacks.trouble.step=5", "+callbacks.trouble.name=SIGKILL"]  # fmt: skip
+        done = torchrun("--max-restarts=1", *NOISY, *kill, "resume=auto", f"hydra.run.dir={folder}")
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("finished: ") + done.stdout.count("finished: ") == 1
+        found = differing(results(undisturbed), results(folder))
+        assert [path for path in found if not path.startswith("/state/usage")] == []
+
+
+def test_ddp_needs_several_processes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.parallel=ddp: needs several processes"):
+        train(tmp_path / "run", *OWN, "trainer.parallel=ddp")
+    assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize(("name", "timeout"), [("SIGKILL", 300), ("SIGSTOP", 3)])
+def test_a_rank_that_is_killed_or_hangs_ends_the_others(
+    tmp_path: Path, name: str, timeout: int
+) -> None:
+    trouble = ["+callbacks.trouble._target_=ranked.Trouble", "+callbacks.trouble.rank=1",
+               "+callbacks.trouble.step=2", f"+callbacks.trouble.name={name}"]  # fmt: skip
+    with ranks(2) as own:
+        began = time.monotonic()
+        own.begin(ranked.run, tmp_path / "run", *OWN, *trouble, f"trainer.rank_timeout={timeout}")
+        if name == "SIGKILL":
+            own.processes[1].join(60)
+            began = time.monotonic()
+        kind, said = own.results_of(0)
+        assert time.monotonic() - began < (15 if name == "SIGKILL" else 60)
+    assert kind == "LostRankError"
+    assert said.startswith(f"rank 1: was killed, or gave no answer for {timeout} s")
+    summary = summary_in(tmp_path / "run")
+    assert (summary["status"], summary["reason"]) == ("failed", said)

@@ -1,0 +1,309 @@
+"""Ranks that train together take the step that one process takes on all their samples.
+
+Two ranks with half a batch each equal one process that accumulates the two halves: bit for bit,
+because both add two fp32 numbers and halve the sum. Against one process with the whole batch the
+sums over samples are rounded in another order, and the bound below is derived.
+"""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from mpframe import LogMax, Precision
+from mpframe.data import Loader
+from mpframe.data.metrics.accuracy import Accuracy
+from mpframe.distributed.joining import joined
+from mpframe.distributed.world import ALONE, World
+from mpframe.errors import MpframeError
+from mpframe.objectives import supervised
+from mpframe.optim.ema import Ema
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+MODES = ("fp32", "amp", "mixed")
+STEPS = 6
+
+
+class FirstOutputs:
+    """A metric that cannot be merged, and that depends on the order of the samples."""
+
+    name, higher_is_better = "first", True
+    sync_on_compute = True  # as torchmetrics'
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        for row in outputs.float():
+            self.value = self.value / 2 + float(row[0] > row[1])
+
+    def compute(self) -> float:
+        assert not self.sync_on_compute
+        return self.value
+
+
+class Net(nn.Module):
+    """Two layers, perhaps a BatchNorm, and a layer that negative sums of the first sample use."""
+
+    def __init__(self, norm: bool, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
+        if not whole:
+            self.sometimes, self.never = nn.Linear(16, 16), nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(self.first(inputs)).relu()
+        if not self.whole and self.training and inputs[0].sum() < 0:
+            hidden = self.sometimes(hidden)
+        return self.last(hidden)
+
+
+def setup(mode: str, world: World, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
+    torch.manual_seed(0)
+    precision = Precision(mode, "float16")
+    model = Net(options.get("norm", False), options.get("whole", False))
+    if options.get("sync"):
+        world.synchronize_batchnorm(model)
+    _, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    inputs = torch.randn(67, 8, generator=torch.Generator().manual_seed(1))
+    samples = TensorDataset(inputs, inputs[:, :4].argmax(1))
+    plan = {"accumulate": options.get("accumulate", 1), "max_steps": options.get("steps", STEPS)}
+    plan["reduce_in_backward"] = options.get("in_backward", False)
+    trainer = Trainer(
+        model,
+        optimizer,
+        supervised(nn.CrossEntropyLoss()),
+        precision,
+        scaler=None if mode == "fp32" else LogMax(init_scale=2.0**10),
+        ema=Ema({p: optimizer.master_of(p) for p in model.parameters()}, 0.9),
+        plan=Plan(epochs=9, clip_norm=1.0, **plan),
+        metrics={"accuracy": Accuracy, "first": FirstOutputs},
+        world=world,
+    )
+    train = Loader(samples, options.get("batch", 16), shuffle=True, drop_last=True, world=world)
+    # 67 samples in batches of 16: the last one has 3, and one of 2 ranks a single one of these.
+    return trainer, train, Loader(samples, 16, shuffle=False, world=world)
+
+
+def trained(mode: str, world: World, options: dict[str, Any]) -> dict[str, Any]:
+    """All that a short run leaves: the states before each step and at the end, a validation."""
+    trainer, train, val = setup(mode, world, options)
+    results, states, step = [], [], trainer.train_step
+
+    def watched(*batches: Any) -> Any:
+        states.append(copy.deepcopy(trainer.state_dict()))
+        fault = options.get("faults", {}).get(len(results))
+        if fault is not None and world.rank == 1:
+            fault(trainer, batches)
+        result = step(*batches)
+        dropped = None if result.dropped is None else int(result.dropped)
+        results.append(
+            (bool(result.skipped), dropped, float(result.grad_norm), float(result.loss))  # type: ignore[arg-type]
+        )
+        return result
+
+    trainer.train_step = watched  # type: ignore[method-assign]
+    trainer.fit(train)
+    return {
+        "states": [*states, trainer.state_dict()],
+        "weights": [own.detach().clone() for own in trainer.model.parameters()],
+        "results": results,
+        "evaluation": trainer.evaluate(val),
+    }
+
+
+def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`trained` as one of the ranks."""
+    with joined(None, lambda: CPU, 30) as world:
+        return trained(mode, world, options)
+
+
+def assert_same(first: Any, second: Any, path: str = "") -> None:
+    """Bit for bit, at any depth."""
+    if isinstance(first, Tensor):
+        assert torch.equal(first, second), path
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys(), path
+        for key in first:
+            assert_same(first[key], second[key], f"{path}/{key}")
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second), path
+        for number, pair in enumerate(zip(first, second, strict=True)):
+            assert_same(*pair, f"{path}/{number}")
+    else:
+        assert first == second, path
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_equal_one_process_that_accumulates_their_halves(two: Ranks, mode: str) -> None:
+    """Also where a layer is used on one rank alone, or on none: it is left as it was."""
+    first, second = two(on_ranks, mode, {})
+    alone = trained(mode, ALONE, {"accumulate": 2, "batch": 8})
+    assert_same(first, second)
+    for own in (*first["states"], *alone["states"]):
+        del own["progress"]  # It counts batches, of which one process has twice as many.
+    assert_same(first["states"], alone["states"])
+    assert_same(first["weights"], alone["weights"])
+    assert [(s, norm, loss) for s, _, norm, loss in first["results"]] == [
+        (s, norm, loss) for s, _, norm, loss in alone["results"]
+    ]
+    assert first["evaluation"].metrics == alone["evaluation"].metrics
+    weights = [state["weights"] for state in (first["states"][0], first["states"][-1])]
+    assert torch.equal(weights[0]["never.weight"], weights[1]["never.weight"])
+    assert not torch.equal(weights[0]["sometimes.weight"], weights[1]["sometimes.weight"])
+
+
+def test_two_ranks_come_as_near_to_one_process_as_rounding_lets_them(two: Ranks) -> None:
+    """Against the whole batch at once: one step of SGD-like size, fp32.
+
+    A gradient here is a sum of n = 16 products. Whatever the order, two such sums differ by at most
+    2 n u sum |terms| with u = 2^-24, and a sum of terms is here at most their number times the
+    largest, about 16 * 4 / 16 (mean over the batch). The norm of all the gradients moves by no more
+    than sqrt(count) times that, relative to a norm of about 1.
+    """
+    first, _ = two(on_ranks, "fp32", {"steps": 1})
+    alone = trained("fp32", ALONE, {"steps": 1})
+    (_, _, norm, loss), (_, _, one_norm, one_loss) = first["results"][0], alone["results"][0]
+    assert norm == pytest.approx(one_norm, rel=2 * 16 * 2**-24 * 4 * 212**0.5)
+    assert loss == pytest.approx(one_loss, rel=2 * 16 * 2**-24)
+
+
+def bad_input(trainer: Trainer, batches: Any) -> None:
+    batches[-1][0][0, 0] = torch.inf
+
+
+def bad_gradient(trainer: Trainer, batches: Any) -> None:
+    weight = trainer.model.get_parameter("last.weight")
+    handle = weight.register_hook(lambda own: (handle.remove(), own * torch.nan)[1])
+
+
+def bad_sum(trainer: Trainer, batches: Any) -> None:
+    """inf on this rank alone, in what the ranks have already summed."""
+    world, sum_ = trainer.world, trainer.world.sum_
+
+    def spoilt(tensors: Any) -> None:
+        sum_(tensors)
+        tensors[0].view(-1)[0] = torch.inf
+        world.sum_ = sum_  # type: ignore[method-assign]
+
+    world.sum_ = spoilt  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_overflows_on_one_rank_is_skipped_on_all(two: Ranks, mode: str) -> None:
+    faults = {1: bad_input, 2: bad_gradient, 3: bad_sum}
+    first, second = two(on_ranks, mode, {"faults": faults, "norm": True, "steps": 4})
+    assert_same(first["states"], second["states"])
+    assert_same(first["weights"], second["weights"])
+    skipped = [own[0] for own in first["results"]]
+    assert skipped == [own[0] for own in second["results"]] == [step in faults for step in range(7)]
+    for own in first["states"]:
+        del own["progress"], own["scaler"]
+    for step in faults:  # Buffers, masters, the optimizer's state and the average, too.
+        assert_same(first["states"][step], first["states"][step + 1], f"step {step}")
+
+
+def test_a_micro_batch_that_overflows_on_one_rank_is_dropped_on_all(two: Ranks) -> None:
+    options = {"faults": {1: bad_input}, "norm": True, "accumulate": 2, "batch": 8, "steps": 3}
+    first, second = two(on_ranks, "mixed", options)
+    assert_same(first["states"], second["states"])
+    assert [own[:2] for own in first["results"]] == [(False, 0), (False, 1), (False, 0)]
+    assert all(math.isfinite(norm) and math.isfinite(loss) for _, _, norm, loss in first["results"])
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp"])
+def test_ddp_in_the_backward_pass_takes_the_same_steps(two: Ranks, mode: str) -> None:
+    """It halves before it adds; a power of two takes no bit. Windows are reduced after it."""
+    for accumulate in (1, 2):
+        options = {"whole": True, "norm": True, "accumulate": accumulate, "batch": 16}
+        first, second = two(on_ranks, mode, {**options, "in_backward": True})
+        after, _ = two(on_ranks, mode, options)
+        assert_same(first["states"], second["states"])
+        assert_same(first["weights"], after["weights"])
+
+
+def test_ddp_adds_half_gradients_in_half(two: Ranks) -> None:
+    """Two rounded halves and their rounded sum: 3 units of 2^-11 relative to what was added."""
+    options = {"whole": True, "steps": 1}
+    first, second = two(on_ranks, "mixed", {**options, "in_backward": True})
+    after, _ = two(on_ranks, "mixed", options)
+    assert_same(first["states"], second["states"])
+    norm, exact = first["results"][0][2], after["results"][0][2]
+    assert norm != exact
+    assert norm == pytest.approx(exact, rel=3 * 2**-11)
+
+
+def test_what_overflows_on_one_rank_is_skipped_on_all_by_ddp_too(two: Ranks) -> None:
+    faults = {1: bad_input, 2: bad_gradient}
+    options = {"faults": faults, "whole": True, "norm": True, "steps": 2, "in_backward": True}
+    first, second = two(on_ranks, "amp", options)
+    assert_same(first["states"], second["states"])
+    assert [own[0] for own in first["results"]] == [False, True, True, False]
+
+
+def failing(options: dict[str, Any]) -> str:
+    try:
+        on_ranks("fp32", options)
+    except MpframeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_layer_that_ddp_would_leave_out_is_refused(two: Ranks) -> None:
+    """The layer `never` on all ranks; `sometimes` on one would hang, and is refused there."""
+    said = two(failing, {"in_backward": True})
+    assert any("trainer.reduce=in_backward" in own for own in said)
+    assert all("was not used in this step; use trainer.reduce=after" in own for own in said), said
+
+
+def test_synchronized_batchnorm_is_that_of_one_process(two: Ranks) -> None:
+    """Outputs, input gradients, weight gradients and running statistics, to fp32 rounding.
+
+    Each is a sum of n = 6 * 5 values of order 1, at most n u sum |terms| from any other order of
+    it; the gradient multiplies a few of these.
+    """
+    for shape in ((6, 3, 5), (6, 3)):
+        parts = two(normalized, shape)
+        whole = normalized(shape)
+        for name in ("outputs", "inputs"):
+            merged = torch.cat([part[name] for part in parts])
+            assert torch.allclose(merged, whole[name], rtol=0, atol=30 * 30 * 2**-24), name
+        for name in ("weight", "bias"):
+            added = parts[0][name] + parts[1][name]
+            assert torch.allclose(added, whole[name], rtol=0, atol=30 * 30 * 2**-24), name
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            assert torch.equal(parts[0][name], parts[1][name]), name
+            assert torch.allclose(parts[0][name], whole[name], rtol=30 * 2**-24, atol=2**-22), name
+
+
+def normalized(shape: tuple[int, ...]) -> dict[str, Tensor]:
+    with joined(None, lambda: CPU, 30) as world:
+        random = torch.Generator().manual_seed(3)
+        inputs = world.part(torch.randn(shape, generator=random) + 2).clone().requires_grad_()
+        pull = world.part(torch.randn(shape, generator=random))
+        norm = nn.BatchNorm1d(3)
+        world.synchronize_batchnorm(norm)
+        outputs = norm(inputs)
+        (outputs * pull).sum().backward()
+    grads = {"inputs": inputs.grad, "weight": norm.weight.grad, "bias": norm.bias.grad}
+    return {"outputs": outputs.detach(), **grads, **dict(norm.named_buffers())}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_with_synchronized_batchnorm_stay_the_same(two: Ranks, mode: str) -> None:
+    options = {"sync": True, "norm": True, "whole": True, "faults": {1: bad_input}, "steps": 3}
+    first, second = two(on_ranks, mode, options)
+    assert_same(first["states"], second["states"])
+    assert [own[0] for own in first["results"]] == [False, True, False, False]
+    # Statistics that differ in the last fp32 bit may round single half values to a neighbour.
+    one = trained(mode, ALONE, {"norm": True, "whole": True, "steps": 1})
+    assert first["results"][0][3] == pytest.approx(one["results"][0][3], rel=2**-9)

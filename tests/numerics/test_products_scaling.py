@@ -1,0 +1,232 @@
+"""Scaled formats, beside torchao and a slow reference in NumPy."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mpframe.precision.products.formats import FORMATS
+from mpframe.precision.products.hadamard import matrix, transform
+from mpframe.precision.products.scaling import RULES, Axes, Quantization, quantize, scales
+
+ROWS = Axes(contracted=(1,), free=0)
+COLUMNS = Axes(contracted=(0,), free=1)
+NAN = math.nan
+
+
+def values(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers over 20 octaves, with a row and a column of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(shape, generator=generator)
+    made *= torch.exp2(20 * torch.rand(shape, generator=generator) - 12)
+    made[0], made[:, 0] = 0.0, 0.0
+    return made
+
+
+def mx(name: str, rule: str = "rceil", block: int = 32) -> Quantization:
+    return Quantization(FORMATS[name], per="block", block=block, scale="e8m0", rule=rule)
+
+
+NVFP4 = Quantization(FORMATS["e2m1"], per="block", block=16, scale="e4m3")
+
+
+def nearest(x: np.ndarray, name: str) -> np.ndarray:
+    """By search among all numbers of the format, each found from its definition."""
+    f = FORMATS[name]
+    m = f.mantissa_bits
+    codes = [
+        (k / 2**m if e == 0 else 1 + k / 2**m) * 2.0 ** (max(e, 1) - 1 + f.min_exponent)
+        for e, k in product(range(2**f.exponent_bits), range(2**m))
+    ]
+    positive = np.array([code for code in codes if code <= f.max])
+    held = np.minimum(np.abs(x), f.max)
+    above = np.searchsorted(positive, held).clip(1, len(positive) - 1)
+    low, high = positive[above - 1], positive[above]
+    # The code of an even number is even, and codes alternate.
+    tie_up = above % 2 == 0
+    up = (held - low > high - held) | ((held - low == high - held) & tie_up)
+    return np.copysign(np.where(up, high, low), x)
+
+
+def slow_mx(x: Tensor, name: str, rule: str) -> Tensor:
+    """Row by row, block by block, in float64 and by the words of the rules."""
+    f = FORMATS[name]
+    out = np.zeros(x.shape)
+    for row, start in product(range(x.shape[0]), range(0, x.shape[1], 32)):
+        block = x[row, start : start + 32].double().numpy()
+        amax = np.abs(block).max()
+        if amax == 0:
+            continue
+        exact = {
+            "floor": math.floor(math.log2(amax)) - f.max_exponent,
+            "ceil": math.ceil(math.log2(amax)) - f.max_exponent,
+            "rceil": math.ceil(math.log2(amax / f.max)),
+            "even": math.floor(
+                math.log2(amax + 2.0 ** (math.floor(math.log2(amax)) - f.mantissa_bits - 1))
+            )
+            - f.max_exponent,
+        }
+        scale = 2.0 ** exact[rule]
+        out[row, start : start + 32] = nearest(block / scale, name) * scale
+    return torch.from_numpy(out).float()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e2m3", "e3m2", "e2m1"])
+class TestMx:
+    def test_equals_the_slow_reference_along_both_axes(self, name: str, rule: str) -> None:
+        x = values(8, 64)
+        assert torch.equal(quantize(x, ROWS, mx(name, rule)), slow_mx(x, name, rule))
+        assert torch.equal(quantize(x.t(), COLUMNS, mx(name, rule)), slow_mx(x, name, rule).t())
+
+    def test_equals_torchao(self, name: str, rule: str) -> None:
+        mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+        theirs = {
+            "e4m3fn": torch.float8_e4m3fn,
+            "e5m2": torch.float8_e5m2,
+            "e2m1": torch.float4_e2m1fn_x2,
+        }
+        element = theirs.get(name, f"fp6_{name}")
+        x = values(64, 128, seed=1)
+        x[5, 40] = NAN
+        mode = mx_tensor.ScaleCalculationMode[rule.upper()]
+        scale, data = mx_tensor.to_mx(x, element, 32, mode)
+        expected = mx_tensor.to_dtype(data, scale, element, 32, torch.float32)
+        ours = quantize(x, ROWS, mx(name, rule))
+        assert torch.equal(ours.isnan(), expected.isnan())
+        assert ours.isnan().sum() == 32
+        assert torch.equal(ours.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+def test_nvfp4_equals_torchao() -> None:
+    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    x = values(32, 64, seed=2)
+    whole = nvfp4.per_tensor_amax_to_scale(x.abs().max())
+    scale, packed = nvfp4.nvfp4_quantize(x, 16, whole)
+    elements = nvfp4.f4_unpacked_to_f32(nvfp4.unpack_uint4(packed)).view(32, 4, 16)
+    expected = (elements * (scale.float() * whole).unsqueeze(-1)).view(32, 64)
+    assert torch.equal(quantize(x, ROWS, NVFP4), expected)
+    assert torch.equal(scales(x, ROWS, NVFP4), scale.float() * whole)
+
+
+def test_nvfp4_by_its_words() -> None:
+    x = values(8, 32)
+    g = x.abs().max() / np.float32(448 * 6)
+    for row, start in product(range(8), (0, 16)):
+        block = x[row, start : start + 16]
+        wanted = (block.abs().max() / 6 / g).clamp(2.0**-6, 448)
+        b = torch.from_numpy(nearest(wanted[None].numpy(), "e4m3fn")).float()
+        expected = torch.from_numpy(nearest((block * ((1 / g) / b)).numpy(), "e2m1")).float() * (
+            b * g
+        )
+        assert torch.equal(quantize(x, ROWS, NVFP4)[row, start : start + 16], expected)
+
+
+def test_squares_are_the_same_for_a_weight_and_its_transpose() -> None:
+    square = Quantization(FORMATS["e2m1"], per="block", block=16, across=16, scale="e4m3")
+    x = values(32, 48)
+    assert torch.equal(quantize(x, ROWS, square), quantize(x, COLUMNS, square))
+    assert not torch.equal(quantize(x, ROWS, NVFP4), quantize(x, COLUMNS, NVFP4))
+    assert scales(x, ROWS, square).shape == (2, 3)
+    assert scales(x, COLUMNS, NVFP4).shape == (2, 48)
+
+
+class TestFp32Scales:
+    def test_of_the_tensor(self) -> None:
+        x = values(4, 8)
+        scale = scales(x, ROWS, Quantization(FORMATS["e4m3fn"]))
+        assert scale == x.abs().max() * (1 / 448)
+        expected = torch.from_numpy(nearest((x * (1 / scale)).numpy(), "e4m3fn")).float() * scale
+        assert torch.equal(quantize(x, ROWS, Quantization(FORMATS["e4m3fn"])), expected)
+
+    def test_of_rows_and_columns(self) -> None:
+        x, per_row = values(4, 8), Quantization(FORMATS["e4m3fn"], per="row")
+        assert torch.equal(
+            scales(x, ROWS, per_row), (x.abs().amax(1) * (1 / 448)).clamp(min=2**-126)
+        )
+        assert torch.equal(
+            scales(x, COLUMNS, per_row), (x.abs().amax(0) * (1 / 448)).clamp(min=2**-126)
+        )
+
+    def test_of_rectangles(self) -> None:
+        how = Quantization(FORMATS["e4m3fn"], per="block", block=4, across=2)
+        x = values(4, 8)
+        expected = x.view(2, 2, 2, 4).abs().amax((1, 3)) * (1 / 448)
+        assert torch.equal(scales(x, ROWS, how), expected.clamp(min=2**-126))
+
+    def test_a_known_amax_saturates_what_lies_beyond(self) -> None:
+        x = torch.tensor([[1.0, 2.0, 3.0, -100.0]])
+        kept = quantize(x, ROWS, Quantization(FORMATS["e4m3fn"]), known_amax=torch.tensor(7.0))
+        assert torch.equal(kept, torch.tensor([[1.0, 2.0, 3.0, -7.0]]))
+
+    def test_a_margin_leaves_octaves(self) -> None:
+        how = Quantization(FORMATS["e4m3fn"], history=4, margin=1)
+        kept = quantize(torch.tensor([[7.0, -100.0]]), ROWS, how, known_amax=torch.tensor(7.0))
+        assert torch.equal(kept, torch.tensor([[7.0, -14.0]]))
+
+
+EVERY = [
+    Quantization(FORMATS["e4m3fn"]),
+    Quantization(FORMATS["e5m2"], per="row"),
+    Quantization(FORMATS["e4m3fn"], per="block", block=16),
+    *(mx("e2m1", rule, block=16) for rule in RULES),
+    NVFP4,
+    Quantization(FORMATS["tf32"], scale="none"),
+]
+
+
+@pytest.mark.parametrize("how", EVERY, ids=lambda how: f"{how.per} {how.scale} {how.rule}")
+class TestAll:
+    @pytest.mark.parametrize("bad", [math.inf, -math.inf, NAN])
+    def test_what_is_not_finite_stays_visible(self, how: Quantization, bad: float) -> None:
+        x = values(4, 32)
+        x[2, 3] = bad
+        assert not quantize(x, ROWS, how)[2, 3].isfinite()
+        assert not quantize(x, ROWS, how, known_amax=torch.tensor(1.0))[2, 3].isfinite()
+
+    def test_zeros_stay_zeros(self, how: Quantization) -> None:
+        assert torch.equal(quantize(torch.zeros(4, 32), ROWS, how), torch.zeros(4, 32))
+
+    @pytest.mark.parametrize("exponent", [-149, -130, 126])
+    def test_at_the_ends_of_fp32(self, how: Quantization, exponent: int) -> None:
+        x = values(4, 32) * 2.0**-40
+        x[2, 3] = 2.0**exponent
+        assert quantize(x, ROWS, how).isfinite().all()
+
+    def test_what_is_held_is_held(self, how: Quantization) -> None:
+        """A power of two as scale: what it holds it holds again. Others move with the scale."""
+        x = quantize(values(4, 32), ROWS, how)
+        if how.scale in ("e8m0", "none"):
+            assert torch.equal(quantize(x, ROWS, how), x)
+
+    def test_whole_blocks_only(self, how: Quantization) -> None:
+        wrong = "20 is no multiple of 16" if how.per == "block" else ""
+        assert ROWS.misfit(torch.Size([3, 20]), how) == wrong
+        assert ROWS.misfit(torch.Size([20, 32]), how) == ""
+
+
+class TestHadamard:
+    @pytest.mark.parametrize("size", [2, 16, 32])
+    def test_is_orthogonal_and_has_signs(self, size: int) -> None:
+        own = matrix(size, torch.device("cpu"))
+        # Sums of `size` products of 1 / size, each with an fp32 error of 2^-24 relative.
+        assert torch.allclose(own @ own.T, torch.eye(size), rtol=0, atol=size * 2**-24)
+        assert 0 < int((own[:, 0] < 0).sum()) < size
+
+    def test_cancels_in_a_product(self) -> None:
+        """Exactly so for size 16, whose entries are 1/4, and small whole numbers."""
+        generator = torch.Generator().manual_seed(0)
+        a = torch.randint(-8, 9, (5, 32), generator=generator).float()
+        b = torch.randint(-8, 9, (32, 3), generator=generator).float()
+        assert torch.equal(transform(a, 1, 16) @ transform(b, 0, 16), a @ b)
+        assert not torch.equal(transform(a, 1, 16), a)
+
+    def test_spreads_an_outlier(self) -> None:
+        how = Quantization(FORMATS["e2m1"], per="block", block=16, scale="e4m3", hadamard=16)
+        x = torch.zeros(1, 16)
+        x[0, 3] = 100.0
+        assert torch.equal(quantize(x, ROWS, how).abs(), torch.full((1, 16), 25.0))
+        assert ROWS.misfit(torch.Size([1, 8]), how) == "8 is no multiple of 16"

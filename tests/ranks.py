@@ -1,0 +1,106 @@
+"""Ranks on this machine: processes that take one function after another, all of them the same.
+
+They come from a server that has loaded torch once. This process keeps the store in which they find
+each other, as torchrun's agent does.
+"""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["mpframe.run.run", "mpframe.distributed.process_group"])
+
+
+class Ranks:
+    """Calls a function on every rank.
+
+    Args:
+        size: how many there are.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.processes = []
+        self._pipes = []
+        for rank in range(size):
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
+                target=_work, args=(theirs, rank, size, self._store.port), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any, within: float = 60) -> Any:
+        """What each rank returned, in their order; a rank that raised gives the error's text.
+
+        Args:
+            function: of a module, called with the arguments.
+            arguments: the same for all ranks.
+            within: seconds.
+        """
+        self.begin(function, *arguments)
+        return self.results(within)
+
+    def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Start the call on every rank."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+
+    def results(self, within: float = 60) -> list[Any]:
+        """What each rank returned; None for one that was killed."""
+        return [_received(pipe, within) for pipe in self._pipes]
+
+    def results_of(self, rank: int, within: float = 60) -> Any:
+        """What one rank returned."""
+        return _received(self._pipes[rank], within)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def ranks(size: int = 2) -> Iterator[Ranks]:
+    """So many ranks within the block."""
+    own = Ranks(size)
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+def _received(pipe: Connection, within: float) -> Any:
+    assert pipe.poll(within), f"no rank may take longer than {within} s"
+    try:
+        failed, value = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return None
+    assert not failed, value
+    return value
+
+
+def _work(pipe: Connection, rank: int, size: int, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send((False, function(*arguments)))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))

@@ -1,0 +1,207 @@
+"""The benchmark's large models: their steps, one at a time, each in a new process."""
+
+import inspect
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mpframe.bench.groups import growth, large, options, small
+from mpframe.bench.step import one_turn, turns
+from mpframe.bench.step.competitors import STEPS
+from mpframe.bench.step.laps import Laps
+from mpframe.bench.step.workloads import WORKLOADS, Workload
+from mpframe.bench.table import Table
+
+TINY = {
+    "linear": {"width": 4, "layers": 2, "batch": 3},
+    "transformer": {"vocab_size": 9, "context": 4, "depth": 1, "width": 4, "batch": 2},
+    "recommender": {"tables": 2, "rows": 5, "width": 4, "batch": 3},
+    "tiny_bert": {"width": 4, "layers": 1, "tokens": 3, "batch": 2},
+    "resnet18": {"width": 2, "batch": 2},
+    "unet": {"width": 2, "side": 8, "batch": 2},
+}
+
+
+def made(workload: str) -> Workload:
+    if workload == "tiny_bert":
+        pytest.importorskip("transformers")
+    return WORKLOADS[workload](**TINY[workload])
+
+
+def test_laps_add_up_by_name() -> None:
+    times = iter([0.0, 1.0, 3.0, 10.0, 14.0, 22.0])
+    laps = Laps(clock=lambda: next(times))
+    laps.start()
+    laps.end("forward")
+    laps.end("backward")
+    laps.start()
+    laps.end("forward")
+    laps.end("step")
+    assert laps.seconds == {"forward": 5.0, "backward": 2.0, "step": 8.0}
+    laps.clear()
+    assert laps.seconds == {"forward": 0.0, "backward": 0.0, "step": 0.0}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_a_step_of_everybody_has_three_laps(workload: str, name: str) -> None:
+    laps = Laps()
+    STEPS[name](made(workload), laps)()
+    assert all(seconds > 0 for seconds in laps.seconds.values())
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_by_hand_and_by_the_trainer_it_is_the_same_training(workload: str) -> None:
+    weights: list[Any] = []
+    for name in ("torch fp32", "mpframe fp32"):
+        work = made(workload)
+        step = STEPS[name](work, Laps())
+        before = {key: value.clone() for key, value in work.model.state_dict().items()}
+        step()
+        weights.append(work.model.state_dict())
+        assert any(not torch.equal(weights[-1][key], before[key]) for key in before)
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_a_turn_tells_seconds_laps_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = iter([1000, 1000 + 40 * 19])  # two layers of 4 x 4 weights and 4 biases
+    monkeypatch.setattr(one_turn, "status_bytes", lambda key: next(peaks))
+    kept: list[None] = []
+    monkeypatch.setattr(one_turn, "keep_freed_memory", lambda: kept.append(None))
+    tiny = "linear", TINY["linear"], "mpframe mixed float16"
+    turn = one_turn.measure(*tiny, threads=1, steps=2, keep_memory=True)
+    assert len(kept) == 1
+    assert turn.bytes_per_parameter == 19.0
+    assert set(turn.laps) == {"forward", "backward", "step"}
+    assert turn.seconds >= sum(turn.laps.values()) > 0
+
+
+def test_without_a_proc_folder_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_turn, "_STATUS", Path("/no/such/file"))
+    turn = one_turn.measure("linear", TINY["linear"], "torch fp32", threads=1, steps=1)
+    assert turn.bytes_per_parameter is None
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Lets turns run in this process, and notes their arguments."""
+    arguments: list[dict[str, Any]] = []
+
+    def in_this_process(words: list[str], folder: Path, name: str) -> str:
+        arguments.append(json.loads(words[2]))
+        return json.dumps(asdict(one_turn.measure(**arguments[-1])))
+
+    monkeypatch.setattr(turns, "run_python", in_this_process)
+    monkeypatch.setattr(one_turn, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(one_turn, "status_bytes", {"VmRSS": 0, "VmHWM": 1000}.get)
+    return arguments
+
+
+def test_large_rows(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    (measured,) = large.tables(1, tmp_path, {"linear": TINY["linear"]}, threads=1, steps=1)
+    kept = {f"{own['name']}, {own.get('keep_memory', False)}" for own in asked}
+    assert len(kept) == len(large.ROWS) == 9
+    assert {"torch fp32, False", "torch fp32, True", "mpframe amp float16, True"} < kept
+    assert {"mpframe mixed bfloat16, False", "torch.autocast bfloat16, False"} < kept
+    assert measured.title == "Linear layers, 40 parameters"
+    assert measured.setting == (
+        "2 linear layers of 4, batch 3, fused AdamW, gradients clipped to 1.0, 1 thread; float16 "
+        "with Backoff."
+    )
+    assert measured.baseline == large.PLAIN
+    assert list(measured.times) == list(large.ROWS)
+    assert list(measured.details) == ["forward, ms", "backward, ms", "step, ms", turns.BYTES]
+    assert "| forward, ms | backward, ms | step, ms |" in measured.markdown()
+    assert len(measured.claims) >= 2
+
+
+@pytest.mark.parametrize("name", options.CHOICES)
+def test_options_rows(name: str, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    choice = options.CHOICES[name]
+    tiny = replace(choice, sizes=TINY[choice.workload], modes=("amp bfloat16",))
+    (measured,) = options.tables(1, tmp_path, {name: tiny}, threads=1, steps=1)
+    assert measured.title.startswith(f"{name}: ")
+    assert list(measured.times) == ["amp bfloat16", f"amp bfloat16, {name.split(',')[0]}"]
+    plain, chosen = sorted(asked, key=len)
+    assert chosen == {**plain, **choice.chosen}
+    assert set(options.CHOICES[name].sizes) <= set(TINY[choice.workload])
+
+
+def test_a_turn_is_a_process_of_its_own() -> None:
+    arguments = {"workload": "linear", "sizes": TINY["linear"], "name": "torch fp32"}
+    turn = turns.Turn("plain", {**arguments, "threads": 1, "steps": 1})
+    assert [turn()] == [own.seconds for own in turn.turns]
+
+
+ALL = {name: [1.0, 2.0] for name in STEPS}
+
+
+def limits(workload: str) -> dict[str, float]:
+    return {claim.text: claim.limit for claim in large.claims_of(workload, ALL, ALL)}
+
+
+def test_the_marks_of_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large, "has_native_half", lambda half: True)
+    amp = {"mpframe amp bfloat16 / torch.autocast bfloat16": 1.02}
+    assert limits("recommender") == amp
+    assert limits("linear") == {
+        **amp,
+        "mpframe mixed float16 / torch fp32": 1.4,
+        "mpframe mixed bfloat16 / torch.autocast bfloat16": 0.9,
+        "bytes per parameter, mpframe mixed bfloat16 / torch.autocast bfloat16": 0.8,
+    }
+    monkeypatch.setattr(large, "has_native_half", lambda half: False)
+    assert list(limits("linear").values()) == [1.4, 0.8]
+    assert limits("transformer") == {}
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_small_rows(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "has_native_half", lambda half: native)
+    (measured,) = small.tables(1, tmp_path, {"unet": TINY["unet"]}, steps=1)
+    assert measured.title == "U-Net"
+    assert list(measured.times) == list(small.NAMES)
+    assert [claim.limit for claim in measured.claims] == [1.1] * native
+    monkeypatch.setattr(small, "find_spec", lambda package: None)
+    (skipped,) = small.tables(1, tmp_path, {"tiny_bert": {}})
+    assert skipped.markdown().endswith(
+        "\n\n- skipped, transformers is not installed; pip install 'mpframe[text]'\n"
+    )
+
+
+def test_growth_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "THREADS", 1)
+    deeper = growth.Growth("linear", "layers", (1, 2), {"width": 4, "batch": 3})
+    (measured,) = growth.tables(2, tmp_path, {"depth": deeper}, steps=1)
+    assert measured.title == "Growth with depth"
+    assert list(measured.times) == ["layers 1", "layers 2"]
+    assert measured.notes[0].startswith("slope: ")
+
+
+def test_the_slope_is_the_power_that_time_grows_with() -> None:
+    times = {"a": [1.0, 5.0], "b": [4.0, 10.0], "c": [16.0, 20.0]}
+    found = growth.slope(times, [1, 2, 4])
+    assert found.count == 2
+    assert (found.low, found.high) == (pytest.approx(1.25), pytest.approx(1.75))
+    assert found.median == pytest.approx(1.5)
+
+
+def test_growths_name_arguments_of_their_workloads() -> None:
+    for grown in growth.GROWTHS.values():
+        arguments = inspect.signature(WORKLOADS[grown.workload]).parameters
+        assert {grown.size, *grown.others} <= set(arguments)
+
+
+def test_details_are_columns_of_medians() -> None:
+    times = {"a": [0.001], "b": [0.002]}
+    table = Table("T", "S.", "a", times, details={"bytes": {"a": [16.0, 17.0, 19.0], "b": []}})
+    assert table.markdown().splitlines()[4:8] == [
+        "| | ms, median (quartiles) | ratio to a (quartiles) | rounds | bytes |",
+        "|---|---|---|---|---|",
+        "| a | 1.00 (1.00 to 1.00) | 1 | 1 | 17.0 |",
+        "| b | 2.00 (2.00 to 2.00) | 2.00 (2.00 to 2.00) | 1 | |",
+    ]

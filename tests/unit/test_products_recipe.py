@@ -1,0 +1,216 @@
+"""Recipes: what is shipped, a user's own, what is refused, and what the dtype map says of them."""
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from mpframe import OpLists, Precision
+from mpframe.build.precision import build_precision, in_fp32
+from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.locations import CONF
+from mpframe.config.schema import Config
+from mpframe.errors import ConfigError
+from mpframe.precision.products.formats import FORMATS
+from mpframe.precision.products.recipe import OPERANDS, Recipe, shipped
+from mpframe.precision.products.scaling import Quantization
+
+MXFP8 = Quantization(FORMATS["e4m3fn"], per="block", block=32, scale="e8m0", rule="rceil")
+
+
+def of(*words: str) -> Precision:
+    """The precision of a command line."""
+    return build_precision(config_of("dtype=mixed_bf16", *words))
+
+
+def config_of(*words: str) -> Config:
+    return checked(without_hydra(compose_named(list(words))[1]))
+
+
+class TestShipped:
+    def test_the_names(self) -> None:
+        assert shipped() == [
+            *("fp8_blocks", "fp8_delayed", "fp8_rows", "fp8_tensorwise"),
+            *("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "nvfp4", "tf32"),
+        ]
+
+    @pytest.mark.parametrize("name", shipped())
+    def test_a_file_chooses_and_holds_what_it_is_named_after(self, name: str) -> None:
+        text = (CONF / "dtype" / "products" / f"{name}.yaml").read_text()
+        node = yaml.safe_load(text)
+        assert text.startswith("# @package dtype\n# ")
+        assert (node["products"], [*node["recipes"]]) == (name, [name])
+
+    def test_as_a_group_and_as_an_option(self) -> None:
+        by_group, by_option = of("dtype/products=mxfp8"), of("dtype.products=mxfp8")
+        assert by_group.policy == by_option.policy
+        assert by_group.policy == Precision("mixed", "bfloat16", products="mxfp8").policy
+        assert str(by_group) == "mixed(bfloat16, mxfp8)"
+
+    def test_none_is_the_default(self) -> None:
+        assert of().policy.products == "none"
+        assert str(of()) == "mixed(bfloat16)"
+
+    def test_mxfp8(self) -> None:
+        recipe = Recipe.named("mxfp8")
+        assert all(how == MXFP8 for pair in recipe.products.values() for how in pair.values())
+        assert {p: tuple(pair) for p, pair in recipe.products.items()} == OPERANDS
+        assert not recipe.half
+
+    def test_nvfp4(self) -> None:
+        """arXiv 2509.25149: random rounding of gradients alone, the transform in dw alone, weights
+        in squares."""
+        hows = {
+            (p, o): how
+            for p, pair in Recipe.named("nvfp4").products.items()
+            for o, how in pair.items()
+        }
+        assert {how.format.name for how in hows.values()} == {"e2m1"}
+        assert {key for key, how in hows.items() if how.rounding == "stochastic"} == {
+            ("dx", "dy"),
+            ("dw", "dy"),
+        }
+        assert {key for key, how in hows.items() if how.hadamard == 16} == {
+            ("dw", "x"),
+            ("dw", "dy"),
+        }
+        assert {key for key, how in hows.items() if how.across == 16} == {
+            ("forward", "w"),
+            ("dx", "w"),
+        }
+
+    def test_fp8_gradients_are_e5m2(self) -> None:
+        for name in ("fp8_tensorwise", "fp8_delayed"):
+            for pair in Recipe.named(name).products.values():
+                for operand, how in pair.items():
+                    assert how.format.name == ("e5m2" if operand == "dy" else "e4m3fn")
+        assert Recipe.named("fp8_delayed").delayed
+        assert not Recipe.named("fp8_tensorwise").delayed
+
+    def test_mxfp4_is_half_forward(self) -> None:
+        assert set(Recipe.named("mxfp4").products) == {"dx", "dw"}
+
+
+class TestOwn:
+    def test_a_value_changed_on_the_command_line(self) -> None:
+        recipe = of("dtype/products=mxfp8", "dtype.recipes.mxfp8.every.rule=floor").policy.recipes[
+            "mxfp8"
+        ]
+        assert recipe.products["dx"]["w"].rule == "floor"
+
+    def test_a_recipe_with_a_format_of_its_own(self) -> None:
+        words = "{every:{format:{exponent_bits:3,mantissa_bits:4},per:row},dx:null,attention:true}"
+        policy = of(
+            "dtype.products=mine", f"+dtype.recipes.mine={words}", "ops.modules={a:mine}"
+        ).policy
+        recipe = policy.recipes["mine"]
+        assert set(recipe.products) == {"forward", "dw"}
+        assert recipe.attention
+        how = recipe.products["forward"]["x"]
+        assert (how.format.exponent_bits, how.format.mantissa_bits, how.format.name, how.per) == (
+            3,
+            4,
+            "e3m4",
+            "row",
+        )
+
+    def test_fp32_has_no_products_unless_asked(self) -> None:
+        config = config_of("dtype=mixed", "dtype/products=mxfp8")
+        assert not build_precision(in_fp32(config)).policy.casts
+        assert Precision("fp32", products="tf32").policy.casts
+        assert str(Precision("fp32", products="tf32")) == "fp32(tf32)"
+
+
+@pytest.mark.parametrize(
+    ("node", "says"),
+    [
+        ({"evry": {}}, "dtype.recipes.mine.evry: no such option; choose every, forward, dx, dw, half, attention; nearest: every"),
+        ({"every": {}}, "dtype.recipes.mine.forward.x.format=None: give a format's name, or its bits"),
+        ({"every": {"format": "e4m3"}}, "format=e4m3: choose tf32, e4m3fn, e5m2, e2m3, e3m2, e2m1, or give"),
+        ({"every": {"format": "e2m1", "blok": 3}}, "dtype.recipes.mine.forward.x.blok: no such option; choose format, per, block"),
+        ({"every": {"format": "e2m1", "per": "column"}}, "dtype.recipes.mine.forward.x.per=column: choose tensor, row, block"),
+        ({"every": {"format": "e2m1", "block": 0}}, "dtype.recipes.mine.forward.x.block=0: must be a whole number, at least 1"),
+        ({"every": {"format": "e2m1", "hadamard": 12}}, "dtype.recipes.mine.forward.x.hadamard=12: must be 0 or a power of two"),
+        ({"every": {"format": "e2m1", "across": 16}}, "dtype.recipes.mine.forward.x.across=16: has no meaning with per=tensor"),
+        ({"every": {"format": "e2m1", "history": 4, "per": "row"}}, "dtype.recipes.mine.forward.x.history=4: goes with per=tensor"),
+        ({"every": {"format": "e2m1", "hadamard": 16, "per": "block", "block": 24}}, "dtype.recipes.mine.forward.x.hadamard=16: one of it and block=24"),
+        ({"every": {"format": "e2m1"}, "dw": {"x": {"hadamard": 16}}}, "dtype.recipes.mine.dw: hadamard=0 and 16: give both operands the same"),
+        ({"every": {"format": "e2m1"}, "dw": {"w": {}}}, "dtype.recipes.mine.dw.w: no such option; choose x, dy"),
+        ({"every": {"format": "e2m1"}, "forward": "half"}, "dtype.recipes.mine.forward=half: must be a mapping"),
+        ({"every": {"format": {"exponent_bits": 4}}}, "format e4m0: mantissa_bits=0: choose 1 to 10"),
+    ],
+)  # fmt: skip
+def test_refused(node: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Recipe.from_mapping("mine", node)
+    assert str(error.value).startswith(says)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["fp32", "half", "none"])
+def test_a_recipe_has_a_name_of_its_own(name: str) -> None:
+    recipe = Recipe.from_mapping(name, {"every": {"format": "e2m1"}})
+    with pytest.raises(
+        ConfigError, match=f"dtype.recipes.{name}: is the name of a pin; choose another"
+    ):
+        Precision("amp", recipes={name: recipe})
+
+
+class TestMap:
+    def rows(self, products: str = "mxfp8", **modules: str) -> dict[str, Any]:
+        model = nn.ModuleDict(
+            {
+                "whole": nn.Linear(64, 32),
+                "classes": nn.Linear(64, 10),
+                "images": nn.Conv2d(3, 64, 3),
+                "grouped": nn.ConvTranspose2d(64, 64, 3, groups=4),
+                "norm": nn.LayerNorm(64),
+                "cells": nn.LSTM(32, 32),
+                "attention": nn.MultiheadAttention(32, 1),
+                "head": nn.Linear(64, 64),
+            }
+        )
+        named = OpLists.named()
+        ops = OpLists(named.allow, named.deny, named.infer, modules)
+        precision = Precision("mixed", "bfloat16", products=products, ops=ops)
+        precision.prepare(model, torch.optim.SGD(model.parameters()))
+        self.text = precision.describe(model)
+        return {row.module: row for row in precision.dtype_map(model)}
+
+    def test_says_what_stays_in_half_and_why(self) -> None:
+        said = {name: row.products for name, row in self.rows(whole="nvfp4").items()}
+        assert said == {
+            "whole": "nvfp4",
+            "classes": "mxfp8; dx in half: 10 is no multiple of 32",
+            "images": "mxfp8; forward in half: 3 is no multiple of 32",
+            "grouped": "mxfp8; forward in half: 16 is no multiple of 32; dx in half: 16 is no multiple of 32",
+            "norm": "-",
+            "cells": "in half: lstm has its products in one kernel",
+            "attention": "mxfp8",
+            "attention.out_proj": "mxfp8",
+            "head": "mxfp8",
+        }
+        for line in ("mxfp8 forward: x e4m3fn / e8m0 scale per block of 32 x 1, w", "nvfp4 dw: x"):
+            assert f"\n{line}" in self.text
+
+    def test_says_which_pin_keeps_a_module_in_half(self) -> None:
+        rows = self.rows("nvfp4", whole="half", classes="none", images="fp32")
+        assert rows["head"].products == "in half: 'head' is pinned to none"
+        assert rows["whole"].products == "in half: 'whole' is pinned to half"
+        assert rows["classes"].products == "in half: 'classes' is pinned to none"
+        assert rows["images"].products == "-"
+
+    def test_a_pin_to_a_recipe_leaves_formats_as_they_are(self) -> None:
+        pinned, plain = self.rows(norm="nvfp4", head="none"), self.rows()
+        for name in ("norm", "head"):
+            assert (pinned[name].storage, pinned[name].compute) == (
+                plain[name].storage,
+                plain[name].compute,
+            )
+            assert pinned[name].why == plain[name].why
+
+    def test_has_no_such_column_without_products(self) -> None:
+        assert self.rows("none")["head"].products == ""
+        assert "products" not in self.text
