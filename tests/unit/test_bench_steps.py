@@ -21,7 +21,7 @@ TINY = {
     "transformer": {"vocab_size": 9, "context": 4, "depth": 1, "width": 4, "batch": 2},
     "recommender": {"tables": 2, "rows": 5, "width": 4, "batch": 3},
     "tiny_bert": {"width": 4, "layers": 1, "tokens": 3, "batch": 2},
-    "resnet18": {"width": 2, "batch": 2},
+    "resnet18": {"width": 8, "batch": 2},
     "unet": {"width": 2, "side": 8, "batch": 2},
 }
 
