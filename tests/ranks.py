@@ -59,6 +59,10 @@ class Ranks:
         """What each rank returned; None for one that was killed."""
         return [_received(pipe, within) for pipe in self._pipes]
 
+    def results_of(self, rank: int, within: float = 60) -> Any:
+        """What one rank returned."""
+        return _received(self._pipes[rank], within)
+
     def close(self) -> None:
         for process in self.processes:
             process.kill()

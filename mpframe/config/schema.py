@@ -62,8 +62,12 @@ class Dtype:
         "How half ops compute on a CPU: its instructions, or fp32 with one rounding.",
         choices=("auto", "native", "emulated"),
     )
-    master_weights: bool = option(
-        True, "Keep fp32 masters of half weights; false only to study what they are for."
+    master_weights: str | bool = option(
+        "on",
+        "Keep fp32 masters of half weights. split, for bfloat16: keep of each the 16 bits that its "
+        "weight lacks, less memory and more time. off only to study what they are for. true is "
+        "read as on, false as off.",
+        choices=("on", "off", "split"),
     )
     products: str = option(
         "none",

@@ -31,13 +31,14 @@ def runs(folder: Path, options: list[list[str]]) -> list[Any]:
 
 
 class Trouble(Callback):
-    """At a step a rank gets a signal."""
+    """At a step a rank gets a signal; not again where torchrun has started it once more."""
 
     def __init__(self, rank: int, step: int, name: str) -> None:
         self._at, self._signal = (rank, step), signal.Signals[name]
 
     def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
-        if (trainer.world.rank, trainer.progress.global_step) == self._at:
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if first and (trainer.world.rank, trainer.progress.global_step) == self._at:
             os.kill(os.getpid(), self._signal)
 
 

@@ -5,7 +5,7 @@ generator, and the state of the callbacks. It is taken between two steps, when n
 window is open. Two numbers say how far the data has been read (see data.loader).
 
 Of several ranks all come to a save at the same step, and rank 0 writes it: they hold the same
-state, but for the random generators.
+state, but for the random generators and what 8-bit products remember.
 
 A save in the background copies the state first, so the run can go on while the copy is written. At
 most one such save runs at a time, and its error is raised at the next save or at the end.
@@ -171,13 +171,13 @@ class Checkpoints(Callback):
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
         global_step = trainer.progress.global_step
-        own, *others = checkpoint.rng_of_ranks(trainer.world) or [{}]
+        own = {"rng": checkpoint.rng_state(), "products": trainer.precision.state_dict()}
         return Snapshot(
             global_step,
             {
                 "trainer": trainer.state_dict(),
-                "rng": own,
-                "rng_of_other_ranks": others,
+                "rng": own["rng"],
+                checkpoint.OTHER_RANKS: checkpoint.of_other_ranks(trainer.world, own),
                 "callbacks": states_of(trainer.callbacks),
                 "usage": dict(self._context.usage),
             },
