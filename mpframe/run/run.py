@@ -363,6 +363,7 @@ def _errors_dated(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except (DataError, UserCodeError) as error:
+        trainer.world.refuse_lost(error.__cause__)
         error.args = (f"after step {trainer.progress.global_step}: {error}",)
         raise
 

@@ -263,11 +263,14 @@ def test_ddp_needs_several_processes(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_or_hangs_ends_the_others(
     tmp_path: Path, name: str, timeout: int
 ) -> None:
+    """Killed in a step of DistributedDataParallel, whose error comes out of the backward pass."""
     trouble = ["+callbacks.trouble._target_=ranked.Trouble", "+callbacks.trouble.rank=1",
                "+callbacks.trouble.step=2", f"+callbacks.trouble.name={name}"]  # fmt: skip
     with ranks(2) as own:
         began = time.monotonic()
-        own.begin(ranked.run, tmp_path / "run", *OWN, *trouble, f"trainer.rank_timeout={timeout}")
+        reduce = "in_backward" if name == "SIGKILL" else "after_backward"
+        options = [*trouble, f"trainer.rank_timeout={timeout}", f"trainer.reduce={reduce}"]
+        own.begin(ranked.run, tmp_path / "run", *OWN, *options)
         if name == "SIGKILL":
             own.processes[1].join(60)
             began = time.monotonic()
