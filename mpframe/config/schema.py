@@ -62,8 +62,12 @@ class Dtype:
         "How half ops compute on a CPU: its instructions, or fp32 with one rounding.",
         choices=("auto", "native", "emulated"),
     )
-    master_weights: bool = option(
-        True, "Keep fp32 masters of half weights; false only to study what they are for."
+    master_weights: str | bool = option(
+        "on",
+        "Keep fp32 masters of half weights. split, for bfloat16: keep of each the 16 bits that its "
+        "weight lacks, less memory and more time. off only to study what they are for. true is "
+        "read as on, false as off.",
+        choices=("on", "off", "split"),
     )
     products: str = option(
         "none",
@@ -202,6 +206,12 @@ class TrainerOptions:
         [],
         "Patterns of modules that keep no activations and run again in the backward pass: less "
         "memory, the same numbers.",
+        watches=True,
+    )
+    keep_freed_memory: bool = option(
+        True,
+        "On a CPU under Linux, keep the memory that a step frees for the next one: faster steps of "
+        "models with many parameters, for somewhat more memory.",
         watches=True,
     )
     channels_last: bool = option(

@@ -61,7 +61,13 @@ def saving(folder: Path) -> bool:
     return any(folder.glob("checkpoints/.step_*.new"))
 
 
+def as_a_new_program() -> None:
+    """Python's own way to start a process: workers would come from a server that is new, too."""
+    multiprocessing.set_start_method(None, force=True)
+
+
 def _train(folder: Path, options: tuple[str, ...]) -> None:
+    as_a_new_program()
     folder.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(filename=folder / "train.log", level=logging.INFO)
     try:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from processes import CONTEXT, exit_code
+from processes import CONTEXT, as_a_new_program, exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "train.py"
@@ -40,6 +40,7 @@ def run(
 
 
 def _main(words: list[str], folder: Path, environment: dict[str, str], files: list[Path]) -> None:
+    as_a_new_program()
     for descriptor, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
     os.chdir(folder)

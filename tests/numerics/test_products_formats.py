@@ -96,7 +96,8 @@ def test_ties_go_to_the_even_number(name: str) -> None:
 @given(st.lists(bits, min_size=1, max_size=200))
 def test_tf32_rounds_at_the_tenth_bit(patterns: list[int]) -> None:
     """Beside float64, in which the step of a value's octave divides it without an error."""
-    values = torch.from_numpy(np.array(patterns, dtype=np.uint32).view(np.float32))
+    ties = [bits & ~0x1FFF | 0x1000 for bits in patterns]
+    values = torch.from_numpy(np.array(patterns + ties, dtype=np.uint32).view(np.float32))
     values = values[values.isfinite() & (values.abs() <= FORMATS["tf32"].max)]
     exact = values.double()
     step = torch.exp2(torch.frexp(exact)[1].clamp(min=-125) - 1.0 - 10.0)

@@ -452,6 +452,18 @@ class TestPins:
         assert torch.equal(by_pin[0], run_linear("fp8_rows"))
         assert by_pin[2].dtype == torch.float32  # The lists go on inside a pin to a recipe.
 
+    def test_a_pin_to_a_recipe_casts_nothing(self) -> None:
+        """A module pinned to half gets half inputs, one pinned to a recipe what it was given."""
+        seen = {}
+        for pin in ("half", "mxfp8"):
+            model = nn.Sequential(nn.Identity())
+            ops = OpLists.from_mapping({**lists(), "modules": {"0": pin}})
+            precision = Precision("amp", half="bfloat16", ops=ops)
+            precision.prepare(model, torch.optim.SGD(nn.Linear(1, 1).parameters()))
+            with precision.cast():
+                seen[pin] = model(A).dtype
+        assert seen == {"half": torch.bfloat16, "mxfp8": torch.float32}
+
     def test_fp32(self) -> None:
         assert self.outputs(**{"0": "fp32"})[0].dtype == torch.float32
 

@@ -25,7 +25,7 @@ from mpframe.precision.products.formats import (
     FORMATS,
     Draw,
     ElementFormat,
-    round_finite,
+    round_finite_,
     round_to,
 )
 from mpframe.precision.products.hadamard import transform
@@ -142,7 +142,7 @@ def quantize(
         return round_to(values, how.format, draw)
     blocks, shared = _blocks(values, axes, how)
     scale, inverse = _scale(_amax(blocks, shared), how, known_amax)
-    return round_finite(blocks * inverse, how.format, draw).mul_(scale).reshape(values.shape)
+    return round_finite_(blocks * inverse, how.format, draw).mul_(scale).reshape(values.shape)
 
 
 def scales(values: Tensor, axes: Axes, how: Quantization) -> Tensor:
@@ -168,7 +168,8 @@ def _blocks(values: Tensor, axes: Axes, how: Quantization) -> tuple[Tensor, tupl
 
 
 def _amax(blocks: Tensor, shared: tuple[int, ...]) -> Tensor:
-    return blocks.abs().amax(shared, keepdim=True)
+    # Without a copy of their magnitudes.
+    return torch.maximum(blocks.amax(shared, keepdim=True), -blocks.amin(shared, keepdim=True))
 
 
 def _scale(
