@@ -20,6 +20,7 @@ from sameness import differing, results
 
 from mpframe import checkpoint
 from mpframe.cli.commands.train import of_this_rank
+from mpframe.data import Loader
 from mpframe.errors import ConfigError
 from mpframe.tracking.summary import Status
 
@@ -130,8 +131,6 @@ def test_an_error_on_one_rank_ends_all_and_says_whose_it_is(two: Ranks, tmp_path
 
 def _with_bad_sample(tmp_path: Path) -> tuple[int, int]:
     """Two samples of the third batch: one of rank 1's part, one of rank 0's."""
-    from mpframe.data import Loader
-
     order = Loader(ranked.Points(32, None), 8, shuffle=True).batch_ids(0, 2).tolist()
     return order[-1], order[0]
 
@@ -155,6 +154,20 @@ def test_ranks_that_drift_apart_are_refused_at_the_next_checkpoint(
     said = "trainer.parallel=ddp: after step 4 weight is not the same on rank 1 as on rank 0"
     assert all(text.startswith(said) for _, text in ends)
     assert not checkpoint.all_in(tmp_path / "run")
+
+
+def test_the_autopsy_names_the_sample_of_any_rank(two: Ranks, tmp_path: Path) -> None:
+    overflow = ["callbacks.overflow._target_=ranked.Overflow", "trainer.max_consecutive_skips=2"]
+    options = [*OWN, "dtype=amp", "loss_scaling=static", f"+{overflow[0]}", overflow[1]]
+    first, second = two(ranked.run, tmp_path / "run", *options)
+    assert first == second
+    assert first[0] == "DivergedError"
+    report = Path(first[1].partition("; see ")[2])
+    batch = int(report.parent.name.removeprefix("step_")) - 1
+    order = Loader(ranked.Points(32, None), 8, shuffle=True).batch_ids(0, batch)[4:].tolist()
+    text = report.read_text()
+    assert f"epoch 0, batch {batch}, rank 1" in text
+    assert ", ".join(map(str, order)) in text
 
 
 SEVERAL = {
@@ -250,11 +263,14 @@ def test_ddp_needs_several_processes(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_or_hangs_ends_the_others(
     tmp_path: Path, name: str, timeout: int
 ) -> None:
+    """Killed in a step of DistributedDataParallel, whose error comes out of the backward pass."""
     trouble = ["+callbacks.trouble._target_=ranked.Trouble", "+callbacks.trouble.rank=1",
                "+callbacks.trouble.step=2", f"+callbacks.trouble.name={name}"]  # fmt: skip
     with ranks(2) as own:
         began = time.monotonic()
-        own.begin(ranked.run, tmp_path / "run", *OWN, *trouble, f"trainer.rank_timeout={timeout}")
+        reduce = "in_backward" if name == "SIGKILL" else "after_backward"
+        options = [*trouble, f"trainer.rank_timeout={timeout}", f"trainer.reduce={reduce}"]
+        own.begin(ranked.run, tmp_path / "run", *OWN, *options)
         if name == "SIGKILL":
             own.processes[1].join(60)
             began = time.monotonic()
