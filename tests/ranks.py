@@ -4,7 +4,6 @@ They come from a server that has loaded torch once. This process keeps the store
 each other, as torchrun's agent does.
 """
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,9 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["mpframe.run.run", "mpframe.distributed.process_group"])
+from fork_server import CONTEXT
 
 
 class Ranks:
@@ -58,6 +55,10 @@ class Ranks:
     def results(self, within: float = 60) -> list[Any]:
         """What each rank returned; None for one that was killed."""
         return [_received(pipe, within) for pipe in self._pipes]
+
+    def results_of(self, rank: int, within: float = 60) -> Any:
+        """What one rank returned."""
+        return _received(self._pipes[rank], within)
 
     def close(self) -> None:
         for process in self.processes:

@@ -54,8 +54,9 @@ def _of_this_rank(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not devices):
         return torch.device("cpu")
     if rank >= devices:
+        fewer = f"start torchrun with --nproc-per-node {devices}, or " * bool(devices)
         raise ConfigError(
-            f"device={name}: this machine has {devices} CUDA devices and more ranks; start "
-            f"torchrun with --nproc-per-node {devices or 1}, or use device=cpu"
+            f"device={name}: this machine has {devices} CUDA devices and more ranks; {fewer}use "
+            "device=cpu"
         )
     return torch.device("cuda", rank)

@@ -23,7 +23,7 @@ def build_precision(config: Config) -> Precision:
         dtype.half,
         ops=lists,
         compute=dtype.compute,
-        master_weights=dtype.master_weights,
+        master_weights={"on": True, "off": False}.get(str(dtype.master_weights), "split"),
         products=dtype.products,
         recipes={name: Recipe.from_mapping(name, node) for name, node in dtype.recipes.items()},
     )

@@ -44,6 +44,8 @@ def build_trainer(config: Config, task: Task, batches: int, world: World = ALONE
     _refuse_compiled(config)
     device = resolve_device(config.run.device)
     model = build_model(config).to(device)
+    if config.trainer.sync_batchnorm:
+        world.synchronize_batchnorm(model)
     optimizers = build_optimizers(config, model)
     plan = build_plan(config)
     numbers, metrics = plan.numbers(batches), build_metrics(config, task)

@@ -110,8 +110,10 @@ def _trained(composed: DictConfig, own: DictConfig) -> float | None:
 
 
 def _run(config: Config, composed: DictConfig, own: DictConfig) -> Summary:
-    from mpframe.run.run import Run  # torch comes in here, and not before.
+    from mpframe.run.process import prepare_process  # torch comes in here, and not before.
+    from mpframe.run.run import Run
 
+    prepare_process(config)
     return Run(config, composed, Path(own.runtime.output_dir), own).train()
 
 

@@ -62,8 +62,12 @@ class Dtype:
         "How half ops compute on a CPU: its instructions, or fp32 with one rounding.",
         choices=("auto", "native", "emulated"),
     )
-    master_weights: bool = option(
-        True, "Keep fp32 masters of half weights; false only to study what they are for."
+    master_weights: str | bool = option(
+        "on",
+        "Keep fp32 masters of half weights. split, for bfloat16: keep of each the 16 bits that its "
+        "weight lacks, less memory and more time. off only to study what they are for. true is "
+        "read as on, false as off.",
+        choices=("on", "off", "split"),
     )
     products: str = option(
         "none",
@@ -204,6 +208,12 @@ class TrainerOptions:
         "memory, the same numbers.",
         watches=True,
     )
+    keep_freed_memory: bool = option(
+        True,
+        "On a CPU under Linux, keep the memory that a step frees for the next one: faster steps of "
+        "models with many parameters, for somewhat more memory.",
+        watches=True,
+    )
     channels_last: bool = option(
         False, "Keep the weights of 2-d convolutions with the channels as last dimension."
     )
@@ -221,6 +231,11 @@ class TrainerOptions:
         "while the backward pass runs, in the format of the weights, if each step uses the whole "
         "model and is not accumulated.",
         choices=("after_backward", "in_backward"),
+    )
+    sync_batchnorm: bool = option(
+        False,
+        "Let BatchNorm use the statistics of the whole batch, not those of a rank's part of it. "
+        "The autopsy, which replays steps on one rank, is then off.",
     )
     rank_timeout: float = option(
         300.0,

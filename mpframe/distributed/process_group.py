@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Store
 
 from mpframe.distributed.in_backward import InBackward
 from mpframe.distributed.launch import Place
 from mpframe.distributed.store import store_at
+from mpframe.distributed.sync_batchnorm import synchronize
 from mpframe.distributed.world import World
 from mpframe.errors import LostRankError
 
@@ -49,8 +49,10 @@ class ProcessGroup(World):
         self._timeout = timeout
         limit = timedelta(seconds=timeout)
         on_gpu = device.type == "cuda"
-        self._store: Store | None = None
+        self._store: Any = None
         with self._answered():
+            if on_gpu:
+                torch.cuda.set_device(device)
             self._store = store_at(place, timeout, f"group/{next(_JOINS)}")
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -117,31 +119,29 @@ class ProcessGroup(World):
         """Wait until every rank has come here."""
         self.max_of([0])
 
+    def synchronize_batchnorm(self, model: nn.Module) -> None:
+        """Let BatchNorm use the statistics of all ranks, in place."""
+        synchronize(model)
+
     def in_backward(self, model: nn.Module, wanted: bool) -> InBackward | None:
         """What averages the gradients of a model in its backward pass, if that is wanted."""
         return InBackward(model) if wanted else None
 
-    def refuse_lost(self, error: BaseException) -> None:
-        """Raise LostRankError if an error of torch's says that another rank is lost."""
-        if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and "gloo" in str(error)
+    def refuse_lost(self, error: BaseException | None) -> None:
+        """Raise LostRankError if an error in a model, which may send, says that a rank is lost."""
+        if isinstance(error, RuntimeError) and (
+            isinstance(error, dist.DistError) or "gloo" in str(error)
         ):
             raise LostRankError(self._why_lost(error)) from error
 
     def publish(self, error: str) -> None:
         """Tell the other ranks why this one ends, so that they can say it."""
         with suppress(RuntimeError):  # The store may be gone.
-            self._known_store.set(f"failed/{self.rank}", error)
+            self._store.set(f"failed/{self.rank}", error)
 
     def leave(self) -> None:
         """Close the connections."""
         dist.destroy_process_group()
-
-    @property
-    def _known_store(self) -> Store:
-        if self._store is None:
-            raise RuntimeError("there is no store")
-        return self._store
 
     @contextmanager
     def _answered(self) -> Iterator[None]:
@@ -153,8 +153,8 @@ class ProcessGroup(World):
 
     def _why_lost(self, error: RuntimeError) -> str:
         """What the rank that ended said, or which ranks say nothing."""
-        with suppress(RuntimeError):
-            store, others = self._known_store, [r for r in range(self.size) if r != self.rank]
+        store, others = self._store, [r for r in range(self.size) if r != self.rank]
+        with suppress(RuntimeError, AttributeError):  # The store is gone, or was never there.
             store.set(f"alive/{self.rank}", "")
             for _ in range(20):
                 for rank in others:
@@ -177,6 +177,9 @@ def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for alike in by_kind.values():
         for piece in _pieces(alike):
+            if len(piece) == 1 and piece[0].is_contiguous():
+                yield piece[0].view(-1)
+                continue
             flat = torch.cat([tensor.reshape(-1) for tensor in piece])
             yield flat
             parts = torch.split(flat, [tensor.numel() for tensor in piece])

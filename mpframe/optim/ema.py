@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.optim.masters.master import round_into
+from mpframe.optim.masters.master import master_behind, round_into
 
 
 class Ema:
@@ -57,13 +57,21 @@ class Ema:
             self._update_unless(skipped)
             return
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
-        torch._foreach_lerp_(self._averages, [master for _, master in self._masters], 1.0 - decay)
+        torch._foreach_lerp_(self._averages, self._present(), 1.0 - decay)
         self._updates += 1
 
     def restart(self) -> None:
         """Begin again at the present masters, as after they were loaded."""
-        torch._foreach_copy_(self._averages, [master.detach() for _, master in self._masters])
+        torch._foreach_copy_(self._averages, self._present())
         self._updates = 0
+
+    def _present(self) -> list[Tensor]:
+        """The masters as they are now; of a split one a new copy."""
+        behind = [(parameter, master_behind(parameter), own) for parameter, own in self._masters]
+        return [
+            (own if held is None or held.value is own else held.current(parameter)).detach()
+            for parameter, held, own in behind
+        ]
 
     def _update_unless(self, skipped: Tensor | None) -> None:
         """The same on the device: the same numbers, computed in float64 there too."""
@@ -71,7 +79,7 @@ class Ema:
         skipped = torch.zeros((), dtype=torch.bool, device=device) if skipped is None else skipped
         count = torch.as_tensor(self._updates, dtype=torch.float64, device=device)
         weight = 1.0 - ((1 + count) / (10 + count)).clamp(max=self.decay)
-        for average, (_, master) in zip(self._averages, self._masters, strict=True):
+        for average, master in zip(self._averages, self._present(), strict=True):
             moved = torch.lerp(average, master, weight.to(average.dtype))
             # Not a weight of 0: 0 * inf is nan, and -0 + 0 is 0.
             average.copy_(torch.where(skipped, average, moved))

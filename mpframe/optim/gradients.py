@@ -8,7 +8,8 @@ There are two passes over the half gradients. The first reads them as they lie, 
 The second comes with the update, for a few parameters at a time: first to fp32, then times one
 factor that unscales and clips. In half 2^-14 / 2^14 is 0; in fp32 it is exact.
 
-fp32 gradients are unscaled, and clipped, in the memory they have.
+fp32 gradients are unscaled, and clipped, in the memory they have. Half ones that are few all in all
+become fp32 at once, for the two passes would cost more calls than they save memory.
 """
 
 import math
@@ -21,6 +22,8 @@ from torch import Tensor
 from mpframe.distributed.world import World
 from mpframe.errors import ConfigError
 from mpframe.tree import HALF
+
+_FEW = 2**20  # values: 4 MB in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +89,18 @@ def measured(
             no bit from an fp32 gradient.
         device: where all of them are.
     """
+    scaled = list(scaled)
+    few = sum(gradient.numel() for _, gradient in scaled) <= _FEW
     by_master: dict[Tensor, Tensor] = {}
     values: list[Tensor] = []
     sparse: list[Tensor] = []
     for master, gradient in scaled:
+        if gradient.dtype in HALF and (few or gradient.is_sparse):
+            gradient = gradient.float()
         dense = gradient
         if gradient.is_sparse:
             # Coalesced in fp32: in half the sum of duplicates could overflow.
-            gradient = (gradient.float() if gradient.dtype in HALF else gradient).coalesce()
+            gradient = gradient.coalesce()
             dense = gradient.values()
             sparse.append(master)
         by_master[master] = gradient

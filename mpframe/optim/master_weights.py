@@ -37,6 +37,7 @@ from mpframe.optim.closure import (
 from mpframe.optim.gradients import Gradients, agreed, check_max_norm, clip, not_finite
 from mpframe.optim.masters.master import copy_from_params, copy_to_params
 from mpframe.optim.masters.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
+from mpframe.optim.masters.split_master import KINDS
 from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult
@@ -57,7 +58,8 @@ class MasterWeights(Optimizer):
         masters: fp32 values to start from, by parameter; copied. They may include parameters of
             groups that are added later. A half parameter without a value here keeps the master
             that it has; if it has none, its master starts from the half value.
-        keep_masters: False updates the half weights themselves, to study what masters are for.
+        keep_masters: False updates the half weights themselves, to study what masters are for;
+            "split" keeps of each master the bits alone that a bfloat16 weight lacks.
 
     Raises:
         ConfigError: a parameter is complex or sparse in half, the parameters are on several
@@ -78,12 +80,12 @@ class MasterWeights(Optimizer):
         optimizer: Optimizer,
         masters: Mapping[Tensor, Tensor] | None = None,
         *,
-        keep_masters: bool = True,
+        keep_masters: bool | str = True,
     ) -> None:
         refuse_wrapped(optimizer)
         self.optimizer = optimizer
         self.needs_closure = needs_closure(optimizer)
-        self._known = Masters({} if masters is None else masters, keep_masters)
+        self._known = Masters({} if masters is None else masters, KINDS[keep_masters])
         self._known_groups = 0
         self.skips_on_device: bool | None = None
         self.world: World = ALONE
@@ -129,8 +131,18 @@ class MasterWeights(Optimizer):
         return parameter in self._masters
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """The fp32 tensor the update acts on: `parameter` itself if it is fp32."""
+        """The fp32 tensor the update acts on: `parameter` itself if it is fp32.
+
+        Of a split master it is a copy.
+        """
         return self._masters[parameter]
+
+    def stepped(self, parameter: Tensor) -> Tensor:
+        """The tensor in the wrapped optimizer's groups that stands for `parameter`.
+
+        Its state is kept by it. That of a split master has no memory outside of the step.
+        """
+        return self._masters.stepped(parameter)
 
     def set_requires_grad(self, parameters: Iterable[Tensor], requires_grad: bool) -> None:
         """Freeze some of the parameters, or train them from the next step on.
@@ -139,7 +151,7 @@ class MasterWeights(Optimizer):
         """
         masters = []
         for parameter in parameters:
-            masters.append(self.master_of(parameter).requires_grad_(requires_grad))
+            masters.append(self.stepped(parameter).requires_grad_(requires_grad))
             parameter.requires_grad_(requires_grad)
         if requires_grad:
             fill_momentum(self.optimizer, masters)

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mpframe.optim.master_weights import MasterWeights
-from mpframe.optim.masters.master import remember
+from mpframe.optim.masters.master import Master, remember
+from mpframe.optim.masters.split_master import KINDS, refuse_split
 from mpframe.precision.casting.blocks import block
 from mpframe.precision.casting.cast import Casts
 from mpframe.precision.casting.recomputation import follow_backward_passes
@@ -45,7 +46,8 @@ class Precision:
         half: `float16` or `bfloat16`.
         ops: the op lists and module pins; the shipped default lists if None.
         compute: half on a CPU: `native`, `emulated`, or `auto` (native if the CPU can).
-        master_weights: False leaves the masters out, to study what they are for.
+        master_weights: False leaves the masters out, to study what they are for. "split", for
+            bfloat16: 2 bytes beside each weight hold the bits that it lacks, instead of 4.
         products: the recipe by which matrix products and convolutions are computed below 16 bits,
             by its name or as a value; `none`: they stay in half.
         recipes: a user's own, by the names that `products` and pins call them.
@@ -61,7 +63,7 @@ class Precision:
         *,
         ops: OpLists | None = None,
         compute: str = "auto",
-        master_weights: bool = True,
+        master_weights: bool | str = True,
         products: str | Recipe = "none",
         recipes: Mapping[str, Recipe] | None = None,
     ) -> None:
@@ -71,6 +73,8 @@ class Precision:
             products = products.name
         lists = OpLists.named() if ops is None else ops
         self.policy = Policy(mode, half, lists, compute, products, own)
+        if mode == "mixed" and master_weights == "split":
+            refuse_split(self.policy.half_dtype)
         self.master_weights = master_weights
         self._products = ProductState()
         self._casts = Casts(self.policy, self._products) if self.policy.casts else None
@@ -115,7 +119,7 @@ class Precision:
         wanted = {p for group in optimizer.param_groups for p in group["params"]}
         for parameter, value in store(model, self.policy, self.reads(model)).items():
             if keep_frozen or parameter.requires_grad or parameter in wanted:
-                remember(parameter, value)
+                remember(parameter, value, KINDS[self.master_weights] or Master)
         self.attach(model)
         return model, MasterWeights(optimizer, keep_masters=self.master_weights)
 
@@ -188,13 +192,16 @@ class Precision:
         """What the chosen settings cost in accuracy, a line each; empty if they cost nothing."""
         mode, half = self.policy.mode, self.policy.half
         lines = []
-        if not self.master_weights:
+        masters = "false" if self.master_weights is False else self.master_weights
+        if masters is not True and mode != "mixed":
+            lines.append(
+                f"dtype.master_weights={masters} changes nothing with dtype={mode}, whose weights "
+                "are fp32"
+            )
+        elif masters == "false":
             lines.append(
                 f"dtype.master_weights=false: the optimizer works on {half} weights and keeps its "
                 "state in them; updates below half a unit in a weight's last place are lost"
-                if mode == "mixed"
-                else f"dtype.master_weights=false changes nothing with dtype={mode}, whose weights "
-                "are fp32"
             )
         if self.policy.ops.empty and mode != "fp32":
             lines.append(

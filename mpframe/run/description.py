@@ -31,10 +31,11 @@ def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> N
     policy = trainer.precision.policy
     emulated = policy.mode != "fp32" and policy.emulates(device)
     log.info(
-        "%s on %s%s, loss scaling %s, run folder %s",
+        "%s on %s%s%s, loss scaling %s, run folder %s",
         trainer.precision,
         device,
         f" ({policy.half} emulated)" if emulated else "",
+        f", {trainer.world.size} ranks" if trainer.world.size > 1 else "",
         scaling_of(trainer),
         folder,
     )

@@ -16,7 +16,6 @@ from signal import Signals
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
 from mpframe import build
@@ -31,7 +30,6 @@ from mpframe.distributed.joining import joined
 from mpframe.distributed.launch import place
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     DivergedError,
@@ -56,6 +54,7 @@ from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import set_up
 from mpframe.training.interruption import Interruption
+from mpframe.training.ranks import refuse_other_start
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 from mpframe.user_code import raised
@@ -82,7 +81,7 @@ class Run:
     def __init__(
         self, config: Config, composed: DictConfig, folder: Path, hydra: DictConfig | None = None
     ) -> None:
-        self.config = config if place().rank == 0 else _without_watchers(config)
+        self.config = _of_this_rank(config)
         self.scaling = build.scaling_name(config)  # Refused before the folder is taken.
         self.secrets = secrets_of(values_of(composed), os.environ)
         self.folder = folder
@@ -201,7 +200,7 @@ class Run:
             take_first_weights(trainer, options)
         resume = Resume(options.resume, self.folder, self.config_text)
         identity = resume.into(trainer, self._renew_callbacks)
-        self._refuse_other_start(trainer)
+        refuse_other_start(trainer, options.resume)
         trainer.refuse_overrun(len(train))
         self.run_folder.take()
         for moved in retention.set_aside_after(self.own_folder, trainer.progress.global_step):
@@ -225,26 +224,6 @@ class Run:
         kept = retention.best_in(self.folder, min(1, self.config.trainer.keep_best))
         best = self.world.broadcast_object(kept[0] if kept else None)
         self.tested = final_test(trainer, loaders.test, best)
-
-    def _refuse_other_start(self, trainer: Trainer) -> None:
-        """Refuse ranks that do not begin with the same step and the same weights."""
-        if self.world.size == 1:
-            return
-        with torch.no_grad():
-            total = sum(float(own.double().abs().sum()) for own in trainer.weights().values())
-        starts = self.world.gather_object((trainer.progress.global_step, total))
-        starts = self.world.broadcast_object(starts)
-        for rank, start in enumerate(starts):
-            if start[0] != starts[0][0]:
-                raise CheckpointError(
-                    f"resume={self.config.run.resume}: rank 0 goes on after step {starts[0][0]}, "
-                    f"rank {rank} after step {start[0]}; every rank must see the run's folder"
-                )
-            if start != starts[0]:
-                raise UserCodeError(
-                    f"model: its first weights on rank {rank} are not those on rank 0; let it draw "
-                    "random numbers from torch's global generator, which has the same seed on all"
-                )
 
     @contextmanager
     def _said_to_others(self) -> Iterator[None]:
@@ -353,14 +332,16 @@ def train(config: DictConfig, folder: str | Path) -> Summary:
     return Run(checked_config, config, place).train()
 
 
-def _without_watchers(config: Config) -> Config:
-    """The options of a rank that writes nothing."""
-    callbacks = {
-        name: node
-        for name, node in config.callbacks.items()
-        if not only_watches(f"callbacks.{name}")
-    }
-    return replace(config, callbacks=callbacks)
+def _of_this_rank(config: Config) -> Config:
+    """The options without the callbacks that this rank does without."""
+    left_out = set()
+    if place().size > 1 and config.trainer.sync_batchnorm:
+        left_out.add("autopsy")  # It replays steps, and rank 0 alone would wait for the others.
+    if place().rank:
+        watching = {name for name in config.callbacks if only_watches(f"callbacks.{name}")}
+        left_out |= watching - {"autopsy"}  # Each rank gives it its samples.
+    kept = {name: node for name, node in config.callbacks.items() if name not in left_out}
+    return replace(config, callbacks=kept)
 
 
 def _scratch(stack: ExitStack) -> Path:
@@ -382,6 +363,7 @@ def _errors_dated(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except (DataError, UserCodeError) as error:
+        trainer.world.refuse_lost(error.__cause__)
         error.args = (f"after step {trainer.progress.global_step}: {error}",)
         raise
 

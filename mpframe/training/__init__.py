@@ -6,6 +6,7 @@ multi_objective.py has one for several losses, closure_trainer.py one for LBFGS 
     plan, loader, callback    how long to train, what gives the batches, what watches
     buffers                   BatchNorm's statistics, restored after a skipped step
     recompute, channels_last  modules that keep no activations; another order of weights in memory
+    allocator                 memory that is freed and kept for the next step
     probe                     the first loss scale, from one backward pass in fp32
     loss_spike                finite losses that are far too high
     evaluation/               the loss and the metrics of a validation; the best one; predictions

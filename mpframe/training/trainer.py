@@ -24,7 +24,7 @@ from mpframe.checkpoint.saved_weights import conversion, rounding
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.loss_scaling.interface import LossScaler, Scaling, scale_of, wants_probe
-from mpframe.objectives import Objective, StepOutput, compute, require_objective, samples_in
+from mpframe.objectives import Objective, compute, require_objective, samples_in
 from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.optim.ema import Ema
 from mpframe.optim.schedules import Schedule, refuse_overrun
@@ -252,7 +252,7 @@ class Trainer:
             loader: the samples.
             split: what they are for, in messages.
         """
-        metrics = Metrics(self.metrics, self.monitor, self._device)
+        metrics = Metrics(self.metrics, self.monitor, self._device, self.world)
         total, samples = torch.zeros((), dtype=torch.float64, device=self._device), 0
         with self._weights_for_evaluation(), _mode_restored(self.model):
             self.model.eval()
@@ -262,7 +262,7 @@ class Trainer:
                     summed, count = self._evaluate_batch(batch, metrics)
                 total += summed
                 samples += count
-        return self._evaluation(total, samples, metrics)
+        return metrics.evaluation(total, samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that can change the run's future; weights as their fp32 masters."""
@@ -320,22 +320,21 @@ class Trainer:
         if self.ema is not None:
             self.ema.restart()
 
-    def _forward_backward_together(self, batch: Batch, ranks: "InBackward") -> Tensor:
-        """The same with gradients that are averaged over the ranks; the mean loss of all."""
-        loss = self._forward_backward(batch, ranks.model())
-        ranks.refuse_unused()
-        return self.world.mean(loss)
-
     def _forward_backward(self, batch: Batch, model: Any = None) -> Tensor:
         """Forward and scaled backward; the unscaled loss, detached."""
         loss = self._forward(self.objective, self._on_device(batch), model)
         scaler: Any = self.scaler
         try:
             (loss if scaler is None else loss * scaler.scale).backward()
-        except BaseException as error:
-            self.world.refuse_lost(error)
+        except BaseException:
             blame("model: the backward pass of", self.model)
         return loss.detach()
+
+    def _forward_backward_together(self, batch: Batch, ranks: "InBackward") -> Tensor:
+        """The same with gradients that are averaged over the ranks; the mean loss of all."""
+        loss = self._forward_backward(batch, ranks.model())
+        ranks.refuse_unused()
+        return self.world.mean(loss)
 
     def _accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Forward and backward of each micro-batch; the mean loss of those that count."""
@@ -360,10 +359,10 @@ class Trainer:
     def _evaluate_batch(self, batch: Batch | None, metrics: Metrics) -> tuple[Tensor | float, int]:
         """The losses times the samples that they are the mean of, 0-d float64; and the samples.
 
-        Of this rank's part of a batch, None if that is empty; rank 0 measures the parts of all.
+        They are those of this rank's part of a batch, None if that is empty.
         """
         if batch is None:
-            self._measure(metrics, None)
+            metrics.update(None)
             return 0.0, 0
         batch = self._on_device(batch)
         precision = self.eval_precision or self.precision
@@ -371,34 +370,9 @@ class Trainer:
         with precision.cast():
             computed = [compute(own.objective, model, batch) for own in self.objectives]
         first = computed[0]
-        self._measure(metrics, first)
+        metrics.update((first.outputs, first.targets))
         count = samples_in(batch) if first.count is None else first.count
         return torch.stack([output.loss.double() * count for output in computed]).sum(), count
-
-    def _measure(self, metrics: Metrics, own: StepOutput | None) -> None:
-        """Give the metrics a batch: on rank 0, the parts of all ranks in the order of its samples.
-
-        Args:
-            metrics: of this rank.
-            own: this rank's part; None if it is empty.
-        """
-        if not self.metrics:
-            return
-        part = None if own is None else (own.outputs, own.targets)
-        if self.world.size > 1:
-            part = map_tensors(lambda tensor: tensor.cpu(), part)
-        for measured in self.world.gather_object(part):
-            if measured is not None:
-                metrics.update(*self._on_device(measured))
-
-    def _evaluation(self, total: Tensor, samples: int, metrics: Metrics) -> Evaluation:
-        """The result over all ranks, as rank 0 finds it, from the summed loss and its samples."""
-        sums = torch.stack([total, torch.full_like(total, samples)])
-        self.world.sum_([sums])
-        loss, count = sums.tolist()
-        own = metrics.evaluation(loss / max(count, 1)) if self.world.is_main else None
-        evaluation: Evaluation = self.world.broadcast_object(own)
-        return evaluation
 
     def _refuse_misfits(self) -> None:
         require_objective("objective", self.objective)

@@ -92,4 +92,7 @@ def _words(line: str) -> tuple[str, ...]:
     words = shlex.split(line, comments=True)
     while words and re.match(r"\w+=", words[0]):
         del words[0]
+    if words[:1] == ["torchrun"]:  # Its flags, then a script of ours: what each rank runs.
+        first = next(n for n, word in enumerate(words) if word.startswith("scripts/"))
+        words[:first] = ["python"]
     return tuple(words)

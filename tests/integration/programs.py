@@ -1,10 +1,11 @@
 """The training program in a process of its own, which starts in a moment.
 
-It is forked from the server of `processes`, which has imported torch. Its exit code, output, folder
+It is forked from a server that has imported torch. Its exit code, output, folder
 and environment are its own, as if a shell had started it. What is claimed of the start itself (what
 is imported, what an import prints) needs a Python of its own: `subprocess`.
 """
 
+import atexit
 import os
 import runpy
 import subprocess
@@ -13,7 +14,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from processes import CONTEXT, exit_code
+from fork_server import CONTEXT, as_a_new_program
+from processes import exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "train.py"
@@ -39,6 +41,7 @@ def run(
 
 
 def _main(words: list[str], folder: Path, environment: dict[str, str], files: list[Path]) -> None:
+    as_a_new_program()
     for descriptor, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
     os.chdir(folder)
@@ -48,4 +51,7 @@ def _main(words: list[str], folder: Path, environment: dict[str, str], files: li
     sys.path[:0] = [str(SCRIPT.parent), *filter(None, paths)]
     sys.argv = [str(SCRIPT), *words]
     sys.orig_argv = [sys.executable, *sys.argv]
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    try:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends its processes without them.

@@ -26,19 +26,37 @@ def run(folder: Path, *options: str) -> Any:
 
 
 def runs(folder: Path, options: list[list[str]]) -> list[Any]:
-    """The same for several runs, one after another."""
-    return [run(folder, *own) for own in options]
+    """The same for several runs, one after another, each in a folder of its own."""
+    return [run(folder / str(number), *own) for number, own in enumerate(options)]
 
 
 class Trouble(Callback):
-    """At a step a rank gets a signal."""
+    """At a step a rank gets a signal; not again where torchrun has started it once more."""
 
     def __init__(self, rank: int, step: int, name: str) -> None:
         self._at, self._signal = (rank, step), signal.Signals[name]
 
     def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
-        if (trainer.world.rank, trainer.progress.global_step) == self._at:
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if first and (trainer.world.rank, trainer.progress.global_step) == self._at:
             os.kill(os.getpid(), self._signal)
+
+
+class Drift(Callback):
+    """Writes the weights of rank 1 behind the trainer's back."""
+
+    def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
+        if trainer.world.rank == 1:
+            with torch.no_grad():
+                next(trainer.model.parameters()).add_(0.01)
+
+
+class Overflow(Callback):
+    """The samples of rank 1 grow beyond float16."""
+
+    def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
+        if trainer.world.rank == 1:
+            batches[0][0].fill_(6e4)
 
 
 class Points(Dataset[Any]):

@@ -130,7 +130,7 @@ EXACT = [
     ("trainer.eval_dtype=float8", "trainer.eval_dtype=float8: must be one of fp32, float16, bfloat16; nearest: float16, bfloat16"),
     ("trainer.on_loss_spike=skpi", "trainer.on_loss_spike=skpi: must be one of off, warn, skip, stop; nearest: skip"),
     ("trainer.loss_spike_factor=1", "trainer.loss_spike_factor=1: must be a number > 1"),
-    ("dtype.master_weights=2", "dtype.master_weights=2: must be true or false"),
+    ("dtype.master_weights=2", "dtype.master_weights=2: must be one of on, off, split"),
     ("dtype.mode=fp16", "dtype.mode=fp16: must be one of fp32, mixed, amp; use dtype=mixed or dtype=amp"),
     ("ops.allow=softmax", "ops.allow=softmax: must be a list"),
     # data

@@ -2,8 +2,11 @@
 
 import json
 import logging
+import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,12 +19,15 @@ from ranks import Ranks, ranks
 from sameness import differing, results
 
 from mpframe import checkpoint
+from mpframe.cli.commands.train import of_this_rank
+from mpframe.data import Loader
 from mpframe.errors import ConfigError
 from mpframe.tracking.summary import Status
 
 ROOT = Path(__file__).resolve().parents[2]
 NET = ["model=mlp", "model.hidden=16", "trainer.max_steps=8", "trainer.checkpoint_every=4"]
-NOISY = [*NET, "model.dropout=0.2", "dataset.augment=crop", "trainer.ema_decay=0.9"]
+NOISY = [*NET, "model.hidden=32", "model.dropout=0.2", "dataset.augment=crop",
+         "trainer.ema_decay=0.9", "dtype/products=nvfp4"]  # fmt: skip
 OWN = ["dataset=own", "dataset._target_=ranked.points", "dataset.batch_size=8", "model=own",
        "model._target_=torch.nn.Linear", "+model.in_features=4", "+model.out_features=2",
        "trainer.max_steps=4"]  # fmt: skip
@@ -34,7 +40,7 @@ def summary_in(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks with dropout, augmentation, an average and half weights."""
+    """A run of two ranks that draws for dropout, augmentation and stochastic rounding."""
     folder = tmp_path_factory.mktemp("two") / "run"
     scratch = set(Path(tempfile.gettempdir()).glob("mpframe-rank-*"))
     first, second = two(ranked.run, folder, *NOISY)
@@ -125,8 +131,6 @@ def test_an_error_on_one_rank_ends_all_and_says_whose_it_is(two: Ranks, tmp_path
 
 def _with_bad_sample(tmp_path: Path) -> tuple[int, int]:
     """Two samples of the third batch: one of rank 1's part, one of rank 0's."""
-    from mpframe.data import Loader
-
     order = Loader(ranked.Points(32, None), 8, shuffle=True).batch_ids(0, 2).tolist()
     return order[-1], order[0]
 
@@ -138,7 +142,50 @@ def test_a_model_that_begins_otherwise_on_each_rank_is_refused(two: Ranks, tmp_p
         "~model.out_features",
     ]
     ends = two(ranked.run, tmp_path / "run", *OWN, *options)
-    assert all("its first weights on rank 1 are not those on rank 0" in said for _, said in ends)
+    assert all(
+        "weight is not the same on rank 1 as on rank 0 before the first" in s for _, s in ends
+    )
+
+
+def test_ranks_that_drift_apart_are_refused_at_the_next_checkpoint(
+    two: Ranks, tmp_path: Path
+) -> None:
+    ends = two(ranked.run, tmp_path / "run", *OWN, "+callbacks.drift._target_=ranked.Drift")
+    said = "trainer.parallel=ddp: after step 4 weight is not the same on rank 1 as on rank 0"
+    assert all(text.startswith(said) for _, text in ends)
+    assert not checkpoint.all_in(tmp_path / "run")
+
+
+def test_the_autopsy_names_the_sample_of_any_rank(two: Ranks, tmp_path: Path) -> None:
+    overflow = ["callbacks.overflow._target_=ranked.Overflow", "trainer.max_consecutive_skips=2"]
+    options = [*OWN, "dtype=amp", "loss_scaling=static", f"+{overflow[0]}", overflow[1]]
+    first, second = two(ranked.run, tmp_path / "run", *options)
+    assert first == second
+    assert first[0] == "DivergedError"
+    report = Path(first[1].partition("; see ")[2])
+    batch = int(report.parent.name.removeprefix("step_")) - 1
+    order = Loader(ranked.Points(32, None), 8, shuffle=True).batch_ids(0, batch)[4:].tolist()
+    text = report.read_text()
+    assert f"epoch 0, batch {batch}, rank 1" in text
+    assert ", ".join(map(str, order)) in text
+
+
+SEVERAL = {
+    "losses": ["experiment=digits_gan"],
+    "optimizers": ["optimizer=muon_adamw", "model=mlp"],
+    "frozen": ["callbacks=freeze", "+callbacks.freeze.steps={head.*: 1}", "model=mlp"],
+    "frozen, in backward": ["callbacks=freeze", "+callbacks.freeze.steps={head.*: 1}", "model=mlp",
+                            "trainer.reduce=in_backward", "dtype=amp"],
+}  # fmt: skip
+
+
+def test_ranks_stay_the_same(two: Ranks, tmp_path: Path) -> None:
+    """Checked at each checkpoint: several losses, several optimizers, layers frozen for a while."""
+    short = ["trainer.max_steps=3", "trainer.checkpoint_every=1", "dataset.batch_size=32"]
+    for summaries in two(ranked.runs, tmp_path, [[*own, *short] for own in SEVERAL.values()]):
+        for name, own in zip(SEVERAL, summaries, strict=True):
+            assert getattr(own, "status", own) is Status.FINISHED, name
+            assert own.steps == 3, name
 
 
 REFUSED = {
@@ -156,23 +203,80 @@ def test_what_ranks_cannot_do_is_refused(two: Ranks, tmp_path: Path) -> None:
     assert ends == [said, said]
 
 
+def torchrun(*words: str, within: float = 240) -> subprocess.CompletedProcess[str]:
+    """What the page tells to type: two ranks of scripts/train.py, and what they say."""
+    flags = [word for word in words if word.startswith("--")]
+    options = [word for word in words if not word.startswith("--")]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *flags]
+    return subprocess.run(
+        [*start, str(ROOT / "scripts" / "train.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=within,
+        cwd=Path(__file__).parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def test_a_mistake_is_said_once(tmp_path: Path) -> None:
+    done = torchrun("optimizer.lrr=7", f"hydra.run.dir={tmp_path}/run")
+    assert done.returncode == 1
+    assert re.findall(r"^mpframe: .*", done.stderr, re.M) == [
+        "mpframe: optimizer.lrr: no such option; nearest: optimizer.lr; "
+        "an argument of your own class: +optimizer.lrr=..."
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sweep_does_not_go_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"^-m: torchrun has started 2 processes for one run"):
+        of_this_rank(["-m", "seed=1,2"])
+    assert of_this_rank(["seed=1"]) == ["seed=1", f"hydra.run.dir={tempfile.gettempdir()}"]
+
+
+@pytest.mark.storm
+def test_torchrun_starts_killed_ranks_again_and_the_run_comes_to_the_same(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    for rank in (0, 1):
+        folder = tmp_path / str(rank)
+        kill = ["+callbacks.trouble._target_=ranked.Trouble", f"+callbacks.trouble.rank={rank}",
+                "+callbacks.trouble.step=5", "+callbacks.trouble.name=SIGKILL"]  # fmt: skip
+        done = torchrun("--max-restarts=1", *NOISY, *kill, "resume=auto", f"hydra.run.dir={folder}")
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("finished: ") + done.stdout.count("finished: ") == 1
+        found = differing(results(undisturbed), results(folder))
+        assert [path for path in found if not path.startswith("/state/usage")] == []
+
+
 def test_ddp_needs_several_processes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.parallel=ddp: needs several processes"):
         train(tmp_path / "run", *OWN, "trainer.parallel=ddp")
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
-    kill = ["+callbacks.trouble._target_=ranked.Trouble", "+callbacks.trouble.rank=1",
-            "+callbacks.trouble.step=2", "+callbacks.trouble.name=SIGKILL"]  # fmt: skip
+@pytest.mark.parametrize(("name", "timeout"), [("SIGKILL", 300), ("SIGSTOP", 3)])
+def test_a_rank_that_is_killed_or_hangs_ends_the_others(
+    tmp_path: Path, name: str, timeout: int
+) -> None:
+    """Killed in a step of DistributedDataParallel, whose error comes out of the backward pass."""
+    trouble = ["+callbacks.trouble._target_=ranked.Trouble", "+callbacks.trouble.rank=1",
+               "+callbacks.trouble.step=2", f"+callbacks.trouble.name={name}"]  # fmt: skip
     with ranks(2) as own:
-        own.begin(ranked.run, tmp_path / "run", *OWN, *kill)
-        own.processes[1].join(60)
         began = time.monotonic()
-        first, second = own.results()
-        assert time.monotonic() - began < 15
-    assert second is None
-    assert first[0] == "LostRankError"
-    assert first[1].startswith("rank 1: was killed, or gave no answer for 300 s")
+        reduce = "in_backward" if name == "SIGKILL" else "after_backward"
+        options = [*trouble, f"trainer.rank_timeout={timeout}", f"trainer.reduce={reduce}"]
+        own.begin(ranked.run, tmp_path / "run", *OWN, *options)
+        if name == "SIGKILL":
+            own.processes[1].join(60)
+            began = time.monotonic()
+        kind, said = own.results_of(0)
+        assert time.monotonic() - began < (15 if name == "SIGKILL" else 60)
+    assert kind == "LostRankError"
+    assert said.startswith(f"rank 1: was killed, or gave no answer for {timeout} s")
     summary = summary_in(tmp_path / "run")
-    assert (summary["status"], summary["reason"]) == ("failed", first[1])
+    assert (summary["status"], summary["reason"]) == ("failed", said)

@@ -14,7 +14,9 @@ from sameness import MEASURED, assert_same_run, differing, results
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
+from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.errors import CheckpointError
+from mpframe.run.run import Run
 from mpframe.training.trainer import Trainer
 
 # 11 steps an epoch; the fourth and the fourteenth step lie within an epoch, and a validation within
@@ -142,6 +144,8 @@ def test_nothing_that_is_saved_could_be_left_out(
     ]  # fmt: skip
     whole = tmp_path / "whole"
     start_run(whole, *options)
+    own = without_hydra(compose_named(["trainer.progress=off", *options])[1])
+    config = checked(own)
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "fit", lambda *_: None)
         start_run(tmp_path / "fresh", *options)
@@ -155,19 +159,21 @@ def test_nothing_that_is_saved_could_be_left_out(
         folder = tmp_path / f"{snapshot.global_step}-{'-'.join(item)}"
         (folder / "source").mkdir(parents=True)
         source = checkpoint.save(folder / "source", replace(snapshot, state=state))
-        start_run(folder, *options, f"resume={source}")
+        Run(replace(config, run=replace(config.run, resume=str(source))), own, folder).train()
         first, second = (ends(run, snapshot.global_step) for run in (folder, whole))
         return bool(differing(first, second))
 
     found = [*items(saved[0].state), ("masters",)]
     telling = [
-        i for i in found if any(differing(without(s.state, fresh, i), s.state) for s in saved)
+        i
+        for i in found
+        # What metrics.csv holds of the last step decides what is written again, not how a run ends.
+        if i[:2] != ("callbacks", "csv")
+        and any(differing(without(s.state, fresh, i), s.state) for s in saved)
     ]
     words = {word for item in telling for word in item}
     assert {"scaler", "schedule", "progress", "rng", "weights", "masters", "ema", "epoch"} <= words
-    idle = [item for item in telling if not any(ends_otherwise(s, item) for s in saved)]
-    # What metrics.csv holds of the last step decides what is written again, not how a run ends.
-    assert [item for item in idle if item[:2] != ("callbacks", "csv")] == []
+    assert [item for item in telling if not any(ends_otherwise(s, item) for s in saved)] == []
 
 
 EVERY_FOURTH_STEP = [*EVERYTHING, "trainer.keep_best=0"]  # And no best ones between them.

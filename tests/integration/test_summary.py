@@ -3,9 +3,9 @@
 import csv
 from pathlib import Path
 
+import programs
 import pytest
 from conftest import StartRun
-from test_runs import command
 
 from mpframe import checkpoint
 from mpframe.errors import ConfigError, DivergedError, UserCodeError
@@ -114,10 +114,11 @@ def test_more_skips_than_steps_are_said(
 
 
 def test_a_sweep_says_diverged_and_ends_with_exit_code_1(tmp_path: Path) -> None:
-    done = command(
-        tmp_path, "-m", "model=mlp", "dtype=mixed", "loss_scaling=static", "trainer.epochs=1",
+    words = [
+        "-m", "model=mlp", "dtype=mixed", "loss_scaling=static", "trainer.epochs=1",
         "loss_scaling.scale=1073741824,1024", "trainer.progress=off", "hydra.sweep.dir=sweep",
-    )  # fmt: skip
+    ]  # fmt: skip
+    done = programs.run(words, tmp_path)
     assert done.returncode == 1
     lines = (tmp_path / "sweep" / "sweep.csv").read_text().splitlines()
     assert [row["status"] for row in csv.DictReader(lines)] == ["diverged", "finished"]

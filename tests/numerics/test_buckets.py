@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vocabulary import HALVES, same_bits, tensors
 
 from mpframe import Backoff, MasterWeights, Static
-from mpframe.optim import buckets
+from mpframe.optim import buckets, gradients
 from mpframe.optim.masters.master import round_into
 
 BY_PARAMETER = sorted(buckets._STEPS_BY_PARAMETER, key=lambda cls: cls.__name__)
@@ -28,8 +28,9 @@ SHAPES = [(3, 4), (4, 4), (5, 3), (2, 2)]
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two weights of `SHAPES` in the last bucket, one in each of the others."""
+    """Two weights of `SHAPES` in the last bucket, one in each of the others; none are few."""
     monkeypatch.setattr(buckets, "_SIZE_ON_CPU", 20)
+    monkeypatch.setattr(gradients, "_FEW", 0)
 
 
 def parameters(*dtypes: torch.dtype) -> list[nn.Parameter]:
@@ -71,8 +72,9 @@ def test_buckets_equal_one_step_bit_for_bit(
 ) -> None:
     """Also where fp32 weights are among them, and one has no gradient in some of the steps."""
     runs = []
-    for size in (20, 10**9):
+    for size, few in ((20, 0), (10**9, 0), (10**9, 10**9)):
         monkeypatch.setattr(buckets, "_SIZE_ON_CPU", size)
+        monkeypatch.setattr(gradients, "_FEW", few)
         params = parameters(HALVES[half], torch.float32, HALVES[half], HALVES[half])
         wrapped = MasterWeights(cls(params, lr=0.05, **kind))
         assert len(wrapped._buckets) == (2 if size == 20 else 1)
@@ -90,7 +92,9 @@ def test_buckets_equal_one_step_bit_for_bit(
         state = tensors([list(own.values()) for own in wrapped.optimizer.state.values()])
         numbers = [x for result in results for x in (result.amax, result.grad_norm)]
         runs.append([*params, *masters, *state, *numbers])
-    assert same_bits(*runs)
+    by_buckets, in_one, widened_at_once = runs
+    assert same_bits(by_buckets, in_one)
+    assert same_bits(by_buckets, widened_at_once)
 
 
 def test_each_step_gets_the_gradients_of_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,24 @@ MODES = ("fp32", "amp", "mixed")
 STEPS = 6
 
 
+class FirstOutputs:
+    """A metric that cannot be merged, and that depends on the order of the samples."""
+
+    name, higher_is_better = "first", True
+    sync_on_compute = True  # as torchmetrics'
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        for row in outputs.float():
+            self.value = self.value / 2 + float(row[0] > row[1])
+
+    def compute(self) -> float:
+        assert not self.sync_on_compute
+        return self.value
+
+
 class Net(nn.Module):
     """Two layers, perhaps a BatchNorm, and a layer that negative sums of the first sample use."""
 
@@ -53,6 +71,8 @@ def setup(mode: str, world: World, options: dict[str, Any]) -> tuple[Trainer, Lo
     torch.manual_seed(0)
     precision = Precision(mode, "float16")
     model = Net(options.get("norm", False), options.get("whole", False))
+    if options.get("sync"):
+        world.synchronize_batchnorm(model)
     _, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     inputs = torch.randn(67, 8, generator=torch.Generator().manual_seed(1))
     samples = TensorDataset(inputs, inputs[:, :4].argmax(1))
@@ -66,7 +86,7 @@ def setup(mode: str, world: World, options: dict[str, Any]) -> tuple[Trainer, Lo
         scaler=None if mode == "fp32" else LogMax(init_scale=2.0**10),
         ema=Ema({p: optimizer.master_of(p) for p in model.parameters()}, 0.9),
         plan=Plan(epochs=9, clip_norm=1.0, **plan),
-        metrics={"accuracy": Accuracy},
+        metrics={"accuracy": Accuracy, "first": FirstOutputs},
         world=world,
     )
     train = Loader(samples, options.get("batch", 16), shuffle=True, drop_last=True, world=world)
@@ -243,3 +263,47 @@ def test_a_layer_that_ddp_would_leave_out_is_refused(two: Ranks) -> None:
     said = two(failing, {"in_backward": True})
     assert any("trainer.reduce=in_backward" in own for own in said)
     assert all("was not used in this step; use trainer.reduce=after" in own for own in said), said
+
+
+def test_synchronized_batchnorm_is_that_of_one_process(two: Ranks) -> None:
+    """Outputs, input gradients, weight gradients and running statistics, to fp32 rounding.
+
+    Each is a sum of n = 6 * 5 values of order 1, at most n u sum |terms| from any other order of
+    it; the gradient multiplies a few of these.
+    """
+    for shape in ((6, 3, 5), (6, 3)):
+        parts = two(normalized, shape)
+        whole = normalized(shape)
+        for name in ("outputs", "inputs"):
+            merged = torch.cat([part[name] for part in parts])
+            assert torch.allclose(merged, whole[name], rtol=0, atol=30 * 30 * 2**-24), name
+        for name in ("weight", "bias"):
+            added = parts[0][name] + parts[1][name]
+            assert torch.allclose(added, whole[name], rtol=0, atol=30 * 30 * 2**-24), name
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            assert torch.equal(parts[0][name], parts[1][name]), name
+            assert torch.allclose(parts[0][name], whole[name], rtol=30 * 2**-24, atol=2**-22), name
+
+
+def normalized(shape: tuple[int, ...]) -> dict[str, Tensor]:
+    with joined(None, lambda: CPU, 30) as world:
+        random = torch.Generator().manual_seed(3)
+        inputs = world.part(torch.randn(shape, generator=random) + 2).clone().requires_grad_()
+        pull = world.part(torch.randn(shape, generator=random))
+        norm = nn.BatchNorm1d(3)
+        world.synchronize_batchnorm(norm)
+        outputs = norm(inputs)
+        (outputs * pull).sum().backward()
+    grads = {"inputs": inputs.grad, "weight": norm.weight.grad, "bias": norm.bias.grad}
+    return {"outputs": outputs.detach(), **grads, **dict(norm.named_buffers())}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_with_synchronized_batchnorm_stay_the_same(two: Ranks, mode: str) -> None:
+    options = {"sync": True, "norm": True, "whole": True, "faults": {1: bad_input}, "steps": 3}
+    first, second = two(on_ranks, mode, options)
+    assert_same(first["states"], second["states"])
+    assert [own[0] for own in first["results"]] == [False, True, False, False]
+    # Statistics that differ in the last fp32 bit may round single half values to a neighbour.
+    one = trained(mode, ALONE, {"norm": True, "whole": True, "steps": 1})
+    assert first["results"][0][3] == pytest.approx(one["results"][0][3], rel=2**-9)

@@ -14,6 +14,7 @@ from vocabulary import HALVES, formats, same_bits, tensors
 from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.optim import MultiOptimizer
+from mpframe.optim import gradients as optim_gradients
 from mpframe.training.plan import Plan
 
 FP32, HALF = torch.float32, torch.float16
@@ -241,6 +242,10 @@ class TestHalf:
 
 class TestUnscaling:
     """Seen on the gradients themselves: AdamW and clipping would hide a scale that was left in."""
+
+    @pytest.fixture(autouse=True, params=["widened at once", "widened by buckets"])
+    def _widened(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(optim_gradients, "_FEW", 2**20 if request.param[-4:] == "once" else 0)
 
     @pytest.mark.parametrize("half", [FP32, *HALVES.values()])
     @pytest.mark.parametrize("scale", [2.0**8, 2.0**-3])

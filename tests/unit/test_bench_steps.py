@@ -1,14 +1,16 @@
 """The benchmark's large models: their steps, one at a time, each in a new process."""
 
 import inspect
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mpframe.bench.groups import growth, large, small
-from mpframe.bench.step import one_turn
+from mpframe.bench.groups import growth, large, options, small
+from mpframe.bench.step import one_turn, turns
 from mpframe.bench.step.competitors import STEPS
 from mpframe.bench.step.laps import Laps
 from mpframe.bench.step.workloads import WORKLOADS, Workload
@@ -19,7 +21,8 @@ TINY = {
     "transformer": {"vocab_size": 9, "context": 4, "depth": 1, "width": 4, "batch": 2},
     "recommender": {"tables": 2, "rows": 5, "width": 4, "batch": 3},
     "tiny_bert": {"width": 4, "layers": 1, "tokens": 3, "batch": 2},
-    "small_unet": {"width": 2, "side": 8, "batch": 2},
+    "resnet18": {"width": 8, "batch": 2},
+    "unet": {"width": 2, "side": 8, "batch": 2},
 }
 
 
@@ -67,7 +70,11 @@ def test_by_hand_and_by_the_trainer_it_is_the_same_training(workload: str) -> No
 def test_a_turn_tells_seconds_laps_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = iter([1000, 1000 + 40 * 19])  # two layers of 4 x 4 weights and 4 biases
     monkeypatch.setattr(one_turn, "status_bytes", lambda key: next(peaks))
-    turn = one_turn.measure("linear", TINY["linear"], "mpframe mixed float16", threads=1, steps=2)
+    kept: list[None] = []
+    monkeypatch.setattr(one_turn, "keep_freed_memory", lambda: kept.append(None))
+    tiny = "linear", TINY["linear"], "mpframe mixed float16"
+    turn = one_turn.measure(*tiny, threads=1, steps=2, keep_memory=True)
+    assert len(kept) == 1
     assert turn.bytes_per_parameter == 19.0
     assert set(turn.laps) == {"forward", "backward", "step"}
     assert turn.seconds >= sum(turn.laps.values()) > 0
@@ -79,18 +86,55 @@ def test_without_a_proc_folder_memory_is_unknown(monkeypatch: pytest.MonkeyPatch
     assert turn.bytes_per_parameter is None
 
 
-def test_large_rows(tmp_path: Path) -> None:
-    names = ("torch fp32",)  # a process for each
-    (measured,) = large.tables(1, tmp_path, {"linear": TINY["linear"]}, names, threads=1, steps=1)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Lets turns run in this process, and notes their arguments."""
+    arguments: list[dict[str, Any]] = []
+
+    def in_this_process(words: list[str], folder: Path, name: str) -> str:
+        arguments.append(json.loads(words[2]))
+        return json.dumps(asdict(one_turn.measure(**arguments[-1])))
+
+    monkeypatch.setattr(turns, "run_python", in_this_process)
+    monkeypatch.setattr(one_turn, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(one_turn, "status_bytes", {"VmRSS": 0, "VmHWM": 1000}.get)
+    return arguments
+
+
+def test_large_rows(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    (measured,) = large.tables(1, tmp_path, {"linear": TINY["linear"]}, threads=1, steps=1)
+    kept = {f"{own['name']}, {own.get('keep_memory', False)}" for own in asked}
+    assert len(kept) == len(large.ROWS) == 10
+    assert {"torch fp32, False", "torch fp32, True", "mpframe amp float16, True"} < kept
+    assert {"mpframe mixed bfloat16, False", "torch.autocast bfloat16, False"} < kept
     assert measured.title == "Linear layers, 40 parameters"
     assert measured.setting == (
         "2 linear layers of 4, batch 3, fused AdamW, gradients clipped to 1.0, 1 thread; float16 "
         "with Backoff."
     )
-    assert list(measured.times) == list(names)
-    assert list(measured.details) == ["forward, ms", "backward, ms", "step, ms", large.BYTES]
-    assert measured.claims == []
+    assert measured.baseline == large.PLAIN
+    assert list(measured.times) == list(large.ROWS)
+    assert list(measured.details) == ["forward, ms", "backward, ms", "step, ms", turns.BYTES]
     assert "| forward, ms | backward, ms | step, ms |" in measured.markdown()
+    assert len(measured.claims) >= 2
+
+
+@pytest.mark.parametrize("name", options.CHOICES)
+def test_options_rows(name: str, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    choice = options.CHOICES[name]
+    tiny = replace(choice, sizes=TINY[choice.workload], modes=("amp bfloat16",))
+    (measured,) = options.tables(1, tmp_path, {name: tiny}, threads=1, steps=1)
+    assert measured.title.startswith(f"{name}: ")
+    assert list(measured.times) == ["amp bfloat16", f"amp bfloat16, {name.split(',')[0]}"]
+    plain, chosen = sorted(asked, key=len)
+    assert chosen == {**plain, **choice.chosen}
+    assert set(options.CHOICES[name].sizes) <= set(TINY[choice.workload])
+
+
+def test_a_turn_is_a_process_of_its_own() -> None:
+    arguments = {"workload": "linear", "sizes": TINY["linear"], "name": "torch fp32"}
+    turn = turns.Turn("plain", {**arguments, "threads": 1, "steps": 1})
+    assert [turn()] == [own.seconds for own in turn.turns]
 
 
 ALL = {name: [1.0, 2.0] for name in STEPS}
@@ -109,17 +153,18 @@ def test_the_marks_of_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
         "mpframe mixed float16 / torch fp32": 1.4,
         "mpframe mixed bfloat16 / torch.autocast bfloat16": 0.9,
         "bytes per parameter, mpframe mixed bfloat16 / torch.autocast bfloat16": 0.8,
+        "bytes per parameter, mpframe mixed bfloat16, split masters / torch.autocast bfloat16": 0.7,
     }
     monkeypatch.setattr(large, "has_native_half", lambda half: False)
-    assert list(limits("linear").values()) == [1.4, 0.8]
+    assert list(limits("linear").values()) == [1.4, 0.8, 0.7]
     assert limits("transformer") == {}
 
 
 @pytest.mark.parametrize("native", [True, False])
 def test_small_rows(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small, "has_native_half", lambda half: native)
-    (measured,) = small.tables(1, tmp_path, {"small_unet": TINY["small_unet"]}, steps=1)
-    assert measured.title == "Small U-Net"
+    (measured,) = small.tables(1, tmp_path, {"unet": TINY["unet"]}, steps=1)
+    assert measured.title == "U-Net"
     assert list(measured.times) == list(small.NAMES)
     assert [claim.limit for claim in measured.claims] == [1.1] * native
     monkeypatch.setattr(small, "find_spec", lambda package: None)

@@ -126,9 +126,9 @@ WATCH = {
         f"trainer.{name}"
         for name in (
             *("async_save", "autopsy", "autopsy_after", "checkpoint_every", "checkpoint_minutes"),
-            *("eval_every", "keep_best", "keep_last", "log_every", "max_consecutive_skips"),
-            *("monitor", "on_save_error", "parallel", "profile", "progress", "rank_timeout"),
-            *("recompute", "requeue", "verbosity"),
+            *("eval_every", "keep_best", "keep_freed_memory", "keep_last", "log_every"),
+            *("max_consecutive_skips", "monitor", "on_save_error", "parallel", "profile"),
+            *("progress", "rank_timeout", "recompute", "requeue", "verbosity"),
         )
     ),
 }
@@ -144,7 +144,7 @@ ACT = {
         for name in (
             *("accumulate", "bad_micro_batch", "channels_last", "clip_norm", "compile"),
             *("ema_decay", "epochs", "eval_dtype", "loss_spike_factor", "max_steps"),
-            *("on_loss_spike", "reduce"),
+            *("on_loss_spike", "reduce", "sync_batchnorm"),
         )
     ),
 }

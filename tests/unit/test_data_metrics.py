@@ -163,3 +163,29 @@ def test_an_overlap_without_batch_is_nan_and_shapes_must_fit() -> None:
     assert math.isnan(Dice().compute())
     with pytest.raises(DataError, match=r"^iou: predictions of shape \[1, 4\] against"):
         IoU().update(torch.zeros(1, 2, 4), torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("metric", [Accuracy, BitsPerByte, Perplexity, Dice, IoU])
+def test_what_ranks_have_measured_is_merged(metric: type[Metric]) -> None:
+    logits = torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(0))
+    if issubclass(metric, BitsPerByte | Perplexity):
+        logits = logits.movedim(1, 2)
+    targets = torch.arange(18).view(6, 3) % 4
+    whole, parts = metric(), [metric(), metric(), metric()]
+    whole.update(logits, targets)
+    parts[0].update(logits[:2], targets[:2])
+    parts[2].update(logits[2:], targets[2:])  # The rank between had no sample.
+    for other in parts[1:]:
+        parts[0].merge(other)
+    # Of the sums of losses the last bit may differ: 18 terms in float64.
+    assert parts[0].compute().item() == pytest.approx(whole.compute().item(), rel=18 * 2**-53)
+
+
+def test_merged_errors() -> None:
+    whole, first, second = RMSE(), RMSE(), RMSE()
+    outputs, targets = torch.arange(6.0), torch.zeros(6)  # squares: whole numbers
+    whole.update(outputs, targets)
+    first.update(outputs[:2], targets[:2])
+    second.update(outputs[2:], targets[2:])
+    first.merge(second)
+    assert torch.equal(first.compute(), whole.compute())

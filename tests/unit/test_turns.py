@@ -41,14 +41,16 @@ def test_a_turn_ends_with_an_error_too(tmp_path: Path) -> None:
             raise KeyError
 
 
-def test_who_waits_says_so(tmp_path: Path) -> None:
+def test_who_waits_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that waits is heard by the other, who then ends its turn."""
+    # Hydra, where another test has configured its logging in this process, disables the loggers.
+    monkeypatch.setattr(turns.log, "disabled", False)
     taken, release = CONTEXT.Event(), CONTEXT.Event()
 
     def hold() -> None:
         with turn_in(tmp_path):
             taken.set()
-            release.wait(60)
+            assert release.wait(60)
 
     holder = CONTEXT.Process(target=hold)
     holder.start()

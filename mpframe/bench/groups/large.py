@@ -1,42 +1,44 @@
 """Models with many parameters, in every dtype mode: time, where it goes, and memory.
 
-With few products for each weight, the optimizer's step and its memory decide. Each turn is a
-process of its own (step/one_turn.py).
+With few products for each weight, the optimizer's step and its memory decide. mpframe keeps freed
+memory, as `mpframe train` does; two rows show what that alone comes to.
 """
 
-import json
-import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from mpframe.bench.child import run_python
-from mpframe.bench.measure import Competitor, Times, race, ratio
-from mpframe.bench.step.competitors import MAX_NORM, STEPS
-from mpframe.bench.step.laps import LAPS
-from mpframe.bench.step.one_turn import OneTurn
-from mpframe.bench.step.workloads import WORKLOADS, Workload
+from mpframe.bench.measure import Times, ratio
+from mpframe.bench.step.competitors import STEPS
+from mpframe.bench.step.turns import BYTES, race_turns
 from mpframe.bench.table import Claim, Table
 from mpframe.precision.policy import has_native_half
 
 THREADS = 2
 PLAIN = "torch fp32"
 AUTOCAST = "torch.autocast bfloat16"
-BYTES = "peak bytes per parameter"
 
 SIZES: dict[str, dict[str, int]] = {"linear": {}, "transformer": {}, "recommender": {}}
 """The models, each with its own sizes."""
+ROWS: dict[str, dict[str, Any]] = {
+    **{name: {"name": name, "keep_memory": name.startswith("mpframe")} for name in STEPS},
+    f"{PLAIN}, memory kept": {"name": PLAIN, "keep_memory": True},
+    "mpframe mixed bfloat16, memory given back": {"name": "mpframe mixed bfloat16"},
+}
+"""Whose step it is, and whether freed memory is kept."""
 
 _MIXED, _FLOAT16 = "mpframe mixed bfloat16", "mpframe mixed float16"
 _AMP = ("mpframe amp bfloat16", AUTOCAST, 1.02)
 _LINEAR = ((_FLOAT16, PLAIN, 1.4), (_MIXED, AUTOCAST, 0.9))
-_MEMORY = 0.8  # times AUTOCAST's
+_MEMORY = ((_MIXED, 0.8), ("mpframe mixed bfloat16, split masters", 0.7))  # times AUTOCAST's
 
 
 def tables(
     rounds: int,
     folder: Path,
     workloads: Mapping[str, Mapping[str, int]] = SIZES,
-    names: Sequence[str] = tuple(STEPS),
+    rows: Sequence[str] = tuple(ROWS),
     threads: int = THREADS,
     steps: int = 5,
 ) -> list[Table]:
@@ -46,48 +48,17 @@ def tables(
         rounds: measured rounds, >= 1.
         folder: not used: nothing is written.
         workloads: the sizes of each, by its name.
-        names: who takes part.
+        rows: who takes part.
         threads: that torch computes with.
         steps: per turn.
     """
-    return [
-        _table(workload, sizes, names, rounds, threads, steps)
-        for workload, sizes in workloads.items()
-    ]
-
-
-class Turn:
-    """Turns of one competitor.
-
-    Attributes:
-        turns: what was measured so far.
-    """
-
-    def __init__(
-        self, workload: str, sizes: Mapping[str, int], name: str, threads: int, steps: int
-    ) -> None:
-        self._name = name
-        self._request = json.dumps(
-            {
-                "workload": workload,
-                "sizes": dict(sizes),
-                "name": name,
-                "threads": threads,
-                "steps": steps,
-            }
-        )
-        self.turns: list[OneTurn] = []
-
-    def __call__(self) -> float:
-        """Seconds per step.
-
-        Raises:
-            MpframeError: the process failed.
-        """
-        arguments = ["-m", "mpframe.bench.step.one_turn", self._request]
-        printed = run_python(arguments, Path(tempfile.gettempdir()), f"bench: {self._name!r}")
-        self.turns.append(OneTurn(**json.loads(printed)))
-        return self.turns[-1].seconds
+    chosen = {row: ROWS[row] for row in rows}
+    made = []
+    for name, sizes in workloads.items():
+        table = race_turns(name, sizes, chosen, rounds, threads, steps)
+        claims = claims_of(name, table.times, table.details[BYTES])
+        made.append(replace(table, claims=claims))
+    return made
 
 
 def claims_of(workload: str, times: Times, memory: Times) -> list[Claim]:
@@ -99,50 +70,9 @@ def claims_of(workload: str, times: Times, memory: Times) -> list[Claim]:
         for name, other, most in marks
         if name in times and (native or "bfloat16" not in name)
     ]
-    if workload == "linear" and memory.get(_MIXED):
-        text = f"bytes per parameter, {_MIXED} / {AUTOCAST}"
-        claims.append(Claim(text, ratio(memory, _MIXED, AUTOCAST), _MEMORY))
-    return claims
-
-
-def _table(
-    workload: str,
-    sizes: Mapping[str, int],
-    names: Sequence[str],
-    rounds: int,
-    threads: int,
-    steps: int,
-) -> Table:
-    turns = {name: Turn(workload, sizes, name, threads, steps) for name in names}
-    # No warm-up: nothing of a process is left for the next.
-    times = race([Competitor(name, turn) for name, turn in turns.items()], rounds, warmup=0)
-    work = WORKLOADS[workload](**sizes)
-    details = {f"{lap}, ms": _laps(turns, lap) for lap in LAPS}
-    details[BYTES] = {
-        name: [t.bytes_per_parameter for t in turn.turns if t.bytes_per_parameter is not None]
-        for name, turn in turns.items()
-    }
-    return Table(
-        f"{work.title}, {_in_words(work.parameters)} parameters",
-        _setting(work, threads),
-        PLAIN,
-        times,
-        claims_of(workload, times, details[BYTES]),
-        details=details,
-    )
-
-
-def _laps(turns: Mapping[str, Turn], lap: str) -> dict[str, list[float]]:
-    return {name: [t.laps[lap] * 1e3 for t in turn.turns] for name, turn in turns.items()}
-
-
-def _setting(work: Workload, threads: int) -> str:
-    cores = "1 thread" if threads == 1 else f"{threads} threads"
-    return (
-        f"{work.sizes}, fused AdamW, gradients clipped to {MAX_NORM}, {cores}; float16 with "
-        "Backoff."
-    )
-
-
-def _in_words(count: int) -> str:
-    return f"{count / 1e6:.0f} million" if count >= 1e6 else str(count)
+    sizes = [
+        Claim(f"bytes per parameter, {name} / {AUTOCAST}", ratio(memory, name, AUTOCAST), most)
+        for name, most in _MEMORY
+        if workload == "linear" and memory.get(name)
+    ]
+    return claims + sizes

@@ -16,7 +16,7 @@ HAND = "torch.autocast bfloat16"
 NAMES = (HAND, "mpframe amp bfloat16", "mpframe mixed bfloat16")
 MOST = 1.1  # times HAND
 
-SIZES: dict[str, dict[str, int]] = {"tiny_bert": {}, "small_unet": {}}
+SIZES: dict[str, dict[str, int]] = {"tiny_bert": {}, "unet": {}}
 """The models, each with its own sizes."""
 
 _NEEDS = {"tiny_bert": "transformers"}

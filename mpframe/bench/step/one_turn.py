@@ -9,7 +9,7 @@ process, and what an allocator has kept from the one before is there for the nex
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from mpframe.bench import measure as measuring
 from mpframe.bench.step.competitors import STEPS
 from mpframe.bench.step.laps import Laps
 from mpframe.bench.step.workloads import WORKLOADS
+from mpframe.training.allocator import keep_freed_memory
+from mpframe.training.channels_last import to_channels_last
+from mpframe.training.recompute import recompute as recompute_modules
 
 WARMUP = 2  # steps: the first one makes the optimizer's state
 
@@ -42,7 +45,14 @@ class OneTurn:
 
 
 def measure(
-    workload: str, sizes: Mapping[str, int], name: str, threads: int, steps: int
+    workload: str,
+    sizes: Mapping[str, int],
+    name: str,
+    threads: int,
+    steps: int,
+    keep_memory: bool = False,
+    channels_last: bool = False,
+    recompute: Sequence[str] = (),
 ) -> OneTurn:
     """Take steps.
 
@@ -52,10 +62,17 @@ def measure(
         name: one of `STEPS`.
         threads: that torch computes with.
         steps: that count, >= 1; `WARMUP` before them do not.
+        keep_memory: what is freed, as `mpframe train` does.
+        channels_last, recompute: as the options of `trainer`.
     """
     _import_all()
+    if keep_memory:
+        keep_freed_memory()
     before = status_bytes("VmRSS")
     work, laps = WORKLOADS[workload](**sizes), Laps()
+    if channels_last:
+        to_channels_last(work.model)
+    recompute_modules(work.model, recompute)
     step = STEPS[name](work, laps)
     with measuring.threads(threads):
         for _ in range(WARMUP):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.models import gpt, unet
+from mpframe.models import gpt, resnet18, unet
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,22 @@ def tiny_bert(width: int = 128, layers: int = 2, tokens: int = 32, batch: int = 
     return Workload("Tiny BERT", sizes, model, data, nn.CrossEntropyLoss())
 
 
-def small_unet(width: int = 8, side: int = 32, batch: int = 4) -> Workload:
-    """The U-Net that ships, with few channels."""
+def residual_net(width: int = 32, batch: int = 32) -> Workload:
+    """The ResNet-18 that ships, for images of 32 x 32."""
+    torch.manual_seed(0)
+    model = resnet18(classes=10, width=width)
+    data = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
+    sizes = f"width {width}, {batch} images of 3 x 32 x 32"
+    return Workload("ResNet-18", sizes, model, data, nn.CrossEntropyLoss())
+
+
+def segmenter(width: int = 8, side: int = 32, batch: int = 4) -> Workload:
+    """The U-Net that ships."""
     torch.manual_seed(0)
     model = unet(channels=3, classes=2, width=width)
     data = torch.randn(batch, 3, side, side), torch.randint(0, 2, (batch, side, side))
     sizes = f"width {width}, {batch} images of 3 x {side} x {side}"
-    return Workload("Small U-Net", sizes, model, data, nn.CrossEntropyLoss())
+    return Workload("U-Net", sizes, model, data, nn.CrossEntropyLoss())
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
@@ -99,7 +108,8 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "transformer": transformer,
     "recommender": recommender,
     "tiny_bert": tiny_bert,
-    "small_unet": small_unet,
+    "resnet18": residual_net,
+    "unet": segmenter,
 }
 
 

@@ -59,7 +59,7 @@ def _train() -> None:
         MpframeError: Hydra or the check refused the command line, or the only job failed.
     """
     arguments = sys.argv[1:]
-    sys.argv[1:] = prepare(_placed(arguments))
+    sys.argv[1:] = prepare(of_this_rank(arguments))
     jobs = Jobs()
     try:
         with _errors_raised():
@@ -75,7 +75,7 @@ def _train() -> None:
     jobs.end()
 
 
-def _placed(arguments: list[str]) -> list[str]:
+def of_this_rank(arguments: list[str]) -> list[str]:
     """The arguments of one of several ranks: only rank 0 makes the run's folder.
 
     Raises:

@@ -31,6 +31,11 @@ class Accuracy:
         self._hits = self._hits + (chosen == targets).sum()
         self._seen += targets.numel()
 
+    def merge(self, other: "Accuracy") -> None:
+        """Take in what another rank has measured."""
+        self._hits = self._hits + other._hits
+        self._seen += other._seen
+
     def compute(self) -> Tensor:
         """Hits over samples, 0-d float64; nan before the first update."""
         return torch.as_tensor(self._hits, dtype=torch.float64) / self._seen

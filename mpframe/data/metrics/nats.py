@@ -37,6 +37,11 @@ class Nats:
         self._nats = self._nats + losses.double().sum()
         self._seen += targets.numel()
 
+    def merge(self, other: "Nats") -> None:
+        """Take in what another rank has measured."""
+        self._nats = self._nats + other._nats
+        self._seen += other._seen
+
     def compute(self) -> Tensor:
         """The mean so far, 0-d float64; nan before the first update."""
         return torch.as_tensor(self._nats, dtype=torch.float64) / self._seen

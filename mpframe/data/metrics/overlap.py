@@ -44,6 +44,13 @@ class Overlap(ABC):
         # Not bincount: on a GPU it waits for the largest value.
         self._counts.scatter_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int64))
 
+    def merge(self, other: "Overlap") -> None:
+        """Take in what another rank has measured."""
+        if self._counts is None or other._counts is None:
+            self._counts = other._counts if self._counts is None else self._counts
+        else:
+            self._counts += other._counts
+
     def compute(self) -> Tensor:
         """The mean so far, 0 to 1, 0-d float64; nan before the first update."""
         if self._counts is None:

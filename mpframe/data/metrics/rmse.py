@@ -31,6 +31,11 @@ class RMSE:
         self._squares = self._squares + errors.square().sum()
         self._seen += targets.numel()
 
+    def merge(self, other: "RMSE") -> None:
+        """Take in what another rank has measured."""
+        self._squares = self._squares + other._squares
+        self._seen += other._seen
+
     def compute(self) -> Tensor:
         """The error so far, 0-d float64; nan before the first update."""
         return (torch.as_tensor(self._squares, dtype=torch.float64) / self._seen).sqrt()

@@ -1,6 +1,7 @@
 """Masters: the fp32 tensors behind half weights, and the watch over these weights.
 
     master            one of them: made once for a weight, and shared by all optimizers over it
+    split_master      one that is kept as the bits that a bfloat16 weight lacks
     write_detector    whether a weight was written behind its master's back
     masters           those of all parameters of an optimizer
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mpframe.optim.masters.write_detector import WriteDetector, mark_known, written
+from mpframe.optim.masters.write_detector import WriteDetector, adopt_writes, mark_known
 from mpframe.tree import HALF
 
 _LARGE = 2**14  # values; fewer are clamped sooner than looked at
@@ -42,8 +42,29 @@ class Master(WriteDetector):
 
     def current(self, weight: Tensor) -> Tensor:
         """`value`, after it has taken over what others wrote into the weight."""
-        copy_from_params([(weight, self)])
+        adopt_writes([(weight, self)])
         return self.value
+
+    def start_from(self, weight: Tensor, start: Tensor) -> None:
+        """Take another value; `copy_to_params` writes it into the weight."""
+        self.half = weight.dtype
+        self.value.detach().copy_(start)
+
+    @torch.no_grad()
+    def adopt(self, weight: Tensor) -> None:
+        """Take over what others have written into the weight."""
+        now, rounded = weight.detach(), torch.empty_like(self.value, dtype=self.half)
+        round_into([(rounded, self.value)])
+        self.value.copy_(torch.where(now == rounded, self.value, now.float()))
+        self.half = weight.dtype
+
+    def join(self, weight: Tensor) -> None:
+        """Let `value` have its memory: it always has."""
+
+    def publish(self, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What is still to be rounded, `value` into the weight; several at once are faster."""
+        self.half = weight.dtype
+        return [(weight, self.value)]
 
 
 def master_behind(weight: Tensor) -> Master | None:
@@ -59,23 +80,22 @@ def exact_value(weight: Tensor) -> Tensor | None:
     return weight.detach().clone() if weight.dtype == torch.float32 else None
 
 
-def master_for(weight: Tensor) -> Master:
+def master_for(weight: Tensor, kind: type[Master] = Master) -> Master:
     """The master of a half weight; if it has none yet, a new one from the half value."""
     known = _MASTERS.get(weight)
     if known is None or known.value.device != weight.device:
-        known = Master(weight, weight if known is None else known.value)
+        known = kind(weight, weight if known is None else known.current(weight))
         _MASTERS[weight] = known
     return known
 
 
-def remember(weight: Tensor, start: Tensor) -> None:
+def remember(weight: Tensor, start: Tensor, kind: type[Master] = Master) -> None:
     """Let a half weight's master be `start`, its value from before it was rounded."""
     known = _MASTERS.get(weight)
     if known is None:
-        _MASTERS[weight] = Master(weight, start)
+        _MASTERS[weight] = kind(weight, start)
     else:
-        known.value.detach().copy_(start)
-        known.half = weight.dtype
+        known.start_from(weight, start)
         mark_known([(weight, known)])
 
 
@@ -90,23 +110,15 @@ def forget(weight: Tensor) -> None:
 
 
 def copy_from_params(pairs: Collection[tuple[Tensor, Master]]) -> None:
-    """Let masters take over what others have written into their weights."""
-    for weight, master in written(pairs):
-        now, rounded = weight.detach(), torch.empty_like(master.value, dtype=master.half)
-        with torch.no_grad():
-            round_into([(rounded, master.value)])
-            master.value.copy_(torch.where(now == rounded, master.value, now.float()))
-        master.half = weight.dtype
-        mark_known([(weight, master)])
+    """Let masters take over what others have written into their weights, and have memory."""
+    adopt_writes(pairs)
+    for weight, master in pairs:
+        master.join(weight)
 
 
 def copy_to_params(pairs: Collection[tuple[Tensor, Master]]) -> None:
     """Round masters into their weights; beyond the format's range, to its end."""
-    values = []
-    for weight, master in pairs:
-        values.append((weight, master.value))
-        master.half = weight.dtype
-    round_into(values)
+    round_into([values for weight, master in pairs for values in master.publish(weight)])
     mark_known(pairs)
 
 

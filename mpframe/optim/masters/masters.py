@@ -24,6 +24,7 @@ from mpframe.optim.masters.master import (
     remember,
     restore,
 )
+from mpframe.optim.masters.write_detector import adopt_writes
 from mpframe.tree import HALF, to_fp32
 
 _WRAPPED: WeakSet[Optimizer] = WeakSet()
@@ -35,18 +36,18 @@ class Masters:
     Args:
         starts: fp32 values from before the rounding, by half parameter. They may include
             parameters that no group has yet: a group that is added later starts from them.
-        keep: False makes every parameter its own master.
+        kind: of the masters that are made; None makes every parameter its own master.
 
     Attributes:
         half: the half parameters that have a master, each with it.
         device: of all parameters.
     """
 
-    def __init__(self, starts: Mapping[Tensor, Tensor], keep: bool) -> None:
+    def __init__(self, starts: Mapping[Tensor, Tensor], kind: type[Master] | None) -> None:
         for parameter, start in starts.items():
             if parameter.dtype in HALF:
-                remember(parameter, start.clone())
-        self._keep = keep
+                remember(parameter, start.clone(), kind or Master)
+        self._kind = kind
         self._masters: dict[Tensor, Tensor] = {}
         self.half: dict[Tensor, Master] = {}
         self.device = torch.device("cpu")
@@ -87,11 +88,12 @@ class Masters:
             self._masters[parameter] = parameter
             if parameter.dtype not in HALF:
                 continue
-            if not self._keep:
+            if self._kind is None:
                 forget(parameter)
                 continue
-            held = self.half[parameter] = master_for(parameter)
-            master = self._masters[parameter] = held.current(parameter)
+            held = self.half[parameter] = master_for(parameter, self._kind)
+            adopt_writes([(parameter, held)])
+            master = self._masters[parameter] = held.value
             group["params"][index] = master.requires_grad_(parameter.requires_grad)
             if parameter in optimizer.state:
                 kept = optimizer.state.pop(parameter)
@@ -162,8 +164,11 @@ class Masters:
         for own, loaded in zip(self._masters.values(), listed, strict=True):
             if loaded is not None:
                 own.copy_(loaded)
-        if any(loaded is not None for loaded in listed):
-            copy_to_params(self.half.items())
+        copy_to_params(self.half.items())
+
+    def stepped(self, parameter: Tensor) -> Tensor:
+        """The tensor in the optimizer's groups, by which it keeps its state."""
+        return self._masters[parameter]
 
     def _behind(self, parameter: Tensor) -> Tensor | None:
         """The master of a parameter in a group, or of one that no group has yet."""
@@ -181,7 +186,11 @@ class Masters:
                     f"optimizer: parameter {index} of shape {tuple(parameter.shape)} is "
                     f"{parameter.dtype}; masters hold real numbers: store it as two real parameters"
                 )
-            if self._keep and parameter.dtype in HALF and parameter.layout != torch.strided:
+            if (
+                self._kind is not None
+                and parameter.dtype in HALF
+                and parameter.layout != torch.strided
+            ):
                 raise ConfigError(
                     f"optimizer: parameter {index} of shape {tuple(parameter.shape)} is sparse and "
                     f"{parameter.dtype}; a half weight is dense: store it in fp32 "
@@ -209,10 +218,16 @@ def load_by_name(model: nn.Module, parts: Sequence[Masters], weights: Mapping[st
     for masters in parts:
         own |= masters.by_name(model)
     _refuse_other_weights(own, weights)
+    held = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        master = master_behind(parameter)
+        if master is not None:
+            master.start_from(parameter, weights[name])
+            held[parameter] = master
+            own.pop(name, None)
     for name, tensor in own.items():
         _copy_held(tensor, weights[name])
-    masters_of = {parameter: master_behind(parameter) for parameter in model.parameters()}
-    copy_to_params([(parameter, held) for parameter, held in masters_of.items() if held])
+    copy_to_params(held.items())
 
 
 def refuse_wrapped(optimizer: Optimizer) -> None:

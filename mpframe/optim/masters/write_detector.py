@@ -7,7 +7,7 @@ every step wait for the device, so it is not done there.
 """
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,11 +36,19 @@ class WriteDetector:
         # These are left out, because the copy of a weight has another address.
         return {k: v for k, v in vars(self).items() if k not in WriteDetector.__annotations__}
 
+    def adopt(self, weight: Tensor) -> None:
+        """Take over what others have written into the weight."""
+        raise NotImplementedError
 
-Detector = TypeVar("Detector", bound=WriteDetector)
+
+def adopt_writes(watched: Iterable[tuple[Tensor, WriteDetector]]) -> None:
+    """Take over what others have written, and note that it is known."""
+    for weight, last in written(watched):
+        last.adopt(weight)
+        mark_known([(weight, last)])
 
 
-def written(watched: Iterable[tuple[Tensor, Detector]]) -> list[tuple[Tensor, Detector]]:
+def written(watched: Iterable[tuple[Tensor, WriteDetector]]) -> list[tuple[Tensor, WriteDetector]]:
     """The weights that were written since they were marked as known."""
     found = []
     for weight, last in watched:

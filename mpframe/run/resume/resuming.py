@@ -148,6 +148,10 @@ def _apply(
 
 def _load(snapshot: Snapshot, trainer: Trainer) -> None:
     trainer.load_state_dict(snapshot.state["trainer"])
-    rng = checkpoint.rng_of(snapshot.state, trainer.world.rank)
-    if rng is not None:
-        checkpoint.restore_rng(rng)
+    if trainer.world.is_main:
+        checkpoint.restore_rng(snapshot.state["rng"])
+        return
+    own = checkpoint.of_rank(snapshot.state, trainer.world.rank)
+    if own is not None:
+        trainer.precision.load_state_dict(own["products"])
+        checkpoint.restore_rng(own["rng"])

@@ -5,7 +5,7 @@ generator, and the state of the callbacks. It is taken between two steps, when n
 window is open. Two numbers say how far the data has been read (see data.loader).
 
 Of several ranks all come to a save at the same step, and rank 0 writes it: they hold the same
-state, but for the random generators.
+state, but for the random generators and what 8-bit products remember.
 
 A save in the background copies the state first, so the run can go on while the copy is written. At
 most one such save runs at a time, and its error is raised at the next save or at the end.
@@ -27,6 +27,7 @@ from mpframe.errors import CheckpointError, RunInterrupted
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.callback import Callback, call, states_of
 from mpframe.training.evaluation import LOSS, Evaluation
+from mpframe.training.ranks import refuse_drift
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of
@@ -114,6 +115,7 @@ class Checkpoints(Callback):
             call(trainer.callbacks, "on_save", trainer)
             snapshot = self._snapshot(trainer)
             self._saved, self._saved_at = stands, time.monotonic()
+            refuse_drift(trainer)
             if not trainer.world.is_main:
                 return
             with self._reported():
@@ -169,13 +171,13 @@ class Checkpoints(Callback):
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
         global_step = trainer.progress.global_step
-        own, *others = checkpoint.rng_of_ranks(trainer.world) or [{}]
+        own = {"rng": checkpoint.rng_state(), "products": trainer.precision.state_dict()}
         return Snapshot(
             global_step,
             {
                 "trainer": trainer.state_dict(),
-                "rng": own,
-                "rng_of_other_ranks": others,
+                "rng": own["rng"],
+                checkpoint.OTHER_RANKS: checkpoint.of_other_ranks(trainer.world, own),
                 "callbacks": states_of(trainer.callbacks),
                 "usage": dict(self._context.usage),
             },

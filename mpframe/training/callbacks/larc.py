@@ -53,7 +53,7 @@ class LayerwiseRates(Callback):
         optimizer = trainer.optimizer
         parts = optimizer.parts.values() if isinstance(optimizer, MultiOptimizer) else [optimizer]
         for part in parts:  # A frozen group is in none of them.
-            self._larc.without.update(part.master_of(p) for p in left_out if part.holds(p))
+            self._larc.without.update(part.stepped(p) for p in left_out if part.holds(p))
             self._handles.append(part.register_step_pre_hook(self._larc))
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:

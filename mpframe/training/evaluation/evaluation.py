@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpframe.distributed.world import ALONE, World
 from mpframe.errors import UserCodeError
 from mpframe.optim import MasterWeights, MultiOptimizer
-from mpframe.tree import HALF
+from mpframe.tree import HALF, map_tensors
 from mpframe.user_code import UserCode, described, name_of
 
 LOSS = "loss"
@@ -57,6 +59,11 @@ class NamedMetric:
         code: makes a new metric; or a metric with `reset()`, as torchmetrics', which is used again.
         device: where the metric computes, if it can be moved.
 
+    Attributes:
+        name: the metric's.
+        merges: whether it has `merge(other)`, which takes in what another one has measured.
+        higher_is_better: None if it has no direction.
+
     Raises:
         UserCodeError: the metric cannot be made, or is none; here and below: its code raised.
     """
@@ -73,7 +80,11 @@ class NamedMetric:
                     f"{self._option} {name_of(self._metric)} has no {method}(); a metric has "
                     "update(outputs, targets) and compute()"
                 )
-        self.name = name
+        if getattr(self._metric, "sync_on_compute", False):
+            # torchmetrics' would ask the other ranks, which do not compute it.
+            self._metric.sync_on_compute = False
+        self.name, self._device = name, device
+        self.merges = callable(getattr(self._metric, "merge", None))
         self.higher_is_better: bool | None = getattr(self._metric, "higher_is_better", None)
 
     def update(self, outputs: Any, targets: Any) -> None:
@@ -89,6 +100,17 @@ class NamedMetric:
             )
         with UserCode(self._option, self._metric, outputs=outputs, targets=targets):
             self._metric.update(outputs, targets)
+
+    def merge(self, world: World) -> None:
+        """On rank 0, take in what the metrics of the other ranks have measured."""
+        if world.size == 1:
+            return
+        measured = map_tensors(lambda tensor: tensor.cpu(), vars(self._metric))
+        for state in world.gather_object(measured)[1:]:
+            other = copy(self._metric)
+            vars(other).update(map_tensors(lambda tensor: tensor.to(self._device), state))
+            with UserCode(self._option, self._metric):
+                self._metric.merge(other)
 
     def compute(self) -> float:
         """The value over all batches.
@@ -108,25 +130,68 @@ class NamedMetric:
 
 
 class Metrics:
-    """The metrics of one validation.
+    """The metrics of one validation, over the parts of all ranks.
+
+    Each rank measures its own part with a metric that has `merge`. Of any other rank 0 measures the
+    parts of all, sent to it batch by batch, in the order of the samples.
 
     Args:
         codes: what makes each, by name, as `NamedMetric` takes it.
         monitor: the name of the one that tells progress, or `loss`; None: the first one.
         device: where they compute.
+        world: the ranks that validate together.
     """
 
-    def __init__(self, codes: Mapping[str, Any], monitor: str | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        codes: Mapping[str, Any],
+        monitor: str | None,
+        device: torch.device,
+        world: World = ALONE,
+    ) -> None:
         self._metrics = [NamedMetric(name, code, device) for name, code in codes.items()]
         self._monitor = next(iter(codes), LOSS) if monitor is None else monitor
+        self._device, self._world = device, world
+        self._sent = [own for own in self._metrics if world.size > 1 and not own.merges]
 
-    def update(self, outputs: Any, targets: Any) -> None:
-        """Give each metric one batch."""
+    def update(self, part: tuple[Any, Any] | None) -> None:
+        """Take in one batch.
+
+        Args:
+            part: its outputs and targets on this rank; None if it has none of its samples.
+        """
         for metric in self._metrics:
-            metric.update(outputs, targets)
+            if part is not None and metric not in self._sent:
+                metric.update(*part)
+        if self._sent:
+            self._update_with_all(part)
 
-    def evaluation(self, loss: float) -> Evaluation:
-        """The result of the validation, with its loss."""
+    def evaluation(self, loss: Tensor, samples: int) -> Evaluation:
+        """The result of the validation, the same on all ranks.
+
+        Args:
+            loss: the sum over the samples of this rank, 0-d float64.
+            samples: how many there were.
+        """
+        sums = torch.stack([loss, torch.full_like(loss, samples)])
+        self._world.sum_([sums])
+        total, count = sums.tolist()
+        for metric in self._metrics:
+            if metric not in self._sent:
+                metric.merge(self._world)
+        own = self._result(total / max(count, 1)) if self._world.is_main else None
+        evaluation: Evaluation = self._world.broadcast_object(own)
+        return evaluation
+
+    def _update_with_all(self, part: tuple[Any, Any] | None) -> None:
+        on_host = map_tensors(lambda tensor: tensor.cpu(), part)
+        for own in self._world.gather_object(on_host):
+            if own is not None:
+                outputs, targets = map_tensors(lambda tensor: tensor.to(self._device), own)
+                for metric in self._sent:
+                    metric.update(outputs, targets)
+
+    def _result(self, loss: float) -> Evaluation:
         return Evaluation(
             loss,
             {metric.name: metric.compute() for metric in self._metrics},

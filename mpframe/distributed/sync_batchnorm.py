@@ -1,0 +1,66 @@
+"""BatchNorm with the statistics of the whole batch, of which each rank has a part.
+
+    mean = sum_r sum x / n,    var = sum_r sum (x - mean)^2 / n      over all ranks r, n values
+
+torch's own SyncBatchNorm computes on GPUs alone. Here the sums go over the ranks by an all-reduce
+that the backward pass goes through, too, so the gradient is that of one process. The deviation is
+taken from the common mean, which loses no digits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+
+
+def synchronize(model: nn.Module) -> None:
+    """Let every BatchNorm of a model use the statistics of all ranks in training.
+
+    Args:
+        model: its modules keep their parameters, buffers and names. In training mode every rank
+            must call it, or none.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            kind = type(module)
+            module.__class__ = type(f"Sync{kind.__name__}", (_Sync, kind), {})
+
+
+class _Sync(nn.modules.batchnorm._BatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        values = input.float() if input.dtype.itemsize < 4 else input
+        dims = [0, *range(2, values.dim())]
+        shape = [1, -1, *[1] * (values.dim() - 2)]
+        count = values.new_tensor([values.numel() / values.shape[1]])
+        sums = _over_ranks(torch.cat([values.sum(dims), count]))
+        count = sums[-1].detach()
+        centered = values - (sums[:-1] / count).view(shape)
+        variance = _over_ranks((centered * centered).sum(dims)) / count
+        self._track(sums[:-1].detach() / count, variance.detach() * count / (count - 1))
+        normal = centered * torch.rsqrt(variance + self.eps).view(shape)
+        return (
+            normal
+            if self.weight is None
+            else normal * self.weight.view(shape) + self.bias.view(shape)
+        )
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        weight: Any = self.momentum
+        if weight is None:  # The mean over all batches.
+            weight = 1.0 / self.num_batches_tracked.to(mean.dtype)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
+
+
+def _over_ranks(sums: Tensor) -> Tensor:
+    total: Tensor = all_reduce(sums)  # type: ignore[no-untyped-call]
+    return total

@@ -1,0 +1,292 @@
+"""Split masters: the exact fp32 master in the 16 bits that its bfloat16 weight lacks."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from vocabulary import same_bits, tensors
+
+from mpframe import Backoff, MasterWeights, Precision, Static, Trainer
+from mpframe.errors import ConfigError
+from mpframe.objectives import supervised
+from mpframe.optim import buckets
+from mpframe.optim.ema import Ema
+from mpframe.optim.masters.split_master import SplitMaster
+
+BF16 = torch.bfloat16
+END = torch.finfo(BF16).max
+OPTIMIZERS = sorted(buckets._STEPS_BY_PARAMETER, key=lambda cls: cls.__name__)
+
+
+def floats_of(bits: Tensor) -> Tensor:
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def every_upper_half(low: int) -> Tensor:
+    """fp32 values with each upper half that is finite, and these lower 16 bits."""
+    upper = torch.arange(-(2**15), 2**15)
+    values = floats_of(upper * 2**16 + low)
+    return values[values.isfinite() & (values.abs() <= END)]
+
+
+def weight_like(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values.to(BF16))
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(3, 4, generator=generator).to(BF16)) for _ in range(3)]
+
+
+def set_gradients(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def wrapped(kind: bool | str, cls: Any = torch.optim.AdamW) -> tuple[list[nn.Parameter], Any]:
+    params = parameters()
+    return params, MasterWeights(cls(params, lr=0.05), keep_masters=kind)
+
+
+def masters_of(params: list[nn.Parameter], optimizer: MasterWeights) -> list[Tensor]:
+    return [optimizer.master_of(p) for p in params]
+
+
+def state_of(optimizer: MasterWeights) -> list[Tensor]:
+    return tensors([list(own.values()) for own in optimizer.optimizer.state.values()])
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_no_bit_is_lost(low: int) -> None:
+    """Over every sign, exponent and upper digit; subnormals, zeros and ties are among them."""
+    values = every_upper_half(low)
+    assert len(values) > 65000
+    weight = weight_like(values)
+    held = SplitMaster(weight, values)
+    assert torch.equal(held.current(weight).view(torch.int32), values.view(torch.int32))
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_the_weight_is_the_nearest_and_of_two_the_one_away_from_zero(low: int) -> None:
+    values = every_upper_half(low)
+    weight = weight_like(values)
+    SplitMaster(weight, values)
+    even = values.to(BF16)
+    if low == 0x8000:
+        off = (weight.double() - values.double()).abs()
+        assert torch.equal(off, (even.double() - values.double()).abs())
+        assert (weight.double().abs() > values.double().abs()).all()
+    else:
+        assert torch.equal(weight, even)
+
+
+def test_beyond_the_range_both_are_held_at_its_end() -> None:
+    values = torch.tensor([3.4e38, -3.4e38, torch.inf, -torch.inf])
+    weight = weight_like(torch.zeros(4))
+    held = SplitMaster(weight, values)
+    assert torch.equal(held.current(weight), torch.tensor([END, -END, END, -END]))
+    assert torch.equal(weight.float(), held.current(weight))
+
+
+@pytest.mark.parametrize("size", [5, 10**9])
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+def test_masters_and_state_are_those_of_whole_masters(
+    cls: Any, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, through a skipped step, with one bucket and with several."""
+    monkeypatch.setattr(buckets, "_SIZE_ON_CPU", size)
+    runs = []
+    for kind in (True, "split"):
+        params, optimizer = wrapped(kind, cls)
+        scaler = Backoff(half="bfloat16", init_scale=1.0)
+        for step in range(4):
+            set_gradients(params, step)
+            if step == 2:
+                params[1].grad = torch.full_like(params[1], torch.nan)
+            assert bool(optimizer.step(scaler, max_norm=1.0).skipped) == (step == 2)
+        runs.append([*masters_of(params, optimizer), *state_of(optimizer)])
+    assert same_bits(*runs)
+
+
+def test_fp32_masters_have_memory_for_one_bucket_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buckets, "_SIZE_ON_CPU", 12)
+    params, optimizer = wrapped("split")
+    stepped = [optimizer.stepped(p) for p in params]
+    with_memory = []
+    step: Any = optimizer.optimizer.step
+
+    def look() -> Any:
+        with_memory.append([bool(m.untyped_storage().nbytes()) for m in stepped])
+        return step()
+
+    monkeypatch.setattr(optimizer.optimizer, "step", look)
+    set_gradients(params, 0)
+    optimizer.step()
+    assert with_memory == [[True, False, False], [False, True, False], [False, False, True]]
+    assert not any(m.untyped_storage().nbytes() for m in stepped)
+
+
+WRITES: dict[str, Any] = {
+    "fill_": lambda w: w.detach().fill_(3.0),
+    "zero_": lambda w: w.detach().zero_(),
+    "data": lambda w: setattr(w, "data", torch.full_like(w, -2.0)),
+    "data.zero_": lambda w: w.data.zero_(),
+    "inf": lambda w: w.detach().fill_(torch.inf),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_into_the_weight_reaches_its_master(write: str) -> None:
+    """The master rounds to what was written: half a unit in the weight's last place is left."""
+    params, optimizer = wrapped("split")
+    for step in range(3):  # So that the low bits are not zero.
+        set_gradients(params, step)
+        optimizer.step()
+    WRITES[write](params[0])
+    written = params[0].detach().clone()
+    master = optimizer.master_of(params[0])
+    assert torch.equal(master.to(BF16), written)
+    if write in ("zero_", "data.zero_", "inf"):
+        assert torch.equal(master, written.float())
+    others = masters_of(params[1:], optimizer)
+    set_gradients(params, 0)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(params[0], written.clamp(-END, END))
+    assert same_bits(masters_of(params[1:], optimizer), others)
+
+
+def test_a_weight_that_is_replaced_and_put_back_keeps_its_master() -> None:
+    params, optimizer = wrapped("split")
+    set_gradients(params, 0)
+    optimizer.step()
+    before, kept = optimizer.master_of(params[0]), params[0].data
+    params[0].data = torch.ones_like(kept)
+    params[0].data = kept
+    assert torch.equal(optimizer.master_of(params[0]), before)
+
+
+@pytest.mark.parametrize("kinds", [("split", "split"), ("split", True), (True, "split")])
+def test_a_state_goes_on_in_either_kind(kinds: tuple[bool | str, bool | str]) -> None:
+    params, optimizer = wrapped(kinds[0])
+    set_gradients(params, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    others, resumed = wrapped(kinds[1])
+    resumed.load_state_dict(saved)
+    assert same_bits(masters_of(others, resumed), masters_of(params, optimizer))
+    for step in range(1, 3):
+        for own, taken in ((params, optimizer), (others, resumed)):
+            set_gradients(own, step)
+            taken.step()
+    assert same_bits(masters_of(others, resumed), masters_of(params, optimizer))
+
+
+def test_a_copy_goes_on_as_the_original() -> None:
+    params, optimizer = wrapped("split")
+    set_gradients(params, 0)
+    optimizer.step()
+    others, twin = copy.deepcopy((params, optimizer))
+    for own, taken in ((params, optimizer), (others, twin)):
+        set_gradients(own, 1)
+        taken.step()
+    assert same_bits(masters_of(others, twin), masters_of(params, optimizer))
+    assert same_bits(params, others)
+
+
+def test_a_group_is_frozen_and_thawed() -> None:
+    params, optimizer = wrapped("split")
+    optimizer.set_requires_grad(params[:1], requires_grad=False)
+    before = optimizer.master_of(params[0])
+    set_gradients(params[1:], 0)
+    optimizer.step()
+    assert torch.equal(optimizer.master_of(params[0]), before)
+    optimizer.set_requires_grad(params[:1], requires_grad=True)
+    set_gradients(params, 1)
+    optimizer.step()
+    assert not torch.equal(optimizer.master_of(params[0]), before)
+
+
+def test_channels_last_weights_keep_their_order() -> None:
+    values = torch.randn(4, 3, 2, 2)
+    weight = weight_like(values.to(memory_format=torch.channels_last))
+    optimizer = MasterWeights(
+        torch.optim.AdamW([weight], fused=True), {weight: values}, keep_masters="split"
+    )
+    assert torch.equal(optimizer.master_of(weight), values)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert optimizer.stepped(weight).stride() == weight.stride()
+
+
+def trained(master_weights: bool | str, **extra: Any) -> Trainer:
+    torch.manual_seed(0)
+    precision = Precision("mixed", "bfloat16", master_weights=master_weights)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    return Trainer(model, optimizer, supervised(nn.CrossEntropyLoss()), precision, **extra)
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [(torch.randn(8, 8, generator=generator), torch.arange(8) % 4) for _ in range(count)]
+
+
+def test_a_prepared_model_starts_from_the_values_before_the_rounding() -> None:
+    split, whole = trained("split"), trained(True)
+    assert same_bits(split.weights().values(), whole.weights().values())
+
+
+def test_a_checkpoint_resumes_bit_for_bit() -> None:
+    data = batches(6)
+    first = trained("split", scaler=Static(2.0**4))
+    for batch in data[:3]:
+        first.train_step(batch)
+    saved = copy.deepcopy(first.state_dict())
+    second = trained("split", scaler=Static(2.0**4))
+    second.load_state_dict(saved)
+    for batch in data[3:]:
+        first.train_step(batch)
+        second.train_step(batch)
+    assert same_bits(second.weights().values(), first.weights().values())
+    assert same_bits(second.model.parameters(), first.model.parameters())
+
+
+def test_the_average_follows_split_masters() -> None:
+    params, optimizer = wrapped("split")
+    twins, whole = wrapped(True)
+    averages = []
+    for own, taken in ((params, optimizer), (twins, whole)):
+        ema = Ema({p: taken.master_of(p) for p in own}, 0.5)
+        for step in range(3):
+            set_gradients(own, step)
+            taken.step()
+            ema.update()
+        averages.append(ema._averages)
+    assert same_bits(*averages)
+
+
+def test_float16_is_refused() -> None:
+    line = (
+        r"^dtype\.master_weights=split: the weights are float16, and only bfloat16 is a part of "
+        r"fp32; use dtype\.half=bfloat16, or dtype\.master_weights=on$"
+    )
+    with pytest.raises(ConfigError, match=line):
+        Precision("mixed", "float16", master_weights="split")
+    with pytest.raises(ConfigError, match=line):
+        MasterWeights(
+            torch.optim.SGD([nn.Parameter(torch.ones(2).half())], lr=0.1), keep_masters="split"
+        )
+
+
+def test_where_weights_are_fp32_a_line_says_that_it_changes_nothing() -> None:
+    assert Precision("amp", "bfloat16", master_weights="split").warnings() == [
+        "dtype.master_weights=split changes nothing with dtype=amp, whose weights are fp32"
+    ]

@@ -1,0 +1,104 @@
+"""Where a rank stands, what it computes on, and what it is to read and send."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpframe.build import resolve_device
+from mpframe.distributed.launch import Place, place
+from mpframe.distributed.world import ALONE, World
+from mpframe.errors import ConfigError
+from mpframe.objectives import supervised
+from mpframe.optim import MasterWeights
+from mpframe.precision import Precision
+from mpframe.training.closure_trainer import ClosureTrainer
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the second of three, and of two on its machine."""
+    here = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_process_of_its_own_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place() == Place(0, 1, 0)
+    monkeypatch.setenv("RANK", "1")  # Some clusters set it for their own ends.
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert place() == Place(0, 1, 0)
+
+
+@pytest.mark.usefixtures("second")
+def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place() == Place(1, 3, 1)
+    devices = 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 1)
+    assert resolve_device("cpu") == torch.device("cpu")
+    devices = 1
+    said = "start torchrun with --nproc-per-node 1, or use device=cpu"
+    with pytest.raises(ConfigError, match=f"has 1 CUDA devices and more ranks; {said}"):
+        resolve_device("auto")
+    devices = 0
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="has 0 CUDA devices and more ranks; use device=cpu"):
+        resolve_device("cuda")
+
+
+class Counting(World):
+    """One of two ranks whose partner sends zeros; counts what would be sent."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def sum_(self, tensors: list[Tensor]) -> None:  # type: ignore[override]
+        self.sent += sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7, 64])
+def test_the_parts_of_all_ranks_are_the_batch(count: int) -> None:
+    samples, worlds = torch.arange(count), [World() for _ in range(3)]
+    for rank, own in enumerate(worlds):
+        own.rank, own.size = rank, 3
+    parts = [own.part(samples) for own in worlds]
+    assert torch.equal(torch.cat(parts), samples)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_step_sends_each_gradient_once_in_fp32(mode: str, accumulate: int) -> None:
+    model = nn.Linear(8, 4)
+    precision, world = Precision(mode), Counting()
+    _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert isinstance(optimizer, MasterWeights)
+    assert optimizer.world is ALONE
+    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), precision, world=world)
+    trainer.train_step(*[(torch.randn(4, 8), torch.randn(4, 4)) for _ in range(accumulate)])
+    assert world.sent == 4 * (8 * 4 + 4)
+
+
+def made(
+    model: nn.Module, optimizer: torch.optim.Optimizer, kind: type[Trainer] = Trainer
+) -> Trainer:
+    masters = MasterWeights(optimizer)
+    return kind(model, masters, supervised(nn.MSELoss()), world=Counting())
+
+
+def test_what_several_ranks_do_not_do_together() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"^trainer\.parallel=ddp: optimizer=LBFGS evaluates the"):
+        made(model, torch.optim.LBFGS(model.parameters()), ClosureTrainer)
+    sparse = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    trainer = made(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.parallel=ddp: a gradient is sparse, and ranks"
+    ):
+        trainer.train_step((torch.arange(4), torch.zeros(4, 2)))
+    with pytest.raises(ConfigError, match=r"^trainer\.reduce=in_backward: a compiled graph gives"):
+        Plan(compile=True, reduce_in_backward=True)

@@ -1,0 +1,166 @@
+"""What a program does to its process before a run: its allocator, its threads."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.schema import Config
+from mpframe.run import process, threads
+from mpframe.training import allocator
+
+
+class Library:
+    """A C library that notes what it is told."""
+
+    def __init__(self, answer: int = 1) -> None:
+        self.told: list[tuple[int, int]] = []
+        self._answer = answer
+
+    def mallopt(self, parameter: int, value: int) -> int:
+        self.told.append((parameter, value))
+        return self._answer
+
+
+@pytest.mark.parametrize(("answer", "done"), [(1, True), (0, False)])
+def test_glibc_is_told_to_keep_memory(
+    answer: int, done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(answer)
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setattr(allocator, "_c_library", lambda: library)
+    assert allocator.keep_freed_memory() is done
+    assert library.told == [(-1, -1), (-4, 0)]  # M_TRIM_THRESHOLD never, M_MMAP_MAX none
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(allocator, "_c_library", lambda: library)
+    assert allocator.keep_freed_memory() is False
+    assert library.told == []
+
+
+_FAULTS = """
+import resource, sys
+from mpframe.training.allocator import keep_freed_memory
+import torch
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+given_back = faults()
+assert keep_freed_memory()
+faults()
+kept = faults()
+print(given_back, kept)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_a_tensor_that_is_made_again_costs_no_page_faults() -> None:
+    """64 MiB: more than glibc ever keeps by itself."""
+    done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    given_back, kept = map(int, done.stdout.split())
+    assert kept < given_back / 4
+    assert given_back >= 32  # pages of 2 MiB at most
+
+
+# --- threads
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine with 8 cores: machine(load, running, usable)."""
+
+    def made(load: float, running: int, usable: int = 8) -> None:
+        (tmp_path / "loadavg").write_text(f"{load} 0.50 0.40 {running}/812 4711\n")
+        monkeypatch.setattr(threads, "_LOAD", tmp_path / "loadavg")
+        monkeypatch.setattr(os, "cpu_count", lambda: 8)
+        monkeypatch.setattr(threads, "_usable_cores", lambda: usable)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("load", "running", "usable", "count", "free"),
+    [
+        (5.2, 6, 8, 8, "3 of 8 cores are"),
+        (31.0, 40, 8, 2, "1 of 8 cores is"),
+        (0.0, 1, 2, 8, "2 of 2 cores are"),  # a container with fewer cores than the machine
+    ],
+)
+def test_more_threads_than_free_cores_are_told(
+    load: float, running: int, usable: int, count: int, free: str, machine: Any
+) -> None:
+    machine(load, running, usable)
+    assert threads.advice_on_threads(count, {"OMP_WAIT_POLICY": "ACTIVE"}) == (
+        f"torch computes with {count} threads, and {free} free: threads that spin while they wait "
+        f"can make a step many times slower; set OMP_NUM_THREADS={free[0]} or "
+        "OMP_WAIT_POLICY=PASSIVE"
+    )
+
+
+@pytest.mark.parametrize(
+    ("load", "running", "count", "environment"),
+    [
+        (0.3, 1, 8, {}),
+        (0.9, 2, 8, {}),  # less than a core
+        (7.5, 1, 8, {}),  # the last run of a sweep, which has ended
+        (0.2, 7, 8, {}),  # only now, as while others start
+        (5.2, 6, 3, {}),
+        (31.0, 40, 1, {}),
+        (31.0, 40, 8, {"OMP_WAIT_POLICY": "passive"}),
+    ],
+)
+def test_elsewhere_nothing_is_said(
+    load: float, running: int, count: int, environment: dict[str, str], machine: Any
+) -> None:
+    machine(load, running)
+    assert threads.advice_on_threads(count, environment) is None
+
+
+def test_where_nothing_tells_the_load_only_the_cores_count(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(31.0, 40)
+    monkeypatch.setattr(threads, "_LOAD", Path("/no/such/file"))
+    assert threads.advice_on_threads(8, {}) is None
+    assert threads.advice_on_threads(9, {}) is not None
+
+
+# --- both, before a run
+
+
+def config(*options: str) -> Config:
+    return checked(without_hydra(compose_named(["experiment=digits_mlp", *options])[1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "said"),
+    [
+        (["device=cpu"], 1, ["warning: too many"]),
+        (["device=cpu", "trainer.keep_freed_memory=false"], 0, ["warning: too many"]),
+        (["device=cuda:7"], 0, []),
+        (["device=nonsense"], 0, []),  # The run refuses it, and says why.
+    ],
+)
+def test_a_run_on_a_cpu_is_prepared(
+    options: list[str],
+    kept: int,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(process, "keep_freed_memory", lambda: calls.append(None))
+    monkeypatch.setattr(process, "advice_on_threads", lambda threads, environment: "too many")
+    process.prepare_process(config(*options))
+    assert (len(calls), caplog.messages) == (kept, said)
