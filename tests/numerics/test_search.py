@@ -185,6 +185,9 @@ def test_exactly_the_planted_products_are_found(products: str) -> None:
     found = Search(reference, make, [data], 0.6, pin="none", modules=candidates).run()
     assert found.pinned == ("3",)
     assert found.reached.worst <= 0.6 < found.all_half.worst
+    # With all products in half no bit differs from the run without a recipe.
+    tight = Search(reference, make, [data], 1e-12, pin="none", modules=candidates).run()
+    assert (tight.pinned, tight.reached.worst) == (tuple(candidates), 0.0)
 
 
 def test_bfloat16_has_the_range_and_needs_no_pin_for_the_hot_one() -> None:
@@ -215,18 +218,18 @@ def test_the_command_writes_which_products_stay_in_half(
 ) -> None:
     words = ["model._target_=test_search.spiky", "dtype=mixed_bf16", "dtype/products=nvfp4"]
     words += ["device=cpu", "trainer.progress=off"]
-    main([*words, f"out={tmp_path}", "target=0.6", "batches=1", "prove=1", "seeds=1"])
+    main([*words, f"out={tmp_path}", "target=1e-9", "batches=1", "prove=1", "seeds=1"])
     printed = capsys.readouterr().out
     assert "# What must stay in half (mixed, nvfp4)" in printed
-    assert "found: 1 of 4 modules in half" in printed
-    assert "    ops.modules.3=none\n" in printed
+    assert "found: 4 of 4 modules in half, gradients 0, loss 0\n" in printed
+    assert "    ops.modules.1=none ops.modules.3=none ops.modules.5=none" in printed
     assert "## Modules, each alone in nvfp4, the worst first" in printed
     assert "## Ops" not in printed
     proof = printed.split("## Proof")[1]
     runs = [line.split(" | ")[0] for line in proof.splitlines() if line.startswith("| ")]
     assert runs[-3:] == ["| half", "| found", "| all in nvfp4"]
     lists = OpLists.from_mapping(yaml.safe_load((tmp_path / "ops.yaml").read_text()))
-    assert dict(lists.modules) == {"3": "none"}
+    assert dict(lists.modules) == dict.fromkeys("1357", "none")
 
 
 def one_fault_of_digits() -> nn.Module:
