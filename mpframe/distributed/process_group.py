@@ -51,6 +51,8 @@ class ProcessGroup(World):
         on_gpu = device.type == "cuda"
         self._store: Any = None
         with self._answered():
+            if on_gpu:
+                torch.cuda.set_device(device)
             self._store = store_at(place, timeout, f"group/{next(_JOINS)}")
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -125,10 +127,10 @@ class ProcessGroup(World):
         """What averages the gradients of a model in its backward pass, if that is wanted."""
         return InBackward(model) if wanted else None
 
-    def refuse_lost(self, error: BaseException) -> None:
-        """Raise LostRankError if an error of torch's says that another rank is lost."""
-        if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and "gloo" in str(error)
+    def refuse_lost(self, error: BaseException | None) -> None:
+        """Raise LostRankError if an error in a model, which may send, says that a rank is lost."""
+        if isinstance(error, RuntimeError) and (
+            isinstance(error, dist.DistError) or "gloo" in str(error)
         ):
             raise LostRankError(self._why_lost(error)) from error
 

@@ -78,8 +78,8 @@ class World:
         """What averages the gradients of a model in its backward pass, if that is wanted."""
         return None
 
-    def refuse_lost(self, error: BaseException) -> None:
-        """Raise LostRankError if an error of torch's says that another rank is lost."""
+    def refuse_lost(self, error: BaseException | None) -> None:
+        """Raise LostRankError if an error in a model, which may send, says that a rank is lost."""
 
     def publish(self, error: str) -> None:
         """Tell the other ranks why this one ends, so that they can say it."""

@@ -338,7 +338,8 @@ def _of_this_rank(config: Config) -> Config:
     if place().size > 1 and config.trainer.sync_batchnorm:
         left_out.add("autopsy")  # It replays steps, and rank 0 alone would wait for the others.
     if place().rank:
-        left_out |= {name for name in config.callbacks if only_watches(f"callbacks.{name}")}
+        watching = {name for name in config.callbacks if only_watches(f"callbacks.{name}")}
+        left_out |= watching - {"autopsy"}  # Each rank gives it its samples.
     kept = {name: node for name, node in config.callbacks.items() if name not in left_out}
     return replace(config, callbacks=kept)
 
@@ -362,6 +363,7 @@ def _errors_dated(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except (DataError, UserCodeError) as error:
+        trainer.world.refuse_lost(error.__cause__)
         error.args = (f"after step {trainer.progress.global_step}: {error}",)
         raise
 

@@ -320,22 +320,21 @@ class Trainer:
         if self.ema is not None:
             self.ema.restart()
 
-    def _forward_backward_together(self, batch: Batch, ranks: "InBackward") -> Tensor:
-        """The same with gradients that are averaged over the ranks; the mean loss of all."""
-        loss = self._forward_backward(batch, ranks.model())
-        ranks.refuse_unused()
-        return self.world.mean(loss)
-
     def _forward_backward(self, batch: Batch, model: Any = None) -> Tensor:
         """Forward and scaled backward; the unscaled loss, detached."""
         loss = self._forward(self.objective, self._on_device(batch), model)
         scaler: Any = self.scaler
         try:
             (loss if scaler is None else loss * scaler.scale).backward()
-        except BaseException as error:
-            self.world.refuse_lost(error)
+        except BaseException:
             blame("model: the backward pass of", self.model)
         return loss.detach()
+
+    def _forward_backward_together(self, batch: Batch, ranks: "InBackward") -> Tensor:
+        """The same with gradients that are averaged over the ranks; the mean loss of all."""
+        loss = self._forward_backward(batch, ranks.model())
+        ranks.refuse_unused()
+        return self.world.mean(loss)
 
     def _accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Forward and backward of each micro-batch; the mean loss of those that count."""

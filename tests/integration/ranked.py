@@ -51,6 +51,14 @@ class Drift(Callback):
                 next(trainer.model.parameters()).add_(0.01)
 
 
+class Overflow(Callback):
+    """The samples of rank 1 grow beyond float16."""
+
+    def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
+        if trainer.world.rank == 1:
+            batches[0][0].fill_(6e4)
+
+
 class Points(Dataset[Any]):
     def __init__(self, count: int, bad: int | None) -> None:
         self._count, self._bad = count, bad

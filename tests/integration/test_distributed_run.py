@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from sameness import differing, results
 
 from mpframe import checkpoint
 from mpframe.cli.commands.train import of_this_rank
+from mpframe.data import Loader
 from mpframe.errors import ConfigError
 from mpframe.tracking.summary import Status
 
@@ -76,11 +76,10 @@ def test_two_ranks_train_as_one_process_that_accumulates(two: Ranks, tmp_path: P
     assert first.val_loss == second.val_loss == pytest.approx(one.val_loss, rel=64 * 2**-24)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_the_run_goes_on_exactly(
-    two: Ranks, undisturbed: Path, tmp_path: Path, rank: int
+    two: Ranks, undisturbed: Path, tmp_path: Path
 ) -> None:
-    stop = ["+callbacks.trouble._target_=ranked.Trouble", f"+callbacks.trouble.rank={rank}",
+    stop = ["+callbacks.trouble._target_=ranked.Trouble", "+callbacks.trouble.rank=1",
             "+callbacks.trouble.step=5", "+callbacks.trouble.name=SIGTERM"]  # fmt: skip
     ends = two(ranked.run, tmp_path / "run", *NOISY, *stop)
     assert [kind for kind, _ in ends] == ["RunInterrupted", "RunInterrupted"]
@@ -96,22 +95,18 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_the_run_goes_on_exa
 def test_a_run_goes_on_with_another_number_of_ranks(
     two: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    two(ranked.run, tmp_path / "two", *NET, "trainer.max_steps=4")
-    shutil.copytree(tmp_path / "two", tmp_path / "one")
     caplog.set_level(logging.INFO)
-    alone = train(tmp_path / "one", *NET, "resume=auto")
-    assert alone.steps == 8
+    fewer, more = tmp_path / "fewer", tmp_path / "more"
+    two(ranked.run, fewer, *NET, "trainer.max_steps=4")
+    assert train(fewer, *NET, "resume=auto").steps == 8
     assert "world_size=1 (was 2)" in caplog.text
-    first, _ = two(ranked.run, tmp_path / "two", *NET, "resume=auto")
+    train(more, *NET, "trainer.max_steps=4")
+    first, _ = two(ranked.run, more, *NET, "resume=auto")
     assert first.steps == 8
-    train(tmp_path / "three", *NET, "trainer.max_steps=4")
-    third, _ = two(ranked.run, tmp_path / "three", *NET, "resume=auto")
-    assert third.steps == 8
-    weights = [checkpoint.load(tmp_path / n)["trainer"]["weights"] for n in ("one", "two", "three")]
-    # One half step of Adam apart at most: it moves each weight by about lr = 0.001 a step.
-    for name, own in weights[0].items():
-        for other in weights[1:]:
-            assert (own - other[name]).abs().max() < 5e-4, name
+    one, other = (checkpoint.load(folder)["trainer"]["weights"] for folder in (fewer, more))
+    # Half a step of Adam apart at most: each moves a weight by about lr = 0.001.
+    for name, own in one.items():
+        assert (own - other[name]).abs().max() < 5e-4, name
 
 
 def test_an_error_on_one_rank_ends_all_and_says_whose_it_is(two: Ranks, tmp_path: Path) -> None:
@@ -130,8 +125,6 @@ def test_an_error_on_one_rank_ends_all_and_says_whose_it_is(two: Ranks, tmp_path
 
 def _with_bad_sample(tmp_path: Path) -> tuple[int, int]:
     """Two samples of the third batch: one of rank 1's part, one of rank 0's."""
-    from mpframe.data import Loader
-
     order = Loader(ranked.Points(32, None), 8, shuffle=True).batch_ids(0, 2).tolist()
     return order[-1], order[0]
 
@@ -155,6 +148,20 @@ def test_ranks_that_drift_apart_are_refused_at_the_next_checkpoint(
     said = "trainer.parallel=ddp: after step 4 weight is not the same on rank 1 as on rank 0"
     assert all(text.startswith(said) for _, text in ends)
     assert not checkpoint.all_in(tmp_path / "run")
+
+
+def test_the_autopsy_names_the_sample_of_any_rank(two: Ranks, tmp_path: Path) -> None:
+    overflow = ["callbacks.overflow._target_=ranked.Overflow", "trainer.max_consecutive_skips=2"]
+    options = [*OWN, "dtype=amp", "loss_scaling=static", f"+{overflow[0]}", overflow[1]]
+    first, second = two(ranked.run, tmp_path / "run", *options)
+    assert first == second
+    assert first[0] == "DivergedError"
+    report = Path(first[1].partition("; see ")[2])
+    batch = int(report.parent.name.removeprefix("step_")) - 1
+    order = Loader(ranked.Points(32, None), 8, shuffle=True).batch_ids(0, batch)[4:].tolist()
+    text = report.read_text()
+    assert f"epoch 0, batch {batch}, rank 1" in text
+    assert ", ".join(map(str, order)) in text
 
 
 SEVERAL = {
@@ -250,11 +257,14 @@ def test_ddp_needs_several_processes(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_or_hangs_ends_the_others(
     tmp_path: Path, name: str, timeout: int
 ) -> None:
+    """Killed in a step of DistributedDataParallel, whose error comes out of the backward pass."""
     trouble = ["+callbacks.trouble._target_=ranked.Trouble", "+callbacks.trouble.rank=1",
                "+callbacks.trouble.step=2", f"+callbacks.trouble.name={name}"]  # fmt: skip
     with ranks(2) as own:
         began = time.monotonic()
-        own.begin(ranked.run, tmp_path / "run", *OWN, *trouble, f"trainer.rank_timeout={timeout}")
+        reduce = "in_backward" if name == "SIGKILL" else "after_backward"
+        options = [*trouble, f"trainer.rank_timeout={timeout}", f"trainer.reduce={reduce}"]
+        own.begin(ranked.run, tmp_path / "run", *OWN, *options)
         if name == "SIGKILL":
             own.processes[1].join(60)
             began = time.monotonic()

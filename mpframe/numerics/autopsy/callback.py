@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpframe.distributed.world import World
 from mpframe.errors import DivergedError, MpframeError, first_line
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.autopsy import evidence as evidence_of
@@ -30,7 +31,7 @@ from mpframe.training.callback import Callback
 from mpframe.training.loader import Batch
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
-from mpframe.tree import device_of
+from mpframe.tree import device_of, map_tensors
 
 log = logging.getLogger(__name__)
 
@@ -123,33 +124,40 @@ class Autopsy(Callback):
         return f"{in_a_row} steps in a row were skipped" if in_a_row >= self._after else None
 
     def _examine(self, trainer: Trainer, result: StepResult, reason: str) -> None:
+        """Rank 0 examines the micro-batches of all ranks, as if they were its own."""
+        step = self._evidence(trainer, result, reason)
+        written = self._reported(step, trainer) if trainer.world.is_main else None
+        self.written = trainer.world.broadcast_object(written)
+
+    def _reported(self, step: Evidence, trainer: Trainer) -> Path | None:
         try:
-            step = self._evidence(trainer, result, reason)
             folder = evidence_of.save(
                 self._context.folder, step, trainer.weights(), self._context.config
             )
             report = examine(step, trainer)
-            self.written = write_report(folder, report)
+            written = write_report(folder, report)
         except (
             MpframeError,
             OSError,
             RuntimeError,
         ) as error:  # Most often there is no memory for the replays.
             log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
-            return
-        log.warning("warning: %s\n%s", reason, report.text(self.written))
+            return None
+        log.warning("warning: %s\n%s", step.reason, report.text(written))
+        return written
 
     def _evidence(self, trainer: Trainer, result: StepResult, reason: str) -> Evidence:
         if self._step is None:
             raise RuntimeError("the step was not announced")
         batches, random, epoch, batch = self._step
-        numbers = range(batch, batch + len(batches))
+        samples = [self._context.train.batch_ids(epoch, batch + n) for n in range(len(batches))]
+        of_all = _of_all_ranks(trainer.world, list(zip(batches, samples, strict=True)))
         first = None if self._first_loss is None else float(self._first_loss)
         return Evidence(
             step=trainer.progress.global_step,
             reason=reason,
-            batches=batches,
-            samples=[self._context.train.batch_ids(epoch, number).tolist() for number in numbers],
+            batches=[own for own, _ in of_all],
+            samples=[ids.tolist() for _, ids in of_all],
             epoch=epoch,
             batch=batch,
             scales=evidence_of.scales_of(trainer, result),
@@ -159,7 +167,16 @@ class Autopsy(Callback):
             first_loss=first,
             skipped=evidence_of.skipped_of(trainer, result),
             zero_eps=evidence_of.zero_eps_of(trainer),
+            world_size=trainer.world.size,
         )
+
+
+def _of_all_ranks(world: World, own: list[tuple[Batch, Tensor]]) -> list[tuple[Batch, Tensor]]:
+    """The micro-batches of all ranks, with their samples; on other ranks than 0 there are none."""
+    if world.size == 1:
+        return own
+    gathered = world.gather_object(map_tensors(lambda tensor: tensor.cpu(), own))
+    return [part for parts in zip(*gathered, strict=True) for part in parts]
 
 
 def _finite(loss: Tensor | None) -> bool:

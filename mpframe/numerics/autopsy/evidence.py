@@ -40,7 +40,7 @@ class Evidence:
     Attributes:
         step: its number, counting skipped ones.
         reason: why it is examined.
-        batches: its micro-batches.
+        batches: its micro-batches; of several ranks each one's part of the first, then of the next.
         samples: the dataset's indices of each micro-batch's samples.
         epoch, batch: the position of the first micro-batch in the data.
         scales, floors: loss scale and the scaler's floor of each loss, by name.
@@ -52,6 +52,7 @@ class Evidence:
             see `like`.
         zero_eps: the optimizer's eps if its format rounds it to 0, so that an update is 0 / 0 and
             weights are not finite; else empty.
+        world_size: how many ranks shared each micro-batch.
     """
 
     step: int
@@ -68,6 +69,7 @@ class Evidence:
     skipped: frozenset[str] | None = None
     zero_eps: str = ""
     plain: bool = True
+    world_size: int = 1
 
     def like(self, example: Batch) -> "Evidence":
         """The same, with the classes that the containers of `example`, a batch, have."""
@@ -209,6 +211,7 @@ def _evidence(state: dict[str, Any]) -> Evidence:
         skipped=None if skipped is None else frozenset(map(str, skipped)),
         zero_eps=str(state.get("zero_eps", "")),
         plain=bool(state.get("plain", True)),
+        world_size=max(1, int(state.get("world_size", 1))),
     )
 
 

@@ -133,7 +133,9 @@ def value_of(culprit: Culprit, diagnosis: Diagnosis) -> str:
 
 def _samples(culprit: Culprit, step: Evidence) -> list[tuple[str, str]]:
     size = len(step.samples[culprit.batch]) if culprit.batch < len(step.samples) else 0
-    where = f"epoch {step.epoch}, batch {step.batch + culprit.batch}"
+    number, rank = divmod(culprit.batch, step.world_size)
+    of_rank = f", rank {rank}" if step.world_size > 1 else ""
+    where = f"epoch {step.epoch}, batch {step.batch + number}{of_rank}"
     if culprit.samples:
         return [("samples", f"{_few(culprit.samples)} ({len(culprit.samples)} of {size}), {where}")]
     ids = step.samples[culprit.batch] if size else []
