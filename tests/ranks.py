@@ -39,7 +39,7 @@ class Ranks:
             self.processes.append(process)
             self._pipes.append(ours)
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any, within: float = 60) -> Any:
+    def __call__(self, function: Callable[..., Any], *arguments: Any, within: float = 240) -> Any:
         """What each rank returned, in their order; a rank that raised gives the error's text.
 
         Args:
@@ -55,11 +55,11 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((function, arguments))
 
-    def results(self, within: float = 60) -> list[Any]:
+    def results(self, within: float = 240) -> list[Any]:
         """What each rank returned; None for one that was killed."""
         return [_received(pipe, within) for pipe in self._pipes]
 
-    def results_of(self, rank: int, within: float = 60) -> Any:
+    def results_of(self, rank: int, within: float = 240) -> Any:
         """What one rank returned."""
         return _received(self._pipes[rank], within)
 
