@@ -4,7 +4,6 @@ They come from a server that has loaded torch once. This process keeps the store
 each other, as torchrun's agent does.
 """
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,9 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["mpframe.run.run", "mpframe.distributed.process_group"])
+from fork_server import CONTEXT
 
 
 class Ranks:

@@ -6,16 +6,16 @@ from collections.abc import Iterable
 _DECIMAL = re.compile(r"^(\d+)\.(\d+)$")
 
 
-def pin_words(modules: Iterable[str]) -> tuple[str, ...]:
-    """The words that pin modules, given by qualified name, to fp32; the empty name is the model.
+def pin_words(modules: Iterable[str], pin: str = "fp32") -> tuple[str, ...]:
+    """The words that pin modules, given by qualified name; the empty name is the model.
 
     Between braces Hydra reads `0` and `0.1`, as layers of a Sequential are called, as numbers:
     the first gets a word of its own, the second becomes the pattern `0?1`.
     """
     names = list(modules)
-    alone = [f"ops.modules.{name}=fp32" for name in names if name.isdigit()]
+    alone = [f"ops.modules.{name}={pin}" for name in names if name.isdigit()]
     patterns = [_DECIMAL.sub(r"\1?\2", name) or "*" for name in names if not name.isdigit()]
-    together = ",".join(f"{pattern}:fp32" for pattern in patterns)
+    together = ",".join(f"{pattern}:{pin}" for pattern in patterns)
     return (*([f"ops.modules={{{together}}}"] if patterns else []), *alone)
 
 

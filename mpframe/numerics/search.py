@@ -1,5 +1,8 @@
 """Which modules must stay in fp32: found by measuring what each of them does to the gradients.
 
+The same search finds which modules must stay in half where products are computed below 16 bits. In
+what follows fp32 is then half, and half is the recipe of the products.
+
 In comparison with fp32, with the same weights, batches and random numbers,
 
     E(P) = max( |g - g_0| / |g_0|, |L - L_0| / |L_0| )
@@ -82,7 +85,7 @@ class SearchResult:
 
 
 class Search:
-    """Searches the modules that must stay in fp32.
+    """Searches the modules that must stay in fp32, or whose products must stay in half.
 
     Args:
         reference: a fresh trainer in fp32, with the weights that every trial starts from.
@@ -90,6 +93,8 @@ class Search:
         batches: one or more, all trials see the same.
         target: relative error to reach, > 0.
         progress: called with a name after each trial.
+        pin: what keeps a module: `fp32`, or `none` for products in half.
+        modules: what may be pinned; None: every module without children.
     """
 
     def __init__(
@@ -99,12 +104,15 @@ class Search:
         batches: Sequence[Batch],
         target: float,
         progress: Callable[[str], None] = lambda name: None,
+        pin: str = "fp32",
+        modules: Sequence[str] | None = None,
     ) -> None:
         self._make = make
         self._batches = batches
         self._target = target
         self._progress = progress
-        self._modules = _candidates(reference.model)
+        self._pin = pin
+        self._modules = _candidates(reference.model) if modules is None else list(modules)
         self._loss, self._gradients = _step(reference, batches, 1.0)
         self._scale = _scale(self._gradients, reference.precision.policy.half_dtype)
         self._trail: list[tuple[tuple[str, ...], RelativeError]] = []
@@ -153,15 +161,15 @@ class Search:
         for known, error in self._trail:
             if known == names:
                 return error
-        error = self._error(self._make(dict.fromkeys(names, "fp32"), None))
+        error = self._error(self._make(dict.fromkeys(names, self._pin), None))
         self._trail.append((names, error))
-        self._progress(f"{len(names)} modules in fp32")
+        self._progress(f"{len(names)} modules pinned")
         return error
 
     def _sensitivity(self, name: str) -> Sensitivity:
         """A module alone in half."""
         others = [other for other in self._modules if other != name]
-        trainer = self._make(dict.fromkeys(others, "fp32"), None)
+        trainer = self._make(dict.fromkeys(others, self._pin), None)
         module = trainer.model.get_submodule(name)
         with _half_inputs(module, trainer.precision.policy.half_dtype):
             error = self._error(trainer)

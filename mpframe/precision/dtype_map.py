@@ -100,8 +100,8 @@ def _row(
         why += ", never called"
     products = ""
     if policy.recipes:
-        ops = [op for op in (op_of(module), *(read.op for read in readers)) if op]
-        products = products_of(name, module, ops, policy)
+        others = [(read.op, read.pin(policy)) for read in readers]
+        products = products_of(name, module, op_of(module), others, policy)
     return Row(name, type(module).__name__, storage, compute, why, products)
 
 

@@ -138,7 +138,7 @@ class Precision:
         materialize(model, example)
         if self.policy.stores_by_op:
             self.attach(model)
-            with self._products.undisturbed():
+            with self.undisturbed():
                 self._reads[model] = self.reads(model) | reads_of(model, example, self.cast())
 
     def reads(self, model: nn.Module) -> Reads:
@@ -214,6 +214,10 @@ class Precision:
 
     def __str__(self) -> str:
         return str(self.policy)
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """The block may run the model; what products carry from step to step stays as it was."""
+        return self._products.undisturbed()
 
     def state_dict(self) -> dict[str, Any]:
         """What products carry from step to step: random generators, and histories of amax."""

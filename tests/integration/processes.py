@@ -4,7 +4,6 @@ They come from a server that has loaded torch once, so that a storm of them take
 """
 
 import logging
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable
@@ -12,13 +11,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from conftest import train
+from fork_server import CONTEXT, as_a_new_program
 
 from mpframe.errors import MpframeError
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["mpframe.run.run", "mpframe.cli.commands.train", "mpframe.data", "pytest", "sklearn.datasets"]
-)
 
 
 def start(folder: Path, *options: str) -> BaseProcess:
@@ -59,11 +54,6 @@ def training(folder: Path) -> bool:
 def saving(folder: Path) -> bool:
     """True while a checkpoint is being written."""
     return any(folder.glob("checkpoints/.step_*.new"))
-
-
-def as_a_new_program() -> None:
-    """Python's own way to start a process: workers would come from a server that is new, too."""
-    multiprocessing.set_start_method(None, force=True)
 
 
 def _train(folder: Path, options: tuple[str, ...]) -> None:

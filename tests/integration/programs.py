@@ -1,6 +1,6 @@
 """The training program in a process of its own, which starts in a moment.
 
-It is forked from the server of `processes`, which has imported torch. Its exit code, output, folder
+It is forked from a server that has imported torch. Its exit code, output, folder
 and environment are its own, as if a shell had started it. What is claimed of the start itself (what
 is imported, what an import prints) needs a Python of its own: `subprocess`.
 """
@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from processes import CONTEXT, as_a_new_program, exit_code
+from fork_server import CONTEXT, as_a_new_program
+from processes import exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "train.py"

@@ -29,7 +29,7 @@ RUNS = [
     "dtype=amp_bf16 trainer.eval_dtype=fp32 optimizer=sgd scheduler=onecycle",
     "dtype=mixed ops=none",
     "dtype=mixed ops.allow+=[batch_norm] ops.modules={head:fp32}",
-    "dtype=mixed model=mlp optimizer=muon_adamw",
+    "dtype=mixed model=mlp model.hidden=32 optimizer=muon_adamw",
     "dtype=mixed experiment=digits_gan",
     "dtype=mixed model=mlp model.hidden=24 trainer.ema_decay=0.9",
 ]

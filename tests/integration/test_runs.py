@@ -30,7 +30,7 @@ def test_every_shipped_experiment_runs_two_steps(
     experiment: str, start_run: StartRun, tiny_data: Path, tmp_path: Path
 ) -> None:
     few = ["trainer.max_steps=2", "trainer.eval_every=1000", "dataset.batch_size=8"]
-    summary = start_run(tmp_path, *tiny(experiment, tiny_data), *few)
+    summary = start_run(tmp_path, *few, *tiny(experiment, tiny_data))
     assert (summary.status, summary.steps) == ("finished", 2)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fork_server import CONTEXT
 from omegaconf import OmegaConf
-from processes import CONTEXT
 from sameness import assert_same_run
 from test_hydra import command
 

@@ -10,7 +10,8 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 # DATA is the folder of the fixture `tiny_data`.
 _FILES = "dataset.root=DATA"
-# As on the copy in JPEG: the format of CIFAR-10 itself has 60,000 images at least.
+# As on the copy in JPEG: the format of CIFAR-10 itself has 60,000 images at least, which only large
+# batches read soon.
 _JPEG = f"dataset=image_folder {_FILES}/image_folder dataset.batch_size=8 dataset.workers=0"
 _UNET = "model.width=4 dataset.image_size=16 dataset.workers=0"
 _BERT = (
@@ -26,7 +27,7 @@ TINY = {
     "bert_spans_small": _BERT,
     "bikes": f"{_FILES}/bikes",
     "cifar10_adamw": f"{_JPEG} model.width=8",
-    "cifar10_resnet18": f"{_FILES}/cifar10 dataset.batch_size=8 dataset.workers=0 model.width=8",
+    "cifar10_resnet18": f"{_FILES}/cifar10 dataset.batch_size=500 dataset.workers=0 model.width=2",
     "cifar10_small": f"{_FILES}/image_folder dataset.batch_size=8",
     "detection_ssd": f"{_SCENES} dataset.batch_size=8 model.width=4",
     "detection_ssd_small": f"{_SCENES} model.width=4",

@@ -12,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mpframe import Precision, Trainer
 from mpframe.errors import ConfigError
+from mpframe.numerics.autopsy.case import Case
+from mpframe.numerics.autopsy.replay import Setting, replay
+from mpframe.numerics.doctor.dry_run import dry_run
 from mpframe.objectives import supervised
 from mpframe.precision.products.formats import FORMATS
 from mpframe.precision.products.recipe import Recipe
@@ -176,6 +179,27 @@ def test_a_trace_leaves_no_trace() -> None:
     precision = Precision("mixed", half="bfloat16", products=BOTH)
     precision.prepare(model, torch.optim.SGD(model.parameters()), batch(0)[0])
     assert precision.state_dict() == {"generators": {}, "amax": {}}
+
+
+def test_what_looks_at_a_run_leaves_no_trace() -> None:
+    """The autopsy replays forward and backward passes, the doctor runs the objectives."""
+    run = trainer()
+    train(run, 0, 1)
+    before = state_of(run)
+    objectives = run.objectives
+    case = Case(run.model, run.optimizer, run.precision, objectives, [batch(2)], {"": 1.0})
+    assert replay(case, Setting()).finite
+    dry_run(run, batch(3))
+    after = state_of(run)
+    assert after.keys() == before.keys()
+    assert same(after, before)
+
+
+def state_of(run: Trainer) -> dict[str, Tensor]:
+    """The generators' states and the histories, by name."""
+    state = run.precision.state_dict()
+    parts = {f"{name} {part}": t for name, own in state["amax"].items() for part, t in own.items()}
+    return {**state["generators"], **{k: t for k, t in parts.items() if t is not None}}
 
 
 def test_the_runs_seed_seeds_the_rounding() -> None:

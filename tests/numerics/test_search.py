@@ -158,6 +158,38 @@ def test_a_loose_target_pins_nothing_and_the_tightest_all_products() -> None:
     assert (found.pinned, found.reached.worst) == (("0", "2"), 0.0)
 
 
+class Spiky(nn.Linear):
+    """Every eighth input is huge, and its weight is 0: half loses nothing, a shared scale all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        spike = torch.arange(x.shape[-1]) % 8 == 0
+        return F.linear(torch.where(spike, 1e7, x), self.weight.masked_fill(spike, 0.0), self.bias)
+
+
+def spiky() -> nn.Module:
+    layers: list[nn.Module] = [nn.Linear(64, 64), nn.Tanh(), Spiky(64, 64), nn.Tanh()]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 16))
+
+
+@pytest.mark.parametrize("products", ["fp8_tensorwise", "nvfp4"])
+def test_exactly_the_planted_products_are_found(products: str) -> None:
+    def make(pins: Pins, alone: str | None = None, products: str = products) -> Trainer:
+        torch.manual_seed(0)
+        ops = replace(OpLists.named(), modules=dict(pins))
+        return trainer_of(spiky(), Precision("mixed", "bfloat16", ops=ops, products=products))
+
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(64, 64, generator=generator), torch.arange(64) % 16
+    candidates = ["1", "3", "5", "7"]
+    reference = make({}, products="none")
+    found = Search(reference, make, [data], 0.6, pin="none", modules=candidates).run()
+    assert found.pinned == ("3",)
+    assert found.reached.worst <= 0.6 < found.all_half.worst
+    # With all products in half no bit differs from the run without a recipe.
+    tight = Search(reference, make, [data], 1e-12, pin="none", modules=candidates).run()
+    assert (tight.pinned, tight.reached.worst) == (tuple(candidates), 0.0)
+
+
 def test_bfloat16_has_the_range_and_needs_no_pin_for_the_hot_one() -> None:
     found = found_in("one", "mixed", "bfloat16", target=0.3)
     assert found.pinned == ()
@@ -179,6 +211,25 @@ def test_the_command_writes_lists_that_train(
     assert "| all in half | 2 of 2 diverged | 2 of 2 diverged |" in proof
     assert "within the range of fp32's seeds" in proof
     assert (tmp_path / "search.md").read_text().strip() in printed
+
+
+def test_the_command_writes_which_products_stay_in_half(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["model._target_=test_search.spiky", "dtype=mixed_bf16", "dtype/products=nvfp4"]
+    words += ["device=cpu", "trainer.progress=off"]
+    main([*words, f"out={tmp_path}", "target=1e-9", "batches=1", "prove=1", "seeds=1"])
+    printed = capsys.readouterr().out
+    assert "# What must stay in half (mixed, nvfp4)" in printed
+    assert "found: 4 of 4 modules in half, gradients 0, loss 0\n" in printed
+    assert "    ops.modules.1=none ops.modules.3=none ops.modules.5=none" in printed
+    assert "## Modules, each alone in nvfp4, the worst first" in printed
+    assert "## Ops" not in printed
+    proof = printed.split("## Proof")[1]
+    runs = [line.split(" | ")[0] for line in proof.splitlines() if line.startswith("| ")]
+    assert runs[-3:] == ["| half", "| found", "| all in nvfp4"]
+    lists = OpLists.from_mapping(yaml.safe_load((tmp_path / "ops.yaml").read_text()))
+    assert dict(lists.modules) == dict.fromkeys("1357", "none")
 
 
 def one_fault_of_digits() -> nn.Module:

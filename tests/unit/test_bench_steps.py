@@ -21,7 +21,7 @@ TINY = {
     "transformer": {"vocab_size": 9, "context": 4, "depth": 1, "width": 4, "batch": 2},
     "recommender": {"tables": 2, "rows": 5, "width": 4, "batch": 3},
     "tiny_bert": {"width": 4, "layers": 1, "tokens": 3, "batch": 2},
-    "resnet18": {"width": 2, "batch": 2},
+    "resnet18": {"width": 8, "batch": 2},
     "unet": {"width": 2, "side": 8, "batch": 2},
 }
 
@@ -104,7 +104,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_large_rows(asked: list[dict[str, Any]], tmp_path: Path) -> None:
     (measured,) = large.tables(1, tmp_path, {"linear": TINY["linear"]}, threads=1, steps=1)
     kept = {f"{own['name']}, {own.get('keep_memory', False)}" for own in asked}
-    assert len(kept) == len(large.ROWS) == 9
+    assert len(kept) == len(large.ROWS) == 10
     assert {"torch fp32, False", "torch fp32, True", "mpframe amp float16, True"} < kept
     assert {"mpframe mixed bfloat16, False", "torch.autocast bfloat16, False"} < kept
     assert measured.title == "Linear layers, 40 parameters"
@@ -153,9 +153,10 @@ def test_the_marks_of_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
         "mpframe mixed float16 / torch fp32": 1.4,
         "mpframe mixed bfloat16 / torch.autocast bfloat16": 0.9,
         "bytes per parameter, mpframe mixed bfloat16 / torch.autocast bfloat16": 0.8,
+        "bytes per parameter, mpframe mixed bfloat16, split masters / torch.autocast bfloat16": 0.7,
     }
     monkeypatch.setattr(large, "has_native_half", lambda half: False)
-    assert list(limits("linear").values()) == [1.4, 0.8]
+    assert list(limits("linear").values()) == [1.4, 0.8, 0.7]
     assert limits("transformer") == {}
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import Backoff, Precision, Trainer
-from mpframe.models import unet
+from mpframe.errors import ConfigError
+from mpframe.models import resnet18, unet
 from mpframe.objectives import supervised
 from mpframe.training.channels_last import to_channels_last
 from mpframe.training.plan import Plan
@@ -62,3 +63,14 @@ def test_values_and_names_stay() -> None:
     to_channels_last(model)
     for name, value in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], value)
+
+
+def test_a_convolution_that_would_damage_memory_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        to_channels_last(resnet18(classes=2, width=4))
+    assert str(refused.value) == (
+        "trainer.channels_last=true: layer2.0.downsample.0 is a 1 x 1 convolution with a stride "
+        "and 4 channels, and on some CPUs its backward pass in this order damages memory; use "
+        "trainer.channels_last=false or 8 channels and more"
+    )
+    to_channels_last(resnet18(classes=2, width=8))

@@ -211,6 +211,17 @@ class TestMap:
             )
             assert pinned[name].why == plain[name].why
 
+    def test_a_tied_weight_by_where_it_is_read(self) -> None:
+        """An embedding that the head multiplies with: the head's pin decides."""
+        model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32, bias=False))
+        model[1].weight = model[0].weight
+        for pin, says in (("none", "in half"), ("mxfp8", "mxfp8")):
+            named = OpLists.named()
+            ops = OpLists(named.allow, named.deny, named.infer, {"1": pin})
+            precision = Precision("mixed", "bfloat16", products="mxfp8", ops=ops)
+            precision.trace(model, torch.zeros(2, dtype=torch.long))
+            assert precision.dtype_map(model)[0].products == says
+
     def test_has_no_such_column_without_products(self) -> None:
         assert self.rows("none")["head"].products == ""
         assert "products" not in self.text

@@ -46,9 +46,15 @@ def by_hand(work: Workload, laps: Laps, half: torch.dtype | None = None) -> Step
     return step
 
 
-def by_trainer(work: Workload, laps: Laps, mode: str, half: str = "float16") -> Step:
+def by_trainer(
+    work: Workload,
+    laps: Laps,
+    mode: str,
+    half: str = "float16",
+    master_weights: bool | str = True,
+) -> Step:
     """A step of the trainer; float16 with loss scaling."""
-    precision = Precision(mode, half)
+    precision = Precision(mode, half, master_weights=master_weights)
     model, optimizer = precision.prepare(work.model, _adamw(work.model))
     inner, update = supervised(work.loss), optimizer.step
 
@@ -80,6 +86,9 @@ STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
     "mpframe fp32": partial(by_trainer, mode="fp32"),
     "mpframe amp bfloat16": partial(by_trainer, mode="amp", half="bfloat16"),
     "mpframe mixed bfloat16": partial(by_trainer, mode="mixed", half="bfloat16"),
+    "mpframe mixed bfloat16, split masters": partial(
+        by_trainer, mode="mixed", half="bfloat16", master_weights="split"
+    ),
     "mpframe amp float16": partial(by_trainer, mode="amp", half="float16"),
     "mpframe mixed float16": partial(by_trainer, mode="mixed", half="float16"),
 }

@@ -1,9 +1,12 @@
 """Find the fewest modules that must stay in fp32, and prove it by training.
 
+With products below 16 bits (dtype.products): the fewest whose products must stay in half.
+
 Usage: mpframe search [GROUP=CHOICE] [option=value] ... [target=ERROR] [prove=STEPS] ...
 
     mpframe search experiment=digits_mlp dtype=mixed
     mpframe search experiment=cifar10_small dtype=amp target=0.01 batches=2 prove=50
+    mpframe search experiment=gpt_small dtype=mixed_bf16 dtype/products=nvfp4 target=0.5
 
 Options:
     those of mpframe train
@@ -23,10 +26,11 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
+from typing import Self
 
 import yaml
 from tqdm import tqdm
@@ -42,6 +46,7 @@ from mpframe.files.durable import write_atomically
 from mpframe.numerics.remedies import pin_words
 from mpframe.numerics.search import Pins, RelativeError, Search, SearchResult, Sensitivity
 from mpframe.precision.module_ops import op_of
+from mpframe.precision.policy import NO_PRODUCTS
 from mpframe.training.callbacks.skip_guard import SkipGuard
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.trainer import Trainer
@@ -49,6 +54,40 @@ from mpframe.training.trainer import Trainer
 _OPTIONS = ("target", "batches", "prove", "seeds", "out")
 Proof = dict[str, list[Evaluation]]
 """The validation of each seed, for each way of training."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What is searched.
+
+    Attributes:
+        pin: what keeps a module.
+        kept: what a kept module is in, in words; the reference is so throughout.
+        others: what all others are in.
+        format: what the others compute in.
+    """
+
+    pin: str
+    kept: str
+    others: str
+    format: str
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """In a run with products below 16 bits: whose must stay in half; else what in fp32."""
+        dtype = config.dtype
+        if dtype.products == NO_PRODUCTS:
+            return cls("fp32", "fp32", "half", dtype.half)
+        kept = "fp32" if dtype.mode == "fp32" else "half"
+        return cls(NO_PRODUCTS, kept, dtype.products, dtype.products)
+
+    def reference(self, config: Config) -> Config:
+        """The options of the run with every module kept."""
+        if self.pin == NO_PRODUCTS:
+            return replace(config, dtype=replace(config.dtype, products=NO_PRODUCTS))
+        return build.in_fp32(config)
+
+
 TARGET = {"float16": 0.1, "bfloat16": 0.3}
 """The relative error of the gradients that a healthy net stays below. It is not near 0: if rounding
 changes the sign before a ReLU, or which of two values is the maximum, a whole gradient changes."""
@@ -82,17 +121,18 @@ def _main(arguments: list[str]) -> None:
 
 
 def search(config: Config, target: float, batches: int) -> SearchResult:
-    """Find the smallest set of modules that must stay in fp32.
+    """Find the smallest set of modules that must stay in fp32, or whose products in half.
 
     Args:
-        config: the options; its mode is `mixed` or `amp`.
+        config: the options; its mode is `mixed` or `amp`, or it has products below 16 bits.
         target: relative error of the gradients to reach.
         batches: of training data, >= 1.
     """
     task, train = _data(config)
-    reference = _trainer(build.in_fp32(config), task)
+    aim = Aim.of(config)
+    reference = _trainer(aim.reference(config), task)
     lists = reference.precision.policy.ops
-    used = [op for op in sorted(lists.allow) if op in _ops_of(reference)]
+    used = [op for op in sorted(lists.allow) if op in _ops_of(reference) and aim.pin == "fp32"]
 
     def make(pins: Pins, alone: str | None) -> Trainer:
         ops = replace(config.ops, modules={**config.ops.modules, **pins})
@@ -108,22 +148,24 @@ def search(config: Config, target: float, batches: int) -> SearchResult:
             bar.update()
 
         data = list(islice(train.epoch(0), batches))
-        return Search(reference, make, data, target, shown).run(used)
+        modules = None if aim.pin == "fp32" else _with_products(_trainer(config, task))
+        return Search(reference, make, data, target, shown, aim.pin, modules).run(used)
 
 
 def prove(config: Config, pinned: Sequence[str], steps: int, seeds: int) -> Proof:
-    """Train `steps` steps with each seed, and validate: in fp32, with what was found, all in half.
+    """Train `steps` steps with each seed, and validate: the reference, what was found, all pinless.
 
     The loss of a training that diverged is nan.
     """
-    pins = {**config.ops.modules, **dict.fromkeys(pinned, "fp32")}
+    aim = Aim.of(config)
+    pins = {**config.ops.modules, **dict.fromkeys(pinned, aim.pin)}
     runs = {
-        "fp32": build.in_fp32(config),
+        aim.kept: aim.reference(config),
         "found": replace(config, ops=replace(config.ops, modules=pins)),
-        "all in half": config,
+        f"all in {aim.others}": config,
     }
     if not pinned:
-        del runs["all in half"]
+        del runs[f"all in {aim.others}"]
     return {
         name: [_trained(own, steps, config.run.seed + seed) for seed in range(seeds)]
         for name, own in runs.items()
@@ -155,6 +197,12 @@ def _trainer(config: Config, task: Task) -> Trainer:
     return build.build_trainer(config, task, len(task.train) // config.data.batch_size)  # type: ignore[arg-type]
 
 
+def _with_products(trainer: Trainer) -> list[str]:
+    """The modules whose products are below 16 bits, in the model's order."""
+    rows = trainer.precision.dtype_map(trainer.model)
+    return [row.module for row in rows if not row.products.startswith(("-", "in half"))]
+
+
 def _ops_of(trainer: Trainer) -> set[str]:
     """The ops that the model's modules run."""
     return {op for op in map(op_of, trainer.model.modules()) if op is not None}
@@ -171,11 +219,12 @@ def _write(out: Path, config: Config, found: SearchResult, proof: Proof | None) 
 
 def ops_yaml(config: Config, found: SearchResult) -> str:
     """Lists and pins as a file of `conf/ops/`."""
-    modules = {**config.ops.modules, **dict.fromkeys(found.pinned, "fp32")}
+    aim = Aim.of(config)
+    modules = {**config.ops.modules, **dict.fromkeys(found.pinned, aim.pin)}
     head = (
-        f"# The modules that stay in fp32 for a relative gradient error <= {found.target:g} in "
-        f"{config.dtype.half}.\n# It is {found.reached.worst:.3g}; "
-        f"with nothing in fp32 {found.all_half.worst:.3g}.\n"
+        f"# The modules that stay in {aim.kept} for a relative gradient error <= {found.target:g} "
+        f"in {aim.format}.\n# It is {found.reached.worst:.3g}; "
+        f"with nothing in {aim.kept} {found.all_half.worst:.3g}.\n"
     )
     lists = {name: list(getattr(config.ops, name)) for name in ("allow", "deny", "infer")}
     body = {**lists, "move": dict(config.ops.move), "modules": modules}
@@ -184,41 +233,42 @@ def ops_yaml(config: Config, found: SearchResult) -> str:
 
 def report(config: Config, found: SearchResult, proof: Proof | None) -> str:
     """The evidence as Markdown."""
-    pins = shlex.join(pin_words(found.pinned))
+    aim = Aim.of(config)
+    pins = shlex.join(pin_words(found.pinned, aim.pin))
     lines = [
-        f"# What must stay in fp32 ({config.dtype.mode}, {config.dtype.half})",
+        f"# What must stay in {aim.kept} ({config.dtype.mode}, {aim.format})",
         "",
-        f"Relative error of the gradients against fp32; target {found.target:g}, loss scale "
+        f"Relative error of the gradients against {aim.kept}; target {found.target:g}, loss scale "
         f"2^{math.log2(found.scale):g}.",
         "",
-        f"- all in half: {_shown(found.all_half)}",
-        f"- found: {len(found.pinned)} of {len(found.modules)} modules in fp32, "
+        f"- all in {aim.others}: {_shown(found.all_half)}",
+        f"- found: {len(found.pinned)} of {len(found.modules)} modules in {aim.kept}, "
         f"{_shown(found.reached)}"
         + ("" if found.reached.worst <= found.target else "; the target is NOT reached"),
         *(f"    - `{name}`" for name in found.pinned),
         "",
-        f"    {pins}" if pins else "Nothing needs to stay in fp32.",
+        f"    {pins}" if pins else f"Nothing needs to stay in {aim.kept}.",
         "",
-        *_table("Modules, each alone in half, the worst first", found.modules),
+        *_table(f"Modules, each alone in {aim.others}, the worst first", found.modules),
         *_table("Ops, each alone in half, the worst first", found.ops),
         "## Sets that were tried",
         "",
         *(
-            f"- {_shown(error)}: {', '.join(names) or 'none in fp32'}"
+            f"- {_shown(error)}: {', '.join(names) or f'none in {aim.kept}'}"
             for names, error in found.trail
         ),
         "",
     ]
-    return "\n".join([*lines, *(_proved(proof) if proof else [])])
+    return "\n".join([*lines, *(_proved(proof, aim.kept) if proof else [])])
 
 
-def _proved(proof: Proof) -> list[str]:
-    """What training gave, and whether the found set is within the noise of fp32's seeds."""
-    name = proof["fp32"][0].monitor
+def _proved(proof: Proof, reference: str) -> list[str]:
+    """What training gave, and whether the found set is within the noise of other seeds."""
+    name = proof[reference][0].monitor
     lines = [
         "## Proof",
         "",
-        f"Validation after training, {len(proof['fp32'])} seeds: mean (lowest to highest)",
+        f"Validation after training, {len(proof[reference])} seeds: mean (lowest to highest)",
         "",
         "| | loss | " + name + " |",
         "|---|---|---|",
@@ -226,10 +276,10 @@ def _proved(proof: Proof) -> list[str]:
     for run, results in proof.items():
         losses, values = [e.loss for e in results], [e.value for e in results]
         lines.append(f"| {run} | {_spread(losses)} | {_spread(values)} |")
-    full, found = ([e.loss for e in proof[run]] for run in ("fp32", "found"))
+    full, found = ([e.loss for e in proof[run]] for run in (reference, "found"))
     gap, noise = fmean(found) - fmean(full), max(full) - min(full)
     verdict = "within" if abs(gap) <= noise else "BEYOND"
-    last = f"The gap in loss is {gap:.3g}, {verdict} the range of fp32's seeds, {noise:.3g}."
+    last = f"The gap in loss is {gap:.3g}, {verdict} the range of {reference}'s seeds, {noise:.3g}."
     return [*lines, "", last, ""]
 
 
@@ -255,7 +305,7 @@ def _shown(error: RelativeError) -> str:
 
 
 def _refuse_fp32(config: Config) -> None:
-    if config.dtype.mode == "fp32":
+    if config.dtype.mode == "fp32" and config.dtype.products == NO_PRODUCTS:
         raise ConfigError("dtype.mode=fp32: nothing is in half; choose dtype=mixed or dtype=amp")
 
 

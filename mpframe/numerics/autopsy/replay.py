@@ -182,7 +182,8 @@ def _restored(case: Case) -> Iterator[None]:
     try:
         model.train()
         (case.random or before).restore(device)
-        yield
+        with case.precision.undisturbed():
+            yield
     finally:
         buffers.restore_where(True)
         before.restore(device)

@@ -32,7 +32,8 @@ def dry_run(trainer: Trainer, batch: Batch) -> DryRun:
     model, seen = trainer.model, DryRun()
     model.train()
     # Outside the cast block: it sees the arguments of an op after they were cast.
-    with undisturbed(model), _Probabilities(seen), trainer.precision.cast():
+    kept = trainer.precision.undisturbed()
+    with undisturbed(model), kept, _Probabilities(seen), trainer.precision.cast():
         for own in trainer.objectives:
             compute(own.objective, model, batch)
     return seen

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
+from mpframe.precision import optimizer_steps
 from mpframe.precision.casting.emulation import half_values, rounded
 from mpframe.precision.casting.plans import (
     HANDS_OFF,
@@ -50,16 +50,6 @@ Pins = Sequence[tuple[str, str]]  # (module, pin)
 
 _data: Any = torch._C.TensorBase.data
 _DATA = (_data.__get__, _data.__set__)  # reads of `.data`, and `.data = ...`
-_optimizer_steps = 0
-
-
-def _count_step(*_: Any) -> None:
-    """Fused optimizers write weights without raising their version counters."""
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
 
 
 class Casts:
@@ -233,8 +223,8 @@ class CastMode(TorchFunctionMode):
             return self._halved(tensor)
         if id(tensor) in self._open_weights:
             return self._halved(tensor)
-        if self._steps != _optimizer_steps:
-            self._steps = _optimizer_steps
+        if self._steps != optimizer_steps.taken():
+            self._steps = optimizer_steps.taken()
             self._kept_weights.clear()
         # Not one cast for both: what is made without a graph has no gradient.
         key = (id(tensor), torch.is_grad_enabled())

@@ -1,6 +1,6 @@
 """What the products of a layer are computed in, in words: for the dtype map."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -11,7 +11,13 @@ from mpframe.precision.products.ops import ATTENTION, OPS, recipe_for
 from mpframe.precision.products.recipe import Recipe
 
 
-def products_of(name: str, module: nn.Module, ops: Sequence[str], policy: Policy) -> str:
+def products_of(
+    name: str,
+    module: nn.Module,
+    op: str | None,
+    readers: Iterable[tuple[str, str | None]],
+    policy: Policy,
+) -> str:
     """The recipe of a layer's products, and which of them stay in half and why.
 
     Whether `dw` has whole blocks depends on the number of samples, which is not known here.
@@ -19,20 +25,22 @@ def products_of(name: str, module: nn.Module, ops: Sequence[str], policy: Policy
     Args:
         name: of the module.
         module: its weight, if there is one, tells the lengths that blocks must divide.
-        ops: that the module runs, or that read its weights.
+        op: that the module runs.
+        readers: ops that read its weights, each with the pin that holds there.
         policy: what decides.
 
     Returns:
         `-` for a module without products.
     """
     pin = policy.pin_of(name)
-    if ATTENTION in ops:
-        ops = [*ops, "linear"]  # The projections before and after.
-    by = {op: recipe_for(policy, op, pin[1] if pin else None) for op in ops}
-    recipe = next((own for own in by.values() if own is not None), None)
+    pinned = pin[1] if pin else None
+    own = [op, "linear"] if op == ATTENTION else [op]  # The projections before and after.
+    calls = [*((op, pinned) for op in own if op), *readers]
+    recipes = (recipe_for(policy, *call) for call in calls)
+    recipe = next((found for found in recipes if found is not None), None)
     if recipe is not None:
         return "; ".join([recipe.name, *_in_half(recipe, module)])
-    halves = [op for op in ops if policy.compute_of(op, pin[1] if pin else None) is Compute.HALF]
+    halves = [call[0] for call in calls if policy.compute_of(*call) is Compute.HALF]
     if not halves:
         return "-"
     if pin is not None:

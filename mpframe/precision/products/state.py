@@ -10,18 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mpframe.precision import optimizer_steps
 
 _SEED_OFFSET = 0x9E3779B9
-_optimizer_steps = 0
-
-
-def _count_step(*_: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
 
 
 class AmaxHistory:
@@ -42,14 +34,14 @@ class AmaxHistory:
     def amax(self, own: Tensor, record: bool) -> Tensor:
         """The largest of the past; `own`, that of the tensor itself, as long as there is none."""
         self.past = self.past.to(own.device)
-        if self.present is not None and self._step != _optimizer_steps:
+        if self.present is not None and self._step != optimizer_steps.taken():
             self.past = torch.cat([self.present.to(own.device)[None], self.past[:-1]])
             self.present = None
         if record:
             # What is not finite makes its own step fail, and no later one.
             seen = torch.where(own.isfinite(), own, 0.0)
             self.present = seen if self.present is None else torch.maximum(self.present, seen)
-            self._step = _optimizer_steps
+            self._step = optimizer_steps.taken()
         largest = self.past.max()
         return torch.where(largest > 0, largest, own)
 

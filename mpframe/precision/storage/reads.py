@@ -49,11 +49,14 @@ class Read:
     op: str
     within: tuple[str, ...]
 
-    def compute(self, policy: Policy) -> Compute:
-        """What the op computes in, under the pin of the innermost pinned module."""
+    def pin(self, policy: Policy) -> str | None:
+        """The pin of the innermost pinned module; None: none is pinned."""
         pins = (policy.pin_of(module) for module in reversed(self.within))
-        pin = next((pin for pin in pins if pin is not None), None)
-        return policy.compute_of(self.op, pin[1] if pin else None)
+        return next((pin[1] for pin in pins if pin is not None), None)
+
+    def compute(self, policy: Policy) -> Compute:
+        """What the op computes in."""
+        return policy.compute_of(self.op, self.pin(policy))
 
     def in_half(self, policy: Policy) -> bool:
         """True if the op computes in half, its weights too."""
