@@ -5,10 +5,13 @@ each other, as torchrun's agent does.
 """
 
 import os
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
@@ -20,16 +23,22 @@ class Ranks:
 
     Args:
         size: how many there are.
+
+    Attributes:
+        scratch: their folder for temporary files. It goes with them, for one that is killed cannot
+            clear up.
     """
 
     def __init__(self, size: int) -> None:
+        self._scratch = TemporaryDirectory()
+        self.scratch = Path(self._scratch.name)
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.processes = []
         self._pipes = []
         for rank in range(size):
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(
-                target=_work, args=(theirs, rank, size, self._store.port), daemon=True
+                target=_work, args=(theirs, rank, size, self._store.port, self.scratch), daemon=True
             )
             process.start()
             theirs.close()
@@ -64,6 +73,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+        self._scratch.cleanup()
 
 
 @contextmanager
@@ -86,7 +96,8 @@ def _received(pipe: Connection, within: float) -> Any:
     return value
 
 
-def _work(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _work(pipe: Connection, rank: int, size: int, port: int, scratch: Path) -> None:
+    tempfile.tempdir = str(scratch)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
