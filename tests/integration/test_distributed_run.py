@@ -41,10 +41,9 @@ def summary_in(folder: Path) -> dict[str, Any]:
 def undisturbed(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks that draws for dropout, augmentation and stochastic rounding."""
     folder = tmp_path_factory.mktemp("two") / "run"
-    scratch = set(Path(tempfile.gettempdir()).glob("mpframe-rank-*"))
     first, second = two(ranked.run, folder, *NOISY)
     assert (first.status, second.status) == (Status.FINISHED, Status.FINISHED)
-    assert set(Path(tempfile.gettempdir()).glob("mpframe-rank-*")) <= scratch
+    assert not list(two.scratch.iterdir())
     return folder
 
 

@@ -124,7 +124,7 @@ def trained(mode: str, world: World, options: dict[str, Any]) -> dict[str, Any]:
 
 def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """`trained` as one of the ranks."""
-    with joined(None, lambda: CPU, 30) as world:
+    with joined(None, lambda: CPU, 120) as world:
         return trained(mode, world, options)
 
 
@@ -287,7 +287,7 @@ def test_synchronized_batchnorm_is_that_of_one_process(two: Ranks) -> None:
 
 
 def normalized(shape: tuple[int, ...]) -> dict[str, Tensor]:
-    with joined(None, lambda: CPU, 30) as world:
+    with joined(None, lambda: CPU, 120) as world:
         random = torch.Generator().manual_seed(3)
         inputs = world.part(torch.randn(shape, generator=random) + 2).clone().requires_grad_()
         pull = world.part(torch.randn(shape, generator=random))
