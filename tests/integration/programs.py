@@ -1,8 +1,8 @@
 """The training program in a process of its own, which starts in a moment.
 
-It is forked from a server that has imported torch. Its exit code, output, folder
-and environment are its own, as if a shell had started it. What is claimed of the start itself (what
-is imported, what an import prints) needs a Python of its own: `subprocess`.
+It is forked from a server that has imported torch. Its exit code, output, folder and environment
+are its own, as if a shell had started it. What is claimed of the start itself (what is imported,
+what an import prints) needs a Python of its own: `subprocess`.
 """
 
 import atexit
