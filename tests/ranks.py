@@ -5,10 +5,13 @@ each other, as torchrun's agent does.
 """
 
 import os
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
@@ -20,23 +23,29 @@ class Ranks:
 
     Args:
         size: how many there are.
+
+    Attributes:
+        scratch: their folder for temporary files. It goes with them, for one that is killed cannot
+            clear up.
     """
 
     def __init__(self, size: int) -> None:
+        self._scratch = TemporaryDirectory()
+        self.scratch = Path(self._scratch.name)
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.processes = []
         self._pipes = []
         for rank in range(size):
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(
-                target=_work, args=(theirs, rank, size, self._store.port), daemon=True
+                target=_work, args=(theirs, rank, size, self._store.port, self.scratch), daemon=True
             )
             process.start()
             theirs.close()
             self.processes.append(process)
             self._pipes.append(ours)
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any, within: float = 60) -> Any:
+    def __call__(self, function: Callable[..., Any], *arguments: Any, within: float = 240) -> Any:
         """What each rank returned, in their order; a rank that raised gives the error's text.
 
         Args:
@@ -52,11 +61,11 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((function, arguments))
 
-    def results(self, within: float = 60) -> list[Any]:
+    def results(self, within: float = 240) -> list[Any]:
         """What each rank returned; None for one that was killed."""
         return [_received(pipe, within) for pipe in self._pipes]
 
-    def results_of(self, rank: int, within: float = 60) -> Any:
+    def results_of(self, rank: int, within: float = 240) -> Any:
         """What one rank returned."""
         return _received(self._pipes[rank], within)
 
@@ -64,6 +73,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+        self._scratch.cleanup()
 
 
 @contextmanager
@@ -86,7 +96,8 @@ def _received(pipe: Connection, within: float) -> Any:
     return value
 
 
-def _work(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _work(pipe: Connection, rank: int, size: int, port: int, scratch: Path) -> None:
+    tempfile.tempdir = str(scratch)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -130,6 +130,7 @@ def test_a_worker_that_hangs_is_named_and_killed(what: str, kind: type[Trap]) ->
         f"worker 0 is at training sample {first} (epoch 0, batch 2); "
         "raise dataset.worker_timeout, or fix what hangs"
     )
+    assert not any(process.is_alive() for process in loader._pool._processes)
     assert time.monotonic() - began < 30
 
 
@@ -182,9 +183,21 @@ def test_signals_to_all_processes_are_left_to_the_main_one() -> None:
     assert torch.equal(read, torch.arange(12))
 
 
+def test_a_handler_of_ones_own_is_kept() -> None:
+    def own(*_: Any) -> None:
+        pass
+
+    before = signal.signal(signal.SIGCHLD, own)
+    try:
+        list(Loader(Trap("nothing"), 3, shuffle=False, workers=1).epoch(0))
+        assert signal.getsignal(signal.SIGCHLD) is own
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_the_garbage_collector_ends_the_workers_before_torch_waits_for_them() -> None:
     """An error and its traceback hold a loader in such a cycle."""
-    loader = Loader(Trap(""), 2, shuffle=False, workers=2)
+    loader = Loader(Trap("nothing"), 2, shuffle=False, workers=2)
     batches = loader.epoch(0)
     cycle: list[Any] = [loader, next(batches)]
     cycle.append(cycle)
