@@ -159,6 +159,7 @@ EXACT = [
     ("model._target_=os.getcwd", "model._target_=os.getcwd: must return a torch.nn.Module, got str", "failed"),
     ("optimizer.betas=[0.9]", "optimizer: torch.optim.AdamW refused its options: list index out of range", "failed"),
     ("scheduler.warmup=2", "scheduler.warmup=2: must be a fraction >= 0 and <= 1", "failed"),
+    ("dtype.products=mxfp9", "dtype.products=mxfp9: choose none, fp8_blocks, fp8_delayed, fp8_rows, fp8_tensorwise, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, tf32, or a recipe of dtype.recipes; nearest: mxfp4, mxfp8", "failed"),
     ("ops.modules={head:fp16}", "ops.modules['head']=fp16: choose fp32, half, none or a recipe: fp8_blocks, fp8_delayed, fp8_rows, fp8_tensorwise, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, tf32", "failed"),
     ("dataset.classes=7", "dataset.classes=7: digits has 10; set dataset.classes=10", "failed"),
     ("model.classes=9", "after step 0: dataset: the loss CrossEntropyLoss raised IndexError (Target 9 is out of bounds), given outputs float32 [64, 9] and targets int64 [64] of 0 to 9; the targets name 10 classes, the outputs have 9: set model.classes=10, or correct the labels (training, epoch 0, batch 0)", "failed"),
