@@ -211,7 +211,7 @@ class TrainerOptions:
     keep_freed_memory: bool = option(
         True,
         "On a CPU under Linux, keep the memory that a step frees for the next one: faster steps of "
-        "models with many parameters, for somewhat more memory.",
+        "models with many parameters, for more memory.",
         watches=True,
     )
     channels_last: bool = option(

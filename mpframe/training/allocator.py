@@ -17,8 +17,9 @@ _MMAP_MAX, _NONE = -4, 0
 def keep_freed_memory() -> bool:
     """Let this process keep the memory it frees, from now on to its end.
 
-    A program calls it once, before its first step. The process takes a little more memory, as what
-    is kept does not always fit what is asked for next.
+    A program calls it once, before its first step. The process takes more memory, as what is kept
+    does not always fit what is asked for next: before glibc 2.38 an aligned request, as all of
+    torch's are, seldom fits into the space of its like.
 
     Returns:
         False where the C library is another one, and nothing was changed.

@@ -52,20 +52,23 @@ from mpframe.training.allocator import keep_freed_memory
 import torch
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(1 << 24)
+    torch.ones(1 << 23)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()
 given_back = faults()
 assert keep_freed_memory()
-faults()
-kept = faults()
+kept = [faults() for _ in range(16)][-1]
 print(given_back, kept)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_a_tensor_that_is_made_again_costs_no_page_faults() -> None:
-    """64 MiB: more than glibc ever keeps by itself."""
+    """32 MiB and its header: more than glibc ever keeps by itself.
+
+    Before glibc 2.38 freed memory rarely fits the next aligned request of the same size, and it
+    takes some rounds until two freed neighbours have become one.
+    """
     done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     given_back, kept = map(int, done.stdout.split())
