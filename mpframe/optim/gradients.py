@@ -34,6 +34,8 @@ class Gradients:
         by_master: what is left of them: half ones as the backward pass left them, the others fp32
             (or wider) and unscaled.
         values: their dense values, sharing memory with them; empty ones are left out.
+        half: those of them that are half.
+        wide: the others.
         sparse: the masters whose gradient is sparse.
         scale: what the half ones are multiplied by, 0-d on their device; 1.0: nothing.
         amax: 0-d float32, the largest unscaled magnitude; inf or nan if any is; 0 if there is none.
@@ -42,6 +44,8 @@ class Gradients:
 
     by_master: dict[Tensor, Tensor]
     values: list[Tensor]
+    half: list[Tensor]
+    wide: list[Tensor]
     sparse: list[Tensor]
     scale: Tensor | float
     amax: Tensor
@@ -49,10 +53,9 @@ class Gradients:
 
     def norm(self) -> Tensor:
         """The global 2-norm as 0-d fp32, by the rule of torch's clipping; 0 without a value."""
-        half, wide = _by_width(self.values)
-        norms = list(torch._foreach_norm(wide)) if wide else []
-        if half:
-            of_half = iter(_unscale(torch.stack(_norms_of_half(half)), self.scale).unbind())
+        norms = list(torch._foreach_norm(self.wide)) if self.wide else []
+        if self.half:
+            of_half = iter(_unscale(torch.stack(_norms_of_half(self.half)), self.scale).unbind())
             of_wide = iter(norms)
             # In their own order, so that the sum is rounded as it is in the other dtype modes.
             norms = [next(of_half if v.dtype in HALF else of_wide) for v in self.values]
@@ -63,13 +66,15 @@ class Gradients:
 
     def take(self, masters: Iterable[Tensor]) -> list[Tensor]:
         """The gradients of some masters as the optimizer may use them; they are here no more."""
-        self.values.clear()  # So that nothing else holds what is used up here.
-        taken = [self.by_master.pop(master) for master in masters]
-        widened = []
-        for index, gradient in enumerate(taken):
+        for values in (self.values, self.half, self.wide):
+            values.clear()  # So that nothing else holds what is used up here.
+        taken, widened = [], []
+        for master in masters:
+            gradient = self.by_master.pop(master)
             if gradient.dtype in HALF:
-                taken[index] = gradient.float()
-                widened.append(taken[index])
+                gradient = gradient.float()
+                widened.append(gradient)
+            taken.append(gradient)
         if widened and self.clip_factor is not None:
             # One product for both; if the scale is a power of two, it takes no bit.
             torch._foreach_mul_(widened, _unscale(self.clip_factor, self.scale))
@@ -90,12 +95,16 @@ def measured(
         device: where all of them are.
     """
     scaled = list(scaled)
-    few = sum(gradient.numel() for _, gradient in scaled) <= _FEW
+    count = 0
+    for _, gradient in scaled:
+        count += gradient.numel()
     by_master: dict[Tensor, Tensor] = {}
     values: list[Tensor] = []
+    half: list[Tensor] = []
+    wide: list[Tensor] = []
     sparse: list[Tensor] = []
     for master, gradient in scaled:
-        if gradient.dtype in HALF and (few or gradient.is_sparse):
+        if gradient.dtype in HALF and (count <= _FEW or gradient.is_sparse):
             gradient = gradient.float()
         dense = gradient
         if gradient.is_sparse:
@@ -106,13 +115,13 @@ def measured(
         by_master[master] = gradient
         if dense.numel():
             values.append(dense)
+            (half if dense.dtype in HALF else wide).append(dense)
     if isinstance(scale, Tensor) or scale != 1.0:
         scale = torch.as_tensor(scale, device=device)
-    half, wide = _by_width(values)
     if wide and isinstance(scale, Tensor):
         torch._foreach_div_(wide, scale)
     amax = _amax(half, wide, scale, device)
-    return Gradients(by_master, values, sparse, scale, amax)
+    return Gradients(by_master, values, half, wide, sparse, scale, amax)
 
 
 def agreed(gradients: Gradients, world: World) -> Gradients:
@@ -141,9 +150,8 @@ def clip(gradients: Gradients, norm: Tensor, max_norm: float) -> Gradients:
     factor = min(1, max_norm / (norm + 1e-6))
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    _, wide = _by_width(gradients.values)
-    if wide:
-        torch._foreach_mul_(wide, factor)
+    if gradients.wide:
+        torch._foreach_mul_(gradients.wide, factor)
     return replace(gradients, clip_factor=factor)
 
 
@@ -163,12 +171,6 @@ def _amax(
     if not found:
         return torch.zeros((), device=device)
     return found[0] if len(found) == 1 else torch.maximum(*found)
-
-
-def _by_width(values: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The half ones, and the others."""
-    half = [value for value in values if value.dtype in HALF]
-    return half, [value for value in values if value.dtype not in HALF] if half else values
 
 
 def _largest(values: list[Tensor]) -> Tensor:

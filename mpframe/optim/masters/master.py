@@ -33,7 +33,10 @@ class Master(WriteDetector):
     Attributes:
         value: fp32, on the weight's device; always the same tensor.
         half: the weight's format when it was last written from here.
+        joined: whether `value` has its memory.
     """
+
+    joined = True
 
     def __init__(self, weight: Tensor, start: Tensor) -> None:
         self.value = start.detach().to(weight.device, torch.float32)
@@ -59,12 +62,12 @@ class Master(WriteDetector):
         self.half = weight.dtype
 
     def join(self, weight: Tensor) -> None:
-        """Let `value` have its memory: it always has."""
+        """Let `value` have its memory, and what it stands for."""
 
-    def publish(self, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What is still to be rounded, `value` into the weight; several at once are faster."""
+    def publish(self, weight: Tensor) -> None:
+        """Round `value` into the weight."""
         self.half = weight.dtype
-        return [(weight, self.value)]
+        round_into([(weight, self.value)])
 
 
 def master_behind(weight: Tensor) -> Master | None:
@@ -113,12 +116,20 @@ def copy_from_params(pairs: Collection[tuple[Tensor, Master]]) -> None:
     """Let masters take over what others have written into their weights, and have memory."""
     adopt_writes(pairs)
     for weight, master in pairs:
-        master.join(weight)
+        if not master.joined:
+            master.join(weight)
 
 
 def copy_to_params(pairs: Collection[tuple[Tensor, Master]]) -> None:
     """Round masters into their weights; beyond the format's range, to its end."""
-    round_into([values for weight, master in pairs for values in master.publish(weight)])
+    plain = []
+    for weight, master in pairs:
+        if type(master) is Master:  # As `publish` does it, but all at once.
+            master.half = weight.dtype
+            plain.append((weight, master.value))
+        else:
+            master.publish(weight)
+    round_into(plain)
     mark_known(pairs)
 
 
@@ -132,21 +143,14 @@ def round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         masters.append(master)
     for half, (weights, masters) in by_format.items():
         torch._foreach_copy_(weights, masters)
-        # The copy rounds what lies beyond the range to inf; it belongs at the range's end.
-        _hold(_beyond_range(weights), torch.finfo(half).max)
-
-
-def _beyond_range(weights: list[Tensor]) -> list[Tensor]:
-    """The weights that may hold an inf. On a CPU a look takes a third of the clamps' time."""
-    return [w for w in weights if not w.is_cpu or w.numel() < _LARGE or not _is_finite(w)]
+        # The copy rounds what lies beyond the range to inf; it belongs at the range's end. On a
+        # CPU a look at a large weight takes a third of the time of holding it there.
+        seen = [w for w in weights if not (w.is_cpu and w.numel() >= _LARGE and _is_finite(w))]
+        if seen:
+            torch._foreach_clamp_max_(seen, torch.finfo(half).max)
+            torch._foreach_clamp_min_(seen, -torch.finfo(half).max)
 
 
 def _is_finite(weight: Tensor) -> bool:
     ends = torch.aminmax(weight)
     return bool(ends.min.isfinite() & ends.max.isfinite())
-
-
-def _hold(weights: list[Tensor], limit: float) -> None:
-    if weights:
-        torch._foreach_clamp_max_(weights, limit)
-        torch._foreach_clamp_min_(weights, -limit)

@@ -79,10 +79,10 @@ class SplitMaster(Master):
             self.joined = True
 
     @torch.no_grad()
-    def publish(self, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def publish(self, weight: Tensor) -> None:
         """Round `value` into the weight, keep the rest as `low`, and give the memory back."""
         if not self.joined:
-            return []
+            return
         value = self.value.detach()
         if weight.dtype == torch.bfloat16:
             bits = value.clamp_(-_END, _END).view(torch.int32)
@@ -93,7 +93,6 @@ class SplitMaster(Master):
             weight.detach().copy_(value)  # Someone has made the model wider.
         self.value.untyped_storage().resize_(0)
         self.joined = False
-        return []
 
     @torch.no_grad()
     def _joined(self, weight: Tensor, into: Tensor) -> Tensor:
