@@ -149,13 +149,14 @@ def test_a_run_leaves_no_worker_behind(
         fit_with(run, task, loaders)
 
     monkeypatch.setattr(Run, "_fit_with", holding)
+    others = multiprocessing.active_children()  # Of the tests themselves: their ranks.
     if how == "finishes":
         start_run(tmp_path, *words_of("dataset.workers=1"))
     else:
         with pytest.raises(MpframeError, match="KeyError"):
             start_run(tmp_path, *words_of("dataset.workers=1 model.fault=raises"))
     assert len(held) == 2
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= {*others}
 
 
 def test_a_module_that_ends_the_program_is_named(
