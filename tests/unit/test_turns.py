@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mpframe.errors import MpframeError
 from mpframe.files import turns
 from mpframe.files.turns import turn_in
 
@@ -73,3 +74,14 @@ def _wait(folder: Path, release: Any) -> None:
     turns.log = Heard(release)  # type: ignore[assignment]
     with turn_in(folder, "the other is there"):
         pass
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / ".turn").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(MpframeError) as error, turn_in(tmp_path):
+        pass
+    assert str(error.value) == (
+        f"{tmp_path}/.turn: cannot be locked (A link, which is not followed); free space, delete "
+        "what is there or choose another folder"
+    )
+    assert not (tmp_path / "elsewhere").exists()
