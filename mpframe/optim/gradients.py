@@ -163,25 +163,24 @@ def not_finite(magnitude: Tensor) -> Tensor:
 def _amax(
     half: list[Tensor], wide: list[Tensor], scale: Tensor | float, device: torch.device
 ) -> Tensor:
-    found = []
-    if half:
-        found.append(_unscale(_largest(half).float(), scale))
-    if wide:
-        found.append(_largest(wide).float())
+    """The largest magnitude, 0-d float32; of several half formats they are compared in fp32."""
+    found: list[Tensor] = []
+    ends: list[Tensor]
+    for values, divisor in ((half, scale), (wide, 1.0)):
+        if not values:
+            continue
+        if values[0].is_cpu:
+            # There the infinity norm takes 9 to 20 times as long as finding both ends.
+            ends = []
+            for value in values:
+                ends += torch.aminmax(value)
+        else:
+            ends = list(torch._foreach_norm(values, torch.inf))
+        largest = torch.stack(ends).abs().max().float()
+        found.append(largest / divisor if isinstance(divisor, Tensor) else largest)
     if not found:
         return torch.zeros((), device=device)
     return found[0] if len(found) == 1 else torch.maximum(*found)
-
-
-def _largest(values: list[Tensor]) -> Tensor:
-    """The largest magnitude; values of several half formats are compared in fp32."""
-    if not values[0].is_cpu:
-        return torch.stack(torch._foreach_norm(values, torch.inf)).max()
-    # On a CPU the infinity norm takes 9 to 20 times as long as finding both ends of the values.
-    ends: list[Tensor] = []
-    for value in values:
-        ends += torch.aminmax(value)
-    return torch.stack(ends).abs().max()
 
 
 def _norms_of_half(values: list[Tensor]) -> list[Tensor]:

@@ -35,9 +35,10 @@ from mpframe.optim.closure import (
     step_with_closure,
 )
 from mpframe.optim.gradients import Gradients, agreed, check_max_norm, clip, not_finite
-from mpframe.optim.masters.master import copy_from_params, copy_to_params
+from mpframe.optim.masters.master import copy_to_params
 from mpframe.optim.masters.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
 from mpframe.optim.masters.split_master import KINDS
+from mpframe.optim.masters.write_detector import adopt_writes
 from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult
@@ -270,7 +271,8 @@ class MasterWeights(Optimizer):
             self._register_groups()
         gradients = self._known.take_gradients(scale)
         if self._accumulator is None:
-            gradients = agreed(gradients, self.world)
+            if self.world.size > 1:
+                gradients = agreed(gradients, self.world)
             spent = self._consumed and not gradients.by_master
             gathered = StepGradients(gradients, gradients.amax, spent=spent)
         else:
@@ -305,7 +307,10 @@ class MasterWeights(Optimizer):
             return
         by_master = gradients.by_master
         moved = list(by_master)
-        *others, last = self._buckets_now()
+        buckets = self._buckets
+        if len(buckets) > 1 and not steps_by_parameter(self.optimizer):
+            buckets = [[pair for bucket in buckets for pair in bucket]]
+        *others, last = buckets
         for bucket in others:
             masters = [held.value for _, held in bucket if held.value in by_master]
             self._update(bucket, masters, gradients, skipped, verdict)
@@ -432,7 +437,7 @@ class MasterWeights(Optimizer):
         verdict: Verdict | None,
     ) -> None:
         if bucket:
-            copy_from_params(bucket)
+            adopt_writes(bucket, join=True)
         for master, gradient in zip(masters, gradients.take(masters), strict=True):
             master.grad = gradient.to(master.dtype)
         if verdict is None:
@@ -443,11 +448,6 @@ class MasterWeights(Optimizer):
             master.grad = None
         if bucket:
             copy_to_params(bucket)
-
-    def _buckets_now(self) -> list[Bucket]:
-        if len(self._buckets) == 1 or steps_by_parameter(self.optimizer):
-            return self._buckets
-        return [[pair for bucket in self._buckets for pair in bucket]]
 
     def _step_on_device(self, skipped: Tensor) -> None:
         fused: Any = self.optimizer

@@ -156,7 +156,8 @@ class Trainer:
         except BaseException:
             blame("optimizer:", getattr(self.optimizer, "optimizer", self.optimizer))
         self._buffers.restore_where(result.any_skipped())
-        self._buffers.broadcast(self.world)
+        if self.world.size > 1:
+            self._buffers.broadcast(self.world)
         result = replace(result, loss=loss)
         self._advance(result)
         return result

@@ -210,8 +210,7 @@ def test_tiny_model_rows(tmp_path: Path) -> None:
     logged, silent, calls = tiny_model.tables(rounds=1, folder=tmp_path, steps=10)
     counts = dict(note.split(": ") for note in calls.notes)
     assert list(counts) == ["fp32", "mixed"]
-    assert 0 < int(counts["fp32"]) <= 37, counts  # once 113
-    assert 0 < int(counts["mixed"]) <= 45, counts  # once 159
+    assert all(0 < int(count) <= 37 for count in counts.values()), counts  # once 113 and 159
     names = ["by hand", "by hand, gradients checked", "mpframe"]
     assert list(logged.times) == list(silent.times) == names
     assert [claim.limit for claim in logged.claims] == [1.08, 1.08]

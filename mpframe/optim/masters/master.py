@@ -33,10 +33,7 @@ class Master(WriteDetector):
     Attributes:
         value: fp32, on the weight's device; always the same tensor.
         half: the weight's format when it was last written from here.
-        joined: whether `value` has its memory.
     """
-
-    joined = True
 
     def __init__(self, weight: Tensor, start: Tensor) -> None:
         self.value = start.detach().to(weight.device, torch.float32)
@@ -60,9 +57,6 @@ class Master(WriteDetector):
         round_into([(rounded, self.value)])
         self.value.copy_(torch.where(now == rounded, self.value, now.float()))
         self.half = weight.dtype
-
-    def join(self, weight: Tensor) -> None:
-        """Let `value` have its memory, and what it stands for."""
 
     def publish(self, weight: Tensor) -> None:
         """Round `value` into the weight."""
@@ -112,14 +106,6 @@ def forget(weight: Tensor) -> None:
     _MASTERS.pop(weight, None)
 
 
-def copy_from_params(pairs: Collection[tuple[Tensor, Master]]) -> None:
-    """Let masters take over what others have written into their weights, and have memory."""
-    adopt_writes(pairs)
-    for weight, master in pairs:
-        if not master.joined:
-            master.join(weight)
-
-
 def copy_to_params(pairs: Collection[tuple[Tensor, Master]]) -> None:
     """Round masters into their weights; beyond the format's range, to its end."""
     plain = []
@@ -145,12 +131,13 @@ def round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_(weights, masters)
         # The copy rounds what lies beyond the range to inf; it belongs at the range's end. On a
         # CPU a look at a large weight takes a third of the time of holding it there.
-        seen = [w for w in weights if not (w.is_cpu and w.numel() >= _LARGE and _is_finite(w))]
-        if seen:
-            torch._foreach_clamp_max_(seen, torch.finfo(half).max)
-            torch._foreach_clamp_min_(seen, -torch.finfo(half).max)
-
-
-def _is_finite(weight: Tensor) -> bool:
-    ends = torch.aminmax(weight)
-    return bool(ends.min.isfinite() & ends.max.isfinite())
+        held = []
+        for weight in weights:
+            if weight.is_cpu and weight.numel() >= _LARGE:
+                ends = torch.aminmax(weight)
+                if ends.min.isfinite() & ends.max.isfinite():
+                    continue
+            held.append(weight)
+        if held:
+            torch._foreach_clamp_max_(held, torch.finfo(half).max)
+            torch._foreach_clamp_min_(held, -torch.finfo(half).max)

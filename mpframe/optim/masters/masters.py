@@ -16,7 +16,6 @@ from mpframe.errors import CheckpointError, ConfigError
 from mpframe.optim.gradients import Gradients, measured
 from mpframe.optim.masters.master import (
     Master,
-    copy_from_params,
     copy_to_params,
     forget,
     master_behind,
@@ -160,7 +159,7 @@ class Masters:
 
     def load_listed(self, listed: list[Tensor | None]) -> None:
         """Take what `listed` gave; if it has None the master stays as it is."""
-        copy_from_params(self.half.items())
+        adopt_writes(self.half.items(), join=True)
         for own, loaded in zip(self._masters.values(), listed, strict=True):
             if loaded is not None:
                 own.copy_(loaded)

@@ -36,28 +36,32 @@ class WriteDetector:
         # These are left out, because the copy of a weight has another address.
         return {k: v for k, v in vars(self).items() if k not in WriteDetector.__annotations__}
 
+    joined = True  # whether the master has its memory
+
     def adopt(self, weight: Tensor) -> None:
         """Take over what others have written into the weight."""
         raise NotImplementedError
 
-
-def adopt_writes(watched: Iterable[tuple[Tensor, WriteDetector]]) -> None:
-    """Take over what others have written, and note that it is known."""
-    for weight, last in written(watched):
-        last.adopt(weight)
-        mark_known([(weight, last)])
+    def join(self, weight: Tensor) -> None:
+        """Let the master have its memory, and what it stands for."""
 
 
-def written(watched: Iterable[tuple[Tensor, WriteDetector]]) -> list[tuple[Tensor, WriteDetector]]:
-    """The weights that were written since they were marked as known."""
-    found = []
+def adopt_writes(watched: Iterable[tuple[Tensor, WriteDetector]], *, join: bool = False) -> None:
+    """Let each master take over what others have written since it was marked as known.
+
+    Args:
+        watched: weights with their masters.
+        join: let each master have its memory, too.
+    """
     for weight, last in watched:
         same = last.address == weight.data_ptr() and last.version == weight._version
         if same and last.bits is not None:
             same = torch.equal(_sums(last.words) if last.summed else last.words, last.bits)
         if not same:
-            found.append((weight, last))
-    return found
+            last.adopt(weight)
+            mark_known([(weight, last)])
+        if join and not last.joined:
+            last.join(weight)
 
 
 def mark_known(watched: Iterable[tuple[Tensor, WriteDetector]]) -> None:
