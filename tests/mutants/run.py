@@ -10,9 +10,9 @@ Exit code 1 where a mutant survives, or where its line is no longer there. A tes
 the fault proves nothing: --control, which takes a name as well, finds such tests.
 """
 
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -24,6 +24,12 @@ from queue import Queue
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+SERVER = multiprocessing.get_context("forkserver")
+# What most tests need and no mutant touches: imported once, and not for each mutant anew.
+SERVER.set_forkserver_preload(
+    ["pytest", "torch.testing", "torch._dynamo", "torchvision", "omegaconf", "sklearn.datasets"]
+)
+CRASHED = 70  # of pytest itself; Python's own code for it is 1, which means a test that failed
 COPIED = (
     *("mpframe", "conf", "docs", "scripts", "tests"),
     *("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
@@ -81,12 +87,38 @@ def verdict(mutant: Mutant, copy: Path) -> str:
 def run_tests(tests: str, copy: Path) -> int:
     """The exit code of pytest: 0 all passed, 1 some failed, others are errors of the call."""
     paths, _, words = tests.partition(" -k ")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *paths.split()]
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", *paths.split()]
+    arguments += ["-k", words] if words else []
+    tried = SERVER.Process(target=_pytest, args=(arguments, copy))
+    tried.start()
+    tried.join()
+    return CRASHED if tried.exitcode is None else tried.exitcode
+
+
+def _pytest(arguments: list[str], copy: Path) -> None:
+    """Run pytest in a process of its own; its exit code is that of pytest."""
+    code = CRASHED
+    try:
+        _enter(copy)
+        import pytest
+
+        code = int(pytest.main(arguments))
+    finally:
+        sys.exit(code)
+
+
+def _enter(copy: Path) -> None:
+    """From here on `copy` is the package that this process, and those it starts, import."""
+    assert "mpframe" not in sys.modules, "the server has imported what a mutant may change"
+    os.chdir(copy)
     # No bytecode: a file that is changed twice within a second would be taken from its cache.
     own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command += ["-k", words] if words else []
-    done = subprocess.run(command, cwd=copy, env=os.environ | own, capture_output=True, check=False)
-    return done.returncode
+    os.environ |= own
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(copy), *(p for p in sys.path if p != str(Path(__file__).parent))]
+    multiprocessing.set_start_method(None, force=True)  # the tests choose as in a new program
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 def copies(folder: Path, count: int) -> Queue[Path]:
