@@ -13,7 +13,7 @@ from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.data import Task
 from mpframe.errors import ConfigError
-from mpframe.run.vocabulary import refuse_other_vocabulary
+from mpframe.run.preprocessing import refuse_other_preprocessing
 from mpframe.tracking.summary import Summary
 from mpframe.training.trainer import Trainer
 
@@ -83,7 +83,7 @@ def restored(
     facts = facts_of(snapshot, source)
     task = task_of(facts) if task_of else build.build_task(config)
     if data:
-        refuse_other_vocabulary(task, facts["preprocessing"], run_folder(path))
+        refuse_other_preprocessing(task, facts["preprocessing"], run_folder(path))
     trainer = build.build_trainer(config, task, 1)
     trainer.load_weights(trained)
     _use(trainer, kind, state, path)

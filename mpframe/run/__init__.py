@@ -10,6 +10,7 @@ Begin with `Run` in run.py: what a run does, in order.
     description, hparams      what a run says about itself before it trains
     final_test                the test of its best weights, on data that chose nothing
     vocabulary                of the tokenizer: a file of the folder, always the same one
+    preprocessing             whether other data are read with the run's own numbers
     usage                     what a stranger must know to use its weights
     outcome, requeue          what its summary says; back into Slurm's queue
 

@@ -1,17 +1,21 @@
 """Tables and masks: trained, resumed, evaluated, predicted and exported."""
 
 import csv
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import train
+from PIL import Image
 from sameness import assert_same_run
 from test_resume import cut
 from tiny_experiments import tiny
 
 from mpframe.cli.commands import export, predict
 from mpframe.cli.commands.evaluate import evaluate
+from mpframe.errors import DataError
 from mpframe.tracking.summary import Summary
 
 # 12 steps are more than an epoch of each; the cut after the fourth is in the first one.
@@ -93,3 +97,25 @@ def test_an_export_is_the_same_model(run: Path, options: list[str], tmp_path: Pa
     else:
         channels = 1 if "experiment=photographs_unet_small" in options else 3
         assert graph(torch.zeros(3, channels, 16, 16)).shape[2:] == (16, 16)
+
+
+@in_half
+def test_other_data_are_not_read_with_other_numbers(
+    run: Path, options: list[str], tiny_data: Path, tmp_path: Path
+) -> None:
+    if "experiment=bikes" in options:
+        shutil.copytree(tiny_data / "bikes", tmp_path / "bikes")
+        (table,) = (tmp_path / "bikes").iterdir()
+        table.write_text(table.read_text().replace(".1428571", ".9"))
+        with pytest.raises(DataError, match=r"^dataset: continuous, as measured on the training"):
+            evaluate(run, [f"dataset.root={tmp_path}/bikes"])
+    elif "experiment=photographs_unet_small" in options:
+        shutil.copytree(tiny_data / "mask_folder", tmp_path / "dark")
+        for path in tmp_path.glob("dark/*/images/*"):
+            Image.open(path).point(lambda value: value // 2).save(path)
+        dark = f"dataset.root={tmp_path}/dark"
+        with pytest.raises(DataError, match=r"^dataset: its images are normalised by") as refused:
+            evaluate(run, [dark])
+        given = shlex.split(str(refused.value).partition("; give ")[2])
+        assert evaluate(run, [dark, *given]).samples > 0
+        assert evaluate(run, given).evaluation == evaluate(run, []).evaluation

@@ -323,3 +323,29 @@ def test_a_real_tree() -> None:
     task = image_folder(str(root), classes=count, limit_per_class=20)
     assert len(parts(task)[0]) == 20 * count
     assert task.test is None or len(task.test) == 20 * count
+
+
+def test_the_normalisation_may_be_given(tree: Path) -> None:
+    train, val = parts(load(tree, mean=[0.5, 0.25, 0.0], std=[0.5, 1.0, 2.0]))
+    images, _ = train.fetch_batch([0])
+    expected = (raw(train)[:1].double() / 255 - torch.tensor([0.5, 0.25, 0.0]).view(3, 1, 1)) / (
+        torch.tensor([0.5, 1.0, 2.0]).view(3, 1, 1)
+    )
+    # Two roundings of float32 of numbers below 4.
+    torch.testing.assert_close(images.double(), expected, rtol=0, atol=4 * 2**-23)
+    assert val.normalize == train.normalize
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"mean": [0.5, 0.5, 0.5]}, "std=null"),
+        ({"std": [0.5, 0.5, 0.5]}, "mean=null"),
+        ({"mean": [0.5], "std": [0.5, 0.5, 0.5]}, r"mean=\[0.5\]"),
+        ({"mean": [0.5] * 3, "std": [0.5, 0.0, 0.5]}, r"std=\[0.5, 0.0, 0.5\]"),
+        ({"mean": [0.5, float("nan"), 0.5], "std": [0.5] * 3}, r"mean=\[0.5, nan, 0.5\]"),
+    ],
+)
+def test_half_a_normalisation_is_refused(tree: Path, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^dataset.{named}: .* 3 numbers each, one per channel"):
+        load(tree, **given)

@@ -7,6 +7,7 @@ the network takes, so `fetch_batch` does each stage once for the whole batch.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset
 
 from mpframe.data.datasets.images.augment import DRAWS, augment, require_augmentation
 from mpframe.data.keyed_random import keyed_uniform
-from mpframe.errors import DataError
+from mpframe.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,34 @@ class Normalize:
         )
         std, mean = torch.std_mean(pixels, dim=(0, 2, 3), correction=0)
         return cls(tuple(mean.tolist()), tuple(std.where(std > 0, 1.0).tolist()))
+
+    @classmethod
+    def given(
+        cls, mean: Sequence[float] | None, std: Sequence[float] | None, channels: int
+    ) -> "Normalize | None":
+        """The statistics that the options give; None if they give none.
+
+        Args:
+            mean: `dataset.mean`, one number per channel.
+            std: `dataset.std`, one number > 0 per channel.
+            channels: of the images.
+
+        Raises:
+            ConfigError: one is missing, or has other numbers than that.
+        """
+        if mean is None and std is None:
+            return None
+        for name, numbers, fit in (("mean", mean, isfinite), ("std", std, _above_zero)):
+            if numbers is None or len(numbers) != channels or not all(map(fit, numbers)):
+                shown = "null" if numbers is None else list(numbers)
+                raise ConfigError(
+                    f"dataset.{name}={shown}: dataset.mean and dataset.std are null (measured) or "
+                    f"{channels} numbers each, one per channel, of pixel values in 0..1, and those "
+                    "of dataset.std are above 0"
+                )
+        assert mean is not None
+        assert std is not None
+        return cls(tuple(mean), tuple(std))
 
     def __call__(self, images: Tensor) -> Tensor:
         """Normalise [N, C, H, W], uint8 0..255 or floating 0..1, into float32."""
@@ -70,6 +99,10 @@ class Normalize:
             "mean": list(self.mean),
             "std": list(self.std),
         }
+
+
+def _above_zero(number: float) -> bool:
+    return isfinite(number) and number > 0
 
 
 def spread(count: int) -> slice:

@@ -1,6 +1,7 @@
 """Any tree of train/<class>/*.jpg, val/<class>/*.jpg and test/ as a classification task."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ def image_folder(
     augment: str = "crop_flip",
     cache_bytes: int = 2**30,
     limit_per_class: int | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
 ) -> Task:
     """The images under `root`: train/ to learn from, val/ to validate, test/ to test.
 
@@ -42,6 +45,9 @@ def image_folder(
         cache_bytes: decode once and keep all images in memory if they need no more than this;
             else decode each time (set dataset.workers then).
         limit_per_class: use the first so many images of each class, in each part; None uses all.
+        mean: of each channel, of pixel values in 0..1; None: of the training images. Images that
+            a trained model is measured on are normalised by the numbers it learned with.
+        std: likewise.
 
     Raises:
         ConfigError: an option is out of range or does not fit the tree.
@@ -54,8 +60,7 @@ def image_folder(
     files = sum(len(part.paths) for part in listed.values())
     in_memory = files * channels * image_size**2 <= cache_bytes
     shape = channels, image_size
-    sample = train.paths[spread(len(train.paths))]
-    normalize = Normalize.measured(_decode_all(sample, shape))
+    normalize = Normalize.given(mean, std, channels) or _measured(train, shape)
     images = {
         name: _images(part, shape, normalize, augment if name == "train" else "none", in_memory)
         for name, part in listed.items()
@@ -86,6 +91,10 @@ class FileImages(Images):
 
     def pixels(self, indices: Tensor) -> Tensor:
         return _decode_all([self._paths[index] for index in indices.tolist()], self._shape)
+
+
+def _measured(train: Listing, shape: tuple[int, int]) -> Normalize:
+    return Normalize.measured(_decode_all(train.paths[spread(len(train.paths))], shape))
 
 
 def _images(

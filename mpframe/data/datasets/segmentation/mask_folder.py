@@ -26,6 +26,8 @@ def mask_folder(
     crops_per_image: int = 16,
     flip: bool = True,
     cache_bytes: int = 2**30,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
 ) -> Task:
     """The photographs under `root`: train/ to learn from, val/ to validate, test/ to test.
 
@@ -43,6 +45,9 @@ def mask_folder(
         flip: mirror every second crop; training only.
         cache_bytes: decode once and keep all photographs in memory if they need no more than this;
             else decode each time (set dataset.workers then).
+        mean: of each channel, of pixel values in 0..1; None: of the training photographs. Those
+            that a trained model is measured on are normalised by the numbers it learned with.
+        std: likewise.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -57,15 +62,20 @@ def mask_folder(
         name: _Photographs(pairs, channels, classes, keep) for name, pairs in parts.items()
     }
     train, size = photographs["train"], image_size
-    sample = range(len(train.pairs))[spread(len(train.pairs))]
-    middles = [_middle(train.read(number)[0], size) for number in sample]
-    normalize = Normalize.measured(torch.stack(middles))
+    normalize = Normalize.given(mean, std, channels) or _measured(train, size)
     tiles = {name: Tiles(photographs[name], size, normalize, sizes[name]) for name in parts}
     return segmentation(
         RandomCrops(train, size, normalize, sizes["train"], crops_per_image, flip),
         tiles["val"],
         tiles.get("test"),
         preprocessing=normalize.described(size),
+    )
+
+
+def _measured(train: "_Photographs", size: int) -> Normalize:
+    sample = range(len(train.pairs))[spread(len(train.pairs))]
+    return Normalize.measured(
+        torch.stack([_middle(train.read(number)[0], size) for number in sample])
     )
 
 
