@@ -2,6 +2,7 @@
 
     ranges      how large the numbers of every layer are: ranges, exponents, range_record,
                 range_watch (the callback), range_pictures, gradient_picture
+    noise       what quantisation takes from each operand: product_noise, noise_picture
     autopsy/    why a step failed, found by replaying it
     doctor/     what will go wrong, before training
     search      which modules must stay in fp32

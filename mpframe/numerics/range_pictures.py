@@ -9,7 +9,6 @@ TensorBoard first shows a picture a few hundred pixels wide, so they are small, 
 large letters.
 """
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpframe.files.durable import write_atomically
 from mpframe.numerics.exponents import HIGHEST, LOWEST, Limits
+from mpframe.numerics.picture import new_figure, save, short
 from mpframe.numerics.ranges import KINDS, SCALED, Counts, Ranges
 from mpframe.tree import dtype_name
 
 LEAST = 1e-6
-_DPI = 100
 _EXPONENT = "exponent, floor(log2 |x|)"
 
 
@@ -47,13 +45,13 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
     shares = ranges.bins(kind)[has] / ranges.field(kind, "count")[has, None]
     zeros = ranges.fraction(kind, "zeros")[has]
     letters, row = (11.0, 0.26) if len(names) <= 20 else (8.0, 0.17)
-    figure = _figure(width=6.6, height=max(3.4, 1.3 + row * len(names)))
+    figure = new_figure(width=6.6, height=max(3.4, 1.3 + row * len(names)))
     axes = figure.subplots()
     scale = ranges.scale if kind in SCALED else 1.0
     low, high = _window(shares, half, scale, bool(in_half.any()))
     image = _show(axes, shares[:, low - LOWEST : high + 1 - LOWEST], low, high, len(names))
     labels = [
-        f"{_short(name)}{'' if there else ' fp32'} {share:4.0%}"
+        f"{short(name)}{'' if there else ' fp32'} {share:4.0%}"
         for name, there, share in zip(names, in_half, zeros, strict=True)
     ]
     axes.set_yticks(range(len(names)), labels, fontsize=letters, fontfamily="monospace")
@@ -87,7 +85,7 @@ def draw_time(
         ]
     )
     in_half = np.array([_in_half(own, kind)[row] for own, row in zip(reports, rows, strict=True)])
-    figure = _figure(width=6.6, height=4.2)
+    figure = new_figure(width=6.6, height=4.2)
     axes = figure.subplots()
     scales = np.array([r.scale if kind in SCALED else 1.0 for r in reports])
     low, high = _window(shares, half, float(scales[-1]), bool(in_half.any()))
@@ -106,7 +104,7 @@ def draw_time(
     axes.set_ylim(-0.5, high - low + 0.5)
     axes.set_xlabel("step (tried)")
     axes.set_ylabel(_EXPONENT)
-    axes.set_title(_title(f"{_words(kind)} of {_short(layer)}", half, kind, reports[-1], in_half))
+    axes.set_title(_title(f"{_words(kind)} of {short(layer)}", half, kind, reports[-1], in_half))
     _finish(figure, axes, image, path)
 
 
@@ -140,12 +138,6 @@ def _title(what: str, half: torch.dtype, kind: str, ranges: Ranges, in_half: Any
     return f"{what}; {dtype_name(half)}{at}"
 
 
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure  # Imported late: it takes half a second.
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def _show(axes: Any, shares: Counts, low: float, high: float, rows: int) -> Any:
     from matplotlib.colors import LogNorm
 
@@ -167,10 +159,7 @@ def _finish(figure: Any, axes: Any, image: Any, path: Path) -> None:
     bar.set_label("share of values")
     for part in (axes.xaxis.label, axes.yaxis.label, axes.title, bar.ax.yaxis.label):
         part.set_fontsize(12)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    png = io.BytesIO()
-    figure.savefig(png, dpi=_DPI)
-    write_atomically(path, png.getvalue())
+    save(figure, path)
 
 
 def _limits(half: torch.dtype) -> list[tuple[float, Any]]:
@@ -194,7 +183,3 @@ def _window(shares: Counts, half: torch.dtype, scale: float, limited: bool) -> t
 def _every(values: Sequence[int], step: int) -> tuple[list[int], list[str]]:
     at = list(range(0, len(values), step))
     return at, [str(values[index]) for index in at]
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 20 else "…" + name[-19:]

@@ -5,15 +5,20 @@ of a report; the pictures show all layers.
 """
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from mpframe.numerics import product_noise
 from mpframe.numerics.exponents import HIGHEST, LOWEST, Limits
+from mpframe.numerics.noise_picture import draw_noises
+from mpframe.numerics.product_noise import NoiseRecord, Noises, ProductProbe
 from mpframe.numerics.range_pictures import draw_layers, draw_time
 from mpframe.numerics.range_record import FOLDER, RangeRecord, read_ranges
 from mpframe.numerics.ranges import KINDS, Counts, RangeProbe, Ranges
@@ -26,6 +31,8 @@ from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+NOISE_FIGURES = {"snr_db": True, "saturated": False, "lost": False, "scale_spread": False}
+"""Those of a `Noise`, and whether the lowest is the worst."""
 _EDGES = [float(exponent) for exponent in range(LOWEST, HIGHEST + 2)]
 _DRAWN_EVERY = 60.0  # seconds; a picture takes about one
 
@@ -45,6 +52,7 @@ class RangeWatch(Callback):
     _half: torch.dtype
     _limits: Limits
     _record: RangeRecord
+    _noise_record: NoiseRecord
 
     def __init__(
         self,
@@ -60,6 +68,8 @@ class RangeWatch(Callback):
         self._last: Ranges | None = None
         self._drawn = time.monotonic()
         self._probe: RangeProbe | None = None
+        self._products: ProductProbe | None = None
+        self._noises: Noises = {}
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Open the record; reports of steps that a resumed run takes again are cut off."""
@@ -68,7 +78,11 @@ class RangeWatch(Callback):
         self._folder, self._tracker = context.folder, context.tracker
         self._half = trainer.precision.policy.half_dtype
         self._limits = Limits.of(self._half)
-        self._record = RangeRecord(context.folder, trainer.progress.global_step, self._on_error)
+        kept = trainer.progress.global_step
+        self._record = RangeRecord(context.folder, kept, self._on_error)
+        if trainer.precision.policy.recipes:
+            path = context.folder / FOLDER / product_noise.FILE_NAME
+            self._noise_record = NoiseRecord(path, kept, self._on_error)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Attach to the model if a report is due; not earlier, because others may run the model."""
@@ -76,6 +90,8 @@ class RangeWatch(Callback):
         if self._every is not None and (trainer.progress.global_step + 1) % self._every == 0:
             trainer.read_verdicts()  # After this the next step that is reported is this one.
             self._probe = RangeProbe(trainer, self._half)
+            if trainer.precision.policy.recipes:
+                self._products = ProductProbe(trainer.precision)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Report the step if it is due."""
@@ -84,6 +100,9 @@ class RangeWatch(Callback):
             self._record.add(self._last)
             self._tracker.scalars(self._last.step, self._scalars(self._last))
             self._probe = None
+        if self._products is not None:
+            self._report_products(trainer.progress.global_step, self._products.noises())
+            self._products = None
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Report before the trainer moves on."""
@@ -120,8 +139,22 @@ class RangeWatch(Callback):
         else:
             self._last, self._drawn = None, time.monotonic()
 
+    def _report_products(self, step: int, noises: Noises) -> None:
+        self._noises = noises
+        self._noise_record.add(step, noises)
+        for name, lowest_is_worst in NOISE_FIGURES.items():
+            figures = {key: getattr(noise, name) for key, noise in noises.items()}
+            known = [key for key, figure in figures.items() if math.isfinite(figure)]
+            worst = sorted(known, key=figures.__getitem__, reverse=not lowest_is_worst)
+            tags = {f"numerics/products/{name}/{'/'.join(k)}": figures[k] for k in worst}
+            self._tracker.scalars(step, dict(islice(tags.items(), self._worst)))
+
     def _draw(self, last: Ranges) -> None:
         step, folder = last.step, self._folder / FOLDER
+        if self._noises:
+            path = folder / "products.png"
+            draw_noises(self._noises, step, path)
+            self._tracker.image("numerics/products/signal_to_noise", path.read_bytes(), step)
         reports = read_ranges(self._folder)
         for kind in KINDS:
             path = folder / f"{kind}.png"

@@ -31,7 +31,7 @@ from mpframe.precision.op_lists import OpLists
 from mpframe.precision.pins import cast_to, pin_modules, refuse_idle_pins
 from mpframe.precision.policy import Policy
 from mpframe.precision.products.recipe import Recipe
-from mpframe.precision.products.state import ProductState
+from mpframe.precision.products.state import ProductState, Watch
 from mpframe.precision.storage.fp32_share import fp32_share
 from mpframe.precision.storage.reads import Reads, reads_of
 from mpframe.precision.storage.storage import store
@@ -218,6 +218,15 @@ class Precision:
     def undisturbed(self) -> AbstractContextManager[None]:
         """The block may run the model; what products carry from step to step stays as it was."""
         return self._products.undisturbed()
+
+    def watch_products(self, watch: Watch | None) -> None:
+        """Count what quantisation takes from each operand of each product.
+
+        Args:
+            watch: called with the weight's name (empty if there is none), the product, the operand
+                and a row of `products.noise`; None: nothing is counted.
+        """
+        self._products.watch = watch
 
     def state_dict(self) -> dict[str, Any]:
         """What products carry from step to step: random generators, and histories of amax."""

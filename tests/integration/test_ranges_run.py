@@ -1,5 +1,6 @@
 """A run that reports its ranges: curves, histograms, pictures, after a resume too; the picture."""
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from conftest import StartRun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpframe.cli.commands import gradient_picture as gradient_command
+from mpframe.numerics.product_noise import NAMES
 from mpframe.numerics.range_record import read_ranges
 from mpframe.numerics.ranges import KINDS
 
@@ -60,3 +62,27 @@ def test_the_picture_of_the_gradients(
 def test_nothing_is_attached_when_off(start_run: StartRun, tmp_path: Path) -> None:
     start_run(tmp_path / "run", "trainer.max_steps=3", "model=mlp")
     assert not (tmp_path / "run" / "numerics").exists()
+
+
+def test_a_run_shows_what_quantisation_takes_and_a_resumed_one_continues(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    run, products = tmp_path / "run", ["dtype=mixed_bf16", "dtype/products=fp8_tensorwise"]
+    start_run(run, *OPTIONS, *products, "trainer.epochs=1", "trainer.accumulate=2")
+    start_run(run, *OPTIONS, *products, "trainer.epochs=2", "trainer.accumulate=2", "resume=auto")
+    with (run / "numerics" / "products.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows][:: len(rows) // 4] == [5, 10, 15, 20]
+    counted = {(row["layer"], row["operand"]): int(row["values"]) for row in rows}
+    first, second = ({n: counted.get((f"hidden{k}.linear", n)) for n in NAMES} for k in (1, 2))
+    # Two micro-batches of 64 of 64 inputs, and the weight once for each. Inputs get no gradient.
+    assert first["forward.x"] == first["dw.x"] == 2 * 64 * 64
+    assert first["dx.dy"] is first["dx.w"] is None
+    assert second["forward.w"] == second["dx.w"]
+    assert second["dx.dy"] == second["dw.dy"] == first["dw.dy"]
+    events = accumulated(run)
+    tags = events.Tags()
+    for figure in ("snr_db", "saturated", "lost", "scale_spread"):
+        assert any(tag.startswith(f"numerics/products/{figure}/") for tag in tags["scalars"])
+    assert "numerics/products/signal_to_noise" in tags["images"]
+    assert (run / "numerics" / "products.png").stat().st_size > 5000

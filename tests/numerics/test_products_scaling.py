@@ -10,11 +10,16 @@ from torch import Tensor
 
 from mpframe.precision.products.formats import FORMATS
 from mpframe.precision.products.hadamard import matrix, transform
-from mpframe.precision.products.scaling import RULES, Axes, Quantization, quantize, scales
+from mpframe.precision.products.scaling import RULES, Axes, Quantization, quantize, scaled
 
 ROWS = Axes(contracted=(1,), free=0)
 COLUMNS = Axes(contracted=(0,), free=1)
 NAN = math.nan
+
+
+def scales(x: torch.Tensor, axes: Axes, how: Quantization) -> torch.Tensor:
+    """One for each block, row or tensor."""
+    return scaled(x, axes, how).scale.squeeze()
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:

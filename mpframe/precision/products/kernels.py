@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from mpframe.precision.products.noise import measured
 from mpframe.precision.products.recipe import Recipe
 from mpframe.precision.products.scaling import Axes, quantize
 from mpframe.precision.products.state import ProductState
@@ -79,7 +80,11 @@ class Quantizer:
         if how.history and site:
             amax = own.values.abs().amax()
             known = self.state.known_amax(f"{site} {own.role}", amax, how.history, record)
-        return quantize(own.values, own.axes, how, self.state.draw, known)
+        quantized = quantize(own.values, own.axes, how, self.state.draw, known)
+        if self.state.watch is not None:
+            row = measured(own.values, quantized, own.axes, how, known)
+            self.state.watch(site, product, own.role, row)
+        return quantized
 
 
 def misfit(recipe: Recipe, product: str, *operands: Operand) -> str:

@@ -69,12 +69,16 @@ class Call:
         return self.quantizer.key, self._site(records), records
 
     def _site(self, records: bool) -> str:
-        """The name under which histories are kept; of two activations there are none."""
-        recipe, weight = self.quantizer.recipe, self.weight
-        if not recipe.delayed or not isinstance(weight, nn.Parameter):
+        """The name under which histories are kept, and noise is counted; empty: without a weight.
+
+        Without a need for it there is none, so that a compiler sees one constant for all.
+        """
+        recipe, state, weight = self.quantizer.recipe, self.quantizer.state, self.weight
+        needed = recipe.delayed or state.watch is not None
+        if not needed or not isinstance(weight, nn.Parameter):
             return ""
-        name = self.quantizer.state.name_of(weight)
-        if records and not name:
+        name = state.name_of(weight)
+        if records and not name and recipe.delayed:
             raise ConfigError(
                 f"dtype.products={recipe.name}: keeps a history for each weight of the model given "
                 f"to Precision.prepare, and one of {list(weight.shape)} is none of them; choose "

@@ -135,20 +135,44 @@ def quantize(
     Returns:
         float32, of the same shape.
     """
-    if how.hadamard:
-        values = transform(values, axes.contracted[0], how.hadamard)
+    values = transformed(values, axes, how)
     draw = draw if how.rounding == "stochastic" else None
     if how.scale == "none":
         return round_to(values, how.format, draw)
-    blocks, shared = _blocks(values, axes, how)
-    scale, inverse = _scale(_amax(blocks, shared), how, known_amax)
-    return round_finite_(blocks * inverse, how.format, draw).mul_(scale).reshape(values.shape)
+    own = scaled(values, axes, how, known_amax)
+    elements = round_finite_(own.blocks * own.inverse, how.format, draw)
+    return elements.mul_(own.scale).reshape(values.shape)
 
 
-def scales(values: Tensor, axes: Axes, how: Quantization) -> Tensor:
-    """The scales that `quantize` uses: float32, one for each block, row or tensor."""
+def transformed(values: Tensor, axes: Axes, how: Quantization) -> Tensor:
+    """What the elements are made of: `values`, after the Hadamard transform if there is one."""
+    return transform(values, axes.contracted[0], how.hadamard) if how.hadamard else values
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Values, and the scales that some of them share.
+
+    Attributes:
+        blocks: the values, in a shape with axes for what is shared.
+        amax: the largest magnitude among those that share a scale; it broadcasts to `blocks`.
+        scale: likewise; nan beside inf and nan, as the following.
+        inverse: what the values are multiplied by before they are rounded.
+    """
+
+    blocks: Tensor
+    amax: Tensor
+    scale: Tensor
+    inverse: Tensor
+
+
+def scaled(
+    values: Tensor, axes: Axes, how: Quantization, known_amax: Tensor | None = None
+) -> Scaled:
+    """The scales of `values`, float32 and transformed; the arguments are those of `quantize`."""
     blocks, shared = _blocks(values, axes, how)
-    return _scale(_amax(blocks, shared), how)[0].squeeze(shared)
+    amax = _amax(blocks, shared)
+    return Scaled(blocks, amax, *_scale(amax, how, known_amax))
 
 
 def _blocks(values: Tensor, axes: Axes, how: Quantization) -> tuple[Tensor, tuple[int, ...]]:

@@ -4,7 +4,7 @@ Both are part of a checkpoint, so a resumed run rounds as the run it goes on wit
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,10 +46,19 @@ class AmaxHistory:
         return torch.where(largest > 0, largest, own)
 
 
+Watch = Callable[[str, str, str, Tensor], None]
+"""Takes a weight's name (or an empty one), the product, the operand, and a row of noise.py."""
+
+
 class ProductState:
-    """The generators of stochastic rounding, and the amax histories of delayed scaling."""
+    """The generators of stochastic rounding, and the amax histories of delayed scaling.
+
+    Attributes:
+        watch: called for each operand that is quantised; None: nothing is counted.
+    """
 
     def __init__(self) -> None:
+        self.watch: Watch | None = None
         self._generators: dict[str, torch.Generator] = {}
         self._histories: dict[str, AmaxHistory] = {}
         self._names: dict[int, str] = {}  # by the id of a weight that lives

@@ -1,0 +1,93 @@
+"""What quantisation took from every operand of one training step, and the record of such steps.
+
+    numerics/products.csv    a row for each operand of each layer's products, at each report
+    numerics/products.png    the last report: signal to noise in decibels
+
+Operands are named by their product, as `dw.x`: the input of a layer, as quantised for dw.
+"""
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mpframe.files.durable import AppendLog, write_atomically
+from mpframe.precision import Precision
+from mpframe.precision.products.noise import Noise, merged
+from mpframe.precision.products.recipe import OPERANDS
+
+FILE_NAME = "products.csv"
+NAMES = tuple(f"{product}.{operand}" for product, pair in OPERANDS.items() for operand in pair)
+WITHOUT_WEIGHT = "without a weight"
+_HEAD = ("step", "layer", "operand", "values", "snr_db", "saturated", "lost", "scale_spread")
+Noises = Mapping[tuple[str, str], Noise]
+"""By layer and operand."""
+
+
+class ProductProbe:
+    """Counts one training step. It is made before the step, and `noises` is called after it.
+
+    Args:
+        precision: of the run; has products below 16 bits.
+    """
+
+    def __init__(self, precision: Precision) -> None:
+        self._precision = precision
+        self._rows: dict[tuple[str, str], Tensor] = {}
+        precision.watch_products(self._seen)
+
+    def noises(self) -> Noises:
+        """Return what was counted, in one transfer from the device, and count no more."""
+        self._precision.watch_products(None)
+        if not self._rows:
+            return {}
+        rows = torch.stack(list(self._rows.values())).tolist()
+        return {key: Noise.of(row) for key, row in zip(self._rows, rows, strict=True)}
+
+    def _seen(self, weight: str, product: str, operand: str, row: Tensor) -> None:
+        layer = weight.rpartition(".")[0] or ("model" if weight else WITHOUT_WEIGHT)
+        key = layer, f"{product}.{operand}"
+        self._rows[key] = merged(self._rows[key], row) if key in self._rows else row
+
+
+class NoiseRecord:
+    """Appends to `products.csv`. The reports of steps that a resumed run repeats are dropped.
+
+    Args:
+        path: the file.
+        kept: steps whose reports stay.
+        on_error: `stop` if the disk is full, or `warn` and write what waits once there is room.
+    """
+
+    def __init__(self, path: Path, kept: int = 0, on_error: str = "stop") -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = AppendLog(path, on_error)
+        content = path.read_text() if path.exists() else ""
+        write_atomically(path, _text([_HEAD]) + "".join(_whole_lines(content, kept)))
+
+    def add(self, step: int, noises: Noises) -> None:
+        """Append a report.
+
+        Raises:
+            OSError: there is no room, and that stops the run.
+        """
+        rows = [
+            (step, *key, n.count, n.snr_db, n.saturated, n.lost, n.scale_spread)
+            for key, n in noises.items()
+        ]
+        self._log.append(_text(rows).encode())
+
+
+def _whole_lines(content: str, kept: int) -> Iterator[str]:
+    for line in content.splitlines(keepends=True)[1:]:
+        if line.endswith("\n") and int(line.partition(",")[0]) <= kept:
+            yield line
+
+
+def _text(rows: Sequence[Sequence[object]]) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(rows)
+    return file.getvalue()
