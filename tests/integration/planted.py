@@ -45,6 +45,16 @@ def loud(gain: float = 1.0) -> nn.Module:
     return Loud()
 
 
+def outlier(weight: float = 1e6) -> nn.Module:
+    """A layer in the middle with one weight beside which the others are small."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64))
+    model.add_module("middle", nn.Linear(64, 64))
+    model.add_module("squash", nn.Tanh())  # The next layer does not see it.
+    model.add_module("last", nn.Linear(64, 10))
+    nn.init.constant_(model.middle.weight[0, :1].detach(), weight)
+    return model
+
+
 def scattered(gain: float = 1e6, layers: int = 20) -> nn.Module:
     """More layers with outputs beyond float16 than pins are tried."""
 

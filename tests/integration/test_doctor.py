@@ -24,6 +24,7 @@ from mpframe.numerics.doctor import (
     hints_on,
     numbers,
     ops,
+    products,
     scaling,
     speed,
 )
@@ -132,6 +133,8 @@ CASES = [
          r"note: loss_scaling\.init_scale=65536: the first batch overflows, and steps are skipped until the scale is down to about \d+; fix: loss_scaling=Backoff loss_scaling\.init_scale=probe"),
     Case(scaling.check_overflow, f"{NET} {DIGITS} dataset.gain=1e4 loss_scaling=LogMax loss_scaling.min_scale=1024", f"{NET} {DIGITS} loss_scaling=LogMax",
          r"error: loss_scaling\.min_scale=1024: too large, the first batch overflows at it; fix: loss_scaling\.init_scale=probe loss_scaling\.min_scale=\d+"),
+    Case(products.check_products, "dtype=mixed_bf16 dtype.products=fp8_tensorwise model._target_=planted.outlier", "dtype=mixed_bf16 model._target_=planted.outlier",
+         r"warning: dtype\.products=fp8_tensorwise: takes too much of middle forward\.w \(\d+ dB, 100% lost\), middle dx\.w \(.*\) on the first batch; fix: 'ops\.modules=\{middle:none\}'"),
     Case(speed.check_emulation, "device=cpu", "device=cpu dtype=fp32",
          r"note: dtype\.half=float16 on cpu is emulated: the numbers are a tensor core's, the speed and memory are not; fix: (dtype\.half=bfloat16|dtype=fp32|device=cuda)"),
     Case(speed.check_emulation, "device=cpu dtype.compute=native", "device=cpu dtype=fp32 dtype.compute=native",
@@ -170,6 +173,28 @@ def test_a_fault_is_one_line_and_what_it_says_to_type_mends_it(case: Case) -> No
     typed = str(finding).split("; fix: ")[1]
     left = found(case.check, f"{case.fault} {typed}")
     assert [f for f in left if f.severity <= finding.severity] == []
+
+
+@pytest.mark.parametrize("dtype", ["mixed", "amp_bf16"])
+def test_the_noisiest_operands_are_named(dtype: str) -> None:
+    """The noise of four bits, the gradients' of them rounded at random; the head is in half."""
+    words = f"experiment=digits_mlp dtype={dtype} dtype.products=nvfp4"
+    (finding,) = found(products.check_products, words)
+    assert re.fullmatch(
+        r"note: dtype\.products=nvfp4: the noisiest on the first batch are "
+        r"(hidden\d\.linear \w+\.\w+ \(1\d dB, \d+% lost\)(, )?){3}",
+        str(finding),
+    )
+
+
+def test_what_is_counted_leaves_no_trace() -> None:
+    """Random numbers and histories are as before, and no gradient is left."""
+    own = subject("experiment=digits_mlp dtype=mixed dtype.products=fp8_delayed")
+    before, drawn = copy.deepcopy(own.trainer.precision.state_dict()), torch.get_rng_state()
+    assert products.noises_of(own) == products.noises_of(own)
+    assert own.trainer.precision.state_dict() == before == {"generators": {}, "amax": {}}
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(parameter.grad is None for parameter in own.trainer.model.parameters())
 
 
 def test_weights_of_a_bfloat16_run_are_recognised(tmp_path: Path, start_run: Any) -> None:

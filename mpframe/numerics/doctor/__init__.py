@@ -8,6 +8,7 @@ written, and each trial is undone. Begin with subject.py, then any of the checks
     weights    their range in half, and the format they were trained in
     scaling    does the first step overflow, and at which scale does it not
     ops        BCELoss, norms, dimensions
+    products   what quantisation below 16 bits takes from the first batch
     speed      emulation, waits for the data
 """
 
@@ -21,6 +22,7 @@ from mpframe.numerics.doctor.ops import (
     check_dimensions,
     check_norms,
 )
+from mpframe.numerics.doctor.products import check_products
 from mpframe.numerics.doctor.scaling import check_overflow, check_small_scale
 from mpframe.numerics.doctor.speed import check_emulation, check_loading
 from mpframe.numerics.doctor.subject import Subject
@@ -56,6 +58,7 @@ CHECKS: tuple[Check, ...] = (
     check_binary_cross_entropy,
     check_norms,
     check_dimensions,
+    check_products,
     check_emulation,
     check_loading,
 )

@@ -125,13 +125,13 @@ class Subject:
                 precision=trainer.precision,
                 objectives=trainer.objectives,
                 batches=[self.batch],
-                scales={o.name: self._first_scale(o.scaler) for o in trainer.objectives},
+                scales={o.name: self.first_scale(o.scaler) for o in trainer.objectives},
                 floors=floors_of(trainer),
                 scaling=self.scaling,
             )
         )
 
-    def _first_scale(self, scaler: LossScaler | None) -> float:
+    def first_scale(self, scaler: LossScaler | None) -> float:
         """The scale of the first loss; for a scaler that probes, what the probe gives."""
         if scaler is None:
             return 1.0
