@@ -18,6 +18,9 @@ LOWEST, HIGHEST = -127, 127
 """The exponents that are counted. All subnormal fp32 numbers, below 2^-126, share one bin."""
 BINS = HIGHEST - LOWEST + 1
 
+_PATTERNS = 2**15  # magnitudes of a 16-bit format
+_PART = 2**16  # fp32 values that are counted at once on a CPU: what is made of them fits its cache
+
 FIELDS = (
     "count",
     "zeros",
@@ -54,13 +57,16 @@ class Limits:
         return cls(info.smallest_normal * info.eps / 2, info.smallest_normal, info.max)
 
 
-def measured(values: Tensor, limits: Limits, scale: Tensor | float = 1.0) -> Tensor:
+def measured(
+    values: Tensor, limits: Limits, scale: Tensor | float = 1.0, held_at: Tensor | float = 1.0
+) -> Tensor:
     """Count a tensor's magnitudes.
 
     Args:
         values: any shape, floating, on any device.
         limits: of the half format.
         scale: s, by which the values are multiplied in the format: 0-d or a number, a power of two.
+        held_at: what they are multiplied by already, likewise; they are divided by it first.
 
     Returns:
         [WIDTH] float64 on the tensor's device: the counts of `FIELDS`, then of each exponent from
@@ -69,37 +75,74 @@ def measured(values: Tensor, limits: Limits, scale: Tensor | float = 1.0) -> Ten
         `subnormal` those that do not and are below the smallest normal number, `over` finite ones
         above the largest; `amax` is the largest finite |s x|, 0 if there is none.
     """
-    wide = values.detach().reshape(-1).float()
-    magnitudes = wide.abs()
-    finite = magnitudes < torch.inf
-    zero = magnitudes == 0
-    scaled = torch.where(finite, magnitudes, 0.0) * scale
-    nothing = zero.sum() + (~finite).sum()  # these are 0 in `scaled`, but they are not lost
-    lost = [(scaled <= limits.lost * k).sum() - nothing for k in (2.0, 1.0, 0.5)]
-    below_normal = (scaled < limits.normal).sum() - nothing
+    values = values.detach().reshape(-1)
+    if values.device.type == "cpu" and values.element_size() > 2 and values.numel() > _PART:
+        parts = values.split(_PART)
+        return added([measured(part, limits, scale, held_at) for part in parts])
+    magnitudes, counts = _different(values)
+    wide = magnitudes.float() if _is_one(held_at) else magnitudes.float() / held_at
+
+    def count(which: Tensor) -> Tensor:
+        return which.sum() if counts is None else (which * counts).sum()
+
+    finite = wide < torch.inf
+    zero = wide == 0
+    scaled = torch.where(finite, wide, 0.0) * scale
+    zeros, bad = count(zero), count(~finite)
+    nothing = zeros + bad  # these are 0 in `scaled`, but they are not lost
+    lost = [count(scaled <= limits.lost * k) - nothing for k in (2.0, 1.0, 0.5)]
+    below_normal = count(scaled < limits.normal) - nothing
+    there = scaled if counts is None else torch.where(counts > 0, scaled, 0.0)
     fields = [
-        torch.as_tensor(wide.numel(), device=wide.device),
-        zero.sum(),
-        (~finite).sum(),
+        torch.as_tensor(values.numel(), device=wide.device),
+        zeros,
+        bad,
         *lost,
         (below_normal - lost[1]).clamp(min=0),
-        (scaled > limits.largest).sum(),
-        scaled.max() if wide.numel() else torch.zeros((), device=wide.device),
+        count(scaled > limits.largest),
+        there.max() if there.numel() else torch.zeros((), device=wide.device),
     ]
     row = torch.stack([field.double() for field in fields])
-    return torch.cat([row, _counted(wide, zero.sum()).double()])
+    return torch.cat([row, _counted(wide, zeros, counts).double()])
 
 
-def _counted(wide: Tensor, zeros: Tensor) -> Tensor:
-    """[BINS] int64: how many values of a float32 tensor with `zeros` zeros have each exponent."""
+def _is_one(scale: Tensor | float) -> bool:
+    return not isinstance(scale, Tensor) and scale == 1
+
+
+def _different(values: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Magnitudes, and how often each is there; None: once.
+
+    A 16-bit format has 2^15 of them: of more values it is faster to count each one once.
+    """
+    if values.element_size() != 2 or values.numel() <= _PATTERNS:
+        return values.abs(), None
+    patterns = torch.arange(_PATTERNS, dtype=torch.int16, device=values.device)
+    counts = _tally(values.view(torch.int16) & (_PATTERNS - 1), _PATTERNS)
+    return patterns.view(values.dtype), counts
+
+
+def _counted(wide: Tensor, zeros: Tensor, counts: Tensor | None = None) -> Tensor:
+    """[BINS] int64: how many values of a float32 tensor with `zeros` zeros have each exponent.
+
+    Args:
+        wide: the values, or, with `counts`, different magnitudes.
+        zeros: how many of the values are zero.
+        counts: of each magnitude, how many values have it.
+    """
     bits = (wide.view(torch.int32) >> 23) & 255  # The biased exponent; 0 for subnormals and zero.
-    if bits.device.type == "cpu":
-        counts = torch.bincount(bits, minlength=256)
-    else:
-        counts = torch.zeros(256, dtype=torch.int64, device=bits.device)
-        counts.scatter_add_(0, bits.long(), torch.ones_like(bits, dtype=torch.int64))
-    counts[0] -= zeros
-    return counts[:BINS]  # The last one, 255, stands for inf and nan.
+    bins = _tally(bits, 256, counts)
+    bins[0] -= zeros
+    return bins[:BINS]  # The last one, 255, stands for inf and nan.
+
+
+def _tally(numbers: Tensor, size: int, counts: Tensor | None = None) -> Tensor:
+    """[size] int64: how often each of 0 to size - 1 is there, or the sum of its counts."""
+    if numbers.device.type == "cpu" and counts is None:
+        return torch.bincount(numbers, minlength=size)
+    ones = torch.ones_like(numbers, dtype=torch.int64) if counts is None else counts
+    total = torch.zeros(size, dtype=torch.int64, device=numbers.device)
+    return total.scatter_add_(0, numbers.long(), ones)
 
 
 def added(rows: list[Tensor]) -> Tensor:

@@ -163,8 +163,7 @@ class RangeProbe:
             self._in_half.add((kind, layer))
         values = values.coalesce().values() if values.is_sparse else values
         scale = self._scale() if kind in SCALED else 1.0
-        wide = values.float() / scale if kind in SCALED else values
-        self._add(kind, layer, measured(wide, self._limits, scale))
+        self._add(kind, layer, measured(values, self._limits, scale, held_at=scale))
 
     def _add(self, kind: str, layer: str, row: Tensor) -> None:
         known = self._rows.get((kind, layer))

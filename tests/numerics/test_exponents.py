@@ -89,3 +89,36 @@ def test_every_finite_number_has_its_bin() -> None:
     bins = measured(values, Limits.of(torch.bfloat16))[len(FIELDS) :]
     assert bins[1:].tolist() == [1.0] * (BINS - 1)
     assert bins[0] == 0
+
+
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("half", HALVES)
+def test_many_values_of_a_format_are_counted_as_few(stored: torch.dtype, half: torch.dtype) -> None:
+    """All numbers of the format, and more of some than of others: in one call, and in parts."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(stored)
+    values = torch.cat([every, torch.randn(2**16).to(stored), every[2**14 : 2**14 + 999]])
+    limits, scale, held_at = Limits.of(half), torch.tensor(2.0**8), torch.tensor(2.0**3)
+    parts = [measured(p, limits, scale, held_at) for p in values.split(2**15)]
+    whole = measured(values, limits, scale, held_at)
+    assert torch.equal(whole, added(parts))
+    assert whole[FIELDS.index("count")] == len(values)
+
+
+def test_many_values_of_fp32_are_counted_in_parts() -> None:
+    values = torch.randn(2**17 + 5) * 1e-4
+    values[-1], values[7] = 1e6, torch.nan
+    row = measured(values, Limits.of(torch.float16), 2.0)
+    assert row.tolist() == recount(values, torch.float16, 2.0)
+
+
+def test_the_largest_is_among_what_is_there() -> None:
+    row = measured(torch.full((2**16,), 3.0, dtype=torch.float16), Limits.of(torch.float16), 2.0)
+    assert row[FIELDS.index("amax")] == 6.0
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_what_is_held_at_a_scale_is_divided_by_it(stored: torch.dtype) -> None:
+    values, limits = torch.randn(100).to(stored), Limits.of(torch.float16)
+    assert torch.equal(
+        measured(values * 8, limits, 4.0, held_at=8.0), measured(values, limits, 4.0)
+    )
