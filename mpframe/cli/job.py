@@ -28,8 +28,9 @@ from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.config.sweep.again import stopped
 from mpframe.config.sweep.earlier import holds_this_run, resolved_text
+from mpframe.distributed.launch import place
 from mpframe.distributed.saying import line_of
-from mpframe.errors import DivergedError, MpframeError, RunInterrupted, printable
+from mpframe.errors import ConfigError, DivergedError, MpframeError, RunInterrupted, printable
 from mpframe.files.turns import turn_in
 from mpframe.tracking.summary import Status, Summary
 
@@ -52,6 +53,8 @@ class Jobs:
         """Train one job; its monitored metric, None if it has none or failed."""
         own = cast(DictConfig, HydraConfig.get())
         self._sweep = own.mode is RunMode.MULTIRUN
+        if self._sweep and place().size > 1:  # A configuration file asked for a sweep.
+            raise SystemExit(1) from sweep_of_ranks("hydra.mode=MULTIRUN", place().size)
         current_folder_importable(own.runtime.cwd)
         try:
             return _trained(composed, own)
@@ -89,6 +92,19 @@ class Jobs:
             print_error(error, f"job {own.job.num}: ")
         elif self._sweep:
             traceback.print_exception(error)
+
+
+def sweep_of_ranks(asked: str, size: int) -> ConfigError:
+    """The refusal of a sweep that `size` processes of torchrun would each run.
+
+    Args:
+        asked: what asked for the sweep.
+        size: how many processes there are.
+    """
+    return ConfigError(
+        f"{asked}: torchrun has started {size} processes for one run; start one torchrun for each "
+        "job of the sweep"
+    )
 
 
 def print_error(error: MpframeError, place: str = "") -> int:

@@ -231,6 +231,16 @@ def test_a_sweep_does_not_go_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> N
     assert of_this_rank(["seed=1"]) == ["seed=1", f"hydra.run.dir={tempfile.gettempdir()}"]
 
 
+def test_nor_does_an_experiment_that_is_a_sweep(tmp_path: Path) -> None:
+    done = torchrun("experiment=ladder_small", f"hydra.sweep.dir={tmp_path}/sweep")
+    assert done.returncode == 1
+    assert re.findall(r"^mpframe: .*", done.stderr, re.M) == [
+        "mpframe: hydra.mode=MULTIRUN: torchrun has started 2 processes for one run; start one "
+        "torchrun for each job of the sweep"
+    ]
+    assert not list(tmp_path.rglob("summary.json"))
+
+
 @pytest.mark.storm
 def test_torchrun_starts_killed_ranks_again_and_the_run_comes_to_the_same(
     undisturbed: Path, tmp_path: Path

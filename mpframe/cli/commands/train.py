@@ -21,7 +21,7 @@ from tempfile import gettempdir
 
 import hydra
 
-from mpframe.cli.job import JobError, Jobs, print_error
+from mpframe.cli.job import JobError, Jobs, print_error, sweep_of_ranks
 from mpframe.cli.program import current_folder_importable
 from mpframe.config.composition.command_line import prepare
 from mpframe.config.composition.flags import parsed_flags
@@ -30,7 +30,7 @@ from mpframe.config.composition.refusal import refusal_of
 from mpframe.config.composition.source import PRIMARY
 from mpframe.config.locations import CONF
 from mpframe.distributed.launch import place
-from mpframe.errors import ConfigError, MpframeError
+from mpframe.errors import MpframeError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -85,10 +85,7 @@ def of_this_rank(arguments: list[str]) -> list[str]:
     if own.size == 1:
         return arguments
     if parsed_flags(arguments)[0].multirun:
-        raise ConfigError(
-            f"-m: torchrun has started {own.size} processes for one run; start one torchrun for "
-            "each job of the sweep"
-        )
+        raise sweep_of_ranks("-m", own.size)
     return arguments if own.rank == 0 else [*arguments, word_of("hydra.run.dir", gettempdir())]
 
 
