@@ -77,7 +77,7 @@ def measured(
     """
     values = values.detach().reshape(-1)
     if values.device.type == "cpu" and values.element_size() > 2 and values.numel() > _PART:
-        parts = values.split(_PART)
+        parts = torch.split(values, _PART)
         return added([measured(part, limits, scale, held_at) for part in parts])
     magnitudes, counts = _different(values)
     wide = magnitudes.float() if _is_one(held_at) else magnitudes.float() / held_at
