@@ -119,3 +119,15 @@ def test_other_data_are_not_read_with_other_numbers(
         given = shlex.split(str(refused.value).partition("; give ")[2])
         assert evaluate(run, [dark, *given]).samples > 0
         assert evaluate(run, given).evaluation == evaluate(run, []).evaluation
+
+
+@in_half
+def test_training_photographs_are_predicted_in_tiles(
+    run: Path, options: list[str], tmp_path: Path
+) -> None:
+    if "experiment=photographs_unet_small" not in options:
+        pytest.skip("the other datasets do not choose their samples at random")
+    out = tmp_path / "out.csv"
+    predict.main([f"checkpoint={run}", f"out={out}", "split=train"])
+    with out.open() as file:
+        assert len(list(csv.reader(file))) == 1 + 3 * 4  # A photograph of 40 x 64 in 16 x 16.

@@ -26,7 +26,6 @@ says so.
 # Predictions are an evaluation whose metric writes what it is given: the same weights, formats,
 # batches and trust as in evaluate.py.
 
-import copy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
 from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.data import Loader, Task
-from mpframe.data.datasets.images.arrays import Images, Normalize
+from mpframe.data.datasets.images.arrays import Normalize
 from mpframe.data.datasets.images.image_files import Listing, list_unlabelled
 from mpframe.data.datasets.images.image_folder import FileImages
 from mpframe.errors import ConfigError, printable, take_options
@@ -188,9 +187,8 @@ def _of(task: Task, split: str | None) -> Samples:
     dataset = parts[split]
     if dataset is None:
         raise ConfigError("split=test: the dataset has no test part; use split=val")
-    if isinstance(dataset, Images):
-        dataset = copy.copy(dataset)
-        dataset.augment = "none"
+    if hasattr(dataset, "unaugmented"):
+        dataset = dataset.unaugmented()
     return Samples(dataset, split)
 
 

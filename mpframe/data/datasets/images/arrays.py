@@ -4,6 +4,7 @@ A loop in Python takes tens of microseconds for each sample. With small images t
 the network takes, so `fetch_batch` does each stage once for the whole batch.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,6 +133,12 @@ class Images(Dataset[tuple[Tensor, Tensor]], ABC):
     @abstractmethod
     def pixels(self, indices: Tensor) -> Tensor:
         """The raw images [len(indices), C, H, W], uint8 0..255 or floating 0..1."""
+
+    def unaugmented(self) -> "Images":
+        """The same images as they are, for predictions."""
+        plain = copy.copy(self)
+        plain.augment = "none"
+        return plain
 
     def set_epoch(self, seed: int, epoch: int) -> None:
         """Choose the augmentation: it depends on (seed, epoch, index) alone."""

@@ -151,6 +151,10 @@ class RandomCrops(Crops):
         self._flip = flip
         self._key = (0, 0)
 
+    def unaugmented(self) -> "Tiles":
+        """The same photographs in crops that cover them, for predictions."""
+        return Tiles(self._photographs, self._size, self._normalize, self._sizes)
+
     def set_epoch(self, seed: int, epoch: int) -> None:
         """Choose the crops of an epoch."""
         self._key = (seed, epoch)
