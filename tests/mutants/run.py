@@ -129,7 +129,8 @@ def copies(folder: Path, count: int) -> Queue[Path]:
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+                bytecode = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(source, copy / name, symlinks=True, ignore=bytecode)
             else:
                 shutil.copy(source, copy / name)
         free.put(copy)
