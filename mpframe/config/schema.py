@@ -33,9 +33,10 @@ def option(
 OTHER_NAMES = {
     **dict.fromkeys(("fp16", "float16", "half"), "dtype=mixed or dtype=amp"),
     **dict.fromkeys(("bf16", "bfloat16"), "dtype=mixed_bf16 or dtype=amp_bf16"),
-    **dict.fromkeys(("16-mixed", "O1"), "dtype=amp"),
+    **dict.fromkeys(("16-mixed", "16", "O1"), "dtype=amp"),
     **dict.fromkeys(("bf16-mixed",), "dtype=amp_bf16"),
-    **dict.fromkeys(("O2",), "dtype=mixed"),
+    **dict.fromkeys(("O2", "mixed_fp16", "16-true"), "dtype=mixed"),
+    **dict.fromkeys(("bf16-true",), "dtype=mixed_bf16"),
     **dict.fromkeys(("float32", "32", "32-true", "O0"), "dtype=fp32"),
     **dict.fromkeys(("fp8", "float8"), "dtype=mixed_bf16 dtype.products=fp8_tensorwise"),
     **{name: f"dtype=mixed_bf16 dtype.products={name}" for name in ("mxfp8", "mxfp4", "nvfp4")},

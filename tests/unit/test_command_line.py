@@ -241,9 +241,10 @@ MODES = "choose amp, amp_bf16, fp32, mixed, mixed_bf16"
     [
         (("fp16", "float16", "half", "FP16"), "dtype=mixed or dtype=amp"),
         (("bf16", "bfloat16"), "dtype=mixed_bf16 or dtype=amp_bf16"),
-        (("16-mixed", "O1"), "dtype=amp"),
+        (("16-mixed", "16", "O1"), "dtype=amp"),
         (("bf16-mixed",), "dtype=amp_bf16"),
-        (("O2",), "dtype=mixed"),
+        (("O2", "mixed_fp16", "16-true"), "dtype=mixed"),
+        (("bf16-true",), "dtype=mixed_bf16"),
         (("fp8",), "dtype=mixed_bf16 dtype.products=fp8_tensorwise"),
     ],
 )
@@ -258,14 +259,20 @@ def test_another_librarys_name_of_a_mode_is_answered_with_ours(
 
 
 @pytest.mark.parametrize("sign", ["+", "++"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *("experiment=digits_mlp", "dtype=amp", "dtype/products=mxfp8", "ops=fast"),
+        *("model=mlp", "dataset=digits", "optimizer=sgd", "scheduler=cosine", "numerics=on"),
+        *("loss_scaling=LogMax", "callbacks=larc", "objective=default", "hydra/sweeper=basic"),
+    ],
+)
 def test_a_choice_with_a_plus_is_answered_with_the_word_to_write(
-    sign: str, started: Started
+    choice: str, sign: str, started: Started
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        started(f"{sign}experiment=digits_mlp")
-    assert str(error.value) == (
-        f"{sign}experiment=digits_mlp: a choice takes no +; write experiment=digits_mlp"
-    )
+        started(f"{sign}{choice}")
+    assert str(error.value) == f"{sign}{choice}: a choice takes no +; write {choice}"
 
 
 @pytest.mark.parametrize(

@@ -120,10 +120,16 @@ def _refuse_unknown_choice(override: Override, words: list[str], name: str) -> N
     if not choices or override.type is OverrideType.DEL:
         return
     value = override.value()
-    if override.type is not OverrideType.CHANGE and group in OPEN | {"experiment": None}:
+    if override.type is not OverrideType.CHANGE and _is_in_the_defaults(group, name):
         text = str(override.input_line)
         raise ConfigError(f"{text}: a choice takes no +; write {text.lstrip('+')}")
     refuse_unknown_choice(group, "null" if value is None else str(value), choices)
+
+
+def _is_in_the_defaults(group: str, name: str) -> bool:
+    """True if a choice of the group needs no `+`."""
+    taken = compose(name, return_hydra_config=True).hydra.runtime.choices
+    return group in taken or group == "experiment"
 
 
 def _other_way(group: str, choice: str) -> str:
