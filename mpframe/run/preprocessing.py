@@ -11,6 +11,8 @@ from typing import Any
 from mpframe.data import Task
 from mpframe.errors import DataError
 
+VOCABULARY = "vocab.txt"
+"""The file of a run's folder that holds its tokenizer's pieces; see vocabulary.py."""
 _OF_A_TABLE = ("categorical", "continuous", "target")
 
 
@@ -29,11 +31,11 @@ def refuse_other_preprocessing(
     Raises:
         DataError: the vocabulary, the normalisation or the words of a table differ.
     """
-    ours, runs = _mapping(task.preprocessing), _mapping(preprocessing)
+    ours, runs = as_mapping(task.preprocessing), as_mapping(preprocessing)
     if ours.get("vocab") != runs.get("vocab"):
         raise DataError(
             "dataset: the vocabulary of its tokenizer is not the run's, because the texts or the "
-            f"options that it was made of have changed; give dataset.vocab={folder / 'vocab.txt'}"
+            f"options that it was made of have changed; give dataset.vocab={folder / VOCABULARY}"
         )
     if _differ("mean", ours, runs) or _differ("std", ours, runs):
         raise DataError(
@@ -53,5 +55,6 @@ def _differ(key: str, ours: Mapping[str, Any], runs: Mapping[str, Any]) -> bool:
     return key in ours and key in runs and ours[key] != runs[key]
 
 
-def _mapping(preprocessing: Any) -> Mapping[str, Any]:
+def as_mapping(preprocessing: Any) -> Mapping[str, Any]:
+    """What a task says of its preprocessing; nothing if it is no mapping."""
     return preprocessing if isinstance(preprocessing, Mapping) else {}

@@ -4,9 +4,8 @@ from pathlib import Path
 
 from mpframe.data import Task
 from mpframe.files import read_regular, write_atomically
-from mpframe.run.preprocessing import refuse_other_preprocessing
+from mpframe.run.preprocessing import VOCABULARY, as_mapping, refuse_other_preprocessing
 
-FILE_NAME = "vocab.txt"
 _MOST_BYTES = 2**26
 
 
@@ -22,7 +21,7 @@ def keep_vocabulary(task: Task, folder: Path, resumed: bool) -> None:
         DataError: the run goes on with another vocabulary.
         OSError: the file cannot be written.
     """
-    vocab, path = (task.preprocessing or {}).get("vocab"), folder / FILE_NAME
+    vocab, path = as_mapping(task.preprocessing).get("vocab"), folder / VOCABULARY
     if vocab is None:
         return
     if resumed and path.exists():

@@ -212,10 +212,15 @@ def torchrun(*words: str, within: float = 240) -> subprocess.CompletedProcess[st
     )
 
 
+def refusals(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The lines of a program that refused to start, of all its ranks."""
+    assert done.returncode == 1
+    return re.findall(r"^mpframe: .*", done.stderr, re.M)
+
+
 def test_a_mistake_is_said_once(tmp_path: Path) -> None:
     done = torchrun("optimizer.lrr=7", f"hydra.run.dir={tmp_path}/run")
-    assert done.returncode == 1
-    assert re.findall(r"^mpframe: .*", done.stderr, re.M) == [
+    assert refusals(done) == [
         "mpframe: optimizer.lrr: no such option; nearest: optimizer.lr; "
         "an argument of your own class: +optimizer.lrr=..."
     ]
@@ -233,8 +238,7 @@ def test_a_sweep_does_not_go_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_nor_does_an_experiment_that_is_a_sweep(tmp_path: Path) -> None:
     done = torchrun("experiment=ladder_small", f"hydra.sweep.dir={tmp_path}/sweep")
-    assert done.returncode == 1
-    assert re.findall(r"^mpframe: .*", done.stderr, re.M) == [
+    assert refusals(done) == [
         "mpframe: hydra.mode=MULTIRUN: torchrun has started 2 processes for one run; start one "
         "torchrun for each job of the sweep"
     ]
