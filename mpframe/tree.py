@@ -58,15 +58,22 @@ def named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def to_fp32(node: Any) -> Any:
     """`node` with every half tensor in fp32."""
-    if isinstance(node, Tensor):
+    if isinstance(node, Tensor):  # Without a further call: every step asks.
         return node.float() if node.dtype in HALF else node
-    return map_tensors(lambda t: t.float() if t.dtype in HALF else t, node)
+    return map_tensors(widened, node)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A half tensor in fp32; any other as it is."""
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:
     """`node` with each tensor replaced by `change(tensor)`; containers keep their kind."""
     if isinstance(node, Tensor):
         return change(node)
+    if isinstance(node, _NUMBERS_AND_WORDS):  # Early: most arguments that are no tensors are such.
+        return node
     if isinstance(node, (tuple, list)):
         items = [map_tensors(change, item) for item in node]
         return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
@@ -74,6 +81,14 @@ def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:
         fields = {name: map_tensors(change, item) for name, item in fields_of(node).items()}
         return with_fields(node, fields)
     return node
+
+
+def call_with(change: Callable[[Tensor], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of `func` if each tensor in its arguments is replaced by `change(tensor)`."""
+    changed = [map_tensors(change, value) for value in args]
+    if not kwargs:
+        return func(*changed)
+    return func(*changed, **{name: map_tensors(change, kwargs[name]) for name in kwargs})
 
 
 def fields_of(node: Any) -> dict[Any, Any]:

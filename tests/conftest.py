@@ -31,3 +31,10 @@ def two() -> Iterator[Ranks]:
     """Two ranks, for all tests that leave them alive."""
     with ranks(2) as own:
         yield own
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Ranks]:
+    """Four of them."""
+    with ranks(4) as own:
+        yield own

@@ -42,6 +42,11 @@ class HandLog:
             self._writer.add_scalar(tag, value, self._step)
         self._since = now
 
+    def on_validation(self, loss: float, accuracy: float) -> None:
+        """Log a validation at the last step."""
+        for tag, value in (("loss/val", loss), ("metric/accuracy/val", accuracy)):
+            self._writer.add_scalar(tag, value, self._step)
+
 
 def grad_norm(model: nn.Module) -> Tensor:
     """The global 2-norm of the gradients, 0-d."""

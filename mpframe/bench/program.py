@@ -6,8 +6,8 @@ Usage: mpframe bench [GROUP ...] [repeats=N] [out=FOLDER]
     mpframe bench tiny repeats=20
 
 Options:
-    GROUP ...     tiny, resnet18, large, small, options, growth, ranges, input, startup,
-                  cuda; default: all
+    GROUP ...     tiny, resnet18, large, small, options, products, growth, ranges, input, runs,
+                  startup, distributed, cuda; default: all
     repeats=N     rounds, at least 1; default: the group's own number
     out=FOLDER    default: runs/bench
 

@@ -42,7 +42,7 @@ def lightning(model: nn.Module, optimizer: Optimizer, data: Stopwatch, folder: P
     package = import_module("lightning.pytorch")
     loggers = import_module("lightning.pytorch.loggers")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    module = _lightning_module(package, model, optimizer)
+    module = lightning_module(package, model, optimizer)
 
     def loop() -> None:
         with warnings.catch_warnings():
@@ -83,7 +83,14 @@ def skipped() -> list[str]:
     ]
 
 
-def _lightning_module(package: Any, model: nn.Module, optimizer: Optimizer) -> Any:
+def lightning_module(package: Any, model: nn.Module, optimizer: Optimizer) -> Any:
+    """Lightning's module for a classifier that logs what the loop by hand logs, but for the speed.
+
+    Args:
+        package: `lightning.pytorch`.
+        model, optimizer: what is trained.
+    """
+
     class Module(package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -93,6 +100,12 @@ def _lightning_module(package: Any, model: nn.Module, optimizer: Optimizer) -> A
             loss: Tensor = self.loss(self.model(batch[0]), batch[1])
             self.log("loss/train", loss)
             return loss
+
+        def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+            outputs = self.model(batch[0])
+            right = (outputs.argmax(1) == batch[1]).float().mean()
+            values = {"loss/val": self.loss(outputs, batch[1]), "metric/accuracy/val": right}
+            self.log_dict(values, batch_size=len(batch[1]))
 
         def on_before_optimizer_step(self, _: Optimizer) -> None:
             if (self.global_step + 1) % LOG_EVERY == 0:

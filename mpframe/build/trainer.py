@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -14,6 +15,7 @@ from mpframe.build.objective import to_device
 from mpframe.build.optimizer import build_ema, build_optimizers, build_schedule, joined
 from mpframe.build.precision import build_eval_precision, build_precision
 from mpframe.build.scaling import build_scalers
+from mpframe.build.sharding import refuse_beside_sharding, shard
 from mpframe.config.schema import Config
 from mpframe.data.loader import Loader
 from mpframe.data.task import Task
@@ -25,9 +27,10 @@ from mpframe.training.closure_trainer import ClosureTrainer
 from mpframe.training.loss_spike import LossSpikes
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
+from mpframe.training.ranks import refuse_other_weights
 from mpframe.training.recompute import recompute
 from mpframe.training.trainer import AnyOptimizer, Trainer
-from mpframe.tree import map_tensors
+from mpframe.tree import device_of, map_tensors
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +46,12 @@ def build_trainer(config: Config, task: Task, batches: int, world: World = ALONE
     """
     _refuse_compiled(config)
     device = resolve_device(config.run.device)
-    model = build_model(config).to(device)
+    sharded = config.trainer.parallel == "fsdp" and world.size > 1  # Other commands are alone.
+    if sharded:
+        refuse_beside_sharding(config, task)
+    # A model to be divided may be too large for one device: its blocks go there one by one.
+    home = torch.device("cpu") if sharded else device
+    model = build_model(config).to(home)
     if config.trainer.sync_batchnorm:
         world.synchronize_batchnorm(model)
     optimizers = build_optimizers(config, model)
@@ -54,8 +62,13 @@ def build_trainer(config: Config, task: Task, batches: int, world: World = ALONE
     }
     precision = build_precision(config)
     for objective in task.objectives.values():
-        to_device(objective, device)
+        to_device(objective, home)
     _trace(config, task, model, precision)
+    if sharded:
+        refuse_other_weights(world, model.named_parameters())
+        shard(model, optimizers, precision, world, device)
+        for objective in task.objectives.values():
+            to_device(objective, device)
     recompute(model, config.trainer.recompute)
     if config.trainer.channels_last:
         to_channels_last(model)
@@ -95,7 +108,7 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
     train = Loader(
         task.train, config.data.batch_size, seed=config.run.seed, shuffle=True, collate=task.collate
     )
-    device = resolve_device(config.run.device)
+    device = device_of(model)
     model.train()
     try:
         batch = map_tensors(lambda tensor: tensor.to(device), next(train.epoch(0)))
@@ -138,7 +151,7 @@ def build_plan(config: Config) -> Plan:
         eval_every=options.eval_every,
         skip_if_dropped=options.bad_micro_batch == "skip",
         compile=options.compile,
-        reduce_in_backward=options.reduce == "in_backward",
+        reduce=options.reduce,
     )
 
 

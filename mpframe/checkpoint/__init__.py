@@ -5,6 +5,7 @@
                               manifest.json  format version, facts, size and SHA-256 of each file
 
 Begin with layout.py (names), then writing.py and reading.py. A `Snapshot` is what both handle;
+parts.py is for ranks that divide the weights: each writes its own in a file beside state.pt;
 rank_states.py adds what each rank has of its own; untrusted.py refuses damaged and crafted files;
 retention.py decides which checkpoints stay; saved_weights.py takes the weights out of a state;
 init_from/ fits weights of others to a model; export/ writes files for others.
@@ -20,7 +21,7 @@ from mpframe.checkpoint.random_state import restore_rng, rng_state
 from mpframe.checkpoint.rank_states import OTHER_RANKS, of_other_ranks, of_rank
 from mpframe.checkpoint.reading import load, read
 from mpframe.checkpoint.snapshot import Snapshot
-from mpframe.checkpoint.writing import save, save_as
+from mpframe.checkpoint.writing import save, save_as, save_together
 
 __all__ = [
     "FOLDER",
@@ -39,4 +40,5 @@ __all__ = [
     "rng_state",
     "save",
     "save_as",
+    "save_together",
 ]

@@ -8,10 +8,12 @@ step_00001200.set_aside      newer than where the run continued: kept, never res
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 FOLDER = "checkpoints"
 STATE, CONFIG, MANIFEST = "state.pt", "config.yaml", "manifest.json"
+_PARTS = re.compile(r"parts_\d{5,}\.pt")
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -24,6 +26,16 @@ def step_of(path: Path) -> int:
     """The step a checkpoint's folder is named after."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
+
+
+def parts_of(rank: int) -> str:
+    """The name of the file with a rank's parts of divided tensors."""
+    return f"parts_{rank:05d}.pt"
+
+
+def all_parts(names: Iterable[str]) -> list[str]:
+    """Those of the names that are of such files, in the order of the ranks."""
+    return sorted((name for name in names if _PARTS.fullmatch(name)), key=lambda n: int(n[6:-3]))
 
 
 def hidden(path: Path, why: str) -> Path:

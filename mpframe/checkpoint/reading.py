@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mpframe.checkpoint.identity import refuse_mixed
-from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, newest, step_of
+from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, all_parts, newest, step_of
 from mpframe.checkpoint.manifest import Manifest
+from mpframe.checkpoint.parts import put_together
 from mpframe.checkpoint.snapshot import Snapshot
 from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
 from mpframe.errors import CheckpointError
@@ -43,7 +44,10 @@ def read(path: Path) -> Snapshot:
     manifest.verify(path)
     with damaged_if_raising(path / CONFIG, "not text"):
         config = read_regular(path / CONFIG, _LARGEST_CONFIG).decode()
-    return Snapshot(step_of(path), _state(path / STATE), config, manifest.facts)
+    state, parts = _state(path / STATE), all_parts(manifest.files)
+    if parts:
+        put_together(state, [path / name for name in parts])
+    return Snapshot(step_of(path), state, config, manifest.facts)
 
 
 def _state(path: Path) -> dict[str, Any]:

@@ -8,21 +8,27 @@ import contextlib
 import pickle
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
 from mpframe.checkpoint.digest import HashingFile
-from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, hidden, path_of
+from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, hidden, parts_of, path_of
 from mpframe.checkpoint.manifest import Manifest
+from mpframe.checkpoint.parts import divided
 from mpframe.checkpoint.snapshot import Snapshot
+from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError
 from mpframe.files.durable import sync_file, sync_folder
 
+T = TypeVar("T")
+Entry = dict[str, Any]  # of a file in the manifest
+Files = Mapping[str, Any]  # Entries by name.
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
@@ -45,22 +51,43 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
 
 def save_as(final: Path, snapshot: Snapshot) -> Path:
     """Save a snapshot as the folder `final`, whose parent may be missing; raises as `save`."""
-    new = hidden(final, "new")
     try:
-        final.parent.mkdir(exist_ok=True)
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        _write(new, snapshot)
-        _put_in_place(new, final)
+        with _told_of(final):
+            new = _begun(final)
+            _write(new, snapshot, {})
+            _put_in_place(new, final)
     except CheckpointError:
-        shutil.rmtree(new, ignore_errors=True)
+        _give_up(final)
         raise
-    except OSError as error:
-        shutil.rmtree(new, ignore_errors=True)
-        raise CheckpointError(
-            f"checkpoint {final} could not be written ({error.strerror or error}); "
-            "older checkpoints are whole: free space or choose another hydra.run.dir"
-        ) from error
+    return final
+
+
+def save_together(folder: Path, snapshot: Snapshot, world: World) -> Path:
+    """Save a checkpoint of ranks that each hold parts of the state: each writes its own.
+
+    Args:
+        folder: the run's folder; that of rank 0 counts, which all ranks must see.
+        snapshot: what to save; the state without its sharded tensors is that of rank 0.
+        world: all its ranks call this.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: on all ranks: one of them could not write; the older ones are complete.
+    """
+    final: Path = world.broadcast_object(path_of(folder, snapshot.global_step))
+    state, parts = divided(snapshot.state)
+    new, name = hidden(final, "new"), parts_of(world.rank)
+
+    def finish(files: Files) -> None:
+        _write(new, replace(snapshot, state=state), files)
+        _put_in_place(new, final)
+
+    _on_rank_0(world, final, lambda: _begun(final))
+    entries = _on_all(world, final, lambda: _written(new / name, lambda f: torch.save(parts, f)))
+    files = {parts_of(rank): entry for rank, entry in enumerate(entries)}
+    _on_rank_0(world, final, lambda: finish(files))
     return final
 
 
@@ -108,8 +135,57 @@ class Background:
         self.close()
 
 
-def _write(folder: Path, snapshot: Snapshot) -> None:
+def _on_all(world: World, final: Path, work: Callable[[], T]) -> list[T | None]:
+    """Work on every rank, and what each returned; if one cannot write, all raise its error."""
+    done, error = None, None
+    try:
+        with _told_of(final):
+            done = work()
+    except CheckpointError as told:
+        error = str(told)
+    ends = world.broadcast_object(world.gather_object((done, error)))
+    errors = [error for _, error in ends if error is not None]
+    if errors:
+        if world.is_main:
+            _give_up(final)
+        raise CheckpointError(errors[0])
+    return [done for done, _ in ends]
+
+
+def _on_rank_0(world: World, final: Path, work: Callable[[], object]) -> None:
+    """Work on rank 0, for which the others wait."""
+    _on_all(world, final, work if world.is_main else lambda: None)
+
+
+@contextlib.contextmanager
+def _told_of(final: Path) -> Iterator[None]:
+    """Within the block a file that cannot be written becomes a line about the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {final} could not be written ({error.strerror or error}); "
+            "older checkpoints are whole: free space or choose another hydra.run.dir"
+        ) from error
+
+
+def _begun(final: Path) -> Path:
+    """The new folder of a checkpoint, still hidden and empty."""
+    new = hidden(final, "new")
+    final.parent.mkdir(exist_ok=True)
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    return new
+
+
+def _give_up(final: Path) -> None:
+    shutil.rmtree(hidden(final, "new"), ignore_errors=True)
+
+
+def _write(folder: Path, snapshot: Snapshot, others: Files) -> None:
+    """Write the files of a checkpoint beside `others`, which are there already."""
     files = {
+        **others,
         STATE: _written(folder / STATE, lambda file: torch.save(snapshot.state, file)),
         CONFIG: _written(folder / CONFIG, lambda file: file.write(snapshot.config.encode())),
     }
@@ -132,7 +208,7 @@ def _refuse_unreadable(path: Path) -> None:
         ) from None
 
 
-def _written(path: Path, write: Callable[[Any], object]) -> dict[str, Any]:
+def _written(path: Path, write: Callable[[Any], object]) -> Entry:
     """Write a file to the disk; its size and digest, computed from what is passed to it."""
     with path.open("wb") as file:
         hashing = HashingFile(file)

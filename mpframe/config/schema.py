@@ -222,16 +222,17 @@ class TrainerOptions:
     parallel: str | None = option(
         None,
         "How several processes train one model, each on its part of every batch; null: ddp if "
-        "torchrun started several, else none.",
-        choices=("none", "ddp"),
+        "torchrun started several, else none. fsdp: each holds a part of the weights, for a model "
+        "that does not fit on one device; the autopsy is then off.",
+        choices=("none", "ddp", "fsdp"),
         watches=True,
     )
     reduce: str = option(
         "after_backward",
-        "When the ranks average their gradients: after_backward: in fp32; in_backward: by DDP "
-        "while the backward pass runs, in the format of the weights, if each step uses the whole "
-        "model and is not accumulated.",
-        choices=("after_backward", "in_backward"),
+        "When the ranks average their gradients, in fp32: after_backward; in_backward: by DDP "
+        "while the backward pass runs, if each step uses the whole model and is not accumulated. "
+        "in_backward_half: the same in dtype.half, which is less to send and rounds more.",
+        choices=("after_backward", "in_backward", "in_backward_half"),
     )
     sync_batchnorm: bool = option(
         False,

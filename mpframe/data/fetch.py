@@ -5,10 +5,11 @@ them. A request for one is a list of integers: the epoch, the batch's number in 
 indices. The epoch comes with the indices, so a worker can live for many epochs and never uses an
 old one.
 
-Random numbers are drawn in two ways, and both depend on (seed, epoch, index) alone:
+Where random numbers are drawn, they depend on (seed, epoch, index) alone:
 
 - a dataset with `fetch_batch(indices)` makes whole batches and draws its own numbers from what
   `set_epoch(seed, epoch)` told it;
+- torch's own TensorDataset draws none, and its rows are fetched a batch at a time, too;
 - any other is asked sample by sample, and the global generators of torch, numpy and random are
   set to the sample's key before each (a collate draws on from the last one's), and restored after
   the batch. Random transforms written against them are reproducible as they stand, and loading
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from mpframe.data.finite import require_finite, several
 from mpframe.data.keyed_random import keyed_state
@@ -56,13 +57,13 @@ class Fetcher(Dataset[Any]):
         split: str,
         collate: Collate | None,
     ) -> None:
-        self._dataset = dataset
+        self._dataset = _by_batch(dataset, collate)
         self._seed = seed
         self._current = current
         self._split = split
         self._collate = collate
         self._epoch: int | None = None
-        self._view: Any = dataset
+        self._view: Any = self._dataset
 
     def __getitems__(self, request: list[int]) -> Any:
         """The batch, or the MpframeError that prevented it; None if no sample is asked for.
@@ -119,6 +120,30 @@ class Fetcher(Dataset[Any]):
         what = f"{several(indices)} cannot be collated"
         with _blamed_on(what, "fix the collate of its Task"):
             return self._collate(samples)
+
+
+class TensorRows:
+    """Rows of tensors, fetched a batch at a time: what collating the single rows gives.
+
+    Args:
+        tensors: of one length.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Rows `indices` of each."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        return tuple(tensor[chosen] for tensor in self._tensors)
+
+
+def _by_batch(dataset: Any, collate: Collate | None) -> Any:
+    """`dataset`, or the rows of torch's own TensorDataset, which draws no random numbers."""
+    if type(dataset) is not TensorDataset or collate is not None:
+        return dataset
+    strided = all(tensor.layout is torch.strided for tensor in dataset.tensors)
+    return TensorRows(dataset.tensors) if strided else dataset
 
 
 def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:

@@ -3,6 +3,7 @@
 In the loss, NaN or inf from the data would look like a number that grew too large.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -88,4 +89,4 @@ def _is_finite(tensor: Tensor) -> bool:
         values = (tensor.coalesce() if tensor.is_sparse else tensor).values()
     # If a value is NaN, both ends are. One pass for them is far cheaper than isfinite's mask.
     low, high = values.aminmax()
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return math.isfinite(low.item()) and math.isfinite(high.item())

@@ -171,14 +171,16 @@ class Loader:
 
     def _order_of(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:
-            self._order = epoch, self._permutation(epoch)
+            size = self.size
+            order = shuffled(size, self.seed, epoch) if self.shuffle else torch.arange(size)
+            self._order = epoch, order
         return self._order[1]
 
-    def _permutation(self, epoch: int) -> Tensor:
-        if not self.shuffle:
-            return torch.arange(self.size)
-        key = int(keyed_state(self.seed, epoch)[0])
-        return torch.randperm(self.size, generator=torch.Generator().manual_seed(key))
+
+def shuffled(size: int, seed: int, epoch: int) -> Tensor:
+    """The order of an epoch of `size` samples: [size] int64, from the seed and the epoch alone."""
+    key = int(keyed_state(seed, epoch)[0])
+    return torch.randperm(size, generator=torch.Generator().manual_seed(key))
 
 
 class _Plan:

@@ -21,7 +21,7 @@ def joined(
     After an error it does not wait.
 
     Args:
-        parallel: `none`, `ddp`, or None for the one that fits.
+        parallel: `none`, `ddp`, `fsdp`, or None for the one that fits.
         device: what this rank computes on; asked if there are several.
         timeout: seconds without an answer of another rank that end the run, > 0.
 

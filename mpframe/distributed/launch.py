@@ -43,14 +43,16 @@ def refuse_misfit(parallel: str | None) -> None:
     """Refuse a kind of parallelism that does not fit how this process was started.
 
     Args:
-        parallel: `none`, `ddp`, or None for the one that fits.
+        parallel: `none`, `ddp`, `fsdp`, or None for the one that fits.
 
     Raises:
-        ConfigError: `ddp` with one process, or `none` with several.
+        ConfigError: `ddp` or `fsdp` with one process, or `none` with several.
     """
     size = place().size
-    if parallel == "ddp" and size == 1:
-        raise ConfigError(f"trainer.parallel=ddp: needs several processes; start it as {START}")
+    if parallel in ("ddp", "fsdp") and size == 1:
+        raise ConfigError(
+            f"trainer.parallel={parallel}: needs several processes; start it as {START}"
+        )
     if parallel == "none" and size > 1:
         raise ConfigError(
             f"trainer.parallel=none: torchrun has started {size} processes, and each would train "

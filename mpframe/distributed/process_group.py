@@ -9,7 +9,7 @@ what the others say there: so it can tell which rank it was, and why.
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from mpframe.errors import LostRankError
 T = TypeVar("T")
 
 _BUCKET = 2**25  # bytes that are sent together
+_LARGE = 2**20  # bytes of a tensor that is sent alone, from where it is
 _LISTEN = 2.0  # seconds in which ranks tell each other why they end
 _JOINS = itertools.count()
 
@@ -78,6 +79,13 @@ class ProcessGroup(World):
             dist.all_reduce(total)
         return total / self.size
 
+    def norm(self, of_part: Tensor) -> Tensor:
+        """The 2-norm of what all ranks hold, each a part with this norm; 0-d, on the device."""
+        square = of_part.double().square()  # Of fp32's largest, too.
+        with self._answered():
+            dist.all_reduce(square)
+        return square.sqrt().to(of_part.dtype)
+
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the ranks in place; bit for bit the same on all of them."""
         for flat in _flattened(tensors):
@@ -115,6 +123,14 @@ class ProcessGroup(World):
             dist.broadcast_object_list(values, src=0, group=self._host)
         return values[0]
 
+    def lend(self, value: T | None) -> T | None:
+        """The value; of a rank that has none that of another one, if any has one."""
+        if not self.any(value is None):
+            return value
+        given = [own for own in self.gather_object(value) if own is not None]
+        other: T | None = self.broadcast_object(given[0] if given else None)
+        return other if value is None else value
+
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         self.max_of([0])
@@ -123,9 +139,18 @@ class ProcessGroup(World):
         """Let BatchNorm use the statistics of all ranks, in place."""
         synchronize(model)
 
-    def in_backward(self, model: nn.Module, wanted: bool) -> InBackward | None:
-        """What averages the gradients of a model in its backward pass, if that is wanted."""
-        return InBackward(model) if wanted else None
+    def in_backward(self, model: nn.Module, half: torch.dtype | None) -> InBackward:
+        """What averages the gradients of a model in its backward pass; `half`: sent in it."""
+        return InBackward(model, half, self._answered)
+
+    def shard(
+        self, model: nn.Module, formats: Mapping[nn.Parameter, torch.dtype], device: torch.device
+    ) -> dict[Tensor, Tensor]:
+        """Divide a model's weights among the ranks, in place; see `Sharding`."""
+        from mpframe.distributed.sharding import Sharding  # It loads FSDP.
+
+        self.sharding = Sharding(model)
+        return self.sharding.divide(formats, device)
 
     def refuse_lost(self, error: BaseException | None) -> None:
         """Raise LostRankError if an error in a model, which may send, says that a rank is lost."""
@@ -133,6 +158,8 @@ class ProcessGroup(World):
             isinstance(error, dist.DistError) or "gloo" in str(error)
         ):
             raise LostRankError(self._why_lost(error)) from error
+        if self.sharding is not None:
+            self.sharding.refuse_partial(error)
 
     def publish(self, error: str) -> None:
         """Tell the other ranks why this one ends, so that they can say it."""
@@ -191,6 +218,9 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     piece: list[Tensor] = []
     size = 0
     for tensor in tensors:
+        if tensor.nbytes >= _LARGE:
+            yield [tensor]
+            continue
         piece.append(tensor)
         size += tensor.nbytes
         if size >= _BUCKET:

@@ -10,8 +10,8 @@ taken from the common mean, which loses no digits.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 
 
 def synchronize(model: nn.Module) -> None:
@@ -62,5 +62,19 @@ class _Sync(nn.modules.batchnorm._BatchNorm):
 
 
 def _over_ranks(sums: Tensor) -> Tensor:
-    total: Tensor = all_reduce(sums)  # type: ignore[no-untyped-call]
+    total: Tensor = _AllReduce.apply(sums)
     return total
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over the ranks; each rank's part of it has the sum of all their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _over_ranks(gradient)

@@ -4,13 +4,15 @@ Whoever takes part in a step calls these methods on every rank, in the same orde
 path for one process and for many.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from mpframe.distributed.in_backward import InBackward
+    from mpframe.distributed.sharding import Sharding
 
 T = TypeVar("T")
 
@@ -21,10 +23,12 @@ class World:
     Attributes:
         rank: this process's number, 0 to size - 1.
         size: how many processes there are.
+        sharding: divides the model's weights among them; None: each process has all.
     """
 
     rank = 0
     size = 1
+    sharding: "Sharding | None" = None
 
     @property
     def is_main(self) -> bool:
@@ -45,6 +49,10 @@ class World:
     def mean(self, value: Tensor) -> Tensor:
         """The mean over the ranks, on the device."""
         return value
+
+    def norm(self, of_part: Tensor) -> Tensor:
+        """The 2-norm of what all ranks hold, each a part with this norm; 0-d, on the device."""
+        return of_part
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the ranks in place; bit for bit the same on all of them."""
@@ -68,15 +76,29 @@ class World:
         """The value that rank 0 has."""
         return value
 
+    def lend(self, value: T | None) -> T | None:
+        """The value; of a rank that has none that of another one, if any has one."""
+        return value
+
     def barrier(self) -> None:
         """Wait until every rank has come here."""
 
     def synchronize_batchnorm(self, model: nn.Module) -> None:
         """Let BatchNorm use the statistics of all ranks, in place."""
 
-    def in_backward(self, model: nn.Module, wanted: bool) -> "InBackward | None":
-        """What averages the gradients of a model in its backward pass, if that is wanted."""
+    def in_backward(self, model: nn.Module, half: torch.dtype | None) -> "InBackward | None":
+        """What averages the gradients of a model in its backward pass; `half`: sent in it."""
         return None
+
+    def shard(
+        self, model: nn.Module, formats: Mapping[nn.Parameter, torch.dtype], device: torch.device
+    ) -> dict[Tensor, Tensor]:
+        """Divide a model's weights among the ranks, in place; see `Sharding`.
+
+        Returns:
+            The parameters as they were, each with the one in its place.
+        """
+        return {}
 
     def refuse_lost(self, error: BaseException | None) -> None:
         """Raise LostRankError if an error in a model, which may send, says that a rank is lost."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mpframe.distributed.world import ALONE, World
 from mpframe.files.durable import AppendLog, write_atomically
 from mpframe.precision import Precision
 from mpframe.precision.products.noise import Noise, merged
@@ -25,6 +26,8 @@ WITHOUT_WEIGHT = "without a weight"
 _HEAD = ("step", "layer", "operand", "values", "snr_db", "saturated", "lost", "scale_spread")
 Noises = Mapping[tuple[str, str], Noise]
 """By layer and operand."""
+Rows = dict[tuple[str, str], Tensor]
+"""The same as counted; see `noise.merged`."""
 
 
 class ProductProbe:
@@ -36,21 +39,26 @@ class ProductProbe:
 
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
-        self._rows: dict[tuple[str, str], Tensor] = {}
+        self._rows: Rows = {}
         precision.watch_products(self._seen)
 
-    def noises(self) -> Noises:
-        """Return what was counted, in one transfer from the device, and count no more."""
+    def noises(self, world: World = ALONE) -> Noises:
+        """Return what was counted, in one transfer from the device, and count no more.
+
+        Args:
+            world: all its ranks call this; rank 0 has what all of them counted, the others nothing.
+        """
         self._precision.watch_products(None)
-        if not self._rows:
-            return {}
-        rows = torch.stack(list(self._rows.values())).tolist()
-        return {key: Noise.of(row) for key, row in zip(self._rows, rows, strict=True)}
+        rows = torch.stack(list(self._rows.values())).cpu() if self._rows else ()
+        counted: Rows = {}
+        for own in world.gather_object(dict(zip(self._rows, rows, strict=True))):
+            for key, row in own.items():
+                _add(counted, key, row)
+        return {key: Noise.of(row.tolist()) for key, row in counted.items()}
 
     def _seen(self, weight: str, product: str, operand: str, row: Tensor) -> None:
         layer = weight.rpartition(".")[0] or ("model" if weight else WITHOUT_WEIGHT)
-        key = layer, f"{product}.{operand}"
-        self._rows[key] = merged(self._rows[key], row) if key in self._rows else row
+        _add(self._rows, (layer, f"{product}.{operand}"), row)
 
 
 class NoiseRecord:
@@ -79,6 +87,10 @@ class NoiseRecord:
             for key, n in noises.items()
         ]
         self._log.append(_text(rows).encode())
+
+
+def _add(rows: Rows, key: tuple[str, str], row: Tensor) -> None:
+    rows[key] = merged(rows[key], row) if key in rows else row
 
 
 def _whole_lines(content: str, kept: int) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Reports the ranges of a step every so many steps: scalars, histograms, pictures.
 
-Between two reports nothing is attached to the model. Scalars are written for the worst few layers
+Between two reports nothing is attached to the model. Each rank counts its part of the batch, and
+rank 0 reports the sum. Scalars are written for the worst few layers
 of a report; the pictures show all layers.
 """
 
@@ -18,11 +19,13 @@ import torch
 from mpframe.numerics import product_noise
 from mpframe.numerics.exponents import HIGHEST, LOWEST, Limits
 from mpframe.numerics.noise_picture import draw_noises
+from mpframe.numerics.product_limits import product_limits
 from mpframe.numerics.product_noise import NoiseRecord, Noises, ProductProbe
 from mpframe.numerics.range_pictures import draw_layers, draw_time
 from mpframe.numerics.range_record import FOLDER, RangeRecord, read_ranges
 from mpframe.numerics.ranges import KINDS, Counts, RangeProbe, Ranges
 from mpframe.optim.step_result import StepResult
+from mpframe.precision.policy import Policy
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import Callback
 from mpframe.training.loader import Batch
@@ -49,6 +52,7 @@ class RangeWatch(Callback):
 
     _folder: Path
     _tracker: Tracker
+    _policy: Policy
     _half: torch.dtype
     _limits: Limits
     _record: RangeRecord
@@ -76,11 +80,12 @@ class RangeWatch(Callback):
         if self._every is None:
             return
         self._folder, self._tracker = context.folder, context.tracker
-        self._half = trainer.precision.policy.half_dtype
+        self._policy = trainer.precision.policy
+        self._half = self._policy.half_dtype
         self._limits = Limits.of(self._half)
         kept = trainer.progress.global_step
         self._record = RangeRecord(context.folder, kept, self._on_error)
-        if trainer.precision.policy.recipes:
+        if self._policy.recipes:
             path = context.folder / FOLDER / product_noise.FILE_NAME
             self._noise_record = NoiseRecord(path, kept, self._on_error)
 
@@ -90,19 +95,19 @@ class RangeWatch(Callback):
         if self._every is not None and (trainer.progress.global_step + 1) % self._every == 0:
             trainer.read_verdicts()  # After this the next step that is reported is this one.
             self._probe = RangeProbe(trainer, self._half)
-            if trainer.precision.policy.recipes:
+            if self._policy.recipes:
                 self._products = ProductProbe(trainer.precision)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Report the step if it is due."""
         if self._probe is not None:
-            self._last = self._probe.ranges()
-            self._record.add(self._last)
-            self._tracker.scalars(self._last.step, self._scalars(self._last))
-            self._probe = None
+            ranges, self._probe = self._probe.ranges(), None
+            if trainer.world.is_main:
+                self._report(ranges)
         if self._products is not None:
-            self._report_products(trainer.progress.global_step, self._products.noises())
-            self._products = None
+            noises, self._products = self._products.noises(trainer.world), None
+            if trainer.world.is_main:
+                self._report_products(trainer.progress.global_step, noises)
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Report before the trainer moves on."""
@@ -139,6 +144,11 @@ class RangeWatch(Callback):
         else:
             self._last, self._drawn = None, time.monotonic()
 
+    def _report(self, ranges: Ranges) -> None:
+        self._last = ranges
+        self._record.add(ranges)
+        self._tracker.scalars(ranges.step, self._scalars(ranges))
+
     def _report_products(self, step: int, noises: Noises) -> None:
         self._noises = noises
         self._noise_record.add(step, noises)
@@ -158,7 +168,8 @@ class RangeWatch(Callback):
         reports = read_ranges(self._folder)
         for kind in KINDS:
             path = folder / f"{kind}.png"
-            if not draw_layers(last, kind, self._half, path):
+            limits = product_limits(self._noises, self._policy, kind, last.scale)
+            if not draw_layers(last, kind, self._half, path, limits):
                 continue
             self._tracker.image(f"numerics/{kind}/layers_by_exponent", path.read_bytes(), step)
             self._histograms(kind, step)

@@ -28,6 +28,8 @@ from mpframe.tree import device_of, tensors_in
 
 KINDS = ("weights", "activations", "activation_gradients", "gradients", "updates")
 SCALED = ("activation_gradients", "gradients")
+OF_SAMPLES = ("activations", "activation_gradients", "gradients")
+"""Each rank has those of its part of the batch. Weights and updates are the same on all."""
 
 Counts = npt.NDArray[np.float64]
 
@@ -101,15 +103,21 @@ class RangeProbe:
         self.layers = tuple(dict.fromkeys(layer for layer, _ in _leaves(trainer.model)))
 
     def ranges(self) -> Ranges:
-        """Return what was measured, in one transfer from the device, and remove the hooks."""
+        """Return what was measured, in one transfer from the device, and remove the hooks.
+
+        All ranks call it, and get what all of them measured.
+        """
         for handle in self._handles:
             handle.remove()
         away = self._measure_weights()
         empty = torch.zeros(WIDTH, dtype=torch.float64, device=self._device)
-        rows = [self._rows.get((kind, layer), empty) for kind in KINDS for layer in self.layers]
+        keys = [(kind, layer) for kind in KINDS for layer in self.layers]
+        rows = torch.stack([self._rows.get(key, empty) for key in keys])
+        rows = self._of_all_ranks(rows.view(len(KINDS), -1, WIDTH))
+        in_half = self._trainer.world.max_of([key in self._in_half for key in keys])
         counts = [away.get(layer, empty[0]) for layer in self.layers]
         scale = torch.as_tensor(self._scale(), dtype=torch.float64, device=self._device)
-        flat = torch.cat([scale.reshape(1), torch.stack(counts), *rows]).cpu().numpy()
+        flat = torch.cat([scale.reshape(1), torch.stack(counts), rows.ravel()]).cpu().numpy()
         layers = len(self.layers)
         return Ranges(
             step=self._trainer.progress.global_step,
@@ -117,12 +125,22 @@ class RangeProbe:
             layers=self.layers,
             rows=flat[1 + layers :].reshape(len(KINDS), layers, WIDTH),
             rounded_away=flat[1 : 1 + layers],
-            in_half=np.array([[(k, own) in self._in_half for own in self.layers] for k in KINDS]),
+            in_half=np.array(in_half, dtype=bool).reshape(len(KINDS), layers),
         )
 
     @property
     def _device(self) -> torch.device:
         return device_of(self._trainer.model)
+
+    def _of_all_ranks(self, rows: Tensor) -> Tensor:
+        """[KINDS, layers, WIDTH] with what the other ranks saw of their samples."""
+        world, own = self._trainer.world, [KINDS.index(kind) for kind in OF_SAMPLES]
+        seen, amax = rows[own], FIELDS.index("amax")
+        largest = world.max(seen[..., amax])
+        world.sum_([seen])
+        seen[..., amax] = largest
+        rows[own] = seen
+        return rows
 
     def _scale(self) -> Tensor | float:
         """The scale of the step; of several losses that of the first."""

@@ -65,7 +65,7 @@ class Accumulator:
         Raises:
             ConfigError: a gradient is sparse, and there are several ranks.
         """
-        if world.size > 1:
+        if world.size > 1 and world.sharding is None:  # Shards were summed in the backward pass.
             self._sum_over(world, list(masters))
         amaxes = torch.stack(self._amaxes)
         bad = not_finite(amaxes)
@@ -89,6 +89,25 @@ class Accumulator:
                 "layer with sparse=False"
             )
         world.sum_(list(self._sums.values()))
+
+
+class Summed(Accumulator):
+    """The gradients of one backward pass, which the ranks have summed while it ran.
+
+    Args:
+        sums: by master, fp32 and unscaled; used up by `mean`.
+        amax: 0-d fp32, the largest magnitude on any rank before; inf or nan if any is.
+    """
+
+    def __init__(self, sums: dict[Tensor, Tensor], amax: Tensor) -> None:
+        super().__init__()
+        self._sums, self._amaxes = sums, [amax]
+
+    def mean(self, masters: Iterable[Tensor], world: World) -> StepGradients:
+        """The mean over the ranks: inf or nan where one of them had it."""
+        (amax,) = self._amaxes
+        mean = measured(self._sums.items(), float(world.size), amax.device)
+        return StepGradients(mean, amax)
 
 
 def _zero_where(bad: Tensor, gradient: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from mpframe.distributed.shards import part_for, part_of, sharded_as
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.optim.masters.master import master_behind, round_into
 
@@ -88,7 +89,7 @@ class Ema:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within the block the model's weights are the averages, rounded as masters are."""
-        weights = [parameter.detach() for parameter, _ in self._masters]
+        weights = [part_of(parameter).detach() for parameter, _ in self._masters]
         kept = [weight.clone() for weight in weights]
         round_into(zip(weights, self._averages, strict=True))
         try:
@@ -100,7 +101,7 @@ class Ema:
         """Copies of the averages, by the names of the parameters of `model` they stand for."""
         averages = dict(zip((p for p, _ in self._masters), self._averages, strict=True))
         named = model.named_parameters()
-        return {name: averages[p].clone() for name, p in named if p in averages}
+        return {name: sharded_as(p, averages[p].clone()) for name, p in named if p in averages}
 
     def load_by_name(
         self, model: nn.Module, averages: Mapping[str, Tensor], updates: int = 0
@@ -122,6 +123,6 @@ class Ema:
                 "they were made with"
             )
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        ordered = [averages[names[parameter]] for parameter, _ in self._masters]
+        ordered = [part_for(own, averages[names[own]]) for own, _ in self._masters]
         torch._foreach_copy_(self._averages, ordered)
         self._updates = updates

@@ -131,6 +131,18 @@ def agreed(gradients: Gradients, world: World) -> Gradients:
     return replace(gradients, amax=world.max(gradients.amax))
 
 
+def before_the_sum(gradients: Gradients, world: World) -> Gradients:
+    """Gradients that the backward pass has summed over ranks, with the amax from before.
+
+    It is what had to fit into half. Sums that are not finite still count as an overflow.
+    """
+    if world.sharding is None:
+        return gradients
+    amax = world.sharding.take_amax(gradients.amax.device)
+    amax = torch.where(gradients.amax < torch.inf, _unscale(amax, gradients.scale), torch.inf)
+    return replace(gradients, amax=amax)
+
+
 def check_max_norm(max_norm: float) -> None:
     """Refuse a norm that gradients cannot be clipped to.
 

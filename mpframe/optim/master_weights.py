@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.loss_scaling.interface import LossScaler
-from mpframe.optim.accumulation import Accumulator, StepGradients
+from mpframe.optim.accumulation import Accumulator, StepGradients, Summed
 from mpframe.optim.buckets import Bucket, in_buckets, steps_by_parameter
 from mpframe.optim.closure import (
     missing_closure,
@@ -34,7 +34,14 @@ from mpframe.optim.closure import (
     refuse_beside_closure,
     step_with_closure,
 )
-from mpframe.optim.gradients import Gradients, agreed, check_max_norm, clip, not_finite
+from mpframe.optim.gradients import (
+    Gradients,
+    agreed,
+    before_the_sum,
+    check_max_norm,
+    clip,
+    not_finite,
+)
 from mpframe.optim.masters.master import copy_to_params
 from mpframe.optim.masters.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
 from mpframe.optim.masters.split_master import KINDS
@@ -201,6 +208,16 @@ class MasterWeights(Optimizer):
             self._accumulator = Accumulator()
         self._accumulator.add(gradients)
 
+    def keep_sums(self, sums: Mapping[Tensor, Tensor], amax: Tensor) -> None:
+        """Take the gradients of a step that the ranks have summed already.
+
+        Args:
+            sums: fp32 and unscaled, by parameter; others than this optimizer's are left out.
+            amax: 0-d fp32, what the scaler is told: the largest magnitude on any rank before.
+        """
+        own = {self._masters.stepped(p): sums[p] for p in self._masters if p in sums}
+        self._accumulator = Summed(own, amax)
+
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
@@ -245,6 +262,8 @@ class MasterWeights(Optimizer):
         gradients = gathered.gradients
         skipped = not_finite(gathered.largest if skip_if_dropped else gradients.amax)
         norm = gradients.norm()
+        if self.world.sharding is not None:  # This rank has a part of the gradients.
+            norm = self.world.norm(norm)
         if max_norm is not None:
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
             skipped = skipped | not_finite(norm)
@@ -288,7 +307,7 @@ class MasterWeights(Optimizer):
 
     def take(self, scale: Tensor | float) -> Gradients:
         """The gradients, measured; parameters and masters are left without."""
-        return agreed(self._masters.take_gradients(scale), self.world)
+        return agreed(before_the_sum(self._masters.take_gradients(scale), self.world), self.world)
 
     @torch.no_grad()
     def apply(self, gradients: Gradients, skipped: Tensor, verdict: Verdict | None) -> None:
@@ -341,7 +360,7 @@ class MasterWeights(Optimizer):
 
     def inner_state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state alone, beside masters that are kept by name."""
-        return self.optimizer.state_dict()
+        return self._masters.with_shards(self.optimizer.state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -357,7 +376,7 @@ class MasterWeights(Optimizer):
         self._masters.check_listed(masters)
         refuse_other_groups(state, self.optimizer.param_groups)
         try:
-            self.optimizer.load_state_dict(state)
+            self.optimizer.load_state_dict(self._masters.with_parts(state))
         except ValueError as error:
             raise CheckpointError(
                 f"optimizer state: {error}; load it into the model it was made with"

@@ -14,10 +14,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from mpframe.distributed.world import World
+from mpframe.errors import ConfigError
 from mpframe.optim.master_weights import MasterWeights
 from mpframe.optim.masters.master import Master, remember
 from mpframe.optim.masters.split_master import KINDS, refuse_split
@@ -34,8 +37,8 @@ from mpframe.precision.products.recipe import Recipe
 from mpframe.precision.products.state import ProductState, Watch
 from mpframe.precision.storage.fp32_share import fp32_share
 from mpframe.precision.storage.reads import Reads, reads_of
-from mpframe.precision.storage.storage import store
-from mpframe.tree import device_of, map_tensors
+from mpframe.precision.storage.storage import formats_of, store
+from mpframe.tree import HALF, device_of, map_tensors
 
 
 class Precision:
@@ -141,6 +144,38 @@ class Precision:
             with self.undisturbed():
                 self._reads[model] = self.reads(model) | reads_of(model, example, self.cast())
 
+    def shard(self, model: nn.Module, world: World, device: torch.device) -> dict[Tensor, Tensor]:
+        """Divide the model's weights among ranks, before `prepare`: each keeps its part in fp32.
+
+        What the mode stores in half is gathered in half, all else in fp32.
+
+        Args:
+            model: fp32, after `trace`; it goes to `device`.
+            world: the ranks that train it together.
+            device: what this rank computes on.
+
+        Returns:
+            The parameters as they were, each with the sharded one in its place.
+
+        Raises:
+            ConfigError: a weight cannot be divided, or lies beyond the half range; or no op list
+                says which weights are half.
+        """
+        if self.policy.mode == "mixed" and self.policy.ops.empty:
+            raise ConfigError(
+                "ops=none: casts nothing between blocks, and with trainer.parallel=fsdp blocks are "
+                "gathered in the format of their weights; use the default lists"
+            )
+        formats = formats_of(model, self.policy, self.reads(model))
+        _refuse_beyond(model, formats)
+        replaced = world.shard(model, formats, device)
+        if self._casts is not None:
+            self._casts.keeps_weights = False  # They would outlive the gathered weights.
+        traced = self.reads(model)
+        of = {replaced[weight]: ops for weight, ops in traced.of.items()}
+        self._reads[model] = Reads(of, traced.called)  # type: ignore[arg-type]
+        return replaced
+
     def reads(self, model: nn.Module) -> Reads:
         """The ops that read each weight in the trace; empty if the model was not traced."""
         return self._reads.get(model, Reads())
@@ -228,6 +263,16 @@ class Precision:
         """
         self._products.watch = watch
 
+    def agree(self, world: World) -> None:
+        """Let the histories of delayed scaling be those of all ranks' samples, after each step.
+
+        Args:
+            world: all its ranks call this.
+        """
+        length = max((recipe.history for recipe in self.policy.recipes.values()), default=0)
+        if world.size > 1 and length:
+            self._products.agree(world, length)
+
     def state_dict(self) -> dict[str, Any]:
         """What products carry from step to step: random generators, and histories of amax."""
         return self._products.state_dict()
@@ -242,6 +287,17 @@ class Precision:
         self._casts.compute_on(device_of(model))
         self._products.learn_names(model)
         return [*pin_modules(model, self.policy), *fit_recurrent_layers(model, self.policy)]
+
+
+def _refuse_beyond(model: nn.Module, formats: Mapping[nn.Parameter, torch.dtype]) -> None:
+    """Stored weights are held at the end of the half range; gathered ones would be inf."""
+    for name, own in model.named_parameters():
+        limit = torch.finfo(formats[own]).max
+        if formats[own] in HALF and own.numel() and bool(own.detach().abs().max() > limit):
+            raise ConfigError(
+                f"trainer.parallel=fsdp: {name} lies beyond the range of {str(formats[own])[6:]}, "
+                "in which it is gathered; use dtype.half=bfloat16, or ops.modules=...:fp32"
+            )
 
 
 def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:

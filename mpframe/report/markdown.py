@@ -5,7 +5,17 @@ from collections.abc import Sequence
 
 from mpframe.report.groups import RunGroup
 from mpframe.report.records import Record
-from mpframe.report.tables import COST_NOTES, NOTES, Table, costs, every_run, results, unfinished
+from mpframe.report.tables import (
+    COST_NOTES,
+    NOTES,
+    RECIPE_NOTES,
+    Table,
+    costs,
+    every_run,
+    recipes,
+    results,
+    unfinished,
+)
 
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>#|~!&])")
 
@@ -18,12 +28,13 @@ def as_markdown(title: str, groups: Sequence[RunGroup], records: Sequence[Record
         groups: the rows of the result table.
         records: every run.
     """
-    stopped = unfinished(groups)
+    stopped, narrow = unfinished(groups), recipes(groups)
     pictures = [f"{record.name}: {name}" for record in records for name, _ in record.pictures]
     parts = [
         f"# {_escaped(title)}",
         _table(results(groups)),
         *NOTES,
+        *(["## Products below 16 bits", _table(narrow), *RECIPE_NOTES] if narrow else []),
         "## Speed and memory",
         _table(costs(groups)),
         *COST_NOTES,

@@ -12,7 +12,17 @@ from itertools import accumulate
 from mpframe.report.curves import draw
 from mpframe.report.groups import RunGroup
 from mpframe.report.records import Record
-from mpframe.report.tables import COST_NOTES, NOTES, Table, costs, every_run, results, unfinished
+from mpframe.report.tables import (
+    COST_NOTES,
+    NOTES,
+    RECIPE_NOTES,
+    Table,
+    costs,
+    every_run,
+    recipes,
+    results,
+    unfinished,
+)
 
 _CAPTION = "One line for each run and each of several losses. A cross: the run did not finish."
 _TEXT_COLUMNS = {"run", "precision, scaling", "status", "reason"}
@@ -51,13 +61,14 @@ def as_page(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -
         groups: the rows of the result table, and the curves.
         records: every run.
     """
-    stopped = unfinished(groups)
+    stopped, narrow = unfinished(groups), recipes(groups)
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p class=quiet>{escape(_counted(groups, records))}</p>",
         "<h2>Results</h2>",
         _table(results(groups)),
         *_quiet(NOTES),
+        *(_narrow(narrow) if narrow else []),
         *(["<h2>Not finished</h2>", _table(stopped)] if stopped else []),
         "<h2>Speed and memory</h2>",
         _table(costs(groups)),
@@ -78,6 +89,10 @@ _HEAD = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width">
 <title>{title}</title><style>{style}</style></head><body>
 """
+
+
+def _narrow(table: Table) -> list[str]:
+    return ["<h2>Products below 16 bits</h2>", _table(table), *_quiet(RECIPE_NOTES)]
 
 
 def _counted(groups: Sequence[RunGroup], records: Sequence[Record]) -> str:

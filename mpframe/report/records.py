@@ -8,10 +8,6 @@ from os.path import commonpath
 from pathlib import Path
 from typing import Any
 
-from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-    EventAccumulator,
-)
-
 from mpframe.config.check import flatten
 from mpframe.errors import ConfigError, MpframeError, first_line, printable
 from mpframe.files.stored_yaml import read_stored
@@ -158,10 +154,16 @@ def _line(error: Exception, folder: Path) -> str:
 
 
 def _curves(folder: Path) -> dict[str, Curve]:
+    # Imported late: every run loads this module for the table of a sweep, and few read curves.
+    from tensorboard.backend.event_processing import (  # type: ignore[import-untyped]
+        event_accumulator,
+    )
+
     for path in folder.iterdir():
         if EVENTS in path.name and not stat.S_ISREG(path.lstat().st_mode):
             raise OSError(f"{path.name} is no regular file")
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 1, "tensors": 1})
+    sizes = {"scalars": 0, "images": 1, "tensors": 1}
+    events = event_accumulator.EventAccumulator(str(folder), size_guidance=sizes)
     events.Reload()
     return {
         printable(tag): [(event.step, event.value) for event in events.Scalars(tag)]

@@ -6,11 +6,13 @@ left out. No table has more columns than fit on a page of 800 pixels.
 
 from collections.abc import Callable, Sequence
 
-from mpframe.report.groups import RunGroup, Span
+from mpframe.report.groups import NO_RECIPE, RunGroup, Span
+from mpframe.report.recipes import RATES, bits_of, is_narrow, recipe_of, saturated, time_on
 from mpframe.report.records import Record
 from mpframe.tracking.summary import Summary
 
 Table = list[list[str]]
+Number = Callable[[Summary], float | None]
 NO_SPREAD = "one seed,\nno spread"
 NOTES = (
     "Numbers are means over the n finished runs of a group, then the lowest and the highest. The "
@@ -24,6 +26,22 @@ COST_NOTES = (
     "fp32 runs with otherwise equal options.",
     "Memory is what torch allocated at most on a CUDA device. On a CPU it is the peak of the whole "
     "process, which all jobs of a sweep share: there only its growth is meaningful.",
+)
+
+_PUBLISHED = "; ".join(
+    f"{gpu}: {', '.join(f'{kind} {rate:g} x' for kind, rate in rates.items())}"
+    for gpu, rates in RATES.items()
+)
+RECIPE_NOTES = (
+    "The gap is that of the validation loss to the runs with products in half and otherwise equal "
+    "options. Saturated is the largest share, in one operand, of values beyond the format's range, "
+    "at the last report of numerics=on.",
+    "Times and bits are calculated, not measured. A time is that of the products alone, relative "
+    f"to bf16, at the dense peak rates that NVIDIA publishes ({_PUBLISHED} bf16); 1 means that the "
+    "GPU has no instructions for them. Only what a recipe takes gets faster: norms, softmax, the "
+    "optimizer and layers in half take as long as before, and to quantise takes time as well. Bits "
+    "are those of an operand's value with its share of the scale, where bf16 has 16; weights and "
+    "masters are stored as before.",
 )
 
 
@@ -42,8 +60,8 @@ def results(groups: Sequence[RunGroup]) -> Table:
             _count(group),
             _spread(group.span(value), ".4f"),
             _spread(group.span(lambda s: s.best), ".4f"),
-            _gap(group, value),
-            _spread(group.span(lambda s: s.val_loss), ".4g"),
+            _gap(group, value, group.fp32, "fp32"),
+            _spread(group.span(_val_loss), ".4g"),
         ]
         for group in groups
     ]
@@ -65,6 +83,32 @@ def costs(groups: Sequence[RunGroup]) -> Table:
         for group in groups
     ]
     return _without_empty([[*head, "final scale"], *rows])
+
+
+def recipes(groups: Sequence[RunGroup]) -> Table:
+    """Products below 16 bits: a row for each group, after the head; empty if none has them."""
+    if all(group.products == NO_RECIPE for group in groups):
+        return []
+    calculated = [*(f"{gpu} time" for gpu in RATES), "bits"]
+    head = ["precision, scaling", "n", "loss gap to none", "saturated", *calculated]
+    rows = [
+        [
+            _shown(group),
+            _count(group),
+            _gap(group, _val_loss, group.in_half, "none"),
+            _spread(saturated(group.runs), ".2%"),
+            *_calculated(group),
+        ]
+        for group in groups
+    ]
+    return _without_empty([head, *rows])
+
+
+def _calculated(group: RunGroup) -> list[str]:
+    recipe = recipe_of(group)
+    if recipe is None or not is_narrow(recipe):
+        return [""] * (len(RATES) + 1)
+    return [*(f"{time_on(gpu, recipe):.2f}" for gpu in RATES), f"{bits_of(recipe):.2f}"]
 
 
 def unfinished(groups: Sequence[RunGroup]) -> Table:
@@ -149,22 +193,20 @@ def _spread(span: Span | None, form: str) -> str:
     return f"{span.mean:{form}}\n{span.low:{form}} – {span.high:{form}}"
 
 
-def _gap(group: RunGroup, value: Callable[[Summary], float | None]) -> str:
-    """The gap and, below it, the spread of the fp32 runs; from one seed nothing follows."""
-    pair = group.beside(value)
-    if pair is None or group.runs[0].mode == "fp32":
+def _gap(group: RunGroup, value: Number, others: Sequence[Record], name: str) -> str:
+    """The gap to other runs and, below it, their spread; from one seed nothing follows."""
+    pair = group.beside(value, others)
+    if pair is None or any(run in others for run in group.runs):
         return ""
     own, full = pair
     if min(own.count, full.count) == 1:
         return NO_SPREAD
-    return f"{own.mean - full.mean:+.4f}\nfp32: n {full.count}, spread {full.high - full.low:.4f}"
+    return f"{own.mean - full.mean:+.4f}\n{name}: n {full.count}, spread {full.high - full.low:.4f}"
 
 
-def _beside_fp32(
-    group: RunGroup, value: Callable[[Summary], float | None], form: str = ".0f"
-) -> str:
+def _beside_fp32(group: RunGroup, value: Number, form: str = ".0f") -> str:
     """The mean and, below it, its ratio to that of the fp32 runs, if each side has several."""
-    own, pair = group.span(value), group.beside(value)
+    own, pair = group.span(value), group.beside(value, group.fp32)
     mean = f"{own.mean:{form}}" if own else ""
     if pair is None or not pair[1].mean or group.runs[0].mode == "fp32":
         return mean
@@ -189,6 +231,10 @@ def _without_empty(table: Table) -> Table:
 
 def _metric(summary: Summary) -> float | None:
     return summary.val_metric
+
+
+def _val_loss(summary: Summary) -> float | None:
+    return summary.val_loss
 
 
 def _test_metric(summary: Summary) -> float | None:

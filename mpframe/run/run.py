@@ -335,11 +335,11 @@ def train(config: DictConfig, folder: str | Path) -> Summary:
 def _of_this_rank(config: Config) -> Config:
     """The options without the callbacks that this rank does without."""
     left_out = set()
-    if place().size > 1 and config.trainer.sync_batchnorm:
+    if place().size > 1 and (config.trainer.sync_batchnorm or config.trainer.parallel == "fsdp"):
         left_out.add("autopsy")  # It replays steps, and rank 0 alone would wait for the others.
     if place().rank:
         watching = {name for name in config.callbacks if only_watches(f"callbacks.{name}")}
-        left_out |= watching - {"autopsy"}  # Each rank gives it its samples.
+        left_out |= watching - {"autopsy", "ranges"}  # Each rank gives them its samples.
     kept = {name: node for name, node in config.callbacks.items() if name not in left_out}
     return replace(config, callbacks=kept)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from mpframe.config.redaction import HIDDEN, SECRET_NAME, hide, secrets_of
+from mpframe.distributed.world import ALONE, World
 
 PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
@@ -41,12 +42,12 @@ def environment_text() -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in cells.items())])
 
 
-def arithmetic(device: torch.device, world_size: int = 1) -> dict[str, str]:
+def arithmetic(device: torch.device, world: World = ALONE) -> dict[str, str]:
     """What the last bit of a sum may depend on, besides the configuration.
 
     Args:
         device: that the run computes on.
-        world_size: how many ranks add their gradients.
+        world: the ranks that add their gradients.
     """
     cuda = device.type == "cuda"
     return {
@@ -54,7 +55,8 @@ def arithmetic(device: torch.device, world_size: int = 1) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "device": torch.cuda.get_device_name(device) if cuda else device.type,
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "world_size": str(world_size),
+        "world_size": str(world.size),
+        "weights": "whole" if world.sharding is None else "divided",
     }
 
 

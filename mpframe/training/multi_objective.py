@@ -155,9 +155,9 @@ class MultiObjectiveTrainer(Trainer):
             raise ConfigError(
                 f"loss_scaling: scalers for {', '.join(self.scaler)}; the losses are {names}"
             )
-        if self.plan.reduce_in_backward:
+        if self.plan.reduce != "after_backward":
             raise ConfigError(
-                f"trainer.reduce=in_backward: goes with one loss, and the dataset has "
+                f"trainer.reduce={self.plan.reduce}: goes with one loss, and the dataset has "
                 f"{len(self.objective)}; use trainer.reduce=after_backward"
             )
         if self.spikes is not None:

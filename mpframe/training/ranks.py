@@ -5,10 +5,14 @@ apart nothing else fails: each goes on with a model of its own, and the average 
 none.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from mpframe.distributed.shards import is_sharded
+from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError, MpframeError, UserCodeError
 
 if TYPE_CHECKING:
@@ -36,7 +40,16 @@ def refuse_other_start(trainer: "Trainer", resume: str) -> None:
                 f"resume={resume}: rank 0 goes on after step {steps[0]}, rank {rank} after step "
                 f"{step}; every rank must see the run's folder"
             )
-    differs = _first_difference(trainer)
+    refuse_other_weights(trainer.world, trainer.weights().items())
+
+
+def refuse_other_weights(world: World, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse ranks whose models begin with other weights.
+
+    Raises:
+        UserCodeError: names the first one.
+    """
+    differs = _first_difference(world, named)
     if differs is not None:
         raise UserCodeError(
             f"model: {differs} before the first step; let it draw random numbers from torch's "
@@ -50,7 +63,9 @@ def refuse_drift(trainer: "Trainer") -> None:
     Raises:
         MpframeError: names a tensor and a rank.
     """
-    differs = None if trainer.world.size == 1 else _first_difference(trainer)
+    if trainer.world.size == 1:
+        return
+    differs = _first_difference(trainer.world, trainer.weights().items())
     if differs is not None:
         raise MpframeError(
             f"trainer.parallel=ddp: after step {trainer.progress.global_step} {differs}; what "
@@ -59,13 +74,16 @@ def refuse_drift(trainer: "Trainer") -> None:
 
 
 @torch.no_grad()
-def _first_difference(trainer: "Trainer") -> str | None:
-    """A clause on the first tensor that is another one on a rank than on rank 0."""
-    named = trainer.weights()
-    own = torch.stack([value.double().sum().cpu() for value in named.values()]).tolist()
-    sums = trainer.world.broadcast_object(trainer.world.gather_object(own))
+def _first_difference(world: World, named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """A clause on the first tensor that is another one on a rank than on rank 0.
+
+    Of a sharded one each rank has a part of its own.
+    """
+    alike = {name: value for name, value in named if not is_sharded(value)}
+    own = [float(value.double().sum()) for value in alike.values()]
+    sums = world.broadcast_object(world.gather_object(own))
     for rank, others in enumerate(sums):
-        for name, first, other in zip(named, sums[0], others, strict=True):
+        for name, first, other in zip(alike, sums[0], others, strict=True):
             if first != other and not (first != first and other != other):  # nan is no difference.
                 return f"{name} is not the same on rank {rank} as on rank 0"
     return None

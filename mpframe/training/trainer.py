@@ -110,7 +110,7 @@ class Trainer:
             self.eval_precision.attach(self.model)
         # What the objective is called with. A compiled model is traced with the casts around it.
         self._model: Any = torch.compile(self.model) if self.plan.compile else self.model
-        self._in_backward = self.world.in_backward(self.model, self.plan.reduce_in_backward)
+        self._in_backward = self._reducer()
 
     @property
     def scalers(self) -> dict[str, LossScaler]:
@@ -329,17 +329,25 @@ class Trainer:
             (loss if scaler is None else loss * scaler.scale).backward()
         except BaseException:
             blame("model: the backward pass of", self.model)
+        if self.world.sharding is not None:
+            self.world.sharding.refuse_unused()
         return loss.detach()
 
     def _forward_backward_together(self, batch: Batch, ranks: "InBackward") -> Tensor:
-        """The same with gradients that are averaged over the ranks; the mean loss of all."""
-        loss = self._forward_backward(batch, ranks.model())
-        ranks.refuse_unused()
+        """The same with gradients that the ranks sum meanwhile; the mean loss of all."""
+        scaler: Any = self.scaler
+        loss = self._forward_backward(batch, ranks.model(scale_of(scaler)))
+        sums, amax = ranks.sums()
+        self.optimizer.keep_sums(sums, self.world.max(amax))
         return self.world.mean(loss)
 
     def _accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Forward and backward of each micro-batch; the mean loss of those that count."""
         scaler: Any = self.scaler
+        if len(batches) == 1:  # The verdict on it is that on the step.
+            loss = self._forward_backward(batches[0])
+            self.optimizer.accumulate(scale_of(scaler))
+            return self.world.mean(loss)
         buffers, losses = Buffers(self.model), []
         for batch in batches:
             buffers.save()
@@ -347,8 +355,6 @@ class Trainer:
             scale: Any = scale_of(scaler)
             good = torch.isfinite(self.optimizer.accumulate(scale))
             buffers.restore_where(~good)
-            if len(batches) == 1:
-                return self.world.mean(loss)
             losses.append(torch.where(good, loss, torch.nan))
         return self.world.mean(torch.stack(losses).nanmean())
 
@@ -362,6 +368,9 @@ class Trainer:
 
         They are those of this rank's part of a batch, None if that is empty.
         """
+        missing = batch is None
+        if self.world.sharding is not None:  # A rank without samples gathers with the others.
+            batch = self.world.lend(batch)
         if batch is None:
             metrics.update(None)
             return 0.0, 0
@@ -370,10 +379,21 @@ class Trainer:
         model = self._model if self.eval_precision is None else self.model
         with precision.cast():
             computed = [compute(own.objective, model, batch) for own in self.objectives]
+        if missing:
+            metrics.update(None)
+            return 0.0, 0
         first = computed[0]
         metrics.update((first.outputs, first.targets))
         count = samples_in(batch) if first.count is None else first.count
         return torch.stack([output.loss.double() * count for output in computed]).sum(), count
+
+    def _reducer(self) -> "InBackward | None":
+        if self.plan.reduce == "after_backward":
+            return None
+        in_half = self.plan.reduce == "in_backward_half"
+        return self.world.in_backward(
+            self.model, self.precision.policy.half_dtype if in_half else None
+        )
 
     def _refuse_misfits(self) -> None:
         require_objective("objective", self.objective)
@@ -401,6 +421,7 @@ class Trainer:
 
     def _advance(self, result: StepResult) -> None:
         """Follow a step: the average moves at once, all else once the verdict is known."""
+        self.precision.agree(self.world)
         verdict = result.verdict
         if self.ema is not None and not (verdict and verdict.skipped):
             self.ema.update(None if verdict else result.skipped)

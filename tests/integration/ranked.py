@@ -1,5 +1,6 @@
 """What a rank does in the tests of several: runs, and callbacks that put one rank into trouble."""
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mpframe import Trainer
+from mpframe.checkpoint import writing
 from mpframe.data import classification
 from mpframe.data.task import Task
 from mpframe.errors import MpframeError
@@ -57,6 +59,18 @@ class Overflow(Callback):
     def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
         if trainer.world.rank == 1:
             batches[0][0].fill_(6e4)
+
+
+class FullDisk(Callback):
+    """Rank 1 cannot write its part of a checkpoint."""
+
+    def on_save(self, trainer: Trainer) -> None:
+        def write(path: Path, content: object) -> None:
+            writing._written = written  # type: ignore[attr-defined]
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        if trainer.world.rank == 1:
+            written, writing._written = writing._written, write  # type: ignore[assignment]
 
 
 class Points(Dataset[Any]):

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from mpframe.numerics.autopsy.case import Case, RandomState
 from mpframe.numerics.autopsy.diagnosis import Kind, diagnose
+from mpframe.numerics.autopsy.evidence import Evidence
 from mpframe.numerics.autopsy.replay import Setting, replay
+from mpframe.numerics.autopsy.report import report_on
 from mpframe.numerics.autopsy.underflow import underflow_share
 from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
 from mpframe.objectives import StepOutput, model_loss, supervised
@@ -155,7 +157,8 @@ def case_of(
     **more: Any,
 ) -> Case:
     ops = more.pop("ops", None)
-    precision = Precision(mode, half, compute=compute, ops=ops)
+    products = more.pop("products", "none")
+    precision = Precision(mode, half, compute=compute, ops=ops, products=products)
     model, masters = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     objective = NamedObjective("", supervised(nn.CrossEntropyLoss()))
     scale = more.pop("scale", 1024.0)
@@ -220,6 +223,35 @@ def test_a_planted_fault_is_found(fault: Fault, mode: str, compute: str) -> None
     if fault.kind is BEYOND:
         assert diagnosis.proven
         assert culprit.value > culprit.limit == 65504.0
+
+
+@pytest.mark.parametrize("factor", [1.0, 64.0])
+def test_a_product_that_saturates_is_named(factor: float) -> None:
+    """The history knows of values 64 times smaller; behind the layer a norm makes up for them."""
+    torch.manual_seed(0)
+    layers = nn.Linear(16, 16), Times(1.0), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+    case = case_of(nn.Sequential(*layers), half="bfloat16", products="fp8_delayed", scale=1.0)
+    with case.precision.cast():
+        y = case.model(data()[0])
+    nn.functional.cross_entropy(y.float(), data()[1]).backward()
+    case.optimizer.step()
+    layers[1].factor = factor
+    diagnosis = diagnose(case)
+    if factor == 1.0:
+        assert (diagnosis.kind, diagnosis.saturation) == (Kind.NO_FAULT, None)
+        return
+    assert diagnosis.kind is Kind.SATURATED
+    found = diagnosis.saturation
+    assert found is not None
+    assert (found.layer, found.operand) == ("2", "forward.x")
+    # Of values cut off at 1/64 of the largest 63/64 of nearly all is lost: below 1 dB.
+    assert found.noise.saturated > 0.5
+    assert found.noise.snr_db < 1
+    step = Evidence(1, "asked", [], [], 0, 0, {"": 1.0}, {}, "none")
+    text = report_on(diagnosis, case, step).text()
+    assert "autopsy of step 1: saturated: beyond the scale of a product" in text
+    assert "where  2, operand forward.x of its products" in text
+    assert "add to the command line: ops.modules.2=none, which keeps its products in half" in text
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])

@@ -1,12 +1,11 @@
 """Ranks that train real models: a ResNet-18 and a small GPT, beside one process."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import Ranks, ranks
+from ranks import Ranks
 from test_distributed_step import CPU, MODES, assert_same
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -78,12 +77,6 @@ def on_ranks(name: str, mode: str, batch: int, double: bool = False) -> list[Ten
     """`trained` as one of the ranks."""
     with joined(None, lambda: CPU, 120) as world:
         return trained(name, mode, world, batch, double=double)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks(4) as own:
-        yield own
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -15,14 +15,16 @@ from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from mpframe import LogMax, Precision
+from mpframe import LogMax, MasterWeights, Precision
 from mpframe.data import Loader
 from mpframe.data.metrics.accuracy import Accuracy
+from mpframe.distributed import process_group
 from mpframe.distributed.joining import joined
 from mpframe.distributed.world import ALONE, World
-from mpframe.errors import MpframeError
+from mpframe.errors import ConfigError, MpframeError
 from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
+from mpframe.precision import Recipe
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 
@@ -70,7 +72,11 @@ class Net(nn.Module):
 def setup(mode: str, world: World, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
     torch.manual_seed(0)
     split = mode == "split"  # Its masters have memory only while they are updated.
-    precision = Precision("mixed", "bfloat16", master_weights="split") if split else Precision(mode)
+    products = Recipe.from_mapping("own", options["recipe"]) if "recipe" in options else "none"
+    if split:
+        precision = Precision("mixed", "bfloat16", master_weights="split")
+    else:
+        precision = Precision(mode, products=products)
     model = Net(options.get("norm", False), options.get("whole", False))
     if options.get("sync"):
         world.synchronize_batchnorm(model)
@@ -78,7 +84,7 @@ def setup(mode: str, world: World, options: dict[str, Any]) -> tuple[Trainer, Lo
     inputs = torch.randn(67, 8, generator=torch.Generator().manual_seed(1))
     samples = TensorDataset(inputs, inputs[:, :4].argmax(1))
     plan = {"accumulate": options.get("accumulate", 1), "max_steps": options.get("steps", STEPS)}
-    plan["reduce_in_backward"] = options.get("in_backward", False)
+    plan["reduce"] = options.get("reduce", "after_backward")
     trainer = Trainer(
         model,
         optimizer,
@@ -163,6 +169,31 @@ def test_two_ranks_equal_one_process_that_accumulates_their_halves(two: Ranks, m
     assert not torch.equal(weights[0]["sometimes.weight"], weights[1]["sometimes.weight"])
 
 
+OF_NOW = {
+    "every": {"format": "e2m1", "per": "row"},
+    "forward": {role: {"per": "block", "block": 4, "scale": "e8m0"} for role in ("x", "w")},
+    "dw": {"x": {"per": "tensor"}, "dy": {"per": "tensor"}},
+}
+DELAYED = {"every": {"format": "e4m3fn", "history": 2}, "dx": {"dy": {"format": "e5m2"}}}
+
+
+@pytest.mark.parametrize("recipe", [OF_NOW, DELAYED], ids=["now", "delayed"])
+def test_products_below_16_bits_on_two_ranks(two: Ranks, recipe: dict[str, Any]) -> None:
+    """Each micro-batch is quantised by itself, but delayed scales are of the samples of all ranks:
+    also of a layer that one rank alone uses in a step."""
+    options = {"recipe": recipe, "batch": 32}  # The second rank uses that layer first, alone.
+    first, second = two(on_ranks, "mixed", options)
+    alone = trained("mixed", ALONE, {**options, "accumulate": 2, "batch": 16})
+    for own in (*first["states"], *second["states"], *alone["states"]):
+        del own["progress"]
+    assert_same(first["states"], second["states"])
+    assert_same(first["states"], alone["states"])
+    if recipe is DELAYED:
+        histories = first["states"][-1]["products"]["amax"]
+        names = ("first.weight", "sometimes.weight", "last.weight")
+        assert set(histories) == {f"{name} {role}" for name in names for role in ("x", "w", "dy")}
+
+
 def test_two_ranks_come_as_near_to_one_process_as_rounding_lets_them(two: Ranks) -> None:
     """Against the whole batch at once: one step of SGD-like size, fp32.
 
@@ -221,34 +252,54 @@ def test_a_micro_batch_that_overflows_on_one_rank_is_dropped_on_all(two: Ranks) 
     assert all(math.isfinite(norm) and math.isfinite(loss) for _, _, norm, loss in first["results"])
 
 
-@pytest.mark.parametrize("mode", ["fp32", "amp"])
-def test_ddp_in_the_backward_pass_takes_the_same_steps(two: Ranks, mode: str) -> None:
-    """It halves before it adds; a power of two takes no bit. Windows are reduced after it."""
-    for accumulate in (1, 2):
-        options = {"whole": True, "norm": True, "accumulate": accumulate, "batch": 16}
-        first, second = two(on_ranks, mode, {**options, "in_backward": True})
-        after, _ = two(on_ranks, mode, options)
+IN_BACKWARD = {"whole": True, "norm": True, "reduce": "in_backward"}
+
+
+@pytest.mark.parametrize("mode", [*MODES, "split"])
+def test_averaged_in_the_backward_pass_it_is_the_same_step(two: Ranks, mode: str) -> None:
+    """Weights, masters, optimizer and scaler, which is told what a rank's gradients alone reach.
+
+    Windows are averaged after their last backward pass.
+    """
+    faults = {1: bad_input, 3: bad_gradient}
+    for changes in ({"faults": faults}, {"accumulate": 2}):
+        options = {**IN_BACKWARD, "steps": 4, **changes}
+        first, second = two(on_ranks, mode, options)
+        after, _ = two(on_ranks, mode, {**options, "reduce": "after_backward"})
         assert_same(first["states"], second["states"])
+        assert_same(first["states"], after["states"])
         assert_same(first["weights"], after["weights"])
 
 
-def test_ddp_adds_half_gradients_in_half(two: Ranks) -> None:
-    """Two rounded halves and their rounded sum: 3 units of 2^-11 relative to what was added."""
-    options = {"whole": True, "steps": 1}
-    first, second = two(on_ranks, "mixed", {**options, "in_backward": True})
-    after, _ = two(on_ranks, "mixed", options)
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_can_be_averaged_in_half(two: Ranks, mode: str) -> None:
+    """Each rank rounds to half what it sends, and the sum is rounded: 3 units of 2^-11 at most.
+
+    In `mixed` the gradients are half already, and halved without rounding: one unit.
+    """
+    options = {**IN_BACKWARD, "steps": 1, "reduce": "in_backward_half"}
+    first, second = two(on_ranks, mode, options)
+    after, _ = two(on_ranks, mode, {**options, "reduce": "after_backward"})
     assert_same(first["states"], second["states"])
     norm, exact = first["results"][0][2], after["results"][0][2]
     assert norm != exact
-    assert norm == pytest.approx(exact, rel=3 * 2**-11)
+    assert norm == pytest.approx(exact, rel=(1 if mode == "mixed" else 3) * 2**-11)
 
 
-def test_what_overflows_on_one_rank_is_skipped_on_all_by_ddp_too(two: Ranks) -> None:
-    faults = {1: bad_input, 2: bad_gradient}
-    options = {"faults": faults, "whole": True, "norm": True, "steps": 2, "in_backward": True}
-    first, second = two(on_ranks, "amp", options)
+def large_gradient(trainer: Trainer, batches: Any) -> None:
+    """Finite in fp32, and not in float16."""
+    weight = trainer.model.get_parameter("last.weight")
+    handle = weight.register_hook(lambda own: (handle.remove(), own + 1e5)[1])
+
+
+def test_what_half_cannot_send_is_an_overflow(two: Ranks) -> None:
+    """The scaler hears of it as of a nan."""
+    options = {**IN_BACKWARD, "steps": 1, "reduce": "in_backward_half"}
+    first, second = two(on_ranks, "amp", {**options, "faults": {0: large_gradient}})
+    other, _ = two(on_ranks, "amp", {**options, "faults": {0: bad_gradient}})
     assert_same(first["states"], second["states"])
-    assert [own[0] for own in first["results"]] == [False, True, True, False]
+    assert first["results"][0][0]
+    assert_same(first["states"][1]["scaler"], other["states"][1]["scaler"])
 
 
 def failing(options: dict[str, Any]) -> str:
@@ -261,9 +312,26 @@ def failing(options: dict[str, Any]) -> str:
 
 def test_a_layer_that_ddp_would_leave_out_is_refused(two: Ranks) -> None:
     """The layer `never` on all ranks; `sometimes` on one would hang, and is refused there."""
-    said = two(failing, {"in_backward": True})
+    said = two(failing, {"reduce": "in_backward"})
     assert any("trainer.reduce=in_backward" in own for own in said)
     assert all("was not used in this step; use trainer.reduce=after" in own for own in said), said
+
+
+def sparse_step() -> str:
+    with joined(None, lambda: CPU, 120) as world:
+        model = nn.Embedding(4, 2, sparse=True)
+        optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+        plan, objective = Plan(reduce="in_backward"), supervised(nn.MSELoss())
+        with pytest.raises(ConfigError) as refused:
+            Trainer(model, optimizer, objective, plan=plan, world=world).train_step(
+                (torch.arange(4), torch.zeros(4, 2))
+            )
+        return str(refused.value)
+
+
+def test_a_sparse_gradient_is_refused_by_name(two: Ranks) -> None:
+    said = "trainer.parallel=ddp: a gradient is sparse, and ranks sum dense ones; make the layer"
+    assert all(own.startswith(said) for own in two(sparse_step))
 
 
 def test_synchronized_batchnorm_is_that_of_one_process(two: Ranks) -> None:
@@ -308,3 +376,26 @@ def test_ranks_with_synchronized_batchnorm_stay_the_same(two: Ranks, mode: str) 
     # Statistics that differ in the last fp32 bit may round single half values to a neighbour.
     one = trained(mode, ALONE, {"norm": True, "whole": True, "steps": 1})
     assert first["results"][0][3] == pytest.approx(one["results"][0][3], rel=2**-9)
+
+
+def sums(large: int) -> list[Tensor]:
+    """Where tensors of so many bytes are sent alone; one of them does not lie in rows."""
+    with joined(None, lambda: CPU, 60) as world, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(process_group, "_LARGE", large)
+        own = [
+            torch.full((4,), 1.0 + world.rank),
+            torch.arange(6.0).view(2, 3).t() + world.rank,
+            torch.full((2,), 0.1, dtype=torch.float64),
+            torch.arange(10.0) * (world.rank + 1),
+        ]
+        world.sum_(own)
+        return own
+
+
+@pytest.mark.parametrize("large", [1, 24, 2**20])
+def test_sums_are_the_same_however_tensors_are_sent(two: Ranks, large: int) -> None:
+    columns = torch.arange(6.0).view(2, 3).t() * 2 + 1
+    expected = [torch.full((4,), 3.0), columns, torch.full((2,), 0.2, dtype=torch.float64)]
+    expected.append(torch.arange(10.0) * 3)
+    for found in two(sums, large):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

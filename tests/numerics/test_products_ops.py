@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from op_table import TABLE
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +17,7 @@ from mpframe.precision.products import kernels
 from mpframe.precision.products.formats import FORMATS
 from mpframe.precision.products.recipe import Recipe
 from mpframe.precision.products.scaling import Axes, Quantization, quantize
+from mpframe.tree import map_tensors, tensors_in
 
 ROWS, COLUMNS = Axes((1,), 0), Axes((0,), 1)
 # In 4 bits every scale is seen; most values of an MX block of e4m3 are the same under any.
@@ -145,6 +147,46 @@ def test_every_spelling_gives_the_product(op: Any, tensors: tuple[Tensor, ...]) 
     assert set(seen) <= {"matmul", "matmul_gradient"}
 
 
+class TestExperts:
+    ENDS = torch.tensor([32, 32, 96], dtype=torch.int32)  # The second has no rows.
+
+    def test_each_group_by_hand(self) -> None:
+        """Rows 96 to 128 belong to none: zeros, where torch leaves what is in memory."""
+        x, w = half(made(128, 64)), half(made(3, 64, 32, seed=1))
+        y, dx, dw = run(lambda x, w: F.grouped_mm(x, w, offs=self.ENDS), x, w)
+        dy = half(made(128, 32, seed=9))
+        for group, rows in ((0, slice(32)), (2, slice(32, 96))):
+            own_x, own_w, own_dy = x[rows], w[group], dy[rows]
+            forward = quantize(own_x, ROWS, MX) @ quantize(own_w, COLUMNS, MX)
+            assert torch.equal(y[rows], forward.bfloat16())
+            own_dx = quantize(own_dy, ROWS, MX) @ quantize(own_w, ROWS, MX).t()
+            assert torch.equal(dx[rows], half(own_dx))
+            own_dw = quantize(own_x, COLUMNS, MX).t() @ quantize(own_dy, COLUMNS, MX)
+            assert torch.equal(dw[group], half(own_dw))
+        assert not y[96:].any()
+        assert not dx[96:].any()
+        assert not dw[1].any()
+
+    @pytest.mark.parametrize(
+        ("left", "right"), [((8, 16), (16, 4)), ((3, 8, 8), (8, 16)), ((3, 8, 8), (3, 8, 4))]
+    )
+    def test_every_form(self, left: tuple[int, ...], right: tuple[int, ...]) -> None:
+        """Whole numbers in a format that holds them: exact, and so are the gradients."""
+        leaves = [
+            made(*shape, seed=n).round().requires_grad_() for n, shape in ((0, left), (1, right))
+        ]
+        ends = (
+            None if len(left) == len(right) == 3 else torch.tensor([4, 10, 16], dtype=torch.int32)
+        )
+        results = []
+        for products in (TF32, "none"):
+            with Precision("fp32", products=products).cast():
+                y = F.grouped_mm(*leaves, offs=ends)
+            dy = made(*y.shape, seed=9).round()
+            results.append([y, *torch.autograd.grad(y, leaves, dy)])
+        assert all(map(torch.equal, *results))
+
+
 class Note(TorchDispatchMode):
     """Notes the product ops that run."""
 
@@ -166,10 +208,44 @@ class Note(TorchDispatchMode):
 class See(Note):
     """Refuses any product of torch's that runs beside them, of operands that nobody quantised."""
 
-    MULTIPLIES = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "convolution")
+    MULTIPLIES = (
+        "_grouped_mm",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "convolution",
+    )
 
     def look_at(self, op: str) -> None:
         assert not op.startswith(self.MULTIPLIES)
+
+
+IN_HALF = {
+    "addr": "an outer product sums over nothing",
+    "chain_matmul": "its order is chosen inside",
+    "linalg_multi_dot": "its order is chosen inside",
+    "prelu": "no product",
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
+@pytest.mark.parametrize("op", sorted(OpLists.named().allow))
+def test_every_op_of_allow(op: str) -> None:
+    """Whatever is added to the list is a product here, forward and backward, or says why not."""
+    row = TABLE[op]
+    for spelling in row.spellings:
+        given = map_tensors(lambda t: t.clone().requires_grad_(t.is_floating_point()), row.inputs)
+        seen: list[str] = []
+        with Note(seen) if op in IN_HALF else See(seen), Precision("fp32", products=TF32).cast():
+            result = next(tensors_in(spelling(*given)))
+            result.backward(torch.ones_like(result))
+        assert bool(seen) == (op not in IN_HALF)
+        if seen:
+            assert any("gradient" in name for name in seen)
 
 
 class TestNothingEscapes:
@@ -212,6 +288,9 @@ class TestNothingEscapes:
         assert not quantised
         run(F.scaled_dot_product_attention, q, k, v, products=with_attention())
         assert len(quantised) == 12
+
+
+TF32 = Recipe.from_mapping("all", {"every": {"format": "tf32", "scale": "none"}, "attention": True})
 
 
 def with_attention(**changes: Any) -> Recipe:
@@ -376,6 +455,18 @@ class TestInHalf:
     def test_beta_0_ignores_what_is_added(self) -> None:
         y = run(lambda c, a, b: torch.addmm(c, a, b, beta=0), C * math.nan, A, B)[0]
         assert torch.equal(y, run(torch.mm, A, B)[0])
+
+    @pytest.mark.parametrize("products", ["fp8_tensorwise", "fp8_delayed", "nvfp4"])
+    def test_nothing(self, products: str) -> None:
+        """An expert without a row has a product of its own all the same."""
+        layer = nn.Linear(32, 32)
+        precision = Precision("mixed", half="bfloat16", products=products)
+        precision.prepare(layer, torch.optim.SGD(layer.parameters()))
+        with precision.cast():
+            y = layer(made(0, 32))
+        y.sum().backward()
+        assert y.shape == (0, 32)
+        assert not layer.weight.grad.any()
 
     def test_other_formats(self) -> None:
         with Precision("amp", half="bfloat16", products="mxfp8").cast():

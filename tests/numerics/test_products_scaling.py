@@ -1,6 +1,7 @@
 """Scaled formats, beside torchao and a slow reference in NumPy."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -8,9 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.precision.products.formats import FORMATS
-from mpframe.precision.products.hadamard import matrix, transform
-from mpframe.precision.products.scaling import RULES, Axes, Quantization, quantize, scaled
+from mpframe.precision.products import scaling
+from mpframe.precision.products.formats import FORMATS, Draw
+from mpframe.precision.products.hadamard import matrix
+from mpframe.precision.products.scaling import (
+    RULES,
+    Axes,
+    Quantization,
+    quantize,
+    scaled,
+    transformed,
+)
 
 ROWS = Axes(contracted=(1,), free=0)
 COLUMNS = Axes(contracted=(0,), free=1)
@@ -226,8 +235,9 @@ class TestHadamard:
         generator = torch.Generator().manual_seed(0)
         a = torch.randint(-8, 9, (5, 32), generator=generator).float()
         b = torch.randint(-8, 9, (32, 3), generator=generator).float()
-        assert torch.equal(transform(a, 1, 16) @ transform(b, 0, 16), a @ b)
-        assert not torch.equal(transform(a, 1, 16), a)
+        how = Quantization(FORMATS["tf32"], scale="none", hadamard=16)
+        assert torch.equal(transformed(a, ROWS, how) @ transformed(b, COLUMNS, how), a @ b)
+        assert not torch.equal(transformed(a, ROWS, how), a)
 
     def test_spreads_an_outlier(self) -> None:
         how = Quantization(FORMATS["e2m1"], per="block", block=16, scale="e4m3", hadamard=16)
@@ -235,3 +245,56 @@ class TestHadamard:
         x[0, 3] = 100.0
         assert torch.equal(quantize(x, ROWS, how).abs(), torch.full((1, 16), 25.0))
         assert ROWS.misfit(torch.Size([1, 8]), how) == "8 is no multiple of 16"
+
+
+HOWS = {
+    "tensor": Quantization(FORMATS["e4m3fn"]),
+    "rows": Quantization(FORMATS["e4m3fn"], per="row"),
+    "blocks": mx("e4m3fn"),
+    "squares": replace(NVFP4, across=16),
+    "short blocks": NVFP4,
+    "blocks of 12": mx("e2m1", block=12),
+    "Hadamard": replace(NVFP4, hadamard=16),
+    "no scale": Quantization(FORMATS["tf32"], scale="none"),
+}
+
+
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+class TestHowItIsComputed:
+    """In which order memory is gone through, and in how many pieces, changes no number."""
+
+    def test_any_layout_gives_the_same_numbers(self, how: Quantization) -> None:
+        x = values(96, 96, 2, 3)
+        axes = Axes((1, 2, 3), 0)
+        expected = quantize(x, axes, how)
+        last = x.contiguous(memory_format=torch.channels_last)
+        turned = x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+        for other in (last, turned):
+            assert other.stride() != x.stride()
+            assert torch.equal(quantize(other, axes, how), expected)
+
+    def test_any_number_of_pieces_gives_the_same_numbers(
+        self, how: Quantization, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        x = values(96, 192)
+        for rounding, axes in product(("nearest", "stochastic"), (ROWS, COLUMNS)):
+            own = replace(how, rounding=rounding)
+            whole = quantize(x, axes, own, uniform())
+            with monkeypatch.context() as patched:
+                patched.setattr(scaling, "_PIECE", 1000)
+                assert torch.equal(quantize(x, axes, own, uniform()), whole)
+
+
+def uniform() -> Draw:
+    """The same random numbers from the start."""
+    generator = torch.Generator().manual_seed(1)
+    return lambda like: torch.rand(like.shape, generator=generator)
+
+
+@pytest.mark.parametrize("size", [1, 2, 10, 12, 16, 17])
+def test_the_largest_of_short_rows(size: int) -> None:
+    x = values(4, 3, size)
+    expected = x.abs().amax(2, keepdim=True)
+    assert torch.equal(scaling._amax(x, (2,)), expected)
+    x[1, 1, size // 2] = NAN
+    assert scaling._amax(x, (2,)).isnan().sum() == 1

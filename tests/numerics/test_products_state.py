@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpframe import Precision, Trainer
+from mpframe.checkpoint import rng_state
+from mpframe.checkpoint.snapshot import Snapshot
+from mpframe.distributed.world import World
 from mpframe.errors import ConfigError
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.replay import Setting, replay
@@ -20,6 +23,7 @@ from mpframe.precision.products.formats import FORMATS
 from mpframe.precision.products.recipe import Recipe
 from mpframe.precision.products.scaling import Quantization
 from mpframe.precision.products.state import ProductState
+from mpframe.run.resume.resuming import _load
 
 # Both in one: delayed scales forward, stochastic rounding of the gradients.
 BOTH = Recipe.from_mapping(
@@ -84,6 +88,22 @@ class TestResume:
         del state["products"]
         run.load_state_dict(state)
 
+    def test_a_rank_that_was_not_there_draws_numbers_of_its_own(self) -> None:
+        """A checkpoint of fewer ranks: histories are of all ranks, a generator is rank 0's."""
+        run = trainer()
+        train(run, 0, 1)
+        snapshot = Snapshot(2, {"trainer": run.state_dict(), "rng": rng_state()})
+        other = trainer()
+        other.world = World()
+        other.world.rank = 1
+        _load(snapshot, other)
+        loaded, saved = other.precision.state_dict(), run.precision.state_dict()
+        assert loaded["generators"] == {}
+        assert loaded["amax"].keys() == saved["amax"].keys()
+        other.world.rank = 0
+        _load(snapshot, other)
+        assert same(other.precision.state_dict()["generators"], saved["generators"])
+
 
 class TestHistory:
     HOW = Quantization(FORMATS["e4m3fn"], history=2)
@@ -116,10 +136,9 @@ class TestHistory:
     def test_what_overflowed_is_forgotten(self) -> None:
         state = ProductState()
         self.amax(state, 4.0)
-        self.step()
-        self.amax(state, torch.inf)
-        self.amax(state, torch.nan)
-        self.step()
+        for beyond in (torch.inf, torch.nan):
+            self.step()
+            self.amax(state, beyond)
         self.step()
         assert self.amax(state, 1.0) == 4.0
 

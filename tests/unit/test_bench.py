@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import count
@@ -17,6 +18,7 @@ from mpframe.bench import groups, machine, program, rivals
 from mpframe.bench.groups import cuda, input, ranges, resnet18, startup, tiny_model
 from mpframe.bench.hand_loop import HandLog, hand_loop
 from mpframe.bench.measure import Competitor, Spread, Stopwatch, race, ratio, threads, timed
+from mpframe.bench.step.parts import Parts
 from mpframe.bench.table import Claim, Table, as_json, as_markdown
 from mpframe.data import Loader, loader
 from mpframe.errors import MpframeError
@@ -207,20 +209,48 @@ def without_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_rivals")
 def test_tiny_model_rows(tmp_path: Path) -> None:
-    logged, silent, calls = tiny_model.tables(rounds=1, folder=tmp_path, steps=10)
+    logged, silent, parts, calls = tiny_model.tables(rounds=1, folder=tmp_path, steps=10)
     counts = dict(note.split(": ") for note in calls.notes)
     assert list(counts) == ["fp32", "mixed"]
     assert all(0 < int(count) <= 37 for count in counts.values()), counts  # once 113 and 159
     names = ["by hand", "by hand, gradients checked", "mpframe"]
     assert list(logged.times) == list(silent.times) == names
     assert [claim.limit for claim in logged.claims] == [1.08, 1.08]
-    counts = dict(note.split(": ") for note in calls.notes)
-    assert list(counts) == ["fp32", "mixed"]
-    assert all(int(count) > 0 for count in counts.values())
+    (whole,), *rest = parts.times.values()
+    assert all(seconds > 0 for (seconds,) in rest)
+    assert whole == pytest.approx(sum(seconds for (seconds,) in rest))
     assert logged.notes == [
         f"{name}: skipped, no_such_package is not installed; pip install 'mpframe[bench]'"
         for name in ("Lightning Fabric", "Accelerate", "Lightning")
     ]
+
+
+def test_a_part_is_without_what_another_part_takes() -> None:
+    class Nested:
+        def outer(self) -> str:
+            clock.now += 1.0
+            self.inner()
+            clock.now += 2.0
+            return "done"
+
+        def inner(self) -> None:
+            clock.now += 4.0
+            raise_once()
+
+    def raise_once() -> None:
+        if not failures:
+            failures.append(1)
+            raise KeyError
+
+    clock, failures, nested = Clockwork(0.0), list[int](), Nested()
+    parts = Parts(clock)
+    parts.watch(nested, "inner", "within")
+    parts.watch(nested, "outer", "around")
+    with pytest.raises(KeyError):
+        nested.outer()
+    clock.now += 100.0  # between two calls
+    assert nested.outer() == "done"
+    assert parts.seconds == {"within": 8.0, "around": 4.0}
 
 
 def test_all_train_the_same_weights(tmp_path: Path) -> None:
@@ -461,6 +491,7 @@ def test_all_groups_run_and_are_written(
     assert run(monkeypatch, f"out={tmp_path}") == [("tiny", 3), ("cuda", 3)]
     assert (tmp_path / "cuda.md").read_text() in capsys.readouterr().out
     assert json.loads((tmp_path / "tiny.json").read_text())["tables"][0]["title"] == "Steps"
+    assert logging.root.manager.disable == logging.NOTSET  # Quiet while it measures alone.
 
 
 def test_groups_and_rounds_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,16 @@
 import inspect
 import json
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import Ranks
 
-from mpframe.bench.groups import growth, large, options, small
-from mpframe.bench.step import one_turn, turns
+from mpframe.bench.groups import distributed, growth, large, options, products, small
+from mpframe.bench.step import on_ranks, one_turn, turns
 from mpframe.bench.step.competitors import STEPS
 from mpframe.bench.step.laps import Laps
 from mpframe.bench.step.workloads import WORKLOADS, Workload
@@ -119,6 +121,37 @@ def test_large_rows(asked: list[dict[str, Any]], tmp_path: Path) -> None:
     assert len(measured.claims) >= 2
 
 
+def test_product_rows(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    tiny = {"linear": {"width": 32, "layers": 1, "batch": 32}}
+    (measured,) = products.tables(1, tmp_path, tiny, threads=1, steps=1)
+    recipes = ["mpframe fp8_tensorwise", "mpframe mxfp8", "mpframe nvfp4"]
+    torchao = ["torchao mxfp8"] if find_spec("torchao") else []
+    assert list(measured.times) == ["mpframe mixed float16", *recipes, *torchao]
+    assert sorted(own["name"] for own in asked) == sorted(measured.times)
+    assert all(own["keep_memory"] for own in asked)
+    note = "torchao mxfp8: skipped, torchao is not installed"
+    assert list(measured.notes) == ([] if torchao else [note])
+
+
+def test_the_marks_of_products() -> None:
+    times = {name: [4.0, 4.0] for name in ("mpframe mixed float16", "torchao mxfp8")}
+    claims = products.claims_of({**times, "mpframe mxfp8": [8.0, 8.0]})
+    assert [str(claim) for claim in claims] == [
+        "mpframe mxfp8 / mpframe mixed float16: 2.00 (2.00 to 2.00), at most 2: holds",
+        "mpframe mxfp8 / torchao mxfp8: 2.00 (2.00 to 2.00), at most 1: does not hold",
+    ]
+
+
+def test_slow_rows_take_part_in_two_rounds(
+    asked: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large, "has_native_half", lambda half: False)
+    rows = ("torch fp32", "torch.autocast bfloat16")
+    only = {"linear": TINY["linear"]}
+    (measured,) = large.tables(3, tmp_path, only, rows, threads=1, steps=1)
+    assert [len(measured.times[row]) for row in rows] == [3, 2]
+
+
 @pytest.mark.parametrize("name", options.CHOICES)
 def test_options_rows(name: str, asked: list[dict[str, Any]], tmp_path: Path) -> None:
     choice = options.CHOICES[name]
@@ -195,6 +228,36 @@ def test_growths_name_arguments_of_their_workloads() -> None:
     for grown in growth.GROWTHS.values():
         arguments = inspect.signature(WORKLOADS[grown.workload]).parameters
         assert {grown.size, *grown.others} <= set(arguments)
+
+
+def test_rows_of_two_processes(two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def on_these_ranks(words: list[str], folder: Path, name: str) -> str:
+        asked.append(words)
+        first, _ = two(_measured, json.loads(words[-1]))
+        return json.dumps(first)
+
+    monkeypatch.setattr(distributed, "run_python", on_these_ranks)
+    monkeypatch.setattr(distributed, "has_native_half", lambda half: True)
+    (measured,) = distributed.tables(1, tmp_path, {"linear": TINY["linear"]}, steps=1)
+    assert asked[0][1:4] == ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert list(measured.times) == list(on_ranks.STEPS)
+    assert [claim.limit for claim in measured.claims] == [1.03] * 4
+    assert len(measured.notes) == 8
+
+
+def _measured(arguments: dict[str, Any]) -> Any:
+    return on_ranks.measure(**arguments)
+
+
+def test_scaling_efficiency_is_the_time_of_one_process_over_that_of_two() -> None:
+    times = {"a, one process": [1.0], "a": [1.25], "a, in_backward": [2.0]}
+    assert distributed.efficiencies(times) == [
+        "scaling efficiency, a: 0.80 (0.80 to 0.80)",
+        "scaling efficiency, a, in_backward: 0.50 (0.50 to 0.50)",
+    ]
+    assert distributed.claims_of(times) == []
 
 
 def test_details_are_columns_of_medians() -> None:

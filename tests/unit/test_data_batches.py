@@ -146,6 +146,41 @@ def test_a_single_tensor_is_a_batch() -> None:
     assert torch.equal(batch, torch.arange(4))
 
 
+class Rows(TensorDataset):
+    """Of a class of its own, it is asked row by row."""
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_rows_of_tensors_are_fetched_a_batch_at_a_time(
+    count: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = torch.rand(11, 3, 2), torch.arange(11), torch.rand(11).half()
+    single = Loader(Rows(*tensors[:count]), 4, seed=3, shuffle=True)
+    expected = list(single.epoch(1))
+    monkeypatch.setattr(TensorDataset, "__getitem__", None)
+    whole = Loader(TensorDataset(*tensors[:count]), 4, seed=3, shuffle=True, workers=workers)
+    for batch, other in zip(whole.epoch(1), expected, strict=True):
+        assert type(batch) is tuple
+        assert len(batch) == len(other) == count
+        assert all(
+            torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(batch, other, strict=True)
+        )
+    whole.close()
+
+
+def test_a_collate_gets_the_single_rows() -> None:
+    rows = TensorDataset(torch.arange(4.0))
+    loader = Loader(rows, 2, shuffle=False, collate=lambda got: torch.stack([r[0] for r in got]))
+    assert torch.equal(next(loader.epoch(0)), torch.tensor([0.0, 1.0]))
+
+
+def test_rows_of_sparse_tensors_still_want_a_collate() -> None:
+    loader = Loader(TensorDataset(torch.eye(6).to_sparse()), 2, shuffle=False)
+    with pytest.raises(DataError, match="samples 0 to 1 do not stack into one batch"):
+        next(loader.epoch(0))
+
+
 def test_a_batch_of_a_collate_leaves_its_graph_behind() -> None:
     def collate(samples: list[Any]) -> Any:
         return {"x": torch.ones(len(samples), requires_grad=True) * 2}

@@ -1,5 +1,6 @@
 """The digits: complete, split for good, normalised."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from mpframe.data import ArrayImages, Task, digits
 from mpframe.data.datasets.hold_out import hold_out
-from mpframe.errors import ConfigError
+from mpframe.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,21 @@ def test_every_digit_is_in_exactly_one_part(task: Task) -> None:
     stored = torch.cat([part.images for part in arrays(task)]).flatten(1)
     published = torch.from_numpy(load_digits().data).float() / 16
     assert sorted(stored.tolist()) == sorted(published.tolist())
+
+
+def test_they_are_read_without_scikit_learns_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # Its import is an error now.
+    assert isinstance(digits(), Task)
+
+
+def test_without_scikit_learn_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpframe.data.datasets.images.digits.find_spec", lambda name: None)
+    with pytest.raises(DataError) as error:
+        digits()
+    assert str(error.value) == (
+        "dataset: no scikit-learn with datasets/data/digits.csv.gz, which holds the digits; "
+        "pip install scikit-learn"
+    )
 
 
 def test_every_class_gives_a_tenth_to_validation_and_to_test(task: Task) -> None:

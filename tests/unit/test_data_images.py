@@ -134,3 +134,10 @@ def test_errors() -> None:
         ArrayImages(images, torch.zeros(2), PLAIN)
     with pytest.raises(ConfigError, match=r"^dataset.augment=flips: allowed are none, crop"):
         ArrayImages(images, torch.zeros(3), PLAIN, "flips")
+
+
+def test_statistics_may_be_lists_and_pixels_of_two_kinds_take_turns() -> None:
+    normalize = Normalize([0.5], [0.25])  # type: ignore[arg-type]
+    bytes_, floats = torch.tensor([[[[0, 255]]]], dtype=torch.uint8), torch.tensor([[[[0.0, 1.0]]]])
+    for _ in range(2):  # What is kept of one kind must not serve the other.
+        assert normalize(bytes_).tolist() == normalize(floats).tolist() == [[[[-2.0, 2.0]]]]

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mpframe.build import resolve_device
+from mpframe.distributed import saying
 from mpframe.distributed.launch import Place, place
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError
@@ -101,4 +103,24 @@ def test_what_several_ranks_do_not_do_together() -> None:
     ):
         trainer.train_step((torch.arange(4), torch.zeros(4, 2)))
     with pytest.raises(ConfigError, match=r"^trainer\.reduce=in_backward: a compiled graph gives"):
-        Plan(compile=True, reduce_in_backward=True)
+        Plan(compile=True, reduce="in_backward")
+
+
+def test_rank_0_that_meets_an_error_late_does_not_repeat_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(saying, "_WAIT", 2.0)
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
+        monkeypatch.setenv(name, value)
+    lines = []
+    for rank, text in (("1", "late"), ("0", "late"), ("0", "early"), ("1", "early")):
+        monkeypatch.setenv("RANK", rank)
+        lines.append(saying.line_of(ConfigError(text)))
+    assert lines == ["rank 1: late", None, "early", None]

@@ -86,8 +86,8 @@ class TestShipped:
             for pair in Recipe.named(name).products.values():
                 for operand, how in pair.items():
                     assert how.format.name == ("e5m2" if operand == "dy" else "e4m3fn")
-        assert Recipe.named("fp8_delayed").delayed
-        assert not Recipe.named("fp8_tensorwise").delayed
+        assert Recipe.named("fp8_delayed").history == 1024
+        assert Recipe.named("fp8_tensorwise").history == 0
 
     def test_mxfp4_is_half_forward(self) -> None:
         assert set(Recipe.named("mxfp4").products) == {"dx", "dw"}
@@ -167,7 +167,8 @@ class TestMap:
                 "images": nn.Conv2d(3, 64, 3),
                 "grouped": nn.ConvTranspose2d(64, 64, 3, groups=4),
                 "norm": nn.LayerNorm(64),
-                "cells": nn.LSTM(32, 32),
+                "cells": nn.LSTM(40, 32),
+                "slopes": nn.PReLU(),
                 "attention": nn.MultiheadAttention(32, 1),
                 "head": nn.Linear(64, 64),
             }
@@ -187,7 +188,8 @@ class TestMap:
             "images": "mxfp8; forward in half: 3 is no multiple of 32",
             "grouped": "mxfp8; forward in half: 16 is no multiple of 32; dx in half: 16 is no multiple of 32",
             "norm": "-",
-            "cells": "in half: lstm has its products in one kernel",
+            "cells": "mxfp8; forward of weight_ih_l0 in half: 40 is no multiple of 32",
+            "slopes": "-",
             "attention": "mxfp8",
             "attention.out_proj": "mxfp8",
             "head": "mxfp8",

@@ -14,10 +14,11 @@ import pytest
 import yaml
 
 from mpframe.cli.commands import report as report_command
+from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
 from mpframe.report import as_markdown, as_page, compared, find_runs
 from mpframe.report.curves import _panels, draw
-from mpframe.report.tables import costs, every_run, results, unfinished
+from mpframe.report.tables import costs, every_run, recipes, results, unfinished
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import Tracker
@@ -89,7 +90,10 @@ def table(folder: Path, of: Callable[..., list[list[str]]] = results) -> list[di
 def gaps(folder: Path) -> dict[str, float]:
     """The gap to fp32 of each group that is not fp32, by its label."""
     groups = [g for g in compared(find_runs([folder])[1]) if g.runs[0].mode != "fp32"]
-    pairs = {group.label: group.beside(lambda summary: summary.val_metric) for group in groups}
+    pairs = {
+        group.label: group.beside(lambda summary: summary.val_metric, group.fp32)
+        for group in groups
+    }
     return {label: round(p[0].mean - p[1].mean, 4) for label, p in pairs.items() if p}
 
 
@@ -214,6 +218,97 @@ def test_without_fp32_runs_there_is_no_gap(make_run: MakeRun, tmp_path: Path) ->
 
 
 # --- runs that did not finish
+
+
+# --- recipes for products below 16 bits
+
+
+def recipe_options(name: str) -> dict[str, Any]:
+    file = yaml.safe_load((Path(CONF) / "dtype" / "products" / f"{name}.yaml").read_text())
+    return {"dtype__products": name, "dtype__recipes": file.get("recipes", {})}
+
+
+BFLOAT = replace(SUMMARY, dtype="mixed", half="bfloat16")
+
+
+def test_recipes_are_held_against_products_in_half(make_run: MakeRun, tmp_path: Path) -> None:
+    for seed, loss in ((1, 0.20), (2, 0.24)):
+        make_run(f"a{seed}", replace(SUMMARY, seed=seed))
+        for name, gap in (("none", 0.0), ("mxfp8", 0.01), ("nvfp4", 0.05)):
+            done = replace(BFLOAT, seed=seed, val_loss=loss + gap)
+            folder = make_run(f"{name}{seed}", done, **recipe_options(name))
+            if name == "nvfp4":
+                with Tracker(folder) as tracker:
+                    for step, share in ((10, 0.5), (20, 0.01 * seed)):
+                        tracker.scalars(step, {"numerics/products/saturated/0/dw.x": share})
+                    tracker.scalars(10, {"numerics/products/saturated/1/dx.dy": 0.9})
+    full, mx, plain, nv = table(tmp_path, recipes)
+    assert [row["precision, scaling"] for row in (full, plain, mx, nv)] == [
+        "fp32, none",
+        "mixed bfloat16, none\ndtype.products=none",
+        "mixed bfloat16, none\ndtype.products=mxfp8",
+        "mixed bfloat16, none\ndtype.products=nvfp4",
+    ]
+    assert full["loss gap to none"] == plain["loss gap to none"] == plain["B200 time"] == ""
+    assert mx["n"] == "2"
+    assert mx["loss gap to none"] == "+0.0100\nnone: n 2, spread 0.0400"
+    assert nv["loss gap to none"] == "+0.0500\nnone: n 2, spread 0.0400"
+    # Of the last report, the worst operand.
+    assert (mx["saturated"], nv["saturated"]) == ("", "1.50%\n1.00% – 2.00%")
+    records = find_runs([tmp_path])[1]
+    for text in (
+        as_page("t", compared(records), records),
+        as_markdown("t", compared(records), records),
+    ):
+        assert "calculated, not measured" in text
+        assert "+0.0500" in text
+    assert _least_width(recipes(compared(records))) < 800 - 40
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "bits"),
+    [
+        # A third each for y, dx and dw; the rates are those of the module's docstring.
+        ("fp8_tensorwise", ("0.50", "0.50", "0.50"), "8.00"),
+        ("fp8_blocks", ("0.50", "0.50", "0.50"), "8.04"),  # a byte for 128, or 128 x 128, values
+        ("mxfp8", ("1.00", "0.50", "0.50"), "8.25"),  # a byte for 32
+        ("mxfp6_e2m3", ("1.00", "0.50", "0.50"), "6.25"),
+        ("mxfp4", ("1.00", "0.50", "0.44"), "8.17"),  # (1 + 1/4 + 1/4) / 3; (16 + 2 * 4.25) / 3
+        ("nvfp4", ("1.00", "0.25", "0.17"), "4.34"),  # four of 4 + 8/16, two of 4 + 8/256
+    ],
+)
+def test_what_gpus_make_of_a_recipe(
+    name: str, times: tuple[str, ...], bits: str, make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run("a", BFLOAT, **recipe_options(name))
+    (row,) = table(tmp_path, recipes)
+    assert tuple(row[f"{gpu} time"] for gpu in ("H100", "B200", "GB300")) == times
+    assert row["bits"] == bits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        recipe_options("tf32"),  # no format of 8 bits
+        {"dtype__products": "unknown"},
+        {"dtype__products": "mine", "dtype__recipes": {"mine": {"every": {"format": ["x"]}}}},
+        {
+            "dtype__products": "mine",
+            "dtype__recipes": {"mine": {"every": {"format": {"exponent_bits": "x"}}}},
+        },
+    ],
+)
+def test_what_no_gpu_has_is_not_calculated(
+    options: dict[str, Any], make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run("a", BFLOAT, **options)
+    (row,) = table(tmp_path, recipes)
+    assert "B200 time" not in row
+
+
+def test_without_recipes_there_is_no_such_table(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("a", BFLOAT)
+    assert table(tmp_path, lambda groups: recipes(groups) or [[]]) == []
 
 
 def test_unfinished_runs_are_shown_and_not_averaged(make_run: MakeRun, tmp_path: Path) -> None:

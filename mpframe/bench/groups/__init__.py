@@ -1,18 +1,22 @@
 """The groups of rows, a file each, and how they are measured and written."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpframe.bench.groups import (
     cuda,
+    distributed,
     growth,
     input,
     large,
     options,
+    products,
     ranges,
     resnet18,
+    runs,
     small,
     startup,
     tiny_model,
@@ -40,10 +44,13 @@ GROUPS = {
     "large": Benchmark(large.tables, 10),
     "small": Benchmark(small.tables, 30),
     "options": Benchmark(options.tables, 5),
+    "products": Benchmark(products.tables, 7),
     "growth": Benchmark(growth.tables, 10),
     "ranges": Benchmark(ranges.tables, 10),
     "input": Benchmark(input.tables, 10),
+    "runs": Benchmark(runs.tables, 5),
     "startup": Benchmark(startup.tables, 7),
+    "distributed": Benchmark(distributed.tables, 8),
     "cuda": Benchmark(cuda.tables, 20),
 }
 
@@ -56,13 +63,24 @@ def measure(names: Sequence[str], repeats: int | None, out: Path) -> None:
         repeats: rounds, >= 1; None: each group's own number.
         out: a folder, which is made.
     """
+    with _quiet():
+        for name in names:
+            group, before = GROUPS[name], machine()
+            folder = out / name
+            folder.mkdir(parents=True, exist_ok=True)
+            measured = group.tables(repeats or group.rounds, folder)
+            text = as_markdown(before, measured)
+            (out / f"{name}.md").write_text(text)
+            (out / f"{name}.json").write_text(as_json(before, measured))
+            print(text)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block runs tell nothing but warnings."""
+    before = logging.root.manager.disable
     logging.disable(logging.INFO)
-    for name in names:
-        group, before = GROUPS[name], machine()
-        folder = out / name
-        folder.mkdir(parents=True, exist_ok=True)
-        measured = group.tables(repeats or group.rounds, folder)
-        text = as_markdown(before, measured)
-        (out / f"{name}.md").write_text(text)
-        (out / f"{name}.json").write_text(as_json(before, measured))
-        print(text)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -16,8 +16,10 @@ from mpframe.bench import rivals
 from mpframe.bench.calls import calls_of_a_step
 from mpframe.bench.hand_loop import LOG_EVERY, HandLog, Loop, hand_loop
 from mpframe.bench.measure import Competitor, Stopwatch, race, ratio, threads
+from mpframe.bench.step.parts import watched
 from mpframe.bench.table import Claim, Table
 from mpframe.loss_scaling import Backoff
+from mpframe.loss_scaling.interface import Scaling
 from mpframe.objectives import supervised
 from mpframe.precision import Precision
 from mpframe.tracking.tracker import Tracker
@@ -49,7 +51,12 @@ def tables(rounds: int, folder: Path, steps: int = 100) -> list[Table]:
     """
     data = _data(steps)
     with threads(1):
-        return [_with_logging(rounds, folder, data), _without_logging(rounds, data), _calls(data)]
+        return [
+            _with_logging(rounds, folder, data),
+            _without_logging(rounds, data),
+            _parts_of_a_step(rounds, folder, data),
+            _calls(data),
+        ]
 
 
 def _with_logging(rounds: int, folder: Path, data: Stopwatch) -> Table:
@@ -89,9 +96,26 @@ def _without_logging(rounds: int, data: Stopwatch) -> Table:
     )
 
 
+def _parts_of_a_step(rounds: int, folder: Path, data: Stopwatch) -> Table:
+    trainer, loop = _watched(data, folder / "parts")
+    loop()  # The first step makes the optimizer's state.
+    parts, steps = watched(trainer), len(data)
+    times: dict[str, list[float]] = {"a step": [], **{part: [] for part in parts.seconds}}
+    for _ in range(rounds):
+        parts.seconds = dict.fromkeys(parts.seconds, 0.0)
+        loop()
+        for part, seconds in parts.seconds.items():
+            times[part].append(seconds / steps)
+        times["a step"].append(sum(parts.seconds.values()) / steps)
+    setting = "mpframe's steps of the first table; reading the clock is in the times."
+    return Table("Tiny model, where a step's time goes", setting, "a step", times)
+
+
 def _calls(data: Stopwatch) -> Table:
     batch = next(iter(data))
-    counts = [f"{mode}: {calls_of_a_step(_trainer(mode), batch)}" for mode in ("fp32", "mixed")]
+    counts = [
+        f"{mode}: {calls_of_a_step(_trainer(mode, Backoff()), batch)}" for mode in ("fp32", "mixed")
+    ]
     return Table(
         "Tiny model, Python calls of a step",
         "Calls of functions in mpframe/, outside the casts, with Backoff and no callback.",
@@ -101,14 +125,18 @@ def _calls(data: Stopwatch) -> Table:
     )
 
 
-def _trainer(mode: str) -> Trainer:
+def _trainer(mode: str, scaler: Scaling) -> Trainer:
     precision = Precision(mode)
     model, optimizer = precision.prepare(*_parts())
-    return Trainer(model, optimizer, supervised(nn.CrossEntropyLoss()), precision, scaler=Backoff())
+    return Trainer(model, optimizer, supervised(nn.CrossEntropyLoss()), precision, scaler=scaler)
 
 
 def watched_loop(data: Stopwatch, folder: Path) -> Loop:
     """The same with what watches a default run, but for its progress bar and checkpoints."""
+    return _watched(data, folder)[1]
+
+
+def _watched(data: Stopwatch, folder: Path) -> tuple[Trainer, Loop]:
     throughput = Throughput(BATCH)
     callbacks: dict[str, Callback] = {
         "throughput": throughput,
@@ -117,21 +145,18 @@ def watched_loop(data: Stopwatch, folder: Path) -> Loop:
         "skip_guard": SkipGuard(limit=50),
     }
     context = RunContext(folder, "", "", Tracker(folder), data, throughput, Results())  # type: ignore[arg-type]
-    return trainer_loop(data, callbacks, context)
+    trainer = _trainer("fp32", scaler=None)
+    trainer.callbacks = callbacks
+    call(callbacks, "setup", trainer, context)
+    return trainer, _passes(trainer, data)
 
 
-def trainer_loop(
-    data: Stopwatch,
-    callbacks: dict[str, Callback] | None = None,
-    context: RunContext | None = None,
-) -> Loop:
-    """A function that trains one pass with `Trainer.fit`."""
-    precision = Precision("fp32")
-    model, optimizer = precision.prepare(*_parts())
-    trainer = Trainer(model, optimizer, supervised(nn.CrossEntropyLoss()), precision)
-    trainer.callbacks = callbacks or {}
-    call(trainer.callbacks, "setup", trainer, context)
+def trainer_loop(data: Stopwatch) -> Loop:
+    """A function that trains one pass with `Trainer.fit`, without callbacks."""
+    return _passes(_trainer("fp32", scaler=None), data)
 
+
+def _passes(trainer: Trainer, data: Stopwatch) -> Loop:
     def loop() -> None:
         trainer.progress.epoch = 0  # The next pass is the first one again.
         trainer.fit(data)

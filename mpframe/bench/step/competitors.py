@@ -6,6 +6,7 @@ Both train the same model on the same batch, and tell their laps to the same wat
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from mpframe.bench.step.laps import Laps
 from mpframe.bench.step.workloads import Workload
+from mpframe.distributed.world import ALONE, World
 from mpframe.loss_scaling import Backoff
 from mpframe.objectives import StepOutput, supervised
 from mpframe.precision import Precision
@@ -26,9 +28,16 @@ LR = 1e-4
 Step = Callable[[], Any]
 
 
-def by_hand(work: Workload, laps: Laps, half: torch.dtype | None = None) -> Step:
-    """A step in plain torch; under torch.autocast if `half` is given."""
+def by_hand(
+    work: Workload,
+    laps: Laps,
+    half: torch.dtype | None = None,
+    parallel: Callable[[nn.Module], nn.Module] | None = None,
+) -> Step:
+    """A step in plain torch; under torch.autocast if `half` is given, wrapped in `parallel`."""
     model, optimizer = work.model, _adamw(work.model)
+    if parallel is not None:
+        model = parallel(model)
 
     def step() -> None:
         laps.start()
@@ -52,9 +61,12 @@ def by_trainer(
     mode: str,
     half: str = "float16",
     master_weights: bool | str = True,
+    products: str = "none",
+    world: World = ALONE,
+    reduce: str = "after_backward",
 ) -> Step:
     """A step of the trainer; float16 with loss scaling."""
-    precision = Precision(mode, half, master_weights=master_weights)
+    precision = Precision(mode, half, master_weights=master_weights, products=products)
     model, optimizer = precision.prepare(work.model, _adamw(work.model))
     inner, update = supervised(work.loss), optimizer.step
 
@@ -69,8 +81,8 @@ def by_trainer(
 
     optimizer.step = timed_update  # type: ignore[method-assign]
     scaler = Backoff() if mode != "fp32" and half == "float16" else None
-    plan = Plan(clip_norm=MAX_NORM)
-    trainer = Trainer(model, optimizer, objective, precision, scaler=scaler, plan=plan)
+    plan = Plan(clip_norm=MAX_NORM, reduce=reduce)
+    trainer = Trainer(model, optimizer, objective, precision, scaler=scaler, plan=plan, world=world)
 
     def step() -> None:
         laps.start()
@@ -78,6 +90,18 @@ def by_trainer(
         laps.end("step")
 
     return step
+
+
+def by_torchao(work: Workload, laps: Laps) -> Step:
+    """A step in plain torch with torchao's emulation of MXFP8 in linear layers."""
+    config = import_module("torchao.prototype.moe_training.config")
+    emulated = config.MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL
+    import_module("torchao.quantization").quantize_(
+        work.model,
+        config.MXFP8TrainingOpConfig.from_recipe(emulated),
+        filter_fn=lambda module, name: isinstance(module, nn.Linear),
+    )
+    return by_hand(work, laps)
 
 
 STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
@@ -92,7 +116,16 @@ STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
     "mpframe amp float16": partial(by_trainer, mode="amp", half="float16"),
     "mpframe mixed float16": partial(by_trainer, mode="mixed", half="float16"),
 }
-"""Who takes part, by the name in the tables."""
+"""Who takes part in the dtype modes, by the name in the tables."""
+
+RECIPE_STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
+    **{
+        f"mpframe {recipe}": partial(by_trainer, mode="mixed", products=recipe)
+        for recipe in ("fp8_tensorwise", "mxfp8", "nvfp4")
+    },
+    "torchao mxfp8": by_torchao,
+}
+"""Who takes part below 16 bits; all of mpframe's in `mixed` and float16."""
 
 
 def _adamw(model: nn.Module) -> Optimizer:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from mpframe.bench import measure as measuring
-from mpframe.bench.step.competitors import STEPS
+from mpframe.bench.step.competitors import RECIPE_STEPS, STEPS
 from mpframe.bench.step.laps import Laps
 from mpframe.bench.step.workloads import WORKLOADS
 from mpframe.training.allocator import keep_freed_memory
@@ -59,7 +59,7 @@ def measure(
     Args:
         workload: one of `WORKLOADS`.
         sizes: its arguments.
-        name: one of `STEPS`.
+        name: one of `STEPS` or `RECIPE_STEPS`.
         threads: that torch computes with.
         steps: that count, >= 1; `WARMUP` before them do not.
         keep_memory: what is freed, as `mpframe train` does.
@@ -73,7 +73,7 @@ def measure(
     if channels_last:
         to_channels_last(work.model)
     recompute_modules(work.model, recompute)
-    step = STEPS[name](work, laps)
+    step = (STEPS | RECIPE_STEPS)[name](work, laps)
     with measuring.threads(threads):
         for _ in range(WARMUP):
             step()

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from mpframe.bench.step.workloads import WORKLOADS, Workload
 from mpframe.bench.table import Table
 
 BYTES = "peak bytes per parameter"
+SLOW_ROUNDS = 2
 
 Row = Mapping[str, Any]
 
@@ -53,6 +54,7 @@ def race_turns(
     rounds: int,
     threads: int,
     steps: int,
+    slow: Collection[str] = (),
 ) -> Table:
     """A table of a workload: time, laps and memory of each row; the first is the baseline.
 
@@ -63,11 +65,15 @@ def race_turns(
         rounds: measured rounds, >= 1.
         threads: that torch computes with.
         steps: per turn.
+        slow: the rows that take part in the first two rounds only.
     """
     common = {"workload": workload, "sizes": dict(sizes), "threads": threads, "steps": steps}
     turns = {row: Turn(row, {**common, **own}) for row, own in rows.items()}
     # No warm-up: nothing of a process is left for the next.
-    times = race([Competitor(row, turn) for row, turn in turns.items()], rounds, warmup=0)
+    competitors = [
+        Competitor(row, turn, SLOW_ROUNDS if row in slow else None) for row, turn in turns.items()
+    ]
+    times = race(competitors, rounds, warmup=0)
     work = WORKLOADS[workload](**sizes)
     details = {f"{lap}, ms": _laps(turns, lap) for lap in LAPS}
     details[BYTES] = {

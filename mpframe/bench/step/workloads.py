@@ -68,18 +68,8 @@ def recommender(
 
 def tiny_bert(width: int = 128, layers: int = 2, tokens: int = 32, batch: int = 8) -> Workload:
     """A classifier of texts, of transformers."""
-    package = import_module("transformers")
     torch.manual_seed(0)
-    config = package.BertConfig(
-        vocab_size=1000,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        intermediate_size=4 * width,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    model = _Logits(package.BertForSequenceClassification(config).train())
+    model = bert_classifier(width, layers)
     data = torch.randint(0, 1000, (batch, tokens)), torch.randint(0, 2, (batch,))
     sizes = f"{layers} layers of {width}, {batch} texts of {tokens}"
     return Workload("Tiny BERT", sizes, model, data, nn.CrossEntropyLoss())
@@ -111,6 +101,21 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "resnet18": residual_net,
     "unet": segmenter,
 }
+
+
+def bert_classifier(width: int = 128, layers: int = 2) -> nn.Module:
+    """Maps tokens [N, T] below 1000 to logits [N, 2]; without dropout, whose numbers all draw."""
+    package = import_module("transformers")
+    config = package.BertConfig(
+        vocab_size=1000,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=4 * width,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return _Logits(package.BertForSequenceClassification(config).train())
 
 
 class _Recommender(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mpframe.checkpoint.init_from.renaming import few, hint
+from mpframe.distributed.shards import address_of
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.tree import HALF, dtype_name
 
@@ -153,7 +154,7 @@ def _tied(saved: Weights, own: Weights) -> dict[str, Tensor]:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return address_of(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _renaming(

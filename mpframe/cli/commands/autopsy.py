@@ -84,6 +84,7 @@ def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:
     trainer.load_weights(weights)
     steps = steps_tried(snapshot.state, path)
     try:
+        trainer.precision.load_state_dict(snapshot.state["trainer"].get("products", {}))
         step = _next_step(snapshot.state, steps, trainer, train)
     except (KeyError, TypeError, AttributeError, ValueError):
         raise CheckpointError(f"{path}: holds no progress or scale of a run") from None

@@ -7,6 +7,7 @@
         it is not, or at that scale many gradients underflow               BEYOND_FORMAT
     it is finite:
         many gradients underflow, and fewer at a higher scale              UNDERFLOW
+        an operand of a product is cut off at its scale                    SATURATED
         otherwise                                                          NO_FAULT
 
 A remedy is tried, not guessed: modules are pinned to fp32, the first culprit and then the next,
@@ -26,6 +27,7 @@ from mpframe.numerics.autopsy.culprit import (
     culprit_of_inputs,
 )
 from mpframe.numerics.autopsy.replay import Replay, Setting, replay
+from mpframe.numerics.autopsy.saturation import Saturation, saturation_in
 from mpframe.numerics.autopsy.underflow import (
     culprit_of_underflow,
     largest_gradient,
@@ -49,6 +51,7 @@ class Kind(Enum):
     NOT_FINITE_IN_FP32 = "not finite in fp32 too: model, data or learning rate"
     DIVERGING = "diverging, in fp32 too: learning rate, model or data"
     UNDERFLOW = "underflow: scale too low"
+    SATURATED = "saturated: beyond the scale of a product"
     NO_FAULT = "no fault found"
 
 
@@ -65,6 +68,7 @@ class Diagnosis:
             gradients to underflow (> 0); 0 if that does not help.
         underflow: share of half gradients below half's normal range at the present scale, and
             `underflow_then` at the changed one; nan if unknown.
+        saturation: the operand that is cut off; None unless that is what is wrong.
         replays: all of them, in order.
     """
 
@@ -75,6 +79,7 @@ class Diagnosis:
     octaves: int = 0
     underflow: float = math.nan
     underflow_then: float = math.nan
+    saturation: Saturation | None = None
     replays: tuple[Replay, ...] = ()
 
 
@@ -142,7 +147,9 @@ class _Examination:
                     underflow_then=then,
                     proven=True,
                 )
-        return self._diagnosis(Kind.NO_FAULT, None, underflow=underflow)
+        saturation = saturation_in(self._case)
+        kind = Kind.SATURATED if saturation else Kind.NO_FAULT
+        return self._diagnosis(kind, None, underflow=underflow, saturation=saturation)
 
     def _octaves_down(self) -> int:
         """The least number of octaves that make the step finite; 0 if no allowed number does."""

@@ -13,8 +13,10 @@ from mpframe.numerics.autopsy.culprit import Culprit
 from mpframe.numerics.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.numerics.autopsy.evidence import Evidence
 from mpframe.numerics.autopsy.replay import Replay, Setting
+from mpframe.numerics.autopsy.saturation import Saturation
 from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
 from mpframe.numerics.remedies import deny_words, pin_words
+from mpframe.precision.policy import NO_PRODUCTS
 
 _FEW = 8
 
@@ -62,6 +64,8 @@ def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
     if culprit is not None:
         facts += _where(culprit, diagnosis, case)
         facts += _samples(culprit, step)
+    if diagnosis.saturation is not None:
+        facts += _cut_off(diagnosis.saturation)
     facts += [("do", line) for line in _advice(diagnosis, case, step)]
     title = f"autopsy of step {step.step}: {_title(diagnosis, case)}"
     return Report(title, facts, _table(diagnosis.replays))
@@ -90,6 +94,17 @@ def _where(culprit: Culprit, diagnosis: Diagnosis, case: Case) -> list[tuple[str
     if culprit.objective:
         facts.append(("loss", culprit.objective))
     return facts
+
+
+def _cut_off(own: Saturation) -> list[tuple[str, str]]:
+    return [
+        ("where", f"{own.layer}, operand {own.operand} of its products"),
+        (
+            "value",
+            f"{own.noise.saturated:.0%} of its values are beyond the format's range at their "
+            f"scale; the signal is {own.noise.snr_db:.1f} dB above what was cut off",
+        ),
+    ]
 
 
 def _described(call: OpCall, case: Case) -> str:
@@ -154,6 +169,9 @@ def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> list[str]:
         return [_lower(diagnosis, case)]
     if diagnosis.kind is Kind.UNDERFLOW:
         return [_raise(diagnosis, case)]
+    if diagnosis.saturation is not None:
+        pinned = shlex.join(pin_words([diagnosis.saturation.layer], NO_PRODUCTS))
+        return [f"add to the command line: {pinned}, which keeps its products in half"]
     if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
         return [_of_fp32(diagnosis.culprit, step)]
     if diagnosis.kind is Kind.DIVERGING:

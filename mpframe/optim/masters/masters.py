@@ -4,7 +4,8 @@ A half parameter has a master, made from the fp32 value it had before it was rou
 parameter is its own master, and one that appears under several names has one.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpframe.distributed.shards import is_sharded, part_for, part_of, sharded_as
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.optim.gradients import Gradients, measured
 from mpframe.optim.masters.master import (
@@ -24,7 +26,7 @@ from mpframe.optim.masters.master import (
     restore,
 )
 from mpframe.optim.masters.write_detector import adopt_writes
-from mpframe.tree import HALF, to_fp32
+from mpframe.tree import HALF, map_tensors, to_fp32
 
 _WRAPPED: WeakSet[Optimizer] = WeakSet()
 
@@ -48,6 +50,7 @@ class Masters:
                 remember(parameter, start.clone(), kind or Master)
         self._kind = kind
         self._masters: dict[Tensor, Tensor] = {}
+        self._sharded = False  # Asked once for all parameters, not for each in every step.
         self.half: dict[Tensor, Master] = {}
         self.device = torch.device("cpu")
 
@@ -84,7 +87,10 @@ class Masters:
         """
         self._refuse(group["params"])
         for index, parameter in enumerate(group["params"]):
-            self._masters[parameter] = parameter
+            self._masters[parameter] = part_of(parameter)
+            if is_sharded(parameter):
+                self._sharded = True
+                group["params"][index] = self._masters[parameter]
             if parameter.dtype not in HALF:
                 continue
             if self._kind is None:
@@ -112,6 +118,8 @@ class Masters:
             if master is not parameter and master.grad is not None:
                 gradient = _sum(gradient, master.grad)
             if gradient is not None:
+                if self._sharded:
+                    gradient = part_of(gradient)
                 taken.append((master, gradient))
                 parameter.grad = master.grad = None
         return measured(taken, scale, self.device)
@@ -142,6 +150,25 @@ class Masters:
         known = {name: self._behind(parameter) for name, parameter in named}
         return {name: master.detach() for name, master in known.items() if master is not None}
 
+    def with_shards(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state, as it keeps it by its groups, with sharded tensors where they are.
+
+        What has the shape of a part is one.
+        """
+        return self._by_parameter(
+            state,
+            lambda own, value: (
+                sharded_as(own, value) if value.shape == part_of(own).shape else value
+            ),
+        )
+
+    def with_parts(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The reverse of `with_shards`, also for a state that is whole."""
+        return self._by_parameter(
+            state,
+            lambda own, value: part_for(own, value) if value.shape == own.shape else value,
+        )
+
     def listed(self) -> list[Tensor | None]:
         """The master of each half parameter, None if a parameter is its own."""
         return [self[parameter] if parameter in self.half else None for parameter in self]
@@ -169,8 +196,20 @@ class Masters:
         """The tensor in the optimizer's groups, by which it keeps its state."""
         return self._masters[parameter]
 
+    def _by_parameter(
+        self, state: dict[str, Any], change: Callable[[Tensor, Tensor], Tensor]
+    ) -> dict[str, Any]:
+        """The state with each tensor changed that belongs to a sharded parameter."""
+        kept = dict(state["state"])
+        for index, own in enumerate(self._masters):
+            if is_sharded(own) and index in kept:
+                kept[index] = map_tensors(partial(change, own), kept[index])
+        return {**state, "state": kept}
+
     def _behind(self, parameter: Tensor) -> Tensor | None:
         """The master of a parameter in a group, or of one that no group has yet."""
+        if is_sharded(parameter):
+            return parameter
         if parameter in self._masters:
             return self[parameter]
         held = master_behind(parameter)
@@ -266,7 +305,7 @@ def _copy_held(target: Tensor, source: Tensor) -> None:
     if target.dtype in HALF:
         limit = torch.finfo(target.dtype).max
         source = source.clamp(-limit, limit)
-    target.copy_(source)
+    part_of(target).copy_(part_for(target, source))
 
 
 def _refuse_other_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:

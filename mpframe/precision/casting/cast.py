@@ -44,7 +44,7 @@ from mpframe.precision.policy import CASTABLE, NO_PRODUCTS, Policy
 from mpframe.precision.products.ops import ProductOp, product_name, product_ops, recipe_for
 from mpframe.precision.products.state import ProductState
 from mpframe.precision.spellings import op_name
-from mpframe.tree import map_tensors
+from mpframe.tree import call_with, map_tensors
 
 Pins = Sequence[tuple[str, str]]  # (module, pin)
 
@@ -58,11 +58,15 @@ class Casts:
     Args:
         policy: what decides.
         state: what products carry from step to step.
+
+    Attributes:
+        keeps_weights: a weight is cast once in a block, not once for each op.
     """
 
     def __init__(self, policy: Policy, state: ProductState | None = None) -> None:
         self.policy = policy
         self.products = product_ops(policy, state or ProductState())
+        self.keeps_weights = True
         self.compute_on(torch.device("cpu"))
 
     def compute_on(self, device: torch.device) -> None:
@@ -206,22 +210,22 @@ class CastMode(TorchFunctionMode):
         formats = formats_of(args, kwargs)
         if formats.isdisjoint(self._to_half) or not formats.isdisjoint(HANDS_OFF):
             return func(*args, **kwargs)
-        result = func(*map_tensors(self._as_half, args), **map_tensors(self._as_half, kwargs))
+        result = call_with(self._as_half, func, args, kwargs)
         return map_tensors(self._round, result) if self._emulates else result
 
     def _run_data(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """A write through `.data` leaves no trace: the weight's cast is not kept in this block."""
         if not torch.compiler.is_compiling() and _is_weight(args[0]):
             self._open_weights[id(args[0])] = args[0]
+            for enabled in (True, False):
+                self._kept_weights.pop((id(args[0]), enabled), None)
         return func(*args, **kwargs)
 
     def _as_half(self, tensor: Tensor) -> Tensor:
         """`tensor` as a half op wants it; a weight's cast is made once and kept for the block."""
         if tensor.dtype not in self._to_half:
             return tensor
-        if torch.compiler.is_compiling() or not _is_weight(tensor):
-            return self._halved(tensor)
-        if id(tensor) in self._open_weights:
+        if torch.compiler.is_compiling():
             return self._halved(tensor)
         if self._steps != optimizer_steps.taken():
             self._steps = optimizer_steps.taken()
@@ -229,11 +233,14 @@ class CastMode(TorchFunctionMode):
         # Not one cast for both: what is made without a graph has no gradient.
         key = (id(tensor), torch.is_grad_enabled())
         kept = self._kept_weights.get(key)
-        if kept is None or kept[1] != tensor._version:
+        if kept is not None and kept[1] == tensor._version:
+            return kept[2]
+        halved = self._halved(tensor)
+        keeps = self.casts.keeps_weights and id(tensor) not in self._open_weights
+        if keeps and _is_weight(tensor):
             # The weight is kept beside its cast: an id is only unique while its object lives.
-            kept = (tensor, tensor._version, self._halved(tensor))
-            self._kept_weights[key] = kept
-        return kept[2]
+            self._kept_weights[key] = (tensor, tensor._version, halved)
+        return halved
 
     def _halved(self, tensor: Tensor) -> Tensor:
         emulated = self._emulates and tensor.device.type == "cpu"

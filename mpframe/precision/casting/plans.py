@@ -22,7 +22,7 @@ from torch import Tensor
 from mpframe.precision.casting.emulation import WITHOUT_HALF_KERNEL, rounded
 from mpframe.precision.op_lists import WITH_STATISTICS
 from mpframe.precision.policy import CASTABLE, Compute
-from mpframe.tree import map_tensors, tensors_in, to_fp32
+from mpframe.tree import call_with, map_tensors, tensors_in, widened
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -111,7 +111,7 @@ def _run_fp32(func: Any, args: Args, kwargs: Kwargs) -> Any:
     formats = formats_of(args, kwargs)
     if formats.isdisjoint(NARROW) or not formats.isdisjoint(HANDS_OFF):
         return func(*args, **kwargs)
-    return func(*to_fp32(args), **to_fp32(kwargs))
+    return call_with(widened, func, args, kwargs)
 
 
 def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -1,12 +1,12 @@
 """What the products of a layer are computed in, in words: for the dtype map."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mpframe.precision.policy import Compute, Policy
-from mpframe.precision.products.kernels import Operand, misfit, weight_operand
+from mpframe.precision.products.kernels import misfit, weight_operand
 from mpframe.precision.products.ops import ATTENTION, OPS, recipe_for
 from mpframe.precision.products.recipe import Recipe
 
@@ -40,27 +40,48 @@ def products_of(
     recipe = next((found for found in recipes if found is not None), None)
     if recipe is not None:
         return "; ".join([recipe.name, *_in_half(recipe, module)])
-    halves = [call[0] for call in calls if policy.compute_of(*call) is Compute.HALF]
+    # prelu is in ops.allow, as under autocast, but multiplies element by element.
+    halves = [
+        call[0] for call in calls if policy.compute_of(*call) is Compute.HALF and call[0] != "prelu"
+    ]
     if not halves:
         return "-"
     if pin is not None:
         return f"in half: {pin[0]!r} is pinned to {pin[1]}"
-    return "in half" if halves[0] in OPS else f"in half: {halves[0]} has its products in one kernel"
+    return "in half" if halves[0] in OPS else f"in half: {halves[0]} is never quantised"
 
 
 def _in_half(recipe: Recipe, module: nn.Module) -> list[str]:
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or is_lazy(weight) or weight.dim() < 2:
-        return []
+    weights = dict(_weights(module))
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, weight in weights.items():
+        for product, reason in _reasons(recipe, module, weight):
+            found.setdefault((product, reason), []).append(name)
+    return [
+        f"{product}{_of(names, len(weights))} in half: {reason}"
+        for (product, reason), names in found.items()
+    ]
+
+
+def _of(names: list[str], count: int) -> str:
+    return f" of {', '.join(names)}" if len(names) < count else ""
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The matrices of a layer, of which recurrent layers have several."""
+    many = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+    for name, weight in module.named_parameters(recurse=False):
+        known = name.startswith("weight_") if many else name == "weight"
+        if known and not is_lazy(weight) and weight.dim() > 1:
+            yield name, weight
+
+
+def _reasons(recipe: Recipe, module: nn.Module, weight: Tensor) -> Iterator[tuple[str, str]]:
+    """Products that stay in half, and why."""
     groups = getattr(module, "groups", 1)
     over = 0 if getattr(module, "transposed", False) else 1
-    of_weight = {
-        "forward": weight_operand(weight, over, groups),
-        "dx": weight_operand(weight, 1 - over, groups),
-    }
-    reasons = {product: _reason(recipe, product, own) for product, own in of_weight.items()}
-    return [f"{product} in half: {reason}" for product, reason in reasons.items() if reason]
-
-
-def _reason(recipe: Recipe, product: str, weight: Operand) -> str:
-    return misfit(recipe, product, weight) if product in recipe.products else "by the recipe"
+    for product, axis in (("forward", over), ("dx", 1 - over)):
+        if product not in recipe.products:
+            yield product, "by the recipe"
+        elif reason := misfit(recipe, product, weight_operand(weight, axis, groups)):
+            yield product, reason

@@ -26,21 +26,29 @@ class Noise:
             inf without noise, nan beside inf and nan.
         saturated: the share of values beyond the format's largest number at their scale.
         lost: the share of values that are not zero but became zero.
-        scale_spread: octaves from the smallest to the largest scale; 0 if there is one, or none.
+        highest_scale: log2 of the largest scale; 0 if there is none; -inf if all values are 0.
+        lowest_scale: of the smallest, likewise; inf if all values are 0.
     """
 
     count: int
     snr_db: float
     saturated: float
     lost: float
-    scale_spread: float
+    highest_scale: float = 0.0
+    lowest_scale: float = 0.0
+
+    @property
+    def scale_spread(self) -> float:
+        """Octaves from the smallest to the largest scale; 0 if there is one, or none."""
+        spread = self.highest_scale - self.lowest_scale
+        return max(spread, 0.0)
 
     @classmethod
     def of(cls, row: list[float]) -> Self:
         """From the numbers of `measured` or `merged`."""
         count, signal, noise, saturated, lost, highest, lowest = row
-        spread = highest - lowest if highest >= lowest else 0.0
-        return cls(int(count), _decibels(signal, noise), saturated / count, lost / count, spread)
+        shares = saturated / count, lost / count
+        return cls(int(count), _decibels(signal, noise), *shares, highest, lowest)
 
 
 def measured(

@@ -1,15 +1,15 @@
 """PyTorch's ops as products: each op of `OPS` by matrix products or one convolution (kernels.py).
 
-What is not there stays in half: recurrent cells and experts, whose products are inside one kernel;
-outer products, which sum over nothing; an einsum of other than two operands; and forms that write
-in place or into `out=`.
+What is not there stays in half: outer products, which sum over nothing; chains of matrices, whose
+order a kernel chooses; an einsum of other than two operands; and forms that write in place or into
+`out=`.
 """
 
 import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,11 +24,13 @@ from mpframe.precision.casting.plans import HANDS_OFF, NARROW, Args, Kwargs, for
 from mpframe.precision.policy import CASTABLE, Policy
 from mpframe.precision.products.kernels import Quantizer, convolution, matmul
 from mpframe.precision.products.recipe import Recipe
+from mpframe.precision.products.recurrent import RECURRENT
 from mpframe.precision.products.state import ProductState
 from mpframe.tree import map_tensors, tensors_in
 
 ATTENTION = "scaled_dot_product_attention"
 _broadcast: Any = torch.broadcast_shapes
+_broadcast_tensors: Any = torch.broadcast_tensors
 
 
 def recipe_for(policy: Policy, op: str, pin: str | None = None) -> Recipe | None:
@@ -47,11 +49,18 @@ class Call:
         quantizer: of the recipe.
         weight: the operand that counts as the weight: the right one, if the left alone is not one.
         weight_first: whether it is the left operand.
+        given: of an op with several products, its tensors as they are now, each with what it was
+            made from.
     """
 
     quantizer: Quantizer
     weight: Any = None
     weight_first: bool = False
+    given: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    def by(self, weight: Tensor) -> "Call":
+        """The call of the product with one of several weights."""
+        return replace(self, weight=next(own for made, own in self.given if made is weight))
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """left @ right, both of 2 axes or both of 3."""
@@ -74,11 +83,11 @@ class Call:
         Without a need for it there is none, so that a compiler sees one constant for all.
         """
         recipe, state, weight = self.quantizer.recipe, self.quantizer.state, self.weight
-        needed = recipe.delayed or state.watch is not None
+        needed = recipe.history > 0 or state.watch is not None
         if not needed or not isinstance(weight, nn.Parameter):
             return ""
         name = state.name_of(weight)
-        if records and not name and recipe.delayed:
+        if records and not name and recipe.history > 0:
             raise ConfigError(
                 f"dtype.products={recipe.name}: keeps a history for each weight of the model given "
                 f"to Precision.prepare, and one of {list(weight.shape)} is none of them; choose "
@@ -91,6 +100,10 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
     y = call.matmul(input.reshape(-1, input.shape[-1]), weight.t())
     y = y.view(*input.shape[:-1], y.shape[-1])
     return y if bias is None else y + bias
+
+
+def recurrent(run: Callable[..., Any], call: Call, *args: Any, **kwargs: Any) -> Any:
+    return run(lambda x, w, bias: linear(call.by(w), x, w, bias), *args, **kwargs)
 
 
 def _matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
@@ -110,6 +123,41 @@ def _matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
 def matmul_of(call: Call, input: Tensor, *other: Tensor, **named: Tensor) -> Tensor:
     """matmul, mm, bmm and mv, whose second operand has a name of its own in each."""
     return _matmul(call, input, *other, *named.values())
+
+
+def vecdot(call: Call, x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
+    """Each pair of vectors is a product of one row and one column."""
+    x, y = (t.movedim(dim, -1) for t in _broadcast_tensors(x, y))
+    return _matmul(call, x[..., None, :], y[..., None])[..., 0, 0]
+
+
+def grouped(
+    call: Call,
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: None = None,
+) -> Tensor:
+    """Experts: a product for each group. Without `offs` it is bmm."""
+    y = (
+        _matmul(call, mat_a, mat_b)
+        if offs is None
+        else _by_group(call, mat_a, mat_b, offs.tolist())
+    )
+    return y if bias is None else y + bias
+
+
+def _by_group(call: Call, left: Tensor, right: Tensor, ends: list[int]) -> Tensor:
+    """A stack has one matrix a group, a matrix is cut where groups end; zeros behind the last."""
+    spans = [slice(*span) for span in itertools.pairwise([0, *ends])]
+    if left.dim() == right.dim():  # The groups divide what is summed over.
+        return torch.stack([call.matmul(left[:, own], right[own]) for own in spans])
+    if left.dim() == 2:
+        parts = [call.matmul(left[own], expert) for own, expert in zip(spans, right, strict=True)]
+        return F.pad(torch.cat(parts), (0, 0, 0, left.shape[0] - ends[-1]))
+    parts = [call.matmul(expert, right[:, own]) for own, expert in zip(spans, left, strict=True)]
+    return F.pad(torch.cat(parts, 1), (0, right.shape[1] - ends[-1]))
 
 
 def add_matmul(
@@ -232,6 +280,12 @@ def conv(
     return _convolution(call, input, weight, bias, stride, padding, dilation, False, 0, groups)
 
 
+def conv_tbc(call: Call, input: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Tensor:
+    """conv1d of [time, batch, channels], by a weight of [time, in, out]."""
+    y = conv(call, input.permute(1, 2, 0), weight.permute(2, 1, 0), bias, padding=pad)
+    return y.permute(2, 0, 1)
+
+
 def conv_transpose(
     call: Call,
     input: Tensor,
@@ -273,16 +327,20 @@ def attention(
     return _matmul(call, shares, value)
 
 
-# Each op, and where its left operand stands among its arguments.
-OPS: dict[str, tuple[Callable[..., Any], int]] = {
+# Each op, and where its left operand stands among its arguments; None: it has several products.
+OPS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "linear": (linear, 0),
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), (matmul_of, 0)),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), (add_matmul, 1)),
     "addbmm": (addbmm, 1),
+    "_grouped_mm": (grouped, 0),
     "einsum": (einsum, 1),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), (conv, 0)),
     **dict.fromkeys((f"conv_transpose{n}d" for n in (1, 2, 3)), (conv_transpose, 0)),
     "convolution": (_convolution, 0),
+    "conv_tbc": (conv_tbc, 0),
+    "linalg_vecdot": (vecdot, 0),
+    **{op: (partial(recurrent, run), None) for op, run in RECURRENT.items()},
     ATTENTION: (attention, 0),
 }
 
@@ -304,15 +362,21 @@ class ProductOp:
         """The result of a call; NotImplemented if these arguments have no such product."""
         if not self._takes(args, kwargs):
             return NotImplemented
-        operands = [*args, *kwargs.values()][self._first : self._first + 2]
-        first = [isinstance(operand, nn.Parameter) for operand in operands] == [True, False]
-        call = Call(self.quantizer, operands[0 if first else -1], first)
-        args, kwargs = map_tensors(self._operand, (args, kwargs))
-        run: Callable[..., Any] = partial(self._run, call)
+        given = args, kwargs
+        args, kwargs = map_tensors(self._operand, given)
+        run: Callable[..., Any] = partial(self._run, self._call(given, (args, kwargs)))
         if not torch.compiler.is_compiling():
             run = shown(func, run)
         y = run(*args, **kwargs)
-        return y if self.half is None else rounded(y, self.half)
+        return y if self.half is None else map_tensors(self._result, y)
+
+    def _call(self, given: tuple[Args, Kwargs], made: tuple[Args, Kwargs]) -> Call:
+        if self._first is None:
+            pairs = zip(tensors_in(made), tensors_in(given), strict=True)
+            return Call(self.quantizer, given=tuple(pairs))
+        operands = [*given[0], *given[1].values()][self._first : self._first + 2]
+        first = [isinstance(operand, nn.Parameter) for operand in operands] == [True, False]
+        return Call(self.quantizer, operands[0 if first else -1], first)
 
     def _takes(self, args: Args, kwargs: Kwargs) -> bool:
         formats = formats_of(args, kwargs)
@@ -326,6 +390,9 @@ class ProductOp:
         if self.half is None or tensor.dtype not in CASTABLE:
             return tensor
         return half_values(tensor, self.half)
+
+    def _result(self, tensor: Tensor) -> Tensor:
+        return tensor if self.half is None else rounded(tensor, self.half)
 
 
 def shown(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -81,9 +81,10 @@ class Recipe:
         return cls(name, products, half, attention)
 
     @property
-    def delayed(self) -> bool:
-        """True if a scale comes from the amax of earlier steps."""
-        return any(how.history for pair in self.products.values() for how in pair.values())
+    def history(self) -> int:
+        """The most steps whose amax a scale comes from; 0: none does."""
+        hows = (how for pair in self.products.values() for how in pair.values())
+        return max((how.history for how in hows), default=0)
 
     def __str__(self) -> str:
         lines = [

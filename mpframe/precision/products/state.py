@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from mpframe.distributed.world import World
 from mpframe.precision import optimizer_steps
 
+ROLES = ("x", "w", "dy")
 _SEED_OFFSET = 0x9E3779B9
 
 
@@ -20,30 +23,50 @@ class AmaxHistory:
     """The largest magnitude of one operand in each of the optimizer steps before.
 
     What is seen between two steps counts as one: the micro-batches of an accumulated step, and the
-    forward pass that a checkpointed module runs again, have one scale.
+    forward pass that a checkpointed module runs again, have one scale. A step in which nothing was
+    seen, or nothing but zeros and what is not finite, does not count.
 
     Attributes:
         past: float32, of each step, the latest first; 0: not there yet.
-        present: 0-d float32, of the step that is running; None: nothing was seen.
+        present: 0-d float32, of the step that is running; 0: nothing was seen.
+        not_agreed: whether something was seen since the ranks agreed.
     """
 
     def __init__(self, past: Tensor, present: Tensor | None = None) -> None:
-        self.past, self.present = past, present
+        self.past = past
+        self.present = past.new_zeros(()) if present is None else present
         self._step = -1
+        self.not_agreed = False
 
     def amax(self, own: Tensor, record: bool) -> Tensor:
         """The largest of the past; `own`, that of the tensor itself, as long as there is none."""
-        self.past = self.past.to(own.device)
-        if self.present is not None and self._step != optimizer_steps.taken():
-            self.past = torch.cat([self.present.to(own.device)[None], self.past[:-1]])
-            self.present = None
+        self.past, self.present = self.past.to(own.device), self.present.to(own.device)
+        if self._step != optimizer_steps.taken():
+            self._end_step(self.present > 0)
+            self.present = torch.zeros_like(self.present)
         if record:
             # What is not finite makes its own step fail, and no later one.
-            seen = torch.where(own.isfinite(), own, 0.0)
-            self.present = seen if self.present is None else torch.maximum(self.present, seen)
-            self._step = optimizer_steps.taken()
+            self.present = torch.maximum(self.present, torch.where(own.isfinite(), own, 0.0))
+            self._step, self.not_agreed = optimizer_steps.taken(), True
         largest = self.past.max()
         return torch.where(largest > 0, largest, own)
+
+    def agree(self, largest: Tensor, step: int) -> None:
+        """Take what all ranks have seen in the step that is running, 0-d.
+
+        Args:
+            largest: 0 if none has seen anything.
+            step: the number that the step had on this rank (`optimizer_steps.taken`).
+        """
+        if not self.not_agreed:  # What is present is of an earlier step.
+            self.past, self.present = self.past.to(largest.device), self.present.to(largest.device)
+            self._end_step((largest > 0) & (self.present > 0))
+            largest = torch.where(largest > 0, largest, self.present)
+        self.present, self._step, self.not_agreed = largest, step, False
+
+    def _end_step(self, ended: Tensor) -> None:
+        """What is present is past, where that is true."""
+        self.past = torch.where(ended, torch.cat([self.present[None], self.past[:-1]]), self.past)
 
 
 Watch = Callable[[str, str, str, Tensor], None]
@@ -62,12 +85,16 @@ class ProductState:
         self._generators: dict[str, torch.Generator] = {}
         self._histories: dict[str, AmaxHistory] = {}
         self._names: dict[int, str] = {}  # by the id of a weight that lives
+        self._matrices: dict[str, None] = {}  # the names of those of several axes
+        self._step, self._device = -1, torch.device("cpu")  # of what was recorded last
 
     def learn_names(self, model: nn.Module) -> None:
         """Know the model's weights by name: a product's histories are kept under its weight's."""
         for name, parameter in model.named_parameters():
             if id(parameter) not in self._names:
                 self._names[id(parameter)] = name
+                if is_lazy(parameter) or parameter.dim() > 1:
+                    self._matrices[name] = None
                 weakref.finalize(parameter, self._names.pop, id(parameter)).atexit = False
 
     def name_of(self, weight: Any) -> str:
@@ -97,7 +124,31 @@ class ProductState:
             history = AmaxHistory(torch.zeros(length, device=own.device))
             if record:
                 self._histories[operand] = history
+        if record:
+            self._step, self._device = optimizer_steps.taken(), own.device
         return history.amax(own, record)
+
+    def agree(self, world: World, length: int) -> None:
+        """Let all ranks have the histories of one process that sees the samples of all.
+
+        It is called once in each step, behind the backward pass. A weight that one rank alone has
+        used gets a history on the others.
+
+        Args:
+            world: all its ranks call this.
+            length: of the histories.
+        """
+        operands = [f"{name} {role}" for name in self._matrices for role in ROLES]
+        own = [self._histories.get(operand) for operand in operands]
+        nothing = torch.zeros((), device=self._device)
+        seen = [nothing if h is None or not h.not_agreed else h.present for h in own]
+        for operand, history, largest in zip(
+            operands, own, world.max(torch.stack(seen)), strict=True
+        ):
+            if history is None:
+                history = AmaxHistory(torch.zeros(length, device=self._device))
+                self._histories[operand] = history
+            history.agree(largest, self._step)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -109,12 +160,13 @@ class ProductState:
             self.load_state_dict(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators' states by device type, and the histories by operand."""
+        """The generators' states by device type, and the histories by operand that have begun."""
         return {
             "generators": {device: g.get_state() for device, g in self._generators.items()},
             "amax": {
-                name: {"past": own.past.clone(), "present": own.present}
+                name: {"past": own.past.clone(), "present": own.present.clone()}
                 for name, own in self._histories.items()
+                if own.present > 0 or own.past.any()
             },
         }
 

@@ -15,6 +15,7 @@ from collections.abc import Set
 import torch
 from torch import Tensor, nn
 
+from mpframe.distributed.shards import is_sharded
 from mpframe.errors import ConfigError
 from mpframe.optim.masters.master import exact_value
 from mpframe.precision.module_ops import op_of
@@ -44,7 +45,7 @@ def store(model: nn.Module, policy: Policy, reads: Reads | None = None) -> dict[
     """Bring every weight into its format, in place.
 
     A weight beyond the half range is stored at the range's end. One that is half already is stored
-    from its master, if it has one.
+    from its master, if it has one. One that is divided among ranks stays fp32: it is gathered so.
 
     Returns:
         The fp32 values from before, of the weights that were rounded.
@@ -55,7 +56,7 @@ def store(model: nn.Module, policy: Policy, reads: Reads | None = None) -> dict[
     _refuse_complex(model)
     before: dict[Tensor, Tensor] = {}
     for parameter, dtype in formats_of(model, policy, reads).items():
-        if parameter.dtype != dtype:
+        if parameter.dtype != dtype and not is_sharded(parameter):
             exact = exact_value(parameter)
             _restore_as(parameter, dtype, parameter.data.float() if exact is None else exact)
             if exact is not None and dtype in HALF:

@@ -110,7 +110,7 @@ def _options(config: str, path: Path) -> dict[str, Any]:
 def _say_what_differs(
     snapshot: Snapshot, then: dict[str, Any], now: dict[str, Any], trainer: Trainer
 ) -> None:
-    here = arithmetic(device_of(trainer.model), trainer.world.size)
+    here = arithmetic(device_of(trainer.model), trainer.world)
     changed = differences(then, now)
     changed += other_arithmetic(snapshot.facts.get("made_on"), here)
     if changed:
@@ -152,6 +152,9 @@ def _load(snapshot: Snapshot, trainer: Trainer) -> None:
         checkpoint.restore_rng(snapshot.state["rng"])
         return
     own = checkpoint.of_rank(snapshot.state, trainer.world.rank)
-    if own is not None:
+    if own is None:  # There were fewer ranks: this one draws numbers of its own.
+        shared = snapshot.state["trainer"].get("products", {})
+        trainer.precision.load_state_dict({**shared, "generators": {}})
+    else:
         trainer.precision.load_state_dict(own["products"])
         checkpoint.restore_rng(own["rng"])

@@ -5,7 +5,8 @@ generator, and the state of the callbacks. It is taken between two steps, when n
 window is open. Two numbers say how far the data has been read (see data.loader).
 
 Of several ranks all come to a save at the same step, and rank 0 writes it: they hold the same
-state, but for the random generators and what 8-bit products remember.
+state, but for the random generators and what 8-bit products remember. If they divide the weights,
+each writes its part.
 
 A save in the background copies the state first, so the run can go on while the copy is written. At
 most one such save runs at a time, and its error is raised at the next save or at the end.
@@ -23,6 +24,7 @@ from typing import Any
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot, retention
 from mpframe.checkpoint.writing import Background
+from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError, RunInterrupted
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.callback import Callback, call, states_of
@@ -116,6 +118,10 @@ class Checkpoints(Callback):
             snapshot = self._snapshot(trainer)
             self._saved, self._saved_at = stands, time.monotonic()
             refuse_drift(trainer)
+            if trainer.world.sharding is not None:
+                with self._reported():
+                    self._write_together(trainer.world, snapshot)
+                return
             if not trainer.world.is_main:
                 return
             with self._reported():
@@ -184,13 +190,21 @@ class Checkpoints(Callback):
             self._context.config,
             {
                 "validation": self._validation_at(global_step),
-                "made_on": arithmetic(device_of(trainer.model), trainer.world.size),
+                "made_on": arithmetic(device_of(trainer.model), trainer.world),
                 "run": self._context.identity,
             },
         )
 
+    def _write_together(self, world: World, snapshot: Snapshot) -> None:
+        checkpoint.save_together(self._context.folder, snapshot, world)
+        if world.is_main:
+            self._prune()
+
     def _write(self, snapshot: Snapshot) -> None:
         checkpoint.save(self._context.folder, snapshot)
+        self._prune()
+
+    def _prune(self) -> None:
         try:
             retention.prune(self._context.folder, self._plan.keep_last, self._plan.keep_best)
         except OSError as error:

@@ -8,6 +8,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isfinite
 from typing import Any
 
@@ -75,8 +76,7 @@ class Normalize:
     def __call__(self, images: Tensor) -> Tensor:
         """Normalise [N, C, H, W], uint8 0..255 or floating 0..1, into float32."""
         top = 255.0 if images.dtype == torch.uint8 else 1.0
-        mean = torch.tensor(self.mean).mul_(top).view(-1, 1, 1)
-        factor = torch.tensor(self.std).mul_(top).reciprocal_().view(-1, 1, 1)
+        mean, factor = _shift_and_factor(tuple(self.mean), tuple(self.std), top)
         return images.float().sub(mean).mul_(factor)
 
     def described(
@@ -100,6 +100,18 @@ class Normalize:
             "mean": list(self.mean),
             "std": list(self.std),
         }
+
+
+@lru_cache
+def _shift_and_factor(
+    mean: tuple[float, ...], std: tuple[float, ...], top: float
+) -> tuple[Tensor, Tensor]:
+    """What to subtract from pixels in 0..`top` and what to multiply by then, each [C, 1, 1].
+
+    Kept, for making them takes longer than normalising a batch of small images.
+    """
+    shift = torch.tensor(mean).mul_(top).view(-1, 1, 1)
+    return shift, torch.tensor(std).mul_(top).reciprocal_().view(-1, 1, 1)
 
 
 def _above_zero(number: float) -> bool:

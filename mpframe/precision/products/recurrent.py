@@ -1,0 +1,179 @@
+"""Recurrent layers and cells, step by step: each of their products is a linear layer of its own.
+
+torch has each in one kernel, whose operands nobody can quantise, and its decompositions of them
+leave dropout out. As in the kernels, the inputs of all steps are multiplied at once, the hidden
+state step by step. All steps are in one tensor of rows, as in a packed sequence: so many rows for
+each step, and the sequences that go on are the first ones.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`F.linear`, by a recipe."""
+State = tuple[Tensor, ...]
+"""h, or h and c of an LSTM; [samples, hidden]."""
+Gates = Callable[[Tensor, Tensor, State], State]
+"""The next state, of what the inputs and what the hidden state give to the gates."""
+
+
+def _lstm(inputs: Tensor, hidden: Tensor, state: State) -> State:
+    i, f, g, o = (inputs + hidden).chunk(4, 1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru(inputs: Tensor, hidden: Tensor, state: State) -> State:
+    (r, z, n), (of_r, of_z, of_n) = inputs.chunk(3, 1), hidden.chunk(3, 1)
+    new = (n + (r + of_r).sigmoid() * of_n).tanh()
+    return ((state[0] - new) * (z + of_z).sigmoid() + new,)
+
+
+def _tanh(inputs: Tensor, hidden: Tensor, state: State) -> State:
+    return ((inputs + hidden).tanh(),)
+
+
+def _relu(inputs: Tensor, hidden: Tensor, state: State) -> State:
+    return ((inputs + hidden).relu(),)
+
+
+_GATES: dict[str, Gates] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tanh, "rnn_relu": _relu}
+
+
+@dataclass(frozen=True)
+class _Direction:
+    """One layer in one direction.
+
+    Args:
+        linear: computes the products.
+        gates: of the kind of layer.
+        params: w_ih, w_hh, their biases if it has any, and w_hr if it has a projection.
+        has_biases: whether it has.
+    """
+
+    linear: Linear
+    gates: Gates
+    params: Sequence[Tensor]
+    has_biases: bool
+
+    def run(self, rows: Tensor, sizes: Sequence[int], state: State, back: bool) -> tuple[Any, ...]:
+        """The output rows, and the last state of every sequence."""
+        steps = torch.split(self.of_inputs(rows), list(sizes))
+        outputs = []
+        for step in reversed(steps) if back else steps:
+            count = len(step)
+            new = self.next(step, tuple(part[:count] for part in state))
+            outputs.append(new[0])
+            # A sequence that has ended, or not begun, keeps the state it has.
+            state = tuple(torch.cat([n, part[count:]]) for n, part in zip(new, state, strict=True))
+        return torch.cat(outputs[::-1] if back else outputs), state
+
+    def of_inputs(self, rows: Tensor) -> Tensor:
+        return self.linear(rows, self.params[0], self._bias(2))
+
+    def next(self, of_inputs: Tensor, state: State) -> State:
+        of_hidden = self.linear(state[0], self.params[1], self._bias(3))
+        new = self.gates(of_inputs, of_hidden, state)
+        if len(self.params) == (5 if self.has_biases else 3):
+            new = self.linear(new[0], self.params[-1], None), *new[1:]
+        return new
+
+    def _bias(self, index: int) -> Tensor | None:
+        return self.params[index] if self.has_biases else None
+
+
+def _layers(
+    kind: str,
+    linear: Linear,
+    rows: Tensor,
+    sizes: Sequence[int],
+    hx: Any,
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> tuple[Tensor, ...]:
+    """The output rows of the last layer, and the last states of all layers."""
+    states = list(zip(*hx, strict=True)) if kind == "lstm" else [(h,) for h in hx]
+    count = len(params) // len(states)
+    ways = 2 if bidirectional else 1
+    last: list[State] = []
+    for layer in range(num_layers):
+        outputs = []
+        for way in range(ways):
+            own = params[count * len(last) :][:count]
+            direction = _Direction(linear, _GATES[kind], own, has_biases)
+            output, state = direction.run(rows, sizes, states[len(last)], way == 1)
+            outputs.append(output)
+            last.append(state)
+        rows = torch.cat(outputs, 1)
+        if layer < num_layers - 1:
+            rows = torch.dropout(rows, dropout, train)
+    return rows, *(torch.stack(parts) for parts in zip(*last, strict=True))
+
+
+def _packed(
+    kind: str, linear: Linear, data: Tensor, batch_sizes: Tensor, *rest: Any, **named: Any
+) -> tuple[Tensor, ...]:
+    """As aten's `data` form, of a packed sequence."""
+    return _layers(kind, linear, data, batch_sizes.tolist(), *rest, **named)
+
+
+def _padded(
+    kind: str,
+    linear: Linear,
+    input: Tensor,
+    hx: Any,
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """As aten's `input` form: [steps, samples, inputs], or samples first."""
+    input = input.transpose(0, 1) if batch_first else input
+    sizes = [input.shape[1]] * input.shape[0]
+    rest = (params, has_biases, num_layers, dropout, train, bidirectional)
+    rows, *last = _layers(kind, linear, input.flatten(0, 1), sizes, hx, *rest)
+    y = rows.view(*input.shape[:2], rows.shape[1])
+    return y.transpose(0, 1) if batch_first else y, *last
+
+
+def layers(kind: str, linear: Linear, *args: Any, **named: Any) -> tuple[Tensor, ...]:
+    """torch's `lstm`, `gru`, `rnn_tanh` or `rnn_relu`; the arguments are those of either form."""
+    is_packed = "batch_sizes" in named or not isinstance([*args, *named.values()][3], bool)
+    return (_packed if is_packed else _padded)(kind, linear, *args, **named)
+
+
+def cell(
+    kind: str,
+    linear: Linear,
+    input: Tensor,
+    hx: Any,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Any:
+    """torch's `lstm_cell` and its like."""
+    biases = [] if b_ih is None or b_hh is None else [b_ih, b_hh]
+    step = _Direction(linear, _GATES[kind], [w_ih, w_hh, *biases], bool(biases))
+    new = step.next(step.of_inputs(input), tuple(hx) if kind == "lstm" else (hx,))
+    return new if kind == "lstm" else new[0]
+
+
+Run = Callable[..., Any]
+RECURRENT: dict[str, Run] = {
+    **{kind: partial(layers, kind) for kind in _GATES},
+    **{f"{kind}_cell": partial(cell, kind) for kind in _GATES},
+}
+"""By the names of torch's ops; each takes a `Linear` before the op's arguments."""

@@ -1,0 +1,125 @@
+"""Storms of ranks: killed at random moments, saves included, and started again.
+
+The short ones run with all other tests; `pytest -m storm` runs the long ones.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import ranked
+from processes import saving, wait_until
+from ranks import Ranks, ranks
+from sameness import differing, results
+from test_distributed_run import OWN, torchrun
+
+from mpframe import checkpoint
+from mpframe.tracking.summary import Status
+
+OPTIONS = [
+    "model=mlp", "model.hidden=64", "model.dropout=0.1", "dataset.augment=crop", "dtype=mixed",
+    "loss_scaling=LogMax", "trainer.ema_decay=0.9", "trainer.checkpoint_every=3",
+    "trainer.max_steps=14", "trainer.log_every=1", "resume=auto",
+]  # fmt: skip
+SLOW = 300  # seconds, on a machine that is busy
+STRIKES = 12
+RUNS = 50
+KINDS = [(1, "none"), (2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp")]
+
+
+@pytest.fixture(scope="module")
+def whole(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The undisturbed run of two ranks."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    two(ranked.run, folder, *OPTIONS)
+    return folder
+
+
+class Storm:
+    """Kills ranks of a run, and looks at what they leave.
+
+    Args:
+        whole: the folder of an undisturbed run.
+        seed: of the moments.
+
+    Attributes:
+        hits: how many were killed before the run was over.
+    """
+
+    def __init__(self, whole: Path, seed: int) -> None:
+        self.random, self.hits = random.Random(seed), 0
+        self._seconds = json.loads((whole / "summary.json").read_text())["train_seconds"]
+
+    def strike(self, folder: Path, size: int, parallel: str) -> None:
+        """Let so many ranks go on with a run, and kill one; what is saved can be loaded."""
+        began = time.time_ns()
+        with ranks(size) as own:
+            victim = self.random.choice(own.processes)
+            own.begin(ranked.run, folder, *OPTIONS, f"trainer.parallel={parallel}")
+            wait_until(lambda: _written(folder) > began, victim, SLOW)
+            time.sleep(self.random.uniform(0, 0.7 * self._seconds))
+            if self.random.random() < 0.4:
+                limit = time.monotonic() + self._seconds
+                wait_until(lambda: saving(folder) or time.monotonic() > limit, victim, SLOW)
+            os.kill(victim.pid or 0, signal.SIGKILL)
+            # The others notice, and end after 2 s; torchrun would kill them before that.
+            time.sleep(self.random.uniform(0, 3))
+        self.hits += not _is_finished(folder)
+        if checkpoint.all_in(folder):
+            checkpoint.read(folder)
+
+    def pass_over(self, folder: Path, runs: Sequence[tuple[int, str]]) -> None:
+        """Strike each of these, by its ranks and `trainer.parallel`; the last comes to the end."""
+        *struck, (size, parallel) = runs
+        for each in struck:
+            self.strike(folder, *each)
+        with ranks(size) as own:
+            ends = own(ranked.run, folder, *OPTIONS, f"trainer.parallel={parallel}")
+        assert {getattr(end, "status", end) for end in ends} == {Status.FINISHED}
+        assert checkpoint.read(folder).global_step == 14
+
+
+def _is_finished(folder: Path) -> bool:
+    path = folder / "summary.json"
+    return path.exists() and json.loads(path.read_text())["status"] == Status.FINISHED.value
+
+
+def _written(folder: Path) -> int:
+    """When the last curve was, in nanoseconds; 0 before the first."""
+    path = folder / "metrics.csv"
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def test_a_short_storm_over_four_and_two_ranks(whole: Path, tmp_path: Path) -> None:
+    Storm(whole, seed=1).pass_over(tmp_path / "run", [(4, "fsdp"), (2, "ddp"), (1, "none")])
+
+
+@pytest.mark.storm
+def test_a_storm_over_one_two_and_four_ranks(whole: Path, tmp_path: Path) -> None:
+    storm = Storm(whole, seed=2)
+    for number in range(STRIKES // 2):
+        storm.pass_over(tmp_path / str(number), storm.random.choices(KINDS, k=3))
+    assert storm.hits > STRIKES // 2
+
+
+@pytest.mark.storm
+def test_two_ranks_come_through_a_storm_to_the_same(whole: Path, tmp_path: Path) -> None:
+    storm = Storm(whole, seed=3)
+    for number in range(STRIKES // 2):
+        folder = tmp_path / str(number)
+        storm.pass_over(folder, [(2, "ddp")] * 3)
+        found = differing(results(whole), results(folder))
+        assert [path for path in found if not path.startswith("/state/usage")] == []
+    assert storm.hits > STRIKES // 2
+
+
+@pytest.mark.parametrize("runs", [1, pytest.param(RUNS, marks=pytest.mark.storm)])
+def test_runs_in_a_row_end_with_exit_code_0(tmp_path: Path, runs: int) -> None:
+    for number in range(runs):
+        done = torchrun(*OWN, f"hydra.run.dir={tmp_path}/{number}")
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,68 @@
+"""What `numerics` counts on two ranks is what one process counts of their two halves."""
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from test_distributed_step import CPU, assert_same, setup
+from torch import nn
+
+from mpframe import Precision
+from mpframe.distributed.joining import joined
+from mpframe.distributed.world import ALONE, World
+from mpframe.numerics.product_noise import ProductProbe
+from mpframe.numerics.ranges import RangeProbe
+from mpframe.objectives import supervised
+from mpframe.training.trainer import Trainer
+
+
+def counted(mode: str, world: World, options: dict[str, Any]) -> dict[str, Any]:
+    """The ranges of the first step."""
+    trainer, train, _ = setup(mode, world, options)
+    batches = train.epoch(0)
+    probe = RangeProbe(trainer, torch.float16)
+    trainer.train_step(*(next(batches) for _ in range(options.get("accumulate", 1))))
+    ranges = asdict(probe.ranges())
+    return {k: torch.from_numpy(v) if hasattr(v, "dtype") else v for k, v in ranges.items()}
+
+
+def counted_on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
+    with joined(None, lambda: CPU, 120) as world:
+        return counted(mode, world, options)
+
+
+@pytest.mark.parametrize("options", [{}, {"whole": True, "reduce": "in_backward"}], ids=str)
+@pytest.mark.parametrize("mode", ["amp", "mixed"])
+def test_ranges_are_those_of_all_ranks(two: Ranks, mode: str, options: dict[str, Any]) -> None:
+    """Also where a layer is used on one rank alone."""
+    first, second = two(counted_on_ranks, mode, options)
+    assert_same(first, second)
+    alone = {**options, "reduce": "after_backward", "accumulate": 2, "batch": 8}
+    assert_same(first, counted(mode, ALONE, alone))
+
+
+def noise(world: World) -> Any:
+    """Of the operands of one step, the whole batch or a rank's half."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    precision = Precision("mixed", half="bfloat16", products="mxfp8")
+    _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), precision, world=world)
+    halves = [(half, half) for half in torch.randn(2, 32, 32).unbind()]
+    probe = ProductProbe(precision)
+    trainer.train_step(*(halves if world.size == 1 else [halves[world.rank]]))
+    return probe.noises(world)
+
+
+def noise_on_ranks() -> Any:
+    with joined(None, lambda: CPU, 120) as world:
+        return noise(world)
+
+
+def test_the_noise_of_products_is_that_of_all_ranks(two: Ranks) -> None:
+    first, second = two(noise_on_ranks)
+    assert first == noise(ALONE)
+    assert second == {}
+    assert {own.count for own in first.values()} == {2 * 32 * 32}

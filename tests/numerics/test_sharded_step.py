@@ -1,0 +1,407 @@
+"""Ranks that divide the weights (FSDP) take the steps of ranks that each have all of them.
+
+Each test runs the same training with `ddp` and with `fsdp` on two ranks. Without clipping and
+accumulation both add the same two fp32 numbers for each gradient, so all is equal bit for bit.
+"""
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks, ranks
+from test_distributed_models import parts
+from test_distributed_step import CPU, MODES, assert_same, bad_input
+from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
+
+from mpframe import LogMax, Precision
+from mpframe.build.sharding import shard
+from mpframe.data import Loader
+from mpframe.distributed.joining import joined
+from mpframe.distributed.shards import is_sharded, part_of
+from mpframe.distributed.world import ALONE, World
+from mpframe.errors import ConfigError, MpframeError, UserCodeError
+from mpframe.objectives import StepOutput, supervised
+from mpframe.optim.ema import Ema
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
+from mpframe.tree import map_tensors
+
+
+def mlp() -> tuple[nn.Module, TensorDataset, Any]:
+    """With a layer of one row, of which the second rank holds none, and one of 5 rows."""
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1), nn.Linear(1, 5)]
+    model = nn.Sequential(*layers)
+    return model, TensorDataset(inputs, inputs[:, :5].argmax(1)), nn.CrossEntropyLoss()
+
+
+def tied() -> tuple[nn.Module, TensorDataset, Any]:
+    """Two blocks that share a weight, and one that does not."""
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.ReLU(), nn.Linear(8, 5))
+    model[2].weight = model[0].weight
+    return model, TensorDataset(inputs, inputs[:, :5].argmax(1)), nn.CrossEntropyLoss()
+
+
+OWN = {"mlp": mlp, "tied": tied}
+
+
+def setup(
+    name: str, mode: str, world: World, fsdp: bool, options: dict[str, Any]
+) -> tuple[Trainer, TensorDataset]:
+    torch.manual_seed(0)
+    model, samples, loss = OWN[name]() if name in OWN else parts(name)
+    if name == "resnet18":
+        world.synchronize_batchnorm(model)
+    precision = Precision(mode, options.get("half", "float16"))
+    optimizer = options.get("optimizer", torch.optim.AdamW)(model.parameters(), lr=1e-2)
+    if fsdp:
+        shard(model, {"": optimizer}, precision, world, CPU)
+    _, masters = precision.prepare(model, optimizer)
+    trainer = Trainer(
+        model,
+        masters,
+        supervised(loss),
+        precision,
+        scaler=None if mode == "fp32" else LogMax(init_scale=2.0**10),
+        ema=Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9),
+        plan=Plan(
+            epochs=9,
+            max_steps=options.get("steps", 3),
+            clip_norm=options.get("clip"),
+            accumulate=options.get("accumulate", 1),
+        ),
+        world=world,
+    )
+    return trainer, samples
+
+
+def whole_of(tensor: Any) -> Tensor:
+    """What all ranks hold of it."""
+    own: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return own
+
+
+def trained(
+    name: str, mode: str, world: World, fsdp: bool, options: dict[str, Any]
+) -> dict[str, Any]:
+    """The whole states before each step and at the end, and what the steps told."""
+    trainer, samples = setup(name, mode, world, fsdp, options)
+    results, states, step = [], [], trainer.train_step
+
+    def state() -> Any:
+        return copy.deepcopy(map_tensors(whole_of, trainer.state_dict()))
+
+    def watched(*batches: Any) -> Any:
+        states.append(state())
+        fault = options.get("faults", {}).get(len(results))
+        if fault is not None and world.rank == 1:
+            fault(trainer, batches)
+        result = step(*batches)
+        results.append(
+            {
+                "skipped": bool(result.skipped),
+                "dropped": int(result.dropped or 0),
+                "norm": float(result.grad_norm),
+                "loss": float(result.loss),  # type: ignore[arg-type]
+                "scale": float(result.scale),
+            }
+        )
+        return result
+
+    trainer.train_step = watched  # type: ignore[method-assign]
+    trainer.fit(Loader(samples, 8, shuffle=True, world=world))
+    # Of the last batch one rank has no sample.
+    evaluation = trainer.evaluate(Loader(Subset(samples, range(9)), 8, shuffle=False, world=world))
+    return {"states": [*states, state()], "results": results, "loss": evaluation.loss}
+
+
+def on_ranks(name: str, mode: str, fsdp: bool, options: dict[str, Any]) -> dict[str, Any]:
+    with joined(None, lambda: CPU, 120) as world:
+        return trained(name, mode, world, fsdp, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, mode) for name in ("mlp", "resnet18", "gpt") for mode in MODES] + [("tied", "fp32")],
+)
+def test_divided_weights_take_the_steps_of_whole_ones(two: Ranks, name: str, mode: str) -> None:
+    """Weights, averages, optimizer state, buffers, loss scale, losses, and what is validated."""
+    options = {"steps": 2} if name == "resnet18" else {}
+    (whole, _), (first, second) = (
+        two(on_ranks, name, mode, fsdp, options) for fsdp in (False, True)
+    )
+    norms = [[step.pop("norm") for step in own["results"]] for own in (whole, first, second)]
+    assert_same(whole, first)
+    assert first["results"] == second["results"]
+    assert norms[1] == norms[2]
+    # Of n values: sums of n squares in fp32 in two orders, halved by the root.
+    assert norms[0] == pytest.approx(norms[1], rel=2**-13)
+
+
+def test_four_ranks_divide_five_rows() -> None:
+    """The last rank has none of them. After a step of SGD all is that of ddp.
+
+    A gradient is a sum of 4 fp32 numbers, added in whatever order: see the bound below.
+    """
+    options = {"steps": 1, "optimizer": torch.optim.SGD}
+    with ranks(4) as four:
+        (first, *others), (whole, *_) = (
+            four(on_ranks, "mlp", "fp32", fsdp, options) for fsdp in (True, False)
+        )
+    assert all(own["results"] == first["results"] for own in others)
+    assert first["results"][0] == pytest.approx(whole["results"][0], rel=2**-11)
+    begin, last, other = (
+        own["states"][step]["weights"] for own, step in ((first, 0), (first, 1), (whole, 1))
+    )
+    for name, weight in other.items():
+        assert torch.allclose(last[name], weight, rtol=0, atol=1e-2 * 2**-12), name
+    assert not torch.equal(begin["4.weight"], last["4.weight"])
+
+
+def bad_weight(trainer: Trainer, batches: Any) -> None:
+    """The gradient of the last layer's weight is nan on this rank, before the ranks add theirs."""
+    last = list(trainer.model.modules())[-1]
+
+    def spoil(module: nn.Module, inputs: Any) -> None:
+        handle.remove()
+        weight: Any = module.weight  # As it is gathered: the same tensor in each step.
+        once = weight.register_hook(lambda own: (once.remove(), own * torch.nan)[1])
+
+    handle = last.register_forward_pre_hook(spoil)
+
+
+def bad_sum(trainer: Trainer, batches: Any) -> None:
+    """inf on this rank alone, in what the ranks have already summed."""
+    sharding: Any = trainer.world.sharding
+    check = sharding.refuse_unused
+
+    def spoilt() -> None:
+        check()
+        part_of(next(trainer.model.parameters()).grad)[0] = torch.inf  # type: ignore[arg-type]
+        sharding.refuse_unused = check
+
+    sharding.refuse_unused = spoilt
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_overflows_on_one_rank_is_skipped_on_all(two: Ranks, mode: str) -> None:
+    """Before the sum, or only in it; nothing changes but the scale, and the ranks agree."""
+    faults = {1: bad_input, 2: bad_weight, 3: bad_sum}
+    first, second = two(on_ranks, "mlp", mode, True, {"faults": faults, "steps": 4})
+    assert str(first["results"]) == str(second["results"])  # nan is not equal to itself.
+    assert [own["skipped"] for own in first["results"]] == [
+        n in faults for n in range(len(first["results"]))
+    ]
+    states = copy.deepcopy(first["states"])
+    for own in states:
+        del own["progress"], own["scaler"]
+    for step in faults:
+        assert_same(states[step], states[step + 1], f"step {step}")
+    del faults[3]  # It has no place in ddp, whose sums are other tensors.
+    (sharded, _), (whole, _) = (
+        two(on_ranks, "mlp", mode, fsdp, {"faults": faults}) for fsdp in (True, False)
+    )
+    assert_same(sharded["states"], whole["states"])
+
+
+def test_a_window_drops_a_micro_batch_on_all_ranks_and_clips_by_the_norm_of_all_parts(
+    two: Ranks,
+) -> None:
+    """ddp adds the micro-batches first and the ranks then; here it is the other way round.
+
+    A gradient is a sum of 2 or 4 fp32 numbers, so its two values differ by less than 3 units of
+    2^-24 of the largest addend. That is one of 2^-20 of the gradients' norm while no addend is
+    5 times as large; plain SGD moves a weight by less than lr times this.
+    """
+    options = {
+        "faults": {1: bad_input},
+        "accumulate": 2,
+        "clip": 0.5,
+        "optimizer": torch.optim.SGD,
+    }
+    (first, second), (whole, _) = (
+        two(on_ranks, "mlp", "amp", fsdp, options) for fsdp in (True, False)
+    )
+    assert [own["dropped"] for own in first["results"]] == [0, 1, 0]
+    assert first["results"] == second["results"]
+    for own, other in zip(first["results"], whole["results"], strict=True):
+        assert own == pytest.approx(other, rel=2**-11)
+    last, other = (own["states"][-1]["weights"] for own in (first, whole))
+    begin = whole["states"][0]["weights"]
+    for name, weight in other.items():
+        assert torch.allclose(last[name], weight, rtol=0, atol=1e-2 * 2**-12), name
+    assert any(not torch.equal(begin[name], other[name]) for name in other)
+    options = {"faults": {1: bad_sum}, "accumulate": 2}
+    first, second = two(on_ranks, "mlp", "amp", True, options)
+    assert first["results"] == second["results"]
+    told = [(own["skipped"], own["dropped"]) for own in first["results"]]
+    assert told == [(False, 0), (False, 1), (False, 0)]
+
+
+def kept(mode: str) -> dict[str, Any]:
+    """Two steps and a validation: whether parts stay where they are, and what is gathered."""
+    gathered_in: dict[str, torch.dtype] = {}
+    with joined(None, lambda: CPU, 120) as world:
+        trainer, samples = setup("gpt", mode, world, True, {"steps": 2})
+        train = Loader(samples, 8, shuffle=True, world=world)
+        block: Any = trainer.model.get_submodule("blocks.0")
+        weights, whole_weight = _divided_alone(world)
+        assert whole_weight() is None
+        assert all(map(is_sharded, weights))
+        for name in ("norm1.weight", "attention.qkv.weight"):
+            owner = block.get_submodule(name.rpartition(".")[0])
+            owner.register_forward_hook(
+                lambda own, *_, name=name: gathered_in.update({name: own.weight.dtype})
+            )
+
+        def places() -> list[tuple[int, int]]:
+            named = trainer.model.parameters()
+            assert all(map(is_sharded, named))
+            parts = [(own, trainer.optimizer.master_of(own)) for own in trainer.model.parameters()]
+            assert all(part_of(own).data_ptr() == master.data_ptr() for own, master in parts)
+            return [(master.data_ptr(), len(master)) for _, master in parts]
+
+        before, first = places(), part_of(next(trainer.model.parameters())).clone()
+        trainer.fit(train)
+        trainer.evaluate(train)
+        assert places() == before
+        assert not torch.equal(part_of(next(trainer.model.parameters())), first)
+        held = sum(own.numel() for own in trainer.optimizer.optimizer.param_groups[0]["params"])
+        formats = {own.dtype for own in trainer.optimizer.optimizer.param_groups[0]["params"]}
+    return {"gathered": gathered_in, "held": held, "formats": formats}
+
+
+def _divided_alone(world: World) -> tuple[list[Tensor], Any]:
+    """The weights of a layer after it was divided, and where the whole one was."""
+    model = nn.Linear(4, 4)
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), weakref.ref(model.weight)
+    world = copy.copy(world)  # It knows one model.
+    shard(model, {"": optimizer}, Precision("amp"), world, CPU)
+    gc.collect()
+    return list(model.parameters()), before
+
+
+@pytest.mark.parametrize("mode", ["amp", "mixed"])
+def test_a_rank_holds_half_of_the_weights_in_fp32(two: Ranks, mode: str) -> None:
+    """In the same memory all the time. Blocks are gathered as one process stores them."""
+    ends = two(kept, mode)
+    total = sum(own.numel() for own in parts("gpt")[0].parameters())
+    assert [end["held"] for end in ends] == [total / 2, total / 2]
+    half = torch.float16 if mode == "mixed" else torch.float32
+    for end in ends:
+        assert end["formats"] == {torch.float32}
+        assert end["gathered"] == {"norm1.weight": torch.float32, "attention.qkv.weight": half}
+
+
+class Parts(nn.Module):
+    """Of its two weights the forward pass uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.used
+
+
+def whole(model: nn.Module, batch: Any) -> Tensor:
+    outputs: Tensor = model(batch).sum()
+    return outputs
+
+
+def huge() -> nn.Module:
+    layer = nn.Linear(8, 4)
+    nn.init.constant_(layer.weight, 1e5)
+    return layer
+
+
+REFUSED: dict[str, tuple[Any, Any, Any]] = {
+    "a part of the model": (
+        lambda: nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)),
+        lambda model, batch: model[0](batch).sum(),
+        "trainer.parallel=fsdp: 1.weight was not used in this step; use trainer.parallel=ddp, or "
+        "freeze it",
+    ),
+    "a part of a block": (
+        Parts,
+        whole,
+        "trainer.parallel=fsdp: a weight of the model was not used in this step; use "
+        "trainer.parallel=ddp, or freeze it",
+    ),
+    "a weight alone": (
+        Parts,
+        lambda model, batch: (batch @ model.used).sum(),
+        "trainer.parallel=fsdp: the objective does not call the model, but a part of it; use "
+        "trainer.parallel=ddp",
+    ),
+    "float64": (
+        lambda: nn.Linear(8, 4).double(),
+        whole,
+        "trainer.parallel=fsdp: weight is float64 [4, 8], and the ranks divide the rows of float32 "
+        "weights; use trainer.parallel=ddp",
+    ),
+    "sparse": (
+        lambda: nn.Sequential(nn.Embedding(8, 4, sparse=True)),
+        whole,
+        "trainer.parallel=fsdp: the gradient of 0 is sparse, and ranks sum dense ones; make the "
+        "layer with sparse=False",
+    ),
+    "beyond the range": (
+        huge,
+        whole,
+        "trainer.parallel=fsdp: weight lies beyond the range of float16, in which it is gathered; "
+        "use dtype.half=bfloat16, or ops.modules=...:fp32",
+    ),
+}
+
+
+def refusals() -> list[str]:
+    """What this rank says to trainings that it does not take."""
+    said = []
+    with joined(None, lambda: CPU, 120) as world:
+        for make, objective, _ in REFUSED.values():
+            try:
+                _step_once(make(), objective, world)
+            except UserCodeError as error:
+                with pytest.raises(MpframeError) as refused:
+                    world.refuse_lost(error.__cause__)
+                said.append(str(refused.value))
+            except MpframeError as error:
+                said.append(str(error))
+    return said
+
+
+def _step_once(model: nn.Module, objective: Any, world: World) -> None:
+    precision, optimizer = Precision("mixed"), torch.optim.SGD(model.parameters(), lr=0.1)
+    shard(model, {"": optimizer}, precision, world, CPU)
+    _, masters = precision.prepare(model, optimizer)
+    trainer = Trainer(
+        model,
+        masters,
+        lambda model, batch: StepOutput(objective(model, batch)),
+        precision,
+        world=world,
+    )
+    trainer.train_step(torch.ones(2, 8))
+
+
+def test_what_cannot_be_divided_is_refused(two: Ranks) -> None:
+    said = [text for *_, text in REFUSED.values()]
+    assert two(refusals) == [said, said]
+
+
+class Own(torch.optim.SGD):
+    """May do anything in its step."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, Own])
+def test_an_optimizer_that_looks_at_whole_weights_is_refused(kind: Any) -> None:
+    model = nn.Linear(2, 2)
+    said = f"^optimizer={kind.__name__}: may look at a whole weight, of which a rank has a part "
+    with pytest.raises(ConfigError, match=said + "with trainer.parallel=fsdp; use trainer"):
+        shard(model, {"": kind(model.parameters(), lr=0.1)}, Precision(), ALONE, CPU)

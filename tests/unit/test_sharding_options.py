@@ -1,0 +1,67 @@
+"""What `trainer.parallel=fsdp` does not go with is refused, with the way out."""
+
+import pytest
+from torch import Tensor
+
+from mpframe.build.sharding import refuse_beside_sharding
+from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.data.task import Task
+from mpframe.distributed.launch import refuse_misfit
+from mpframe.errors import ConfigError
+from mpframe.objectives import StepOutput
+
+GOES_NOT = "does not go with trainer.parallel=fsdp"
+USE = {
+    "trainer.compile=true": "use trainer.compile=false",
+    "trainer.channels_last=true": "use trainer.channels_last=false",
+    "trainer.reduce=in_backward": "use trainer.reduce=after_backward",
+    "trainer.eval_dtype=fp32": "use trainer.eval_dtype=null",
+    "trainer.async_save=true": "use trainer.async_save=false",
+    "dtype.master_weights=off": "use dtype.master_weights=on",
+    "dtype.master_weights=split": "use dtype.master_weights=on",
+    "dtype.products=mxfp8": "use dtype.products=none",
+    "numerics.every=10": "use numerics.every=null",
+    "loss_scaling.init_scale=probe": "give it a number",
+}
+
+
+def objective(model: object, batch: object) -> StepOutput:
+    return StepOutput(Tensor())
+
+
+def refuse(*options: str) -> None:
+    _, composed = compose_named([*options, "trainer.parallel=fsdp"])
+    task = Task(train=[], val=[], objective=objective)  # type: ignore[arg-type]
+    refuse_beside_sharding(checked(without_hydra(composed)), task)
+
+
+@pytest.mark.parametrize(("option", "way_out"), USE.items())
+def test_an_option_that_needs_whole_weights_is_refused(option: str, way_out: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        refuse("loss_scaling=LogMax", option)
+    assert str(refused.value) == f"{option}: {GOES_NOT}; {way_out}, or trainer.parallel=ddp"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    {
+        "callbacks=larc": f"callbacks.larc: {GOES_NOT}; use callbacks.larc=null, or",
+        "callbacks=freeze": f"callbacks.freeze: {GOES_NOT}; use callbacks.freeze=null, or",
+        "optimizer=muon_adamw": f"several optimizers or losses: {GOES_NOT}; use one of each, or",
+    }.items(),
+)
+def test_so_is_a_part_that_does(option: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        refuse(option)
+    assert str(refused.value) == f"{said} trainer.parallel=ddp"
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
+def test_the_defaults_go_with_it(mode: str) -> None:
+    refuse(f"dtype={mode}")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_it_needs_several_processes(parallel: str) -> None:
+    with pytest.raises(ConfigError, match=f"^trainer.parallel={parallel}: needs several processes"):
+        refuse_misfit(parallel)
