@@ -1,6 +1,7 @@
 """Makes what the tests share importable from every folder of tests."""
 
 import gc
+import logging
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -24,6 +25,20 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_unconfigure() -> None:
     """Lets Python take all down at its end, as it would without pytest."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _logging_left_as_found() -> Iterator[None]:
+    """What a test sets up of logging and leaves behind changes what the next one sees."""
+    root = logging.getLogger()
+    before = (root.level, _writers(root))
+    yield
+    assert (root.level, _writers(root)) == before, "the test leaves logging changed"
+
+
+def _writers(root: logging.Logger) -> list[logging.Handler]:
+    """Those of a program. pytest's own come and go with each phase of a test."""
+    return [own for own in root.handlers if not type(own).__module__.startswith("_pytest")]
 
 
 @pytest.fixture(scope="session")

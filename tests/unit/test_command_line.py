@@ -1,10 +1,11 @@
 """What becomes of a command line: what Hydra sees of it, which jobs it makes, what is refused."""
 
+import logging
 import os
 import random
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ Started = Callable[..., list[DictConfig]]
 
 
 @pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     """The jobs that a command line starts, composed by `hydra.main`; none of them trains."""
     composed: list[DictConfig] = []
 
@@ -42,7 +43,13 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
 
     monkeypatch.setattr(job_module, "_trained", keep)
     monkeypatch.chdir(tmp_path)
-    return start
+    root = logging.getLogger()
+    before = root.handlers.copy(), root.level
+    yield start
+    for handler in set(root.handlers) - set(before[0]):  # Hydra sets up its own.
+        handler.close()
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
 
 
 @pytest.mark.parametrize(
