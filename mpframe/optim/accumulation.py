@@ -47,10 +47,14 @@ class Accumulator:
     def add(self, gradients: Gradients) -> None:
         """Use up one micro-batch; if its amax is inf or nan it adds nothing and does not count."""
         bad = not_finite(gradients.amax)
+        if len(self._amaxes) == 1:
+            self._clean_first()
         for master in list(gradients.by_master):
-            clean = _zero_where(bad, *gradients.take([master]))
+            (gradient,) = gradients.take([master])
+            if self._amaxes:
+                gradient = _zero_where(bad, gradient)
             kept = self._sums.get(master)
-            self._sums[master] = clean if kept is None else kept + clean
+            self._sums[master] = gradient if kept is None else kept + gradient
         self._amaxes.append(gradients.amax)
 
     def mean(self, masters: Iterable[Tensor], world: World) -> StepGradients:
@@ -74,6 +78,14 @@ class Accumulator:
         mean = replace(mean, amax=torch.where(bad.all(), torch.inf, mean.amax))
         dropped = None if len(amaxes) == 1 and world.size > 1 else bad.sum()
         return StepGradients(mean, amaxes.max(), dropped)
+
+    def _clean_first(self) -> None:
+        """Drop the first micro-batch if it is bad, as others follow it.
+
+        Alone it needs no copy with zeros: nothing takes its sums, for the step is skipped.
+        """
+        bad = not_finite(self._amaxes[0])
+        self._sums = {master: _zero_where(bad, own) for master, own in self._sums.items()}
 
     def _sum_over(self, world: World, masters: list[Tensor]) -> None:
         """Add the sums of all ranks; a parameter that a rank did not use has zeros there."""
