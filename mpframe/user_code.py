@@ -103,8 +103,6 @@ def name_of(code: Any) -> str:
     if isinstance(code, functools.partial):
         return name_of(code.func)
     code = getattr(code, "_orig_mod", code)  # what was compiled
-    if type(code).__module__ == "mpframe.distributed.in_backward":
-        code = code.module  # what the ranks train together
     return str(getattr(code, "__name__", None) or type(code).__name__)
 
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PARALLEL = ("after_backward", "in_backward", "in_backward_half", "fsdp")
+PARALLEL = ("in_backward", "after_backward", "in_backward_half", "fsdp")
 """`trainer.reduce` with ddp, or fsdp."""
 MODES = WIDE, MIXED, SPLIT = "fp32, amp", "mixed", "mixed, split masters"
 SIZES = (1, 2, 8, 64, 1024)
@@ -63,12 +63,9 @@ def payload(
     if buffers:
         found["broadcast"] = buffers
     count = sum(own.count for own in weights)
-    if parallel == "after_backward":
-        found["all_reduce"] += 4 * count + 8 * len(weights)  # Which of them were used, as int64.
-    elif parallel == "in_backward":
-        found["all_reduce"] += 4 * count
-    elif parallel == "in_backward_half":
-        found["all_reduce"] += 2 * count
+    if parallel != "fsdp":
+        each = 2 if parallel == "in_backward_half" else 4
+        found["all_reduce"] += each * count + 8 * len(weights)  # Which were used, as int64.
     else:
         found["all_reduce"] += 8  # The square of the norm, in float64.
         found["all_gather"] = 2 * sum((2 if w.half else 4) * w.padded(ranks) for w in weights)
@@ -98,15 +95,13 @@ def held(mode: str, parallel: str, ranks: int) -> float:
         return (4 + _ADAM + 4) / ranks
     if ranks == 1:
         return stored + _ADAM + (4 if mode == WIDE else 2)
-    buckets = 2 if parallel != "after_backward" and mode != WIDE else 0
-    copies = 2 if parallel == "in_backward_half" and mode == WIDE else 0
-    return stored + _ADAM + 4 + buckets + copies
+    return stored + _ADAM + 4
 
 
 def tables() -> str:
     """What is sent and what is held, in bytes for each weight, as Markdown."""
     sends = {
-        "ddp, `after_backward` or `in_backward`": ("in_backward", False),
+        "ddp": ("in_backward", False),
         "ddp, `in_backward_half`": ("in_backward_half", False),
         "fsdp in `fp32` and `amp`": ("fsdp", False),
         "fsdp in `mixed`": ("fsdp", True),
@@ -114,11 +109,8 @@ def tables() -> str:
     many = 2**30  # Of so many weights the few bytes that do not grow with them are nothing.
     holds = {
         "ddp in `fp32` and `amp`": (WIDE, "in_backward"),
-        "the same, `in_backward_half`": (WIDE, "in_backward_half"),
-        "ddp in `mixed`, `after_backward`": (MIXED, "after_backward"),
-        "ddp in `mixed`, `in_backward` or `in_backward_half`": (MIXED, "in_backward"),
-        "with split masters, `after_backward`": (SPLIT, "after_backward"),
-        "with split masters, `in_backward` or `in_backward_half`": (SPLIT, "in_backward"),
+        "ddp in `mixed`": (MIXED, "in_backward"),
+        "ddp in `mixed` with split masters": (SPLIT, "in_backward"),
         "fsdp in every mode": (WIDE, "fsdp"),
     }
     return (

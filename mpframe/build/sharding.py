@@ -16,7 +16,7 @@ from mpframe.precision import Precision
 _NEEDED = {  # What needs whole weights on each rank is off.
     "trainer.compile": "false",
     "trainer.channels_last": "false",
-    "trainer.reduce": "after_backward",
+    "trainer.reduce": "in_backward",
     "trainer.eval_dtype": "null",
     "trainer.async_save": "false",
     "dtype.master_weights": "on",

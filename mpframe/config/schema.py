@@ -228,11 +228,11 @@ class TrainerOptions:
         watches=True,
     )
     reduce: str = option(
-        "after_backward",
-        "When the ranks average their gradients, in fp32: after_backward; in_backward: by DDP "
-        "while the backward pass runs, if each step uses the whole model and is not accumulated. "
-        "in_backward_half: the same in dtype.half, which is less to send and rounds more.",
-        choices=("after_backward", "in_backward", "in_backward_half"),
+        "in_backward",
+        "When the ranks average their gradients, in fp32: in_backward: while the backward pass "
+        "runs, or after the last one if a step has several; after_backward: always after it. "
+        "in_backward_half: as the first, in dtype.half, which is less to send and rounds more.",
+        choices=("in_backward", "after_backward", "in_backward_half"),
     )
     sync_batchnorm: bool = option(
         False,

@@ -1,153 +1,212 @@
-"""Gradients that are averaged while the backward pass runs, by torch's DistributedDataParallel.
+"""Gradients that the ranks sum while the backward pass runs.
 
-It gathers the gradients in buckets and hands each over as soon as it is full, so those of the last
-layers are sent while those of the first are still computed. They go as they do after the backward
-pass: measured on each rank, to fp32, unscaled, summed. Or they stay scaled and go in half: fewer
-bytes, and more rounding.
+The gradients of the last layers are sent while those of the first are still computed. Each is taken
+as soon as autograd has accumulated it: measured on this rank, to fp32, unscaled, sent. Large ones
+are sent from where they are, small ones together. Or they stay scaled and go in half: fewer bytes,
+and more rounding.
 
-Each layer must be used in every step, by a call of the model itself; what is not would stay as it
-is on each rank, and is refused.
+All ranks send in one order, that of the parameters from the last to the first, whatever the order
+in which they come. What a rank did not use is known at the end of its backward pass, and is zero
+there. torch's DistributedDataParallel would send as early, but the model must be called as a whole
+for it, and all of its layers used in each step.
 """
 
-import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
+from mpframe.distributed.pieces import pieces
 from mpframe.errors import ConfigError
 from mpframe.tree import HALF
 
 
+@dataclass
+class _Bucket:
+    """Parameters whose gradients are sent together, and what has come of them."""
+
+    parameters: list[Tensor]
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    flat: Tensor | None = None  # what was sent
+    work: Any = None
+
+
 class InBackward:
-    """A model for the ranks to train together.
+    """Sums the gradients of some parameters over the ranks.
 
     Args:
-        model: on its device; the same on all ranks.
+        start_sum: sums a tensor over the ranks in place, and gives what waits for that; other
+            collectives may run meanwhile.
         half: the format to send gradients in; None: fp32, or wider where they are.
         answered: within it other ranks must answer.
+        max_of: the largest of all ranks' numbers at each place.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        start_sum: Callable[[Tensor], Any],
         half: torch.dtype | None,
         answered: Callable[[], AbstractContextManager[None]],
+        max_of: Callable[[Sequence[int]], list[int]],
     ) -> None:
-        self._model, self._half, self._answered = model, half, answered
-        self._trained: list[int] = []
-        self._parallel: _Parallel | None = None
-        self._scale: Tensor | float = 1.0
-        self._sent: list[tuple[GradBucket, Tensor, Any]] = []  # with its sums, and their work
+        self._start_sum, self._half = start_sum, half
+        self._answered, self._max_of = answered, max_of
+        self._trained: list[Tensor] = []
+        self._pieces: list[list[Tensor]] = []
+        self._layout: dict[Tensor, tuple[int, ...]] = {}
+        self._home: dict[Tensor, _Bucket] = {}
+        self._taken: set[Tensor] = set()
+        self._unsent: list[_Bucket] = []  # the next one to send is the last
+        self._sent: list[_Bucket] = []
         self._amaxes: list[Tensor] = []
+        self._scale: Tensor | float = 1.0
 
-    def model(self, scale: Tensor | float) -> nn.Module:
-        """What is to be called in the place of the model in this step.
+    @contextmanager
+    def summing(self, trained: Sequence[Tensor], scale: Tensor | float) -> Iterator[None]:
+        """Within the block a backward pass sends its gradients.
 
         Args:
-            scale: what the loss will be multiplied by, > 0.
+            trained: the parameters, without gradients, in one order on all ranks.
+            scale: what the loss is multiplied by, > 0.
         """
-        trained = [id(own) for own in self._model.parameters() if own.requires_grad]
-        if self._parallel is None or trained != self._trained:  # Some are frozen for a while.
-            self._parallel, self._trained = _Parallel(self._model, self._send), trained
-        self._parallel.called, self._scale = False, scale
-        self._sent, self._amaxes = [], []
-        return self._parallel
+        self._begin(trained, scale)
+        # Anew in each step, so that they come last: other hooks want to see the gradient.
+        hooks = [
+            own.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            for own in self._trained
+        ]
+        try:
+            yield
+        except BaseException:
+            self._home, self._unsent, self._sent = {}, [], []
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    def sums(self) -> tuple[dict[Tensor, Tensor], Tensor]:
-        """The gradients after the backward pass; the parameters are left without.
+    def sums(self, device: torch.device) -> tuple[dict[Tensor, Tensor], Tensor]:
+        """The gradients after that block; the parameters are left without.
+
+        Args:
+            device: where they are.
 
         Returns:
-            By parameter: their sums over the ranks, fp32 or wider, unscaled; and the largest
-            unscaled magnitude on this rank, 0-d fp32, inf or nan if any is.
+            By parameter: their sums over the ranks, fp32 or wider, unscaled; one that no rank used
+            is left out. And the largest unscaled magnitude on this rank, 0-d fp32, inf or nan if
+            any is.
 
         Raises:
-            ConfigError: the model was not called, or a parameter was not used.
             LostRankError: a rank does not answer.
         """
-        self._refuse_unused()
+        used = self._max_of([own in self._taken for own in self._trained])
+        anywhere = {own for own, by_one in zip(self._trained, used, strict=True) if by_one}
+        while self._unsent:
+            self._send(self._unsent.pop(), anywhere)
+        amaxes = [*self._amaxes, torch.zeros((), device=device)]
         sums: dict[Tensor, Tensor] = {}
-        sent, self._sent = self._sent, []
-        for bucket, flat, work in sent:
-            with self._answered():
-                work.wait()
-            if self._half is not None:
-                own = bucket.buffer()
-                flat = flat.float() if own.dtype in HALF else own.copy_(flat)
-                flat.mul_(dist.get_world_size() / self._scale)
-            for parameter in bucket.parameters():
-                place: Any = parameter.grad  # A view of the bucket, which is laid out as `flat`.
-                where = place.size(), place.stride(), place.storage_offset()
-                sums[parameter], parameter.grad = flat.as_strided(*where), None
-        return sums, torch.stack(self._amaxes).max()
+        while self._sent:
+            sums |= self._received(self._sent.pop(0))
+        self._home = {}
+        return {own: sums[own] for own in self._trained if own in sums}, torch.stack(amaxes).max()
+
+    def _begin(self, trained: Sequence[Tensor], scale: Tensor | float) -> None:
+        if [*map(id, trained)] != [*map(id, self._trained)]:  # Some are frozen for a while.
+            self._trained = list(trained)
+            self._pieces = [*_pieces(self._trained[::-1])]
+            self._layout = {p: torch.empty_like(p, device="meta").stride() for p in self._trained}
+        self._unsent = [_Bucket(piece) for piece in reversed(self._pieces)]
+        self._home = {own: bucket for bucket in self._unsent for own in bucket.parameters}
+        self._sent, self._amaxes, self._scale = [], [], scale
+        self._taken = set()
 
     @torch.no_grad()
-    def _send(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Send a bucket, and do not wait for its sums: DDP leaves what is in it."""
-        own = bucket.buffer()
-        if own.is_sparse:
+    def _take(self, parameter: Tensor) -> None:
+        """Autograd has accumulated the gradient of a parameter."""
+        bucket = self._home[parameter]
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if gradient.is_sparse:
             raise ConfigError(
                 "trainer.parallel=ddp: a gradient is sparse, and ranks sum dense ones; make the "
                 "layer with sparse=False"
             )
+        if parameter in self._taken:
+            raise ConfigError(
+                f"trainer.reduce=in_backward: the weight of {list(parameter.shape)} got a second "
+                "gradient in one backward pass, as by checkpoint(use_reentrant=True); use "
+                "use_reentrant=False, or trainer.reduce=after_backward"
+            )
+        self._taken.add(parameter)
+        bucket.gradients[parameter] = gradient
+        while self._unsent and len(self._unsent[-1].gradients) == len(self._unsent[-1].parameters):
+            self._send(self._unsent.pop())
+
+    @torch.no_grad()
+    def _send(self, bucket: _Bucket, used: Collection[Tensor] = ()) -> None:
+        """Send a bucket, and do not wait for its sums; zeros for what another rank used."""
+        for own in bucket.parameters:
+            if own in used and own not in bucket.gradients:
+                bucket.gradients[own] = torch.zeros_like(own)
+        bucket.parameters = [own for own in bucket.parameters if own in bucket.gradients]
+        if not bucket.parameters:
+            return
+        flat = _flat([self._in_memory_order(own, bucket) for own in bucket.parameters])
         if self._half is None:
-            flat = own.float() if own.dtype in HALF else own
-            flat = flat.div_(self._scale) if isinstance(self._scale, Tensor) else flat
+            flat = flat.float() if flat.dtype in HALF else flat
+            if isinstance(self._scale, Tensor) or self._scale != 1.0:
+                flat.div_(self._scale)
             self._amaxes.append(_amax(flat))
         else:
-            flat = own.to(self._half)  # What is too large for it becomes inf: an overflow.
+            flat = flat.to(self._half)  # What is too large for it becomes inf: an overflow.
             self._amaxes.append(_amax(flat) / self._scale)
             flat.div_(dist.get_world_size())  # So that no sum is too large.
-        self._sent.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(own)
-        return done
+        bucket.gradients = {}
+        bucket.flat = flat
+        with self._answered():
+            bucket.work = self._start_sum(flat)
+        self._sent.append(bucket)
 
-    def _refuse_unused(self) -> None:
-        way_out = "use trainer.reduce=after_backward"
-        if self._parallel is not None and not self._parallel.called:
-            raise ConfigError(
-                "trainer.reduce=in_backward: the objective does not call the model, but a part of "
-                f"it; {way_out}"
-            )
-        for name, own in self._model.named_parameters():
-            if own.requires_grad and own.grad is None:
-                raise ConfigError(
-                    f"trainer.reduce=in_backward: {name} was not used in this step; {way_out}, or "
-                    "freeze it"
-                )
+    @torch.no_grad()
+    def _received(self, bucket: _Bucket) -> dict[Tensor, Tensor]:
+        with self._answered():
+            bucket.work.wait()
+        flat: Any = bucket.flat
+        if self._half is not None:
+            wide = torch.promote_types(bucket.parameters[0].dtype, torch.float32)
+            flat = flat.to(wide).mul_(dist.get_world_size() / self._scale)
+        parts = flat.split([own.numel() for own in bucket.parameters])
+        return {
+            own: part.as_strided(own.size(), self._layout[own], part.storage_offset())
+            for own, part in zip(bucket.parameters, parts, strict=True)
+        }
+
+    def _in_memory_order(self, parameter: Tensor, bucket: _Bucket) -> Tensor:
+        """The gradient of a parameter in the order in which their values lie in memory, 1-d."""
+        gradient = bucket.gradients[parameter]
+        if gradient.stride() != self._layout[parameter]:
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+
+
+def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """What is sent together, in one format; half gradients go in fp32."""
+    by_format: dict[torch.dtype, list[Tensor]] = {}
+    for own in parameters:
+        by_format.setdefault(torch.promote_types(own.dtype, torch.float32), []).append(own)
+    for alike in by_format.values():
+        yield from pieces(alike)
+
+
+def _flat(values: Sequence[Tensor]) -> Tensor:
+    """One tensor of all values; of a single one that is itself."""
+    return values[0] if len(values) == 1 else torch.cat(list(values))
 
 
 def _amax(values: Tensor) -> Tensor:
+    if not values.numel():
+        return torch.zeros((), device=values.device)
     return torch.stack(torch.aminmax(values)).abs().max().float()
-
-
-class _Parallel(DistributedDataParallel):
-    """The model's attributes are its own, too: an objective may read them."""
-
-    called = False
-
-    def __init__(self, model: nn.Module, send: Callable[..., Any]) -> None:
-        # Ranks begin with the same weights, and the trainer keeps the buffers the same.
-        with warnings.catch_warnings():
-            # Its successor does not exist before torch 2.15.
-            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            super().__init__(
-                model, broadcast_buffers=False, init_sync=False, gradient_as_bucket_view=True
-            )
-        self.register_comm_hook(None, send)
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        self.called = True
-        return super().forward(*inputs, **named)  # type: ignore[no-untyped-call]
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)

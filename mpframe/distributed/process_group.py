@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mpframe.distributed.in_backward import InBackward
 from mpframe.distributed.launch import Place
+from mpframe.distributed.pieces import pieces
 from mpframe.distributed.store import store_at
 from mpframe.distributed.sync_batchnorm import synchronize
 from mpframe.distributed.world import World
@@ -27,8 +28,6 @@ from mpframe.errors import LostRankError
 
 T = TypeVar("T")
 
-_BUCKET = 2**25  # bytes that are sent together
-_LARGE = 2**20  # bytes of a tensor that is sent alone, from where it is
 _LISTEN = 2.0  # seconds in which ranks tell each other why they end
 _JOINS = itertools.count()
 
@@ -62,6 +61,7 @@ class ProcessGroup(World):
                 world_size=place.size,
                 timeout=limit,
             )
+            self._early: Any = None
             self._host: Any = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
 
     def max(self, magnitude: Tensor) -> Tensor:
@@ -139,9 +139,12 @@ class ProcessGroup(World):
         """Let BatchNorm use the statistics of all ranks, in place."""
         synchronize(model)
 
-    def in_backward(self, model: nn.Module, half: torch.dtype | None) -> InBackward:
-        """What averages the gradients of a model in its backward pass; `half`: sent in it."""
-        return InBackward(model, half, self._answered)
+    def in_backward(self, half: torch.dtype | None) -> InBackward:
+        """What sums gradients while a backward pass runs; `half`: sent in it."""
+        if self._early is None:  # Layers that compare notes send meanwhile, as BatchNorm does.
+            with self._answered():
+                self._early = dist.new_group(timeout=timedelta(seconds=self._timeout))
+        return InBackward(self._start_sum, half, self._answered, self.max_of)
 
     def shard(
         self, model: nn.Module, formats: Mapping[nn.Parameter, torch.dtype], device: torch.device
@@ -168,7 +171,11 @@ class ProcessGroup(World):
 
     def leave(self) -> None:
         """Close the connections."""
+        self._early = self._host = None  # They stay open as long as anybody has them.
         dist.destroy_process_group()
+
+    def _start_sum(self, tensor: Tensor) -> Any:
+        return dist.all_reduce(tensor, group=self._early, async_op=True)
 
     @contextmanager
     def _answered(self) -> Iterator[None]:
@@ -203,7 +210,7 @@ def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for alike in by_kind.values():
-        for piece in _pieces(alike):
+        for piece in pieces(alike):
             if len(piece) == 1 and piece[0].is_contiguous():
                 yield piece[0].view(-1)
                 continue
@@ -212,19 +219,3 @@ def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
             parts = torch.split(flat, [tensor.numel() for tensor in piece])
             own = [part.view_as(tensor) for part, tensor in zip(parts, piece, strict=True)]
             torch._foreach_copy_(piece, own)
-
-
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    piece: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if tensor.nbytes >= _LARGE:
-            yield [tensor]
-            continue
-        piece.append(tensor)
-        size += tensor.nbytes
-        if size >= _BUCKET:
-            yield piece
-            piece, size = [], 0
-    if piece:
-        yield piece

@@ -86,8 +86,8 @@ class World:
     def synchronize_batchnorm(self, model: nn.Module) -> None:
         """Let BatchNorm use the statistics of all ranks, in place."""
 
-    def in_backward(self, model: nn.Module, half: torch.dtype | None) -> "InBackward | None":
-        """What averages the gradients of a model in its backward pass; `half`: sent in it."""
+    def in_backward(self, half: torch.dtype | None) -> "InBackward | None":
+        """What sums gradients while a backward pass runs; `half`: sent in it."""
         return None
 
     def shard(

@@ -63,6 +63,11 @@ class MultiOptimizer:
         """The groups of all parts, in their order."""
         return [group for part in self.parts.values() for group in part.param_groups]
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that the parts move, part by part."""
+        return [own for part in self.parts.values() for own in part.parameters]
+
     def master_of(self, parameter: Tensor) -> Tensor:
         """The fp32 tensor the update acts on: `parameter` itself if it is fp32."""
         for part in self.parts.values():

@@ -155,7 +155,7 @@ class MultiObjectiveTrainer(Trainer):
             raise ConfigError(
                 f"loss_scaling: scalers for {', '.join(self.scaler)}; the losses are {names}"
             )
-        if self.plan.reduce != "after_backward":
+        if self.plan.reduce == "in_backward_half":
             raise ConfigError(
                 f"trainer.reduce={self.plan.reduce}: goes with one loss, and the dataset has "
                 f"{len(self.objective)}; use trainer.reduce=after_backward"

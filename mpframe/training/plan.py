@@ -22,11 +22,11 @@ class Plan:
         eval_every: steps between validations; None: after each epoch.
         skip_if_dropped: skip a step where any of its micro-batches overflowed; False drops those.
         compile: compile the forward pass and its casts into one graph.
-        reduce: when ranks average gradients: `after_backward`, or while it runs: `in_backward`,
-            `in_backward_half`; see distributed/in_backward.py.
+        reduce: when ranks average gradients: `in_backward`, while it runs, or `in_backward_half`
+            (see distributed/in_backward.py); `after_backward`.
 
     Raises:
-        ConfigError: `clip_norm` is out of its range, or `compile` meets `in_backward`.
+        ConfigError: `clip_norm` is out of its range.
     """
 
     epochs: int = 1
@@ -36,18 +36,13 @@ class Plan:
     eval_every: int | None = None
     skip_if_dropped: bool = False
     compile: bool = False
-    reduce: str = "after_backward"
+    reduce: str = "in_backward"
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
             raise ConfigError(
                 f"trainer.clip_norm={self.clip_norm}: must be a finite number > 0; null leaves the "
                 "gradients as they are"
-            )
-        if self.compile and self.reduce != "after_backward":
-            raise ConfigError(
-                f"trainer.reduce={self.reduce}: a compiled graph gives all gradients at once; use "
-                "trainer.reduce=after_backward or trainer.compile=false"
             )
 
     def total_steps(self, batches: int) -> int:

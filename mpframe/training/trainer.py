@@ -321,9 +321,9 @@ class Trainer:
         if self.ema is not None:
             self.ema.restart()
 
-    def _forward_backward(self, batch: Batch, model: Any = None) -> Tensor:
+    def _forward_backward(self, batch: Batch) -> Tensor:
         """Forward and scaled backward; the unscaled loss, detached."""
-        loss = self._forward(self.objective, self._on_device(batch), model)
+        loss = self._forward(self.objective, self._on_device(batch))
         scaler: Any = self.scaler
         try:
             (loss if scaler is None else loss * scaler.scale).backward()
@@ -336,8 +336,9 @@ class Trainer:
     def _forward_backward_together(self, batch: Batch, ranks: "InBackward") -> Tensor:
         """The same with gradients that the ranks sum meanwhile; the mean loss of all."""
         scaler: Any = self.scaler
-        loss = self._forward_backward(batch, ranks.model(scale_of(scaler)))
-        sums, amax = ranks.sums()
+        with ranks.summing(self.optimizer.parameters, scale_of(scaler)):
+            loss = self._forward_backward(batch)
+        sums, amax = ranks.sums(self._device)
         self.optimizer.keep_sums(sums, self.world.max(amax))
         return self.world.mean(loss)
 
@@ -358,10 +359,9 @@ class Trainer:
             losses.append(torch.where(good, loss, torch.nan))
         return self.world.mean(torch.stack(losses).nanmean())
 
-    def _forward(self, objective: Objective, batch: Batch, model: Any = None) -> Tensor:
-        """The loss under the casts, in fp32 or wider; of `model` in the place of the trainer's."""
-        model = self._model if model is None else model
-        return compute(objective, model, batch, self.precision.cast()).loss
+    def _forward(self, objective: Objective, batch: Batch) -> Tensor:
+        """The loss under the casts, in fp32 or wider."""
+        return compute(objective, self._model, batch, self.precision.cast()).loss
 
     def _evaluate_batch(self, batch: Batch | None, metrics: Metrics) -> tuple[Tensor | float, int]:
         """The losses times the samples that they are the mean of, 0-d float64; and the samples.
@@ -388,12 +388,10 @@ class Trainer:
         return torch.stack([output.loss.double() * count for output in computed]).sum(), count
 
     def _reducer(self) -> "InBackward | None":
-        if self.plan.reduce == "after_backward":
-            return None
+        if self.plan.reduce == "after_backward" or self.world.sharding is not None:
+            return None  # Shards sum by themselves.
         in_half = self.plan.reduce == "in_backward_half"
-        return self.world.in_backward(
-            self.model, self.precision.policy.half_dtype if in_half else None
-        )
+        return self.world.in_backward(self.precision.policy.half_dtype if in_half else None)
 
     def _refuse_misfits(self) -> None:
         require_objective("objective", self.objective)

@@ -13,12 +13,13 @@ import pytest
 import torch
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from mpframe import LogMax, MasterWeights, Precision
 from mpframe.data import Loader
 from mpframe.data.metrics.accuracy import Accuracy
-from mpframe.distributed import process_group
+from mpframe.distributed import pieces
 from mpframe.distributed.joining import joined
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, MpframeError
@@ -84,7 +85,7 @@ def setup(mode: str, world: World, options: dict[str, Any]) -> tuple[Trainer, Lo
     inputs = torch.randn(67, 8, generator=torch.Generator().manual_seed(1))
     samples = TensorDataset(inputs, inputs[:, :4].argmax(1))
     plan = {"accumulate": options.get("accumulate", 1), "max_steps": options.get("steps", STEPS)}
-    plan["reduce"] = options.get("reduce", "after_backward")
+    plan["reduce"] = options.get("reduce", "in_backward")
     trainer = Trainer(
         model,
         optimizer,
@@ -129,8 +130,9 @@ def trained(mode: str, world: World, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
-    """`trained` as one of the ranks."""
-    with joined(None, lambda: CPU, 120) as world:
+    """`trained` as one of the ranks; tensors of `large` bytes are sent alone."""
+    with joined(None, lambda: CPU, 120) as world, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pieces, "_LARGE", options.get("large", 2**20))
         return trained(mode, world, options)
 
 
@@ -220,20 +222,29 @@ def bad_gradient(trainer: Trainer, batches: Any) -> None:
 
 def bad_sum(trainer: Trainer, batches: Any) -> None:
     """inf on this rank alone, in what the ranks have already summed."""
-    world, sum_ = trainer.world, trainer.world.sum_
+    patch, optimizer = pytest.MonkeyPatch(), trainer.optimizer
+    sum_, keep_sums = trainer.world.sum_, optimizer.keep_sums
 
     def spoilt(tensors: Any) -> None:
         sum_(tensors)
         tensors[0].view(-1)[0] = torch.inf
-        world.sum_ = sum_  # type: ignore[method-assign]
+        patch.undo()
 
-    world.sum_ = spoilt  # type: ignore[method-assign]
+    def spoilt_early(sums: Any, amax: Tensor) -> None:
+        next(iter(sums.values())).view(-1)[0] = torch.inf
+        keep_sums(sums, amax)
+        patch.undo()
+
+    patch.setattr(trainer.world, "sum_", spoilt)
+    patch.setattr(optimizer, "keep_sums", spoilt_early)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_overflows_on_one_rank_is_skipped_on_all(two: Ranks, mode: str) -> None:
+@pytest.mark.parametrize("reduce", ["in_backward", "after_backward"])
+def test_what_overflows_on_one_rank_is_skipped_on_all(two: Ranks, mode: str, reduce: str) -> None:
     faults = {1: bad_input, 2: bad_gradient, 3: bad_sum}
-    first, second = two(on_ranks, mode, {"faults": faults, "norm": True, "steps": 4})
+    options = {"faults": faults, "norm": True, "steps": 4, "reduce": reduce}
+    first, second = two(on_ranks, mode, options)
     assert_same(first["states"], second["states"])
     assert_same(first["weights"], second["weights"])
     skipped = [own[0] for own in first["results"]]
@@ -259,10 +270,11 @@ IN_BACKWARD = {"whole": True, "norm": True, "reduce": "in_backward"}
 def test_averaged_in_the_backward_pass_it_is_the_same_step(two: Ranks, mode: str) -> None:
     """Weights, masters, optimizer and scaler, which is told what a rank's gradients alone reach.
 
-    Windows are averaged after their last backward pass.
+    Windows are averaged after their last backward pass. One rank may use a layer, or none.
     """
     faults = {1: bad_input, 3: bad_gradient}
-    for changes in ({"faults": faults}, {"accumulate": 2}):
+    partly = {"whole": False, "faults": faults, "sync": True}
+    for changes in ({"faults": faults}, {"accumulate": 2}, partly, {**partly, "large": 100}):
         options = {**IN_BACKWARD, "steps": 4, **changes}
         first, second = two(on_ranks, mode, options)
         after, _ = two(on_ranks, mode, {**options, "reduce": "after_backward"})
@@ -302,19 +314,41 @@ def test_what_half_cannot_send_is_an_overflow(two: Ranks) -> None:
     assert_same(first["states"][1]["scaler"], other["states"][1]["scaler"])
 
 
-def failing(options: dict[str, Any]) -> str:
-    try:
-        on_ranks("fp32", options)
-    except MpframeError as error:
-        return str(error)
-    return ""
+class Reentrant(nn.Module):
+    """Two calls of one layer, each recomputed in a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs.requires_grad_()
+        for _ in range(2):
+            hidden = checkpoint(self.layer, hidden, use_reentrant=True)
+        return hidden
 
 
-def test_a_layer_that_ddp_would_leave_out_is_refused(two: Ranks) -> None:
-    """The layer `never` on all ranks; `sometimes` on one would hang, and is refused there."""
-    said = two(failing, {"reduce": "in_backward"})
-    assert any("trainer.reduce=in_backward" in own for own in said)
-    assert all("was not used in this step; use trainer.reduce=after" in own for own in said), said
+def reentrant_step(reduce: str) -> str:
+    with joined(None, lambda: CPU, 120) as world:
+        model = Reentrant()
+        optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+        plan, objective = Plan(reduce=reduce), supervised(nn.MSELoss())
+        trainer = Trainer(model, optimizer, objective, plan=plan, world=world)
+        try:
+            trainer.train_step((torch.ones(4, 2), torch.zeros(4, 2)))
+        except MpframeError as error:
+            return str(error)
+        return ""
+
+
+def test_a_second_gradient_in_one_backward_pass_is_refused(two: Ranks) -> None:
+    said = (
+        "trainer.reduce=in_backward: the weight of [2, 2] got a second gradient in one backward "
+        "pass, as by checkpoint(use_reentrant=True); use use_reentrant=False, or "
+        "trainer.reduce=after_backward"
+    )
+    assert two(reentrant_step, "in_backward") == [said, said]
+    assert two(reentrant_step, "after_backward") == ["", ""]
 
 
 def sparse_step() -> str:
@@ -381,7 +415,7 @@ def test_ranks_with_synchronized_batchnorm_stay_the_same(two: Ranks, mode: str) 
 def sums(large: int) -> list[Tensor]:
     """Where tensors of so many bytes are sent alone; one of them does not lie in rows."""
     with joined(None, lambda: CPU, 60) as world, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(process_group, "_LARGE", large)
+        patched.setattr(pieces, "_LARGE", large)
         own = [
             torch.full((4,), 1.0 + world.rank),
             torch.arange(6.0).view(2, 3).t() + world.rank,

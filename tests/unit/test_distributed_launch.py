@@ -14,7 +14,6 @@ from mpframe.objectives import supervised
 from mpframe.optim import MasterWeights
 from mpframe.precision import Precision
 from mpframe.training.closure_trainer import ClosureTrainer
-from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 
 
@@ -102,8 +101,6 @@ def test_what_several_ranks_do_not_do_together() -> None:
         ConfigError, match=r"^trainer\.parallel=ddp: a gradient is sparse, and ranks"
     ):
         trainer.train_step((torch.arange(4), torch.zeros(4, 2)))
-    with pytest.raises(ConfigError, match=r"^trainer\.reduce=in_backward: a compiled graph gives"):
-        Plan(compile=True, reduce="in_backward")
 
 
 def test_rank_0_that_meets_an_error_late_does_not_repeat_it(

@@ -14,7 +14,8 @@ GOES_NOT = "does not go with trainer.parallel=fsdp"
 USE = {
     "trainer.compile=true": "use trainer.compile=false",
     "trainer.channels_last=true": "use trainer.channels_last=false",
-    "trainer.reduce=in_backward": "use trainer.reduce=after_backward",
+    "trainer.reduce=after_backward": "use trainer.reduce=in_backward",
+    "trainer.reduce=in_backward_half": "use trainer.reduce=in_backward",
     "trainer.eval_dtype=fp32": "use trainer.eval_dtype=null",
     "trainer.async_save=true": "use trainer.async_save=false",
     "dtype.master_weights=off": "use dtype.master_weights=on",

@@ -11,7 +11,7 @@ from pathlib import Path
 from mpframe.bench.child import run_python
 from mpframe.bench.measure import Times, ratio
 from mpframe.bench.step.competitors import MAX_NORM
-from mpframe.bench.step.on_ranks import ALONE, BY_HAND, IN_BACKWARD, STEPS
+from mpframe.bench.step.on_ranks import ALONE, BY_HAND, STEPS
 from mpframe.bench.step.workloads import WORKLOADS
 from mpframe.bench.table import Claim, Table
 from mpframe.precision.policy import has_native_half
@@ -59,11 +59,10 @@ def _table(name: str, sizes: Mapping[str, int], rounds: int, folder: Path, steps
 
 
 def claims_of(times: Times) -> list[Claim]:
-    """How the step is to compare with that by hand, whenever the ranks average."""
+    """How the step is to compare with that by hand."""
     return [
-        Claim(f"{own}{when} / {hand}", ratio(times, f"{own}{when}", hand), MOST)
+        Claim(f"{own} / {hand}", ratio(times, own, hand), MOST)
         for own, hand in _BESIDE.items()
-        for when in ("", IN_BACKWARD)
         if hand in times
     ]
 
@@ -73,8 +72,7 @@ def efficiencies(times: Times) -> list[str]:
     lines = []
     for alone in (name for name in times if name.endswith(ALONE)):
         own = alone.removesuffix(ALONE)
-        for row in (own, own + IN_BACKWARD):
-            found = ratio(times, alone, row)
-            spread = f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
-            lines.append(f"scaling efficiency, {row}: {spread}")
+        found = ratio(times, alone, own)
+        spread = f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
+        lines.append(f"scaling efficiency, {own}: {spread}")
     return lines

@@ -63,7 +63,7 @@ def by_trainer(
     master_weights: bool | str = True,
     products: str = "none",
     world: World = ALONE,
-    reduce: str = "after_backward",
+    reduce: str = "in_backward",
 ) -> Step:
     """A step of the trainer; float16 with loss scaling."""
     precision = Precision(mode, half, master_weights=master_weights, products=products)

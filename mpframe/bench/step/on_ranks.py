@@ -26,7 +26,7 @@ from mpframe.distributed.launch import place
 from mpframe.distributed.world import World
 
 BY_HAND = {"fp32": "DistributedDataParallel fp32", "bfloat16": "DistributedDataParallel bfloat16"}
-IN_BACKWARD, ALONE = ", in_backward", ", one process"
+AFTER_BACKWARD, ALONE = ", after_backward", ", one process"
 _TRAINED: dict[str, dict[str, Any]] = {
     "mpframe fp32": {"mode": "fp32"},
     "mpframe amp bfloat16": {"mode": "amp", "half": "bfloat16"},
@@ -84,7 +84,7 @@ STEPS: dict[str, Callable[[Workload, Laps, World], Step]] = {
     BY_HAND["bfloat16"]: partial(_by_hand, half=torch.bfloat16),
     **{name: partial(_by_trainer, **how) for name, how in _TRAINED.items()},
     **{
-        f"{name}{IN_BACKWARD}": partial(_by_trainer, **how, reduce="in_backward")
+        f"{name}{AFTER_BACKWARD}": partial(_by_trainer, **how, reduce="after_backward")
         for name, how in _TRAINED.items()
     },
     **{f"{name}{ALONE}": partial(_alone, **how) for name, how in _TRAINED.items()},
