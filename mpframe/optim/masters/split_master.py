@@ -19,6 +19,7 @@ from mpframe.optim.masters.master import Master
 from mpframe.optim.masters.write_detector import adopt_writes, mark_known
 
 _END = torch.finfo(torch.bfloat16).max
+_PIECE = 2**17  # values
 
 
 class SplitMaster(Master):
@@ -40,8 +41,8 @@ class SplitMaster(Master):
         refuse_split(weight.dtype)
         self.half = weight.dtype
         self.value = torch.empty_like(weight, dtype=torch.float32, requires_grad=False)
-        self.low = torch.zeros_like(self.value, dtype=torch.int16)
-        self.joined = True
+        self._drop_value()
+        self.low = torch.zeros_like(weight, dtype=torch.int16, requires_grad=False)
         self.start_from(weight, start)
 
     def current(self, weight: Tensor) -> Tensor:
@@ -53,9 +54,8 @@ class SplitMaster(Master):
 
     def start_from(self, weight: Tensor, start: Tensor) -> None:
         """Take another value, and write it into the weight."""
-        self.join(weight)
-        self.value.detach().copy_(start)
-        self.publish(weight)
+        self._write(weight, start)
+        self._drop_value()
         mark_known([(weight, self)])
 
     @torch.no_grad()
@@ -78,30 +78,49 @@ class SplitMaster(Master):
             self._joined(weight, self.value.detach())
             self.joined = True
 
-    @torch.no_grad()
     def publish(self, weight: Tensor) -> None:
         """Round `value` into the weight, keep the rest as `low`, and give the memory back."""
-        if not self.joined:
-            return
-        value = self.value.detach()
-        if weight.dtype == torch.bfloat16:
-            bits = value.clamp_(-_END, _END).view(torch.int32)
-            high = (bits + 0x8000) >> 16
-            weight.detach().view(torch.int16).copy_(high)
-            self.low.copy_(bits.sub_(high << 16))
-        else:
-            weight.detach().copy_(value)  # Someone has made the model wider.
+        if self.joined:
+            self._write(weight, self.value)
+            self._drop_value()
+
+    def _drop_value(self) -> None:
         self.value.untyped_storage().resize_(0)
         self.joined = False
+
+    @torch.no_grad()
+    def _write(self, weight: Tensor, values: Tensor) -> None:
+        """Round values into the weight, and keep the rest as `low`."""
+        if weight.dtype != torch.bfloat16:
+            weight.detach().copy_(values)  # Someone has made the model wider.
+            return
+        parts = map(_pieces, (values, weight.detach(), self.low))
+        for value, rounded, low in zip(*parts, strict=True):
+            held = value.to(weight.device, torch.float32).clamp(-_END, _END)
+            bits = held.view(torch.int32)
+            high = (bits + 0x8000) >> 16
+            rounded.view(torch.int16).copy_(high)
+            low.copy_(bits.sub_(high << 16))
 
     @torch.no_grad()
     def _joined(self, weight: Tensor, into: Tensor) -> Tensor:
         """Fill `into`, fp32, with the value."""
         if weight.dtype != torch.bfloat16:
             return into.copy_(weight)
-        bits = into.view(torch.int32).copy_(weight.detach().view(torch.int16))
-        bits.mul_(2**16).add_(self.low)
+        parts = map(_pieces, (into, weight.detach(), self.low))
+        for value, rounded, low in zip(*parts, strict=True):
+            bits = value.view(torch.int32).copy_(rounded.view(torch.int16))
+            bits.mul_(2**16).add_(low)
         return into
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """A tensor by its first axis, in pieces that a CPU's cache holds."""
+    if not tensor.dim():
+        return (tensor,)
+    size = _PIECE if tensor.is_cpu else max(1, tensor.numel())
+    row = max(1, tensor.numel() // max(1, len(tensor)))
+    return tensor.split(max(1, size // row))
 
 
 def refuse_split(half: torch.dtype) -> None:
