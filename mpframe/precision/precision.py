@@ -187,9 +187,13 @@ class Precision:
 
         `prepare` calls it. Call it alone for a model that is evaluated in another mode than it was
         trained in. A second call does nothing.
+
+        Raises:
+            ConfigError: `compute` is native and the model's device lacks a product of a recipe.
         """
         if model in self._hooked:
             return
+        _refuse_emulated(self.policy, device_of(model))
         self._hooked.add(model)
         self._hook(model)
         if self.policy.mode == "mixed" and self.policy.ops.empty:
@@ -286,9 +290,7 @@ class Precision:
     def _hook(self, model: nn.Module) -> list[RemovableHandle]:
         if self._casts is None:
             return []
-        device = device_of(model)
-        self._casts.compute_on(device)
-        _refuse_emulated(self.policy, device)
+        self._casts.compute_on(device_of(model))
         self._products.learn_names(model)
         return [*pin_modules(model, self.policy), *fit_recurrent_layers(model, self.policy)]
 

@@ -8,10 +8,10 @@ the same model gives without it. There is no second derivative: torch says that 
 gradients has none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,8 +21,10 @@ from mpframe.precision.products import native
 from mpframe.precision.products.noise import measured
 from mpframe.precision.products.parts import Parts, take_apart
 from mpframe.precision.products.recipe import Recipe
-from mpframe.precision.products.scaling import Axes, Quantization, quantize
+from mpframe.precision.products.scaling import Axes, quantize
 from mpframe.precision.products.state import ProductState
+
+Taken = TypeVar("Taken", Tensor, Parts)
 
 _numbers = count()
 _quantizers: "WeakValueDictionary[str, Quantizer]" = WeakValueDictionary()
@@ -68,8 +70,8 @@ class Quantizer:
         """left @ right, both quantised; the arguments are those of `pair`."""
         if self._in_half(product, left, right) or self._why_emulated(product, left, right):
             return torch.matmul(*self.pair(product, left, right, site, record))
-        first, second = (self._apart(own, product, site, record) for own in (left, right))
-        return native.multiply(first, second)
+        rest = product, site, record, take_apart
+        return native.multiply(self._quantized(left, *rest), self._quantized(right, *rest))
 
     def pair(
         self, product: str, left: Operand, right: Operand, site: str, record: bool
@@ -91,13 +93,12 @@ class Quantizer:
         if self.compute == "native":
             why = self._why_emulated(product, left, right)
             raise native.refused(self.recipe, product, left.values.device, why)
-        first, second = (self._quantized(own, product, site, record) for own in (left, right))
-        return first, second
+        rest = product, site, record, quantize
+        return self._quantized(left, *rest), self._quantized(right, *rest)
 
     def _in_half(self, product: str, left: Operand, right: Operand) -> bool:
-        return product not in self.recipe.products or bool(
-            misfit(self.recipe, product, left, right)
-        )
+        hows = self.recipe.products.get(product)
+        return hows is None or bool(misfit(self.recipe, product, left, right))
 
     def _why_emulated(self, product: str, left: Operand, right: Operand) -> str:
         """Why no instruction multiplies the operands of a quantised product; empty if one does."""
@@ -109,38 +110,21 @@ class Quantizer:
         hows = self.recipe.products[product]
         return native.refusal(hows[left.role], hows[right.role], device)
 
-    def _quantized(self, own: Operand, product: str, site: str, record: bool) -> Tensor:
+    def _quantized(
+        self, own: Operand, product: str, site: str, record: bool, take: Callable[..., Taken]
+    ) -> Taken:
+        """One operand by `quantize` or `take_apart`."""
         how = self.recipe.products[product][own.role]
-        known = self._known_amax(own, how, site, record)
-        quantized = quantize(own.values, own.axes, how, self.state.draw, known)
-        self._watch(quantized, own, product, site, known)
-        return quantized
-
-    def _apart(self, own: Operand, product: str, site: str, record: bool) -> Parts:
-        how = self.recipe.products[product][own.role]
-        known = self._known_amax(own, how, site, record)
-        parts = take_apart(own.values, own.axes, how, self.state.draw, known)
+        known = None
+        if how.history and site:
+            amax = own.values.abs().amax()
+            known = self.state.known_amax(f"{site} {own.role}", amax, how.history, record)
+        taken = take(own.values, own.axes, how, self.state.draw, known)
         if self.state.watch is not None:
-            rows = parts.values()
-            quantized = rows if own.axes.free == 0 else rows.t()
-            self._watch(quantized, own, product, site, known)
-        return parts
-
-    def _known_amax(
-        self, own: Operand, how: Quantization, site: str, record: bool
-    ) -> Tensor | None:
-        if not how.history or not site:
-            return None
-        amax = own.values.abs().amax()
-        return self.state.known_amax(f"{site} {own.role}", amax, how.history, record)
-
-    def _watch(
-        self, quantized: Tensor, own: Operand, product: str, site: str, known: Tensor | None
-    ) -> None:
-        if self.state.watch is not None:
-            how = self.recipe.products[product][own.role]
+            quantized = taken.values(own.axes.free) if isinstance(taken, Parts) else taken
             row = measured(own.values, quantized, own.axes, how, known)
             self.state.watch(site, product, own.role, row)
+        return taken
 
 
 def misfit(recipe: Recipe, product: str, *operands: Operand) -> str:

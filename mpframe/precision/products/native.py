@@ -105,7 +105,8 @@ def scales_of(own: Parts, kind: ScalingType) -> list[Tensor]:
     if kind is TENSOR:
         return [own.scales.reshape(())]
     if kind is ROW:
-        return [F.pad(own.scales, (0, 0, 0, -len(own.scales) % _ALIGNED))]
+        # A column with strides of 1: kernels look at both, though the second is never used.
+        return [F.pad(own.scales.flatten(), (0, -len(own.scales) % _ALIGNED))[:, None]]
     scales = own.scales.repeat_interleave(own.how.block // _LENGTH[kind], 1)
     if own.whole is None:
         return [swizzled(scales.to(torch.float8_e8m0fnu))]
@@ -132,7 +133,7 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def wanted(compute: str, device: torch.device) -> bool:
-    """Whether `dtype.compute` asks for instructions; `auto` leaves CPUs out, which gain nothing."""
+    """Whether `dtype.compute` asks for instructions; `auto` asks GPUs alone for them."""
     return compute == "native" or (compute == "auto" and device.type != "cpu")
 
 
@@ -188,13 +189,14 @@ def _fault(left: Quantization, right: Quantization, device: torch.device) -> str
     integers, so that any order of adding gives the same.
     """
     length = 5 * lcm(left.block, right.block)
-    operands = _sample(left, length, device), _sample(right, length, device)
+    first, second = _sample(left, length, device), _sample(right, length, device)
     try:
-        result = multiply(*operands)
+        result = multiply(first, second)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return str(error).strip().split("\n")[0].rstrip(".")
-    expected = operands[0].values() @ operands[1].values().t()
-    return "" if torch.equal(result, expected) else "torch's scaled_mm gives wrong numbers for it"
+    expected = first.values().double() @ second.values().double().t()
+    right_numbers = torch.equal(result.double(), expected)
+    return "" if right_numbers else "torch's scaled_mm gives wrong numbers for it"
 
 
 def _sample(how: Quantization, length: int, device: torch.device) -> Parts:

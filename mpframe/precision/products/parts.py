@@ -28,10 +28,11 @@ class Parts:
     scales: Tensor
     whole: Tensor | None = None
 
-    def values(self) -> Tensor:
-        """What `quantize` gives, float32 [rows, summed]."""
+    def values(self, free: int = 0) -> Tensor:
+        """What `quantize` gives: float32, of 2 axes; the rows are along the axis `free`."""
         blocks = torch.unflatten(self.elements, 1, (self.scales.shape[1], -1))
-        return (blocks * self.scales[..., None]).flatten(1)
+        rows = (blocks * self.scales[..., None]).flatten(1)
+        return rows if free == 0 else rows.t()
 
 
 def take_apart(
