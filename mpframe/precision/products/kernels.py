@@ -68,7 +68,7 @@ class Quantizer:
         self, product: str, left: Operand, right: Operand, site: str, record: bool
     ) -> Tensor:
         """left @ right, both quantised; the arguments are those of `pair`."""
-        if self._in_half(product, left, right) or self._why_emulated(product, left, right):
+        if self._why_emulated(product, left, right):
             return torch.matmul(*self.pair(product, left, right, site, record))
         rest = product, site, record, take_apart
         return native.multiply(self._quantized(left, *rest), self._quantized(right, *rest))
@@ -101,10 +101,12 @@ class Quantizer:
         return hows is None or bool(misfit(self.recipe, product, left, right))
 
     def _why_emulated(self, product: str, left: Operand, right: Operand) -> str:
-        """Why no instruction multiplies the operands of a quantised product; empty if one does."""
+        """Why no instruction multiplies two operands; empty if one does."""
         device = left.values.device
         if not native.wanted(self.compute, device):
             return f"dtype.compute={self.compute}"
+        if self._in_half(product, left, right):
+            return "it stays in half"
         if left.values.dim() != 2:
             return "it is a convolution or a batch, and scaled_mm takes two matrices"
         hows = self.recipe.products[product]
