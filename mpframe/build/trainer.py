@@ -114,7 +114,7 @@ def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -
         batch = map_tensors(lambda tensor: tensor.to(device), next(train.epoch(0)))
         for objective in task.objectives.values():
             precision.trace(model, partial(objective, batch=batch))
-    except RunInterrupted:
+    except (RunInterrupted, ConfigError):  # No first step would take such options.
         raise
     except (Exception, SystemExit) as error:  # The first step meets the same error, and says more.
         log.warning(

@@ -60,7 +60,8 @@ class Dtype:
     half: str = option("float16", "The 16-bit format of the run.", choices=("float16", "bfloat16"))
     compute: str = option(
         "auto",
-        "How half ops compute on a CPU: its instructions, or fp32 with one rounding.",
+        "How half ops compute on a CPU, and products below 16 bits on any device: by instructions, "
+        "or in fp32 with one rounding. auto: by those there are, products on GPUs alone.",
         choices=("auto", "native", "emulated"),
     )
     master_weights: str | bool = option(

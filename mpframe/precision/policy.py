@@ -54,7 +54,9 @@ class Policy:
         half: `float16` or `bfloat16`, the 16-bit format of the run.
         ops: the op lists and module pins.
         compute: how half ops compute on a CPU: `native` kernels, `emulated` (half inputs, fp32
-            accumulation, one rounding), or `auto`: native if the CPU has the instructions.
+            accumulation, one rounding), or `auto`: native if the CPU has the instructions. And how
+            products below 16 bits do on any device: `native`, where every quantised product must
+            have an instruction, `emulated`, or `auto`: native where a GPU has one.
         products: the recipe by which matrix products and convolutions quantise their operands;
             `none`: they stay in half.
         recipes: a user's own, by name, beside the shipped ones.

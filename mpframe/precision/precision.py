@@ -33,6 +33,7 @@ from mpframe.precision.lazy import materialize, refuse_lazy
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.pins import cast_to, pin_modules, refuse_idle_pins
 from mpframe.precision.policy import Policy
+from mpframe.precision.products.native import refusals, refused
 from mpframe.precision.products.recipe import Recipe
 from mpframe.precision.products.state import ProductState, Watch
 from mpframe.precision.storage.fp32_share import fp32_share
@@ -48,7 +49,8 @@ class Precision:
         mode: `fp32`, `mixed` (half weights, fp32 masters) or `amp` (fp32 weights, ops cast).
         half: `float16` or `bfloat16`.
         ops: the op lists and module pins; the shipped default lists if None.
-        compute: half on a CPU: `native`, `emulated`, or `auto` (native if the CPU can).
+        compute: half on a CPU: `native`, `emulated`, or `auto` (native if the CPU can); products
+            below 16 bits likewise, but `auto` has them native on GPUs alone.
         master_weights: False leaves the masters out, to study what they are for. "split", for
             bfloat16: 2 bytes beside each weight hold the bits that it lacks, instead of 4.
         products: the recipe by which matrix products and convolutions are computed below 16 bits,
@@ -111,8 +113,8 @@ class Precision:
             The same model, and the wrapped optimizer with masters from before the rounding.
 
         Raises:
-            ConfigError: a parameter is complex, or lazy and there is no example; or a pin names no
-                module.
+            ConfigError: a parameter is complex, or lazy and there is no example; a pin names no
+                module; or `compute` is native and the model's device lacks a product of a recipe.
         """
         refuse_idle_pins(model, self.policy)
         if example is not None and model not in self._reads:
@@ -185,9 +187,13 @@ class Precision:
 
         `prepare` calls it. Call it alone for a model that is evaluated in another mode than it was
         trained in. A second call does nothing.
+
+        Raises:
+            ConfigError: `compute` is native and the model's device lacks a product of a recipe.
         """
         if model in self._hooked:
             return
+        _refuse_emulated(self.policy, device_of(model))
         self._hooked.add(model)
         self._hook(model)
         if self.policy.mode == "mixed" and self.policy.ops.empty:
@@ -287,6 +293,15 @@ class Precision:
         self._casts.compute_on(device_of(model))
         self._products.learn_names(model)
         return [*pin_modules(model, self.policy), *fit_recurrent_layers(model, self.policy)]
+
+
+def _refuse_emulated(policy: Policy, device: torch.device) -> None:
+    """`native` is not for a device that lacks a product of a recipe in use."""
+    named = (policy.products, *policy.ops.modules.values())
+    recipes = [policy.recipes[name] for name in named if name in policy.recipes]
+    for recipe in recipes if policy.compute == "native" else []:
+        for product, why in refusals(recipe, device).items():
+            raise refused(recipe, product, device, why)
 
 
 def _refuse_beyond(model: nn.Module, formats: Mapping[nn.Parameter, torch.dtype]) -> None:

@@ -59,6 +59,7 @@ CASES = [
     # ops
     Case("ops.allow+=[sofmax]", r"ops\.move: 'sofmax' is not an op of PyTorch; nearest: softmax", "failed"),
     Case("ops.allow=[conv2d,exp]", r"ops\.allow and ops\.deny both hold 'exp'", "failed"),
+    Case("dtype.compute=native dtype.products=mxfp8", r"^mpframe: dtype\.compute=native: dtype\.products=mxfp8 has no native forward product on cpu: CPU does not support swizzle; choose dtype\.compute=auto, which emulates it$", "failed"),
     Case("ops.modules={nope:fp32}", r"ops\.modules\['nope'\] matches no module; the model has ", "failed"),
     # targets
     Case("model._target_=nowhere.Net", r"model\._target_=nowhere\.Net: ", "failed"),

@@ -1,12 +1,14 @@
 """Matrix products and convolutions in formats below 16 bits: fp8, fp6, fp4, MX and NVFP4.
 
 A product quantises both operands, each along the axis that is summed over, sums in fp32 and rounds
-once to half. That is what the instructions of a GPU do; here it runs on any machine. Begin with
+once to half. That is what the instructions of a GPU do; emulated it runs on any machine. Begin with
 recipe.py, which says how each operand of each product is quantised. Behind it stand
 
     formats.py    an element format, and the rounding of values to it
     scaling.py    a tensor in a format: which values share a scale, and what the scale is
     hadamard.py   the transform that spreads outliers over their block
+    parts.py      the same with elements and scales apart
+    native.py     matrix products by the instructions of a device, where it has them
     kernels.py    the products: matrix product and convolution, with their gradients
     ops.py        which ops of PyTorch are which product; the cast mode calls it
     layers.py     the same in words, for the dtype map

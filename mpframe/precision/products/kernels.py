@@ -1,23 +1,30 @@
 """The products themselves: both operands quantised, then multiplied and summed in fp32.
 
+A matrix product uses an instruction of the device, if there is one (native.py) and `dtype.compute`
+wants it. All others, and convolutions, are emulated: fp32 kernels multiply the quantised numbers.
+
 They are custom ops. A compiler takes each as a whole, and what it compiles gives the numbers that
 the same model gives without it. There is no second derivative: torch says that the op of the
 gradients has none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from mpframe.precision.products import native
 from mpframe.precision.products.noise import measured
+from mpframe.precision.products.parts import Parts, take_apart
 from mpframe.precision.products.recipe import Recipe
 from mpframe.precision.products.scaling import Axes, quantize
 from mpframe.precision.products.state import ProductState
+
+Taken = TypeVar("Taken", Tensor, Parts)
 
 _numbers = count()
 _quantizers: "WeakValueDictionary[str, Quantizer]" = WeakValueDictionary()
@@ -46,15 +53,25 @@ class Quantizer:
     Args:
         recipe: what is done to each operand.
         state: the random numbers and histories of the run.
+        compute: `native`, `emulated`, or `auto`: native on what is no CPU.
 
     Attributes:
         key: stands for it in the arguments of an op.
     """
 
-    def __init__(self, recipe: Recipe, state: ProductState) -> None:
-        self.recipe, self.state = recipe, state
+    def __init__(self, recipe: Recipe, state: ProductState, compute: str = "auto") -> None:
+        self.recipe, self.state, self.compute = recipe, state, compute
         self.key = str(next(_numbers))
         _quantizers[self.key] = self
+
+    def matmul(
+        self, product: str, left: Operand, right: Operand, site: str, record: bool
+    ) -> Tensor:
+        """left @ right, both quantised; the arguments are those of `pair`."""
+        if self._why_emulated(product, left, right):
+            return torch.matmul(*self.pair(product, left, right, site, record))
+        rest = product, site, record, take_apart
+        return native.multiply(self._quantized(left, *rest), self._quantized(right, *rest))
 
     def pair(
         self, product: str, left: Operand, right: Operand, site: str, record: bool
@@ -67,24 +84,49 @@ class Quantizer:
             right: likewise.
             site: the name of the weight; empty: no history is kept.
             record: whether the amax of this pass goes into the history.
-        """
-        hows = self.recipe.products.get(product)
-        if hows is None or misfit(self.recipe, product, left, right):
-            return left.values, right.values
-        first, second = (self._quantized(own, product, site, record) for own in (left, right))
-        return first, second
 
-    def _quantized(self, own: Operand, product: str, site: str, record: bool) -> Tensor:
+        Raises:
+            ConfigError: fp32 kernels would multiply them, and `compute` is native.
+        """
+        if self._in_half(product, left, right):
+            return left.values, right.values
+        if self.compute == "native":
+            why = self._why_emulated(product, left, right)
+            raise native.refused(self.recipe, product, left.values.device, why)
+        rest = product, site, record, quantize
+        return self._quantized(left, *rest), self._quantized(right, *rest)
+
+    def _in_half(self, product: str, left: Operand, right: Operand) -> bool:
+        hows = self.recipe.products.get(product)
+        return hows is None or bool(misfit(self.recipe, product, left, right))
+
+    def _why_emulated(self, product: str, left: Operand, right: Operand) -> str:
+        """Why no instruction multiplies two operands; empty if one does."""
+        device = left.values.device
+        if not native.wanted(self.compute, device):
+            return f"dtype.compute={self.compute}"
+        if self._in_half(product, left, right):
+            return "it stays in half"
+        if left.values.dim() != 2:
+            return "it is a convolution or a batch, and scaled_mm takes two matrices"
+        hows = self.recipe.products[product]
+        return native.refusal(hows[left.role], hows[right.role], device)
+
+    def _quantized(
+        self, own: Operand, product: str, site: str, record: bool, take: Callable[..., Taken]
+    ) -> Taken:
+        """One operand by `quantize` or `take_apart`."""
         how = self.recipe.products[product][own.role]
         known = None
         if how.history and site:
             amax = own.values.abs().amax()
             known = self.state.known_amax(f"{site} {own.role}", amax, how.history, record)
-        quantized = quantize(own.values, own.axes, how, self.state.draw, known)
+        taken = take(own.values, own.axes, how, self.state.draw, known)
         if self.state.watch is not None:
+            quantized = taken.values(own.axes.free) if isinstance(taken, Parts) else taken
             row = measured(own.values, quantized, own.axes, how, known)
             self.state.watch(site, product, own.role, row)
-        return quantized
+        return taken
 
 
 def misfit(recipe: Recipe, product: str, *operands: Operand) -> str:
@@ -101,7 +143,7 @@ def _multiply(
     last, before = left.dim() - 1, left.dim() - 2
     rows = Operand(left, of_left, Axes((last,), before))
     columns = Operand(right, of_right, Axes((before,), last))
-    return torch.matmul(*_quantizers[quantizer].pair(product, rows, columns, site, record))
+    return _quantizers[quantizer].matmul(product, rows, columns, site, record)
 
 
 @torch.library.custom_op("mpframe::matmul", mutates_args=())

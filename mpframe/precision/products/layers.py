@@ -7,8 +7,14 @@ from torch.nn.parameter import is_lazy
 
 from mpframe.precision.policy import Compute, Policy
 from mpframe.precision.products.kernels import misfit, weight_operand
+from mpframe.precision.products.native import refusals, wanted
 from mpframe.precision.products.ops import ATTENTION, OPS, recipe_for
 from mpframe.precision.products.recipe import Recipe
+from mpframe.precision.products.recurrent import RECURRENT
+from mpframe.tree import device_of
+
+# Ops that multiply two matrices, neither batches nor convolutions.
+_OF_MATRICES = {"linear", "matmul", "mm", "addmm", *RECURRENT}
 
 
 def products_of(
@@ -36,10 +42,11 @@ def products_of(
     pinned = pin[1] if pin else None
     own = [op, "linear"] if op == ATTENTION else [op]  # The projections before and after.
     calls = [*((op, pinned) for op in own if op), *readers]
-    recipes = (recipe_for(policy, *call) for call in calls)
-    recipe = next((found for found in recipes if found is not None), None)
+    recipes = ((call[0], recipe_for(policy, *call)) for call in calls)
+    by, recipe = next((found for found in recipes if found[1] is not None), ("", None))
     if recipe is not None:
-        return "; ".join([recipe.name, *_in_half(recipe, module)])
+        native = _native(recipe, by, module, policy)
+        return "; ".join([recipe.name + native, *_in_half(recipe, module)])
     # prelu is in ops.allow, as under autocast, but multiplies element by element.
     halves = [
         call[0] for call in calls if policy.compute_of(*call) is Compute.HALF and call[0] != "prelu"
@@ -49,6 +56,19 @@ def products_of(
     if pin is not None:
         return f"in half: {pin[0]!r} is pinned to {pin[1]}"
     return "in half" if halves[0] in OPS else f"in half: {halves[0]} is never quantised"
+
+
+def _native(recipe: Recipe, op: str, module: nn.Module, policy: Policy) -> str:
+    """Which products of a layer an instruction computes; empty if nobody asked for that."""
+    device = device_of(module)
+    if not wanted(policy.compute, device):
+        return ""
+    if op not in _OF_MATRICES:
+        return ", emulated"
+    reasons = refusals(recipe, device)
+    if len(reasons) == len(recipe.products):
+        return f", emulated: {next(iter(reasons.values()))}"
+    return ", native" + f" but for {', '.join(reasons)}" * bool(reasons)
 
 
 def _in_half(recipe: Recipe, module: nn.Module) -> list[str]:

@@ -415,7 +415,7 @@ def product_name(op: str, recipe: Recipe) -> str:
 def product_ops(policy: Policy, state: ProductState) -> dict[str, ProductOp]:
     """Every op by every recipe that the policy names."""
     half = None if policy.mode == "fp32" else policy.half_dtype
-    quantizers = [Quantizer(recipe, state) for recipe in policy.recipes.values()]
+    quantizers = [Quantizer(own, state, policy.compute) for own in policy.recipes.values()]
     return {
         product_name(op, own.recipe): ProductOp(op, own, half) for own in quantizers for op in OPS
     }

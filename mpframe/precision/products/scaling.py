@@ -76,6 +76,10 @@ class Quantization:
     history: int = 0
     margin: int = 0
 
+    def draws(self, draw: Draw | None) -> Draw | None:
+        """`draw` if the rounding is stochastic."""
+        return draw if self.rounding == "stochastic" else None
+
     def __str__(self) -> str:
         words = [self.format.name]
         if self.scale != "none":
@@ -149,12 +153,10 @@ def quantize(
     # As it lies in memory, where a transposed tensor takes three times as long.
     values, axes = values.permute(order), axes.permuted(order)
     values = transformed(values, axes, how)
-    draw = draw if how.rounding == "stochastic" else None
     if how.scale == "none":
-        quantized = round_to(values, how.format, draw)
+        quantized = round_to(values, how.format, how.draws(draw))
     else:
-        own = scaled(values, axes, how, known_amax)
-        quantized = _elements(own, how.format, draw).view(values.shape)
+        quantized = rounded(scaled(values, axes, how, known_amax), how, draw).view(values.shape)
     return quantized.permute([order.index(axis) for axis in range(len(order))])
 
 
@@ -172,12 +174,14 @@ class Scaled:
         amax: the largest magnitude among those that share a scale; it broadcasts to `blocks`.
         scale: likewise; nan beside inf and nan, as the following.
         inverse: what the values are multiplied by before they are rounded.
+        whole: 0-d, the fp32 factor of the tensor in each scale, if they are held in e4m3.
     """
 
     blocks: Tensor
     amax: Tensor
     scale: Tensor
     inverse: Tensor
+    whole: Tensor | None
 
 
 def scaled(
@@ -189,9 +193,9 @@ def scaled(
     return Scaled(blocks, amax, *_scale(amax, how, known_amax))
 
 
-def _elements(own: Scaled, format: ElementFormat, draw: Draw | None) -> Tensor:
-    """The values divided by their scales, rounded and multiplied again."""
-    blocks = own.blocks
+def rounded(own: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
+    """The values divided by their scales, rounded and multiplied again, in the shape of blocks."""
+    blocks, format, draw = own.blocks, how.format, how.draws(draw)
     if not blocks.is_cpu or blocks.numel() < 2 * _PIECE:
         return round_finite_(blocks * own.inverse, format, draw).mul_(own.scale)
     elements = torch.empty_like(blocks, memory_format=torch.contiguous_format)
@@ -242,11 +246,11 @@ def _amax_of_short_rows(blocks: Tensor) -> Tensor:
 
 def _scale(
     amax: Tensor, how: Quantization, known_amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The scales, and what values are multiplied by first; both are nan beside inf and nan."""
-    finite = amax < torch.inf
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`scale`, `inverse` and `whole` of a `Scaled`."""
+    finite, whole = amax < torch.inf, None
     if how.scale == "e4m3":
-        scale, inverse = _two_scales(amax, how.format)
+        scale, inverse, whole = _two_scales(amax, how.format)
     elif how.scale == "e8m0":
         scale = _power_of_two(amax, how)
         inverse = scale.reciprocal()
@@ -254,7 +258,7 @@ def _scale(
         largest = amax if known_amax is None else known_amax
         scale = (largest * (2.0**how.margin / how.format.max)).clamp(min=_TINY)
         inverse = scale.reciprocal()
-    return torch.where(finite, scale, torch.nan), torch.where(finite, inverse, torch.nan)
+    return torch.where(finite, scale, torch.nan), torch.where(finite, inverse, torch.nan), whole
 
 
 def _power_of_two(amax: Tensor, how: Quantization) -> Tensor:
@@ -275,11 +279,11 @@ def _rounded_up(values: Tensor) -> Tensor:
     return (values.view(torch.int32) + ((1 << _MANTISSA) - 1)) >> _MANTISSA
 
 
-def _two_scales(amax: Tensor, format: ElementFormat) -> tuple[Tensor, Tensor]:
+def _two_scales(amax: Tensor, format: ElementFormat) -> tuple[Tensor, Tensor, Tensor]:
     """NVFP4: an e4m3 scale for each block, times one in fp32 by which their largest is 448."""
     smallest = 2.0**_E4M3.min_exponent
     # At least so large that no inverse overflows.
     whole = (amax.amax() / (_E4M3.max * format.max)).clamp(min=_TINY / smallest)
     wanted = (amax / format.max / whole).clamp(smallest, _E4M3.max)
     blocks = round_to(wanted, _E4M3)
-    return blocks * whole, whole.reciprocal() / blocks
+    return blocks * whole, whole.reciprocal() / blocks, whole
