@@ -123,11 +123,11 @@ def draw(
     panels[-1].set_xlabel("exponent of the scaled gradient, floor(log2 |s g|)", fontsize=12)
     name = dtype_name(half) + (f", products in {recipe}" if recipe else "")
     figure.suptitle(f"gradients after {step} steps, in {name}")
-    named = {}
+    named: dict[str, Any] = {}
     for axes in panels:
         named |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     columns = 3 if len(named) > 4 else 4
-    figure.legend(named.values(), named, loc="outside lower center", ncols=columns)
+    figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     png = io.BytesIO()
     figure.savefig(png, dpi=110)
