@@ -68,8 +68,9 @@ def _main(arguments: list[str]) -> None:
     draw(losses, half, step, out, "" if recipe == NO_PRODUCTS else recipe)
     limits = [line for own in losses for line in own.product_lines()]
     print("\n".join([*(own.line() for own in losses), *limits]))
-    if config.dtype.products != NO_PRODUCTS and not limits:
-        print(f"no limits of {recipe}: gradients are quantised nowhere, or after a transform")
+    if recipe != NO_PRODUCTS and not limits:
+        why = "quantised nowhere, or after a Hadamard transform, or not finite"
+        print(f"no limits of {recipe}: gradients are {why}")
     print(f"picture: {out}")
 
 
