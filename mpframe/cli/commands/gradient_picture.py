@@ -13,7 +13,9 @@ Options:
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,11 +29,16 @@ from mpframe.config.stored import config_of
 from mpframe.errors import ConfigError, take_options
 from mpframe.loss_scaling import Static
 from mpframe.numerics.gradient_picture import ScaledGradients, best_scale, draw, scaled_gradients
+from mpframe.numerics.product_limits import OperandLimits, gradient_limits
+from mpframe.numerics.product_noise import ProductProbe
 from mpframe.numerics.ranges import RangeProbe, Ranges
+from mpframe.precision.policy import NO_PRODUCTS
+from mpframe.training.loader import Loader
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of
 
 _OPTIONS = ("run", "out")
+Weights = dict[str, torch.Tensor]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,37 +63,68 @@ def _main(arguments: list[str]) -> None:
     state = snapshot.state
     config = config_of(snapshot.config, checkpoint.newest(path) / "config.yaml", given)
     half, step = getattr(torch, config.dtype.half), steps_tried(state, path)
-    losses = _losses(config, weights_of(state, "trained", path), _scale_of(state), half)
-    draw(losses, half, step, out)
-    print("\n".join(own.line() for own in losses))
+    losses = _losses(config, state, weights_of(state, "trained", path), half)
+    recipe = config.dtype.products
+    draw(losses, half, step, out, "" if recipe == NO_PRODUCTS else recipe)
+    limits = [line for own in losses for line in own.product_lines()]
+    print("\n".join([*(own.line() for own in losses), *limits]))
+    if recipe != NO_PRODUCTS and not limits:
+        why = "quantised nowhere, or after a Hadamard transform, or not finite"
+        print(f"no limits of {recipe}: gradients are {why}")
     print(f"picture: {out}")
 
 
 def _losses(
-    config: Config, weights: dict[str, torch.Tensor], present: float | None, half: torch.dtype
+    config: Config, state: dict[str, Any], weights: Weights, half: torch.dtype
 ) -> list[ScaledGradients]:
     """What is lost without a scale, at the run's present scale if it has one, and at the best."""
+    present = _scale_of(state)
     plain = _measured(config, weights, 1.0, half)
     best = best_scale(plain, half)
-    losses = [scaled_gradients("no loss scaling", plain)]
-    if present is not None:
-        losses.append(scaled_gradients("present scale", _measured(config, weights, present, half)))
+    limits = _product_limits(config, state, weights, present or 1.0)
+    if present is None:
+        losses = [scaled_gradients("no loss scaling", plain, limits)]
+    else:
+        scaled = _measured(config, weights, present, half)
+        losses = [
+            scaled_gradients("no loss scaling", plain),
+            scaled_gradients("present scale", scaled, limits),
+        ]
     return [*losses, scaled_gradients("best scale", _measured(config, weights, best, half))]
 
 
-def _measured(
-    config: Config, weights: dict[str, torch.Tensor], scale: float, half: torch.dtype
-) -> Ranges:
+def _measured(config: Config, weights: Weights, scale: float, half: torch.dtype) -> Ranges:
     """The ranges of one step in fp32, from the same weights, batch and random numbers each time."""
-    build.seed_everything(config.run.seed)
-    task = build.build_task(config)
-    train = build.build_loaders(config, task).train
-    trainer = build.build_trainer(build.in_fp32(config), task, 1)
-    trainer.load_weights(weights)
-    trainer = _scaled(trainer, scale)
+    trainer, train = _prepared(build.in_fp32(config), weights, scale)
     probe = RangeProbe(trainer, half)
     trainer.train_step(next(iter(train.epoch(0))))
     return probe.ranges()
+
+
+def _product_limits(
+    config: Config, state: dict[str, Any], weights: Weights, scale: float
+) -> Mapping[str, OperandLimits]:
+    """What the run's products hold of the gradients of the same step, in the run's own precision.
+
+    Delayed scales go on with the checkpoint's histories. Nothing is there without a recipe.
+    """
+    if not build.build_precision(config).policy.recipes:
+        return {}
+    trainer, train = _prepared(config, weights, scale)
+    trainer.precision.load_state_dict(state["trainer"].get("products", {}))
+    probe = ProductProbe(trainer.precision)
+    trainer.train_step(next(iter(train.epoch(0))))
+    return gradient_limits(probe.noises(), trainer.precision.policy)
+
+
+def _prepared(config: Config, weights: Weights, scale: float) -> tuple[Trainer, Loader]:
+    """A fresh trainer with a fixed loss scale, and the training samples."""
+    build.seed_everything(config.run.seed)
+    task = build.build_task(config)
+    train = build.build_loaders(config, task).train
+    trainer = build.build_trainer(config, task, 1)
+    trainer.load_weights(weights)
+    return _scaled(trainer, scale), train
 
 
 def _scaled(trainer: Trainer, scale: float) -> Trainer:
@@ -96,7 +134,7 @@ def _scaled(trainer: Trainer, scale: float) -> Trainer:
     return type(trainer)(*parts, scaler=scaler)
 
 
-def _scale_of(state: dict[str, object]) -> float | None:
+def _scale_of(state: dict[str, Any]) -> float | None:
     """The loss scale in a checkpoint; if several losses have one each, the largest."""
     trainer = state.get("trainer")
     scalers = trainer.get("scaler") if isinstance(trainer, dict) else None
