@@ -1,8 +1,8 @@
 """fp32 masters around every optimizer of torch: exactness, what a skip leaves, what is refused."""
 
 import copy
-import math
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
