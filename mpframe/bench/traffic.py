@@ -49,7 +49,7 @@ class Weight:
 
 
 def payload(
-    weights: Sequence[Weight], parallel: str, ranks: int, buffers: int = 0
+    weights: Sequence[Weight], parallel: str, ranks: int, buffers: int = 0, scaled: bool = True
 ) -> Mapping[str, int]:
     """The bytes that a rank hands to each kind of collective in a step of one micro-batch.
 
@@ -58,8 +58,10 @@ def payload(
         parallel: one of PARALLEL.
         ranks: >= 2.
         buffers: bytes of the model's buffers.
+        scaled: whether the loss is, so that the largest gradient of each rank is told.
     """
-    found = Counter({"all_reduce": _AGREED})
+    told = scaled or parallel in ("after_backward", "fsdp")
+    found = Counter({"all_reduce": _AGREED if told else _AGREED - 4})
     if buffers:
         found["broadcast"] = buffers
     count = sum(own.count for own in weights)

@@ -11,10 +11,10 @@ there. torch's DistributedDataParallel would send as early, but the model must b
 for it, and all of its layers used in each step.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from torch import Tensor
 from mpframe.distributed.pieces import pieces
 from mpframe.errors import ConfigError
 from mpframe.tree import HALF
+
+if TYPE_CHECKING:
+    from mpframe.distributed.process_group import ProcessGroup
 
 
 @dataclass
@@ -39,22 +42,12 @@ class InBackward:
     """Sums the gradients of some parameters over the ranks.
 
     Args:
-        start_sum: sums a tensor over the ranks in place, and gives what waits for that; other
-            collectives may run meanwhile.
+        world: of these ranks.
         half: the format to send gradients in; None: fp32, or wider where they are.
-        answered: within it other ranks must answer.
-        max_of: the largest of all ranks' numbers at each place.
     """
 
-    def __init__(
-        self,
-        start_sum: Callable[[Tensor], Any],
-        half: torch.dtype | None,
-        answered: Callable[[], AbstractContextManager[None]],
-        max_of: Callable[[Sequence[int]], list[int]],
-    ) -> None:
-        self._start_sum, self._half = start_sum, half
-        self._answered, self._max_of = answered, max_of
+    def __init__(self, world: "ProcessGroup", half: torch.dtype | None) -> None:
+        self._world, self._half = world, half
         self._trained: list[Tensor] = []
         self._pieces: list[list[Tensor]] = []
         self._layout: dict[Tensor, tuple[int, ...]] = {}
@@ -63,15 +56,16 @@ class InBackward:
         self._unsent: list[_Bucket] = []  # the next one to send is the last
         self._sent: list[_Bucket] = []
         self._amaxes: list[Tensor] = []
-        self._scale: Tensor | float = 1.0
+        self._scale: Tensor | None = None
 
     @contextmanager
-    def summing(self, trained: Sequence[Tensor], scale: Tensor | float) -> Iterator[None]:
+    def summing(self, trained: Sequence[Tensor], scale: Tensor | None) -> Iterator[None]:
         """Within the block a backward pass sends its gradients.
 
         Args:
             trained: the parameters, without gradients, in one order on all ranks.
-            scale: what the loss is multiplied by, > 0.
+            scale: what the loss is multiplied by, > 0; None: it is not scaled, and nobody asks how
+                large the gradients of one rank are.
         """
         self._begin(trained, scale)
         # Anew in each step, so that they come last: other hooks want to see the gradient.
@@ -88,32 +82,37 @@ class InBackward:
             for hook in hooks:
                 hook.remove()
 
-    def sums(self, device: torch.device) -> tuple[dict[Tensor, Tensor], Tensor]:
+    def sums(self, loss: Tensor) -> tuple[dict[Tensor, Tensor], Tensor | None, Tensor]:
         """The gradients after that block; the parameters are left without.
 
         Args:
-            device: where they are.
+            loss: 0-d, of this rank.
 
         Returns:
             By parameter: their sums over the ranks, fp32 or wider, unscaled; one that no rank used
-            is left out. And the largest unscaled magnitude on this rank, 0-d fp32, inf or nan if
-            any is.
+            is left out. The largest unscaled magnitude on any rank before, 0-d fp32, inf if one is
+            inf or nan; None if the loss is not scaled. The mean loss.
 
         Raises:
             LostRankError: a rank does not answer.
         """
-        used = self._max_of([own in self._taken for own in self._trained])
-        anywhere = {own for own, by_one in zip(self._trained, used, strict=True) if by_one}
-        while self._unsent:
-            self._send(self._unsent.pop(), anywhere)
-        amaxes = [*self._amaxes, torch.zeros((), device=device)]
-        sums: dict[Tensor, Tensor] = {}
-        while self._sent:
-            sums |= self._received(self._sent.pop(0))
-        self._home = {}
-        return {own: sums[own] for own in self._trained if own in sums}, torch.stack(amaxes).max()
+        world = self._world
+        used = torch.tensor([own in self._taken for own in self._trained], dtype=torch.int64)
+        told = world.start(used, dist.ReduceOp.MAX, on_host=True)
+        if self._unsent:  # Else this rank has used all of them, and need not be told.
+            world.wait(told)
+            self._send_rest({p for p, by_one in zip(self._trained, used, strict=True) if by_one})
+        total, amax = loss.clone(), self._amax()
+        started = [told, world.start(total)]
+        if amax is not None:
+            amax, of_amax = world.start_max(amax)
+            started.append(of_amax)
+        sums = self._receive()
+        for own in started:
+            world.wait(own)
+        return sums, amax, total / world.size
 
-    def _begin(self, trained: Sequence[Tensor], scale: Tensor | float) -> None:
+    def _begin(self, trained: Sequence[Tensor], scale: Tensor | None) -> None:
         if [*map(id, trained)] != [*map(id, self._trained)]:  # Some are frozen for a while.
             self._trained = list(trained)
             self._pieces = [*_pieces(self._trained[::-1])]
@@ -145,39 +144,59 @@ class InBackward:
         while self._unsent and len(self._unsent[-1].gradients) == len(self._unsent[-1].parameters):
             self._send(self._unsent.pop())
 
-    @torch.no_grad()
-    def _send(self, bucket: _Bucket, used: Collection[Tensor] = ()) -> None:
-        """Send a bucket, and do not wait for its sums; zeros for what another rank used."""
-        for own in bucket.parameters:
-            if own in used and own not in bucket.gradients:
-                bucket.gradients[own] = torch.zeros_like(own)
-        bucket.parameters = [own for own in bucket.parameters if own in bucket.gradients]
-        if not bucket.parameters:
-            return
-        flat = _flat([self._in_memory_order(own, bucket) for own in bucket.parameters])
-        if self._half is None:
-            flat = flat.float() if flat.dtype in HALF else flat
-            if isinstance(self._scale, Tensor) or self._scale != 1.0:
-                flat.div_(self._scale)
-            self._amaxes.append(_amax(flat))
-        else:
-            flat = flat.to(self._half)  # What is too large for it becomes inf: an overflow.
-            self._amaxes.append(_amax(flat) / self._scale)
-            flat.div_(dist.get_world_size())  # So that no sum is too large.
-        bucket.gradients = {}
-        bucket.flat = flat
-        with self._answered():
-            bucket.work = self._start_sum(flat)
-        self._sent.append(bucket)
+    def _send_rest(self, used: Collection[Tensor]) -> None:
+        """Send the buckets that are not full; zeros for what other ranks used alone."""
+        while self._unsent:
+            bucket = self._unsent.pop()
+            for own in bucket.parameters:
+                if own in used and own not in bucket.gradients:
+                    bucket.gradients[own] = torch.zeros_like(own)
+            bucket.parameters = [own for own in bucket.parameters if own in bucket.gradients]
+            if bucket.parameters:
+                self._send(bucket)
 
     @torch.no_grad()
+    def _send(self, bucket: _Bucket) -> None:
+        """Send a bucket, and do not wait for its sums."""
+        flat = _flat([self._in_memory_order(own, bucket) for own in bucket.parameters])
+        if self._half is not None:
+            flat = flat.to(self._half)  # What is too large for it becomes inf: an overflow.
+        elif flat.dtype in HALF:
+            flat = flat.float()
+        if self._scale is not None:
+            if self._half is None:
+                flat.div_(self._scale)
+            self._amaxes.append(_amax(flat))
+        if self._half is not None:
+            flat.div_(self._world.size)  # So that no sum is too large.
+        bucket.gradients, bucket.flat = {}, flat
+        bucket.work = self._world.start(flat)
+        self._sent.append(bucket)
+
+    def _amax(self) -> Tensor | None:
+        """The largest unscaled magnitude of what was sent; None: nobody asks."""
+        if self._scale is None:
+            return None
+        amax = torch.stack([*self._amaxes, torch.zeros_like(self._scale)]).max()
+        return amax if self._half is None else amax / self._scale
+
+    @torch.no_grad()
+    def _receive(self) -> dict[Tensor, Tensor]:
+        """All sums, by parameter and in their order."""
+        sums: dict[Tensor, Tensor] = {}
+        while self._sent:
+            sums |= self._received(self._sent.pop(0))
+        self._home = {}
+        return {own: sums[own] for own in self._trained if own in sums}
+
     def _received(self, bucket: _Bucket) -> dict[Tensor, Tensor]:
-        with self._answered():
-            bucket.work.wait()
+        self._world.wait(bucket.work)
         flat: Any = bucket.flat
         if self._half is not None:
             wide = torch.promote_types(bucket.parameters[0].dtype, torch.float32)
-            flat = flat.to(wide).mul_(dist.get_world_size() / self._scale)
+            flat = flat.to(wide).mul_(self._world.size)
+            if self._scale is not None:
+                flat.div_(self._scale)
         parts = flat.split([own.numel() for own in bucket.parameters])
         return {
             own: part.as_strided(own.size(), self._layout[own], part.storage_offset())

@@ -66,8 +66,7 @@ class ProcessGroup(World):
 
     def max(self, magnitude: Tensor) -> Tensor:
         """The largest of all ranks' values >= 0, on the device; inf if one is inf or nan."""
-        # A maximum may lose a nan: gloo keeps it in one order of the ranks and not in the other.
-        value = torch.where(magnitude < torch.inf, magnitude, torch.inf)
+        value = _without_nan(magnitude)
         with self._answered():
             dist.all_reduce(value, dist.ReduceOp.MAX)
         return value
@@ -144,7 +143,26 @@ class ProcessGroup(World):
         if self._early is None:  # Layers that compare notes send meanwhile, as BatchNorm does.
             with self._answered():
                 self._early = dist.new_group(timeout=timedelta(seconds=self._timeout))
-        return InBackward(self._start_sum, half, self._answered, self.max_of)
+        return InBackward(self, half)
+
+    def start(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, on_host: bool = False) -> Any:
+        """Begin to sum a tensor over the ranks in place, or another `op`; see `wait`.
+
+        Other collectives may run meanwhile. What is started is started in one order by all ranks.
+        """
+        with self._answered():
+            group = self._host if on_host else self._early
+            return dist.all_reduce(tensor, op, group=group, async_op=True)
+
+    def start_max(self, magnitude: Tensor) -> tuple[Tensor, Any]:
+        """Begin what `max` does; the value is there after `wait`."""
+        value = _without_nan(magnitude)
+        return value, self.start(value, dist.ReduceOp.MAX)
+
+    def wait(self, started: Any) -> None:
+        """Wait for what `start` gave."""
+        with self._answered():
+            started.wait()
 
     def shard(
         self, model: nn.Module, formats: Mapping[nn.Parameter, torch.dtype], device: torch.device
@@ -174,9 +192,6 @@ class ProcessGroup(World):
         self._early = self._host = None  # They stay open as long as anybody has them.
         dist.destroy_process_group()
 
-    def _start_sum(self, tensor: Tensor) -> Any:
-        return dist.all_reduce(tensor, group=self._early, async_op=True)
-
     @contextmanager
     def _answered(self) -> Iterator[None]:
         """Within the block other ranks must answer."""
@@ -202,6 +217,11 @@ class ProcessGroup(World):
                     f"{self._timeout:g} s (trainer.rank_timeout); continue with resume=auto"
                 )
         return f"rank {self.rank}: lost the other ranks ({str(error).splitlines()[0]:.200})"
+
+
+def _without_nan(magnitude: Tensor) -> Tensor:
+    """inf for nan, which gloo's maximum keeps in one order of the ranks and loses in the other."""
+    return torch.where(magnitude < torch.inf, magnitude, torch.inf)
 
 
 def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -108,18 +108,21 @@ class Summed(Accumulator):
 
     Args:
         sums: by master, fp32 and unscaled; used up by `mean`.
-        amax: 0-d fp32, the largest magnitude on any rank before; inf or nan if any is.
+        amax: 0-d fp32, the largest magnitude on any rank before; inf or nan if any is. None: that
+            of the mean is told in its place.
+        device: where they are.
     """
 
-    def __init__(self, sums: dict[Tensor, Tensor], amax: Tensor) -> None:
+    def __init__(
+        self, sums: dict[Tensor, Tensor], amax: Tensor | None, device: torch.device
+    ) -> None:
         super().__init__()
-        self._sums, self._amaxes = sums, [amax]
+        self._sums, self._amax, self._device = sums, amax, device
 
     def mean(self, masters: Iterable[Tensor], world: World) -> StepGradients:
         """The mean over the ranks: inf or nan where one of them had it."""
-        (amax,) = self._amaxes
-        mean = measured(self._sums.items(), float(world.size), amax.device)
-        return StepGradients(mean, amax)
+        mean = measured(self._sums.items(), float(world.size), self._device)
+        return StepGradients(mean, mean.amax if self._amax is None else self._amax)
 
 
 def _zero_where(bad: Tensor, gradient: Tensor) -> Tensor:

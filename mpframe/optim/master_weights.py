@@ -208,15 +208,16 @@ class MasterWeights(Optimizer):
             self._accumulator = Accumulator()
         self._accumulator.add(gradients)
 
-    def keep_sums(self, sums: Mapping[Tensor, Tensor], amax: Tensor) -> None:
+    def keep_sums(self, sums: Mapping[Tensor, Tensor], amax: Tensor | None) -> None:
         """Take the gradients of a step that the ranks have summed already.
 
         Args:
             sums: fp32 and unscaled, by parameter; others than this optimizer's are left out.
-            amax: 0-d fp32, what the scaler is told: the largest magnitude on any rank before.
+            amax: 0-d fp32, what the scaler is told: the largest magnitude on any rank before; None
+                if there is no scaler.
         """
         own = {self._masters.stepped(p): sums[p] for p in self._masters if p in sums}
-        self._accumulator = Summed(own, amax)
+        self._accumulator = Summed(own, amax, self.device)
 
     @torch.no_grad()
     def step(  # type: ignore[override]

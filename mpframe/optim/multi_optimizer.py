@@ -111,7 +111,7 @@ class MultiOptimizer:
             part.keep(own if self.skip == "each" else replace(own, amax=amax))
         return amax
 
-    def keep_sums(self, sums: Mapping[Tensor, Tensor], amax: Tensor) -> None:
+    def keep_sums(self, sums: Mapping[Tensor, Tensor], amax: Tensor | None) -> None:
         """Take the gradients of a step that the ranks have summed already, by parameter."""
         for part in self.parts.values():
             part.keep_sums(sums, amax)

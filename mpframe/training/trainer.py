@@ -156,8 +156,6 @@ class Trainer:
         except BaseException:
             blame("optimizer:", getattr(self.optimizer, "optimizer", self.optimizer))
         self._buffers.restore_where(result.any_skipped())
-        if self.world.size > 1:
-            self._buffers.broadcast(self.world)
         result = replace(result, loss=loss)
         self._advance(result)
         return result
@@ -336,11 +334,13 @@ class Trainer:
     def _forward_backward_together(self, batch: Batch, ranks: "InBackward") -> Tensor:
         """The same with gradients that the ranks sum meanwhile; the mean loss of all."""
         scaler: Any = self.scaler
-        with ranks.summing(self.optimizer.parameters, scale_of(scaler)):
+        scale = None if scaler is None else scaler.scale
+        with ranks.summing(self.optimizer.parameters, scale):
             loss = self._forward_backward(batch)
-        sums, amax = ranks.sums(self._device)
-        self.optimizer.keep_sums(sums, self.world.max(amax))
-        return self.world.mean(loss)
+        self._buffers.broadcast(self.world)  # While gradients are sent.
+        sums, amax, loss = ranks.sums(loss)
+        self.optimizer.keep_sums(sums, amax)
+        return loss
 
     def _accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Forward and backward of each micro-batch; the mean loss of those that count."""
@@ -348,6 +348,7 @@ class Trainer:
         if len(batches) == 1:  # The verdict on it is that on the step.
             loss = self._forward_backward(batches[0])
             self.optimizer.accumulate(scale_of(scaler))
+            self._buffers.broadcast(self.world)
             return self.world.mean(loss)
         buffers, losses = Buffers(self.model), []
         for batch in batches:
@@ -357,6 +358,7 @@ class Trainer:
             good = torch.isfinite(self.optimizer.accumulate(scale))
             buffers.restore_where(~good)
             losses.append(torch.where(good, loss, torch.nan))
+        self._buffers.broadcast(self.world)
         return self.world.mean(torch.stack(losses).nanmean())
 
     def _forward(self, objective: Objective, batch: Batch) -> Tensor:

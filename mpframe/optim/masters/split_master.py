@@ -120,7 +120,7 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
         return (tensor,)
     size = _PIECE if tensor.is_cpu else max(1, tensor.numel())
     row = max(1, tensor.numel() // max(1, len(tensor)))
-    return tensor.split(max(1, size // row))
+    return torch.split(tensor, max(1, size // row))
 
 
 def refuse_split(half: torch.dtype) -> None:
