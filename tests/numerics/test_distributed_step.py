@@ -132,7 +132,7 @@ def trained(mode: str, world: World, options: dict[str, Any]) -> dict[str, Any]:
 def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """`trained` as one of the ranks; tensors of `large` bytes are sent alone."""
     with joined(None, lambda: CPU, 120) as world, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pieces, "_LARGE", options.get("large", 2**20))
+        patched.setattr(pieces, "_LARGE", options.get("large", 2**22))
         return trained(mode, world, options)
 
 
@@ -426,7 +426,7 @@ def sums(large: int) -> list[Tensor]:
         return own
 
 
-@pytest.mark.parametrize("large", [1, 24, 2**20])
+@pytest.mark.parametrize("large", [1, 24, 2**22])
 def test_sums_are_the_same_however_tensors_are_sent(two: Ranks, large: int) -> None:
     columns = torch.arange(6.0).view(2, 3).t() * 2 + 1
     expected = [torch.full((4,), 3.0), columns, torch.full((2,), 0.2, dtype=torch.float64)]
