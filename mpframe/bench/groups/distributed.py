@@ -29,7 +29,7 @@ _BESIDE = {"mpframe fp32": BY_HAND["fp32"], "mpframe amp bfloat16": BY_HAND["bfl
 
 
 def tables(
-    rounds: int, folder: Path, workloads: Mapping[str, Mapping[str, int]] = SIZES, steps: int = 2
+    rounds: int, folder: Path, workloads: Mapping[str, Mapping[str, int]] = SIZES, steps: int = 5
 ) -> list[Table]:
     """A table for each workload.
 

@@ -26,7 +26,7 @@ from mpframe.distributed.launch import place
 from mpframe.distributed.world import World
 
 BY_HAND = {"fp32": "DistributedDataParallel fp32", "bfloat16": "DistributedDataParallel bfloat16"}
-AFTER_BACKWARD, ALONE = ", after_backward", ", one process"
+ALONE = ", one process"
 _TRAINED: dict[str, dict[str, Any]] = {
     "mpframe fp32": {"mode": "fp32"},
     "mpframe amp bfloat16": {"mode": "amp", "half": "bfloat16"},
@@ -83,10 +83,7 @@ STEPS: dict[str, Callable[[Workload, Laps, World], Step]] = {
     BY_HAND["fp32"]: _by_hand,
     BY_HAND["bfloat16"]: partial(_by_hand, half=torch.bfloat16),
     **{name: partial(_by_trainer, **how) for name, how in _TRAINED.items()},
-    **{
-        f"{name}{AFTER_BACKWARD}": partial(_by_trainer, **how, reduce="after_backward")
-        for name, how in _TRAINED.items()
-    },
+    "mpframe fp32, after_backward": partial(_by_trainer, mode="fp32", reduce="after_backward"),
     **{f"{name}{ALONE}": partial(_alone, **how) for name, how in _TRAINED.items()},
 }
 """Who takes part, by the name in the tables."""
