@@ -29,11 +29,17 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def _logging_left_as_found() -> Iterator[None]:
-    """What a test sets up of logging and leaves behind changes what the next one sees."""
+    """What Hydra sets up in a test, handlers and level, would change what the next one sees."""
     root = logging.getLogger()
-    before = (root.level, _writers(root))
+    level, before = root.level, _writers(root)
     yield
-    assert (root.level, _writers(root)) == before, "the test leaves logging changed"
+    for handler in _writers(root):
+        if handler not in before:
+            root.removeHandler(handler)
+            handler.close()
+    for handler in before:
+        root.addHandler(handler)  # One that is there is not added again.
+    root.setLevel(level)
 
 
 def _writers(root: logging.Logger) -> list[logging.Handler]:

@@ -139,6 +139,7 @@ class WorkerPool:
         self._current = current
         self._timeout = timeout
         self._processes: list[Any] = []
+        self._done: Any = None  # torch's event, which the workers look at
         self._deadline = math.inf  # Of the wait for a batch, by `monotonic`.
         self._aborted = False
 
@@ -166,11 +167,12 @@ class WorkerPool:
             ) from error
         if not self._processes and len(self._current):
             self._processes = list(getattr(answers, "_workers", []))
+            self._done = getattr(answers, "_workers_done_event", None)
             # With the pool, or at the end of the program. If the garbage collector takes the pool,
             # torch waits 20 s for workers that the queues, closed by then, no longer tell to end.
             # Not atexit: multiprocessing ends its own processes without it, and such a process
             # would wait for ever for workers that ignore its SIGTERM. This runs before that wait.
-            Finalize(self, _kill, args=(self._processes,), exitpriority=100)
+            Finalize(self, _kill, args=(self._processes, self._done), exitpriority=100)
             if self._timeout is not None and self._processes:
                 threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
         return answers
@@ -196,7 +198,7 @@ class WorkerPool:
                     raise
             if failure is not None:
                 self._deadline = math.inf
-                _kill(self._processes)
+                _kill(self._processes, self._done)
                 raise DataError(failure)
 
     def overdue(self) -> bool:
@@ -211,7 +213,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the workers; an epoch begun later has none."""
-        _kill(self._processes)
+        _kill(self._processes, self._done)
 
     def _death(self, order: EpochOrder, timed_out: bool) -> str | None:
         """The error text if a worker has ended by itself, or is ending."""
@@ -281,12 +283,20 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _kill(processes: list[Any]) -> None:
-    """Kill the workers that still run, and wait until they have ended."""
+def _kill(processes: list[Any], done: Any) -> None:
+    """Kill the workers that still run, and wait until they have ended.
+
+    Args:
+        processes: the workers.
+        done: the event that torch sets afterwards. A worker that was killed while it looked at the
+            event keeps its lock for ever, and torch would wait for that: it gets another lock.
+    """
     with _child_handler_kept(signal.SIG_DFL):
         for process in processes:
             process.kill()
             process.join()
+    if done is not None:
+        done._cond = threading.Condition()
 
 
 def _ending(code: int) -> str:

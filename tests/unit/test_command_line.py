@@ -1,11 +1,10 @@
 """What becomes of a command line: what Hydra sees of it, which jobs it makes, what is refused."""
 
-import logging
 import os
 import random
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ Started = Callable[..., list[DictConfig]]
 
 
 @pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
     """The jobs that a command line starts, composed by `hydra.main`; none of them trains."""
     composed: list[DictConfig] = []
 
@@ -43,13 +42,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started
 
     monkeypatch.setattr(job_module, "_trained", keep)
     monkeypatch.chdir(tmp_path)
-    root = logging.getLogger()
-    before = root.handlers.copy(), root.level
-    yield start
-    for handler in set(root.handlers) - set(before[0]):  # Hydra sets up its own.
-        handler.close()
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
+    return start
 
 
 @pytest.mark.parametrize(

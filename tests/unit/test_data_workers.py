@@ -207,6 +207,26 @@ def test_the_garbage_collector_ends_the_workers_before_torch_waits_for_them() ->
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
 
 
+def keep_lock(done: Any) -> None:
+    done._cond.acquire()
+    signal_oneself(signal.SIGKILL)
+
+
+def test_a_worker_that_died_while_it_looked_at_torchs_event_is_not_waited_for() -> None:
+    """It holds the event's lock for ever. Another process stands for it here."""
+    loader = Loader(Trap("nothing"), 2, shuffle=False, workers=2)
+    batches = loader.epoch(0)
+    next(batches)
+    dead = multiprocessing.get_context("fork").Process(target=keep_lock, args=(loader._pool._done,))
+    dead.start()
+    dead.join()
+    processes = list(loader._pool._processes)
+    with time_limit(30):
+        del batches, loader
+        gc.collect()
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
+
+
 def test_a_wait_longer_than_a_poll_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpframe.data.loader.POLL_SECONDS", 0.05)
 
