@@ -2,6 +2,7 @@
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -36,7 +37,6 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 def by_ml_dtypes(values: Tensor, name: str) -> Tensor:
     """Rounded by ml_dtypes; inf and nan, which it drops where a format has none, as they were."""
-    ml_dtypes = pytest.importorskip("ml_dtypes")
     held = values.clamp(-FORMATS[name].max, FORMATS[name].max).nan_to_num(0.0)
     rounded = held.numpy().astype(getattr(ml_dtypes, ML_DTYPES[name])).astype(np.float32)
     return torch.where(values.isfinite(), torch.from_numpy(rounded), values)
