@@ -17,6 +17,7 @@ HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """The 16-bit formats that a run can use, by their names in options."""
 HALF = tuple(HALVES.values())
 _NUMBERS_AND_WORDS = (int, float, complex, str, type(None))
+_SIMPLE = frozenset({*_NUMBERS_AND_WORDS, bool})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -68,11 +69,19 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
+def is_simple(node: Any) -> bool:
+    """Whether `node` is a number or a word, or only has such: most arguments without a tensor."""
+    kind = type(node)
+    return kind in _SIMPLE or (
+        (kind is tuple or kind is list) and _SIMPLE.issuperset(map(type, node))
+    )
+
+
 def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:
     """`node` with each tensor replaced by `change(tensor)`; containers keep their kind."""
     if isinstance(node, Tensor):
         return change(node)
-    if isinstance(node, _NUMBERS_AND_WORDS):  # Early: most arguments that are no tensors are such.
+    if is_simple(node):
         return node
     if isinstance(node, (tuple, list)):
         items = [map_tensors(change, item) for item in node]

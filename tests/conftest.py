@@ -47,6 +47,12 @@ def _writers(root: logging.Logger) -> list[logging.Handler]:
     return [own for own in root.handlers if not type(own).__module__.startswith("_pytest")]
 
 
+@pytest.fixture
+def waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for the device, as for a GPU: torch's fused optimizers skip by themselves."""
+    monkeypatch.setattr("mpframe.optim.master_weights.is_waited_for", lambda device: True)
+
+
 @pytest.fixture(scope="session")
 def two() -> Iterator[Ranks]:
     """Two ranks, for all tests that leave them alive."""

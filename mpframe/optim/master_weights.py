@@ -50,7 +50,7 @@ from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult
 from mpframe.optim.unfreezing import fill_momentum
-from mpframe.optim.verdict import Verdict, read
+from mpframe.optim.verdict import Verdict, is_waited_for, read
 from mpframe.tree import HALF
 
 
@@ -77,8 +77,9 @@ class MasterWeights(Optimizer):
         optimizer: the wrapped one, the same object.
         needs_closure: the optimizer evaluates the loss itself, as LBFGS does.
         skips_on_device: the optimizer's kernels take the verdict on the device (torch's fused ones
-            do). None before the first step, which makes the optimizer's state: a skip on the
-            device would leave that state behind, with arbitrary values in SGD's momentum.
+            do) and the host would wait for that device, as for any but a CPU. None before the first
+            step, which makes the optimizer's state: a skip on the device would leave that state
+            behind, with arbitrary values in SGD's momentum.
         world: the ranks that step together, each over parameters of the same values. What
             `accumulate` took is averaged over them, and they agree on whether a step is skipped.
     """
@@ -338,7 +339,8 @@ class MasterWeights(Optimizer):
         # Fused kernels do not raise the counters by which a kept cast knows that it is old.
         torch.autograd.graph.increment_version(moved)
         if verdict is not None and self.skips_on_device is None:
-            self.skips_on_device = _takes_found_inf(self.optimizer)
+            takes = is_waited_for(self.device) and _takes_found_inf(self.optimizer)
+            self.skips_on_device = takes
 
     def saturated(self) -> Tensor:
         """How many half weights are held at the end of their range (0-d int64, on the device)."""

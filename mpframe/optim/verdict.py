@@ -4,7 +4,8 @@ Whether a step is skipped is decided on the device. The host has to wait for the
 so it reads the verdict in one place, `read`, once for each step and as late as it can:
 
     a plain optimizer            just before its `step`: its kernels cannot skip by themselves
-    one that takes `found_inf`   for many steps together, when something depends on them
+    one that takes `found_inf`   for many steps together, when something depends on them; on a
+                                 CPU, for which nobody waits, as a plain one
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,11 @@ class Verdict(NamedTuple):
 
     skipped: bool
     dropped: int
+
+
+def is_waited_for(device: torch.device) -> bool:
+    """Whether a read from `device` makes the host wait: it does from any but a CPU."""
+    return device.type != "cpu"
 
 
 def read(steps: Sequence[tuple[Tensor, Tensor | None]]) -> list[Verdict]:

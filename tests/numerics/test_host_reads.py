@@ -24,6 +24,8 @@ from mpframe.training.callback import Callback
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("waited_for")
+
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique")
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]

@@ -366,11 +366,14 @@ class TestSkip:
         assert not wrapped.step().skipped
         assert not unchanged(before, wrapped, params)
 
+    @pytest.mark.parametrize("waits", [False, True])
     @pytest.mark.parametrize("cls", FUSED)
     def test_after_a_skip_the_next_steps_are_as_if_it_had_not_been(
-        self, cls: type[Optimizer]
+        self, cls: type[Optimizer], waits: bool, request: pytest.FixtureRequest
     ) -> None:
         """Also where the fused kernel takes the verdict, and where the first step is skipped."""
+        if waits:
+            request.getfixturevalue("waited_for")
         options = {"momentum": 0.9} if cls is torch.optim.SGD else {}
         runs = []
         for skips in ((0, 3), ()):
@@ -382,6 +385,7 @@ class TestSkip:
                     wrapped.step()
                 set_gradients(params, gradients(step, cls))
                 wrapped.step()
+            assert wrapped.skips_on_device == waits
             runs.append([*params, *state_tensors(wrapped.optimizer)])
         assert same_bits(*runs)
 

@@ -275,6 +275,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.usefixtures("waited_for")
 @pytest.mark.parametrize("kept", FORMATS)
 @pytest.mark.parametrize("spoilt", [None, 0, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -291,6 +292,7 @@ def test_training_with_one_bad_step(name: str, spoilt: int | None, kept: str) ->
         assert twins.agree()
 
 
+@pytest.mark.usefixtures("waited_for")
 @pytest.mark.differs("torch's fused SGD keeps a momentum that its skipped first step never wrote")
 @pytest.mark.parametrize("kept", FORMATS)
 def test_fused_momentum_after_a_bad_first_step(kept: str) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from mpframe.precision.casting.emulation import WITHOUT_HALF_KERNEL, rounded
 from mpframe.precision.op_lists import WITH_STATISTICS
 from mpframe.precision.policy import CASTABLE, Compute
-from mpframe.tree import call_with, map_tensors, tensors_in, widened
+from mpframe.tree import call_with, is_simple, map_tensors, tensors_in, widened
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -71,6 +71,8 @@ def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
     for value in args:
         if isinstance(value, Tensor):
             found.add(value.dtype)
+        elif is_simple(value):
+            continue
         elif isinstance(value, (tuple, list)):
             found |= formats_of(value, {})
         elif isinstance(value, torch.dtype):

@@ -14,6 +14,9 @@ from functools import cache
 from typing import Any
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+# They check their arguments and call the op of their own name, which is then run as they are: what
+# unwrapping would show is known. Models call them often.
+_CALL_THEIR_OP = frozenset({"batch_norm", "embedding", "instance_norm", "max_pool2d_with_indices"})
 # Unwrapped functions by key. Attributes and not a dict: a compiler reads a dict once, before the
 # functions it meets later are unwrapped.
 UNWRAPPED = types.SimpleNamespace()
@@ -25,7 +28,8 @@ def unwrap(function: Any) -> str | None:
 
     Returns:
         The name of the unwrapped function in `UNWRAPPED`. None for C functions and functions of
-        users, which cannot be unwrapped: they are run as they are.
+        users, which cannot be unwrapped, and for those that call the op of their own name alone:
+        they are run as they are.
     """
     inner = getattr(function, "__wrapped__", None)
     if isinstance(inner, types.FunctionType) and inner.__module__ == "torch._tensor":
@@ -50,6 +54,8 @@ def _copy_with_answer(function: types.FunctionType) -> types.FunctionType:
 
 def _asks(function: types.FunctionType) -> bool:
     names = function.__code__.co_names
+    if function.__name__ in _CALL_THEIR_OP:
+        return False
     if "super" in names:  # A method that ends in its own C form, by the same name: no ops inside.
         return False
     return any(name in names and name in function.__globals__ for name in _QUESTIONS)
