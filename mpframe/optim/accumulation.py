@@ -36,6 +36,17 @@ class StepGradients:
     dropped: Tensor | None = None
     spent: bool = False
 
+    def judged(self, skip_if_dropped: bool) -> Tensor:
+        """0-d: the step is skipped if it is inf or nan.
+
+        Args:
+            skip_if_dropped: any micro-batch that was left out is a reason, too.
+        """
+        if skip_if_dropped and self.dropped is not None:
+            # Also of the mean: finite gradients may have a sum that is not.
+            return torch.maximum(self.largest, self.gradients.amax)
+        return self.gradients.amax
+
 
 class Accumulator:
     """Sums of the gradients of the micro-batches of one optimizer step, in fp32."""

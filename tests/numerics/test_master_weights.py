@@ -455,6 +455,22 @@ class TestAccumulation:
             assert (bool(result.skipped), int(result.dropped or 0)) == (skipped, dropped)
         assert weight.item() == 0.5
 
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_a_sum_beyond_fp32_is_skipped(self, strict: bool) -> None:
+        """No micro-batch was dropped, and the scaler hears of none."""
+        weight, seen = nn.Parameter(torch.ones(1)), []
+        scaler: Any = Static(1.0)
+        scaler.update = lambda amax: seen.append(amax.item())
+        wrapped = MasterWeights(torch.optim.SGD([weight], lr=1.0))
+        value = torch.full((1,), 3e38)
+        for _ in range(2):
+            weight.grad = value.clone()
+            wrapped.accumulate(scaler.scale)
+        result = wrapped.step(scaler, skip_if_dropped=strict)
+        assert (bool(result.skipped), int(result.dropped or 0)) == (True, 0)
+        assert seen == [value.item()]
+        assert weight.item() == 1.0
+
     def test_the_scaler_sees_the_largest_micro_batch(self) -> None:
         """Half must hold each micro-batch's gradients, not only their mean."""
         weight, seen = nn.Parameter(torch.zeros(1)), []

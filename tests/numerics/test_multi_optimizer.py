@@ -191,6 +191,22 @@ def test_a_whole_window_is_skipped_where_asked() -> None:
     assert same(before, snapshot(model, optimizer))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("skip", "skipped"), [("all", {"body", "head"}), ("each", {"head"})])
+def test_sums_that_ranks_have_summed_skip_all_or_their_part(
+    skip: str, skipped: set[str], strict: bool
+) -> None:
+    """An inf on any rank is one in the sum. The amax is that of all parts, for the scaler."""
+    model, optimizer, precision = joint(skip=skip)
+    backward(model, precision)
+    spoil(optimizer, "head")
+    sums = {parameter: parameter.grad for parameter in model.parameters()}
+    optimizer.zero_grad()
+    optimizer.keep_sums(sums, torch.tensor(INF))
+    parts = optimizer.step(None, skip_if_dropped=strict).each()
+    assert {name for name, part in parts.items() if part.skipped} == skipped
+
+
 def test_its_state_continues_bit_for_bit() -> None:
     model, optimizer, precision = joint("mixed")
     one_good_step(model, optimizer, precision)
