@@ -122,7 +122,6 @@ class InBackward:
         self._sent, self._amaxes, self._scale = [], [], scale
         self._taken = set()
 
-    @torch.no_grad()
     def _take(self, parameter: Tensor) -> None:
         """Autograd has accumulated the gradient of a parameter."""
         bucket = self._home[parameter]
