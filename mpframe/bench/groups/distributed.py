@@ -52,7 +52,7 @@ def _table(name: str, sizes: Mapping[str, int], rounds: int, folder: Path, steps
     work = WORKLOADS[name](**sizes)
     setting = (
         f"{PROCESSES} processes, one thread each; {work.sizes} in each process, fused AdamW, "
-        f"gradients clipped to {MAX_NORM}."
+        f"gradients clipped to {MAX_NORM}; all keep freed memory."
     )
     notes = efficiencies(times)
     return Table(work.title, setting, BY_HAND["fp32"], times, claims_of(times), notes)

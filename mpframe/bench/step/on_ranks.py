@@ -3,8 +3,8 @@
 Usage: torchrun --nproc-per-node 2 -m mpframe.bench.step.on_ranks JSON, the arguments of `measure`
 by name. Rank 0 prints the times.
 
-All competitors take turns in the same processes. A turn begins and ends with all ranks, so it takes
-as long as the slowest of them.
+All competitors take turns in the same processes, which keep freed memory as `mpframe train` does. A
+turn begins and ends with all ranks, so it takes as long as the slowest of them.
 """
 
 import json
@@ -24,6 +24,7 @@ from mpframe.bench.step.workloads import WORKLOADS, Workload
 from mpframe.distributed.joining import joined
 from mpframe.distributed.launch import place
 from mpframe.distributed.world import World
+from mpframe.training.allocator import keep_freed_memory
 
 BY_HAND = {"fp32": "DistributedDataParallel fp32", "bfloat16": "DistributedDataParallel bfloat16"}
 ALONE = ", one process"
@@ -90,6 +91,7 @@ STEPS: dict[str, Callable[[Workload, Laps, World], Step]] = {
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     found = measure(**json.loads(sys.argv[1]))
     if place().rank == 0:
         print(json.dumps(found))
