@@ -36,16 +36,12 @@ class StepGradients:
     dropped: Tensor | None = None
     spent: bool = False
 
-    def judged(self, skip_if_dropped: bool) -> Tensor:
-        """0-d: the step is skipped if it is inf or nan.
-
-        Args:
-            skip_if_dropped: any micro-batch that was left out is a reason, too.
-        """
-        if skip_if_dropped and self.dropped is not None:
-            # Also of the mean: finite gradients may have a sum that is not.
-            return torch.maximum(self.largest, self.gradients.amax)
-        return self.gradients.amax
+    def worst(self) -> Tensor:
+        """0-d: inf or nan if a micro-batch was left out, or if the mean is not finite."""
+        if self.dropped is None:
+            return self.gradients.amax
+        # Also of the mean: finite gradients may have a sum that is not.
+        return torch.maximum(self.largest, self.gradients.amax)
 
 
 class Accumulator:

@@ -262,7 +262,7 @@ class MasterWeights(Optimizer):
         if gathered.spent:
             raise no_new_gradients()
         gradients = gathered.gradients
-        skipped = not_finite(gathered.judged(skip_if_dropped))
+        skipped = not_finite(gathered.worst() if skip_if_dropped else gradients.amax)
         norm = gradients.norm()
         if self.world.sharding is not None:  # This rank has a part of the gradients.
             norm = self.world.norm(norm)

@@ -223,7 +223,11 @@ class MultiOptimizer:
         skip_if_dropped: bool,
     ) -> dict[str, Tensor]:
         """Which parts skip. A norm beyond fp32's range would clip every gradient to zero."""
-        bad = {name: not_finite(own.judged(skip_if_dropped)) for name, own in gathered.items()}
+        amaxes = {
+            name: own.worst() if skip_if_dropped else own.gradients.amax
+            for name, own in gathered.items()
+        }
+        bad = {name: not_finite(amax) for name, amax in amaxes.items()}
         bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
         return bad if self.skip == "each" else dict.fromkeys(bad, any_of(list(bad.values())))
 
