@@ -142,26 +142,6 @@ def round_finite_(values: Tensor, format: ElementFormat, draw: Draw | None = Non
     return _round_at_random_(values, format, draw)
 
 
-def round_by_exponents(values: Tensor, scale: Tensor, format: ElementFormat, out: Tensor) -> Tensor:
-    """scale * round_to(values / scale), for values that their scale brings within the range.
-
-    The unit of a normal number is that of its exponent, whatever the scale; the scale says where
-    the subnormal ones begin. No exponent may come near the ends of fp32. The sign of a zero is
-    lost.
-
-    Args:
-        values: float32, finite.
-        scale: powers of two; it broadcasts to `values`.
-        format: less than 8 exponent bits.
-        out: takes the result.
-    """
-    exponents = values.view(torch.int32) & _EXPONENT_MASK
-    lowest = scale.view(torch.int32) + (format.min_exponent << _MANTISSA)
-    torch.maximum(exponents, lowest, out=exponents)
-    large = exponents.add_(_to_units(format)).view(torch.float32)
-    return torch.add(values, large, out=out).sub_(large)
-
-
 def _exponents(values: Tensor, format: ElementFormat) -> Tensor:
     """The bits of 2^floor(log2 |value|), but at least of the format's smallest normal number."""
     exponents = values.view(torch.int32) & _EXPONENT_MASK
@@ -170,13 +150,9 @@ def _exponents(values: Tensor, format: ElementFormat) -> Tensor:
 
 def _round_to_nearest_(values: Tensor, format: ElementFormat) -> Tensor:
     """Let fp32 round: to add and take away 1.5 * 2^23 units leaves whole units, ties to even."""
-    large = _exponents(values, format).add_(_to_units(format)).view(torch.float32)
+    shift = (_MANTISSA - format.mantissa_bits) << _MANTISSA
+    large = _exponents(values, format).add_(shift | _HALF_MANTISSA).view(torch.float32)
     return values.add_(large).sub_(large)
-
-
-def _to_units(format: ElementFormat) -> int:
-    """What makes 1.5 * 2^23 units of the bits of an exponent."""
-    return (_MANTISSA - format.mantissa_bits) << _MANTISSA | _HALF_MANTISSA
 
 
 def _round_at_random_(values: Tensor, format: ElementFormat, draw: Draw) -> Tensor:

@@ -26,7 +26,6 @@ from mpframe.precision.products.formats import (
     FORMATS,
     Draw,
     ElementFormat,
-    round_by_exponents,
     round_finite_,
     round_to,
 )
@@ -156,8 +155,6 @@ def quantize(
     values = transformed(values, axes, how)
     if how.scale == "none":
         quantized = round_to(values, how.format, how.draws(draw))
-    elif _is_large(values) and _takes_exponents(how):
-        quantized = _rounded_by_exponents(values, axes, how).view(values.shape)
     else:
         quantized = rounded(scaled(values, axes, how, known_amax), how, draw).view(values.shape)
     return quantized.permute([order.index(axis) for axis in range(len(order))])
@@ -199,7 +196,7 @@ def scaled(
 def rounded(own: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
     """The values divided by their scales, rounded and multiplied again, in the shape of blocks."""
     blocks, format, draw = own.blocks, how.format, how.draws(draw)
-    if not _is_large(blocks):
+    if not blocks.is_cpu or blocks.numel() < 2 * _PIECE:
         return round_finite_(blocks * own.inverse, format, draw).mul_(own.scale)
     elements = torch.empty_like(blocks, memory_format=torch.contiguous_format)
     pieces = -(-blocks.numel() // _PIECE)
@@ -209,39 +206,6 @@ def rounded(own: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
     ):
         round_finite_(torch.mul(values, inverse, out=out), format, draw).mul_(scale)
     return elements
-
-
-def _is_large(values: Tensor) -> bool:
-    return values.is_cpu and values.numel() >= 2 * _PIECE
-
-
-def _takes_exponents(how: Quantization) -> bool:
-    """Scales are powers of two and nothing saturates: a value's own exponent tells its unit."""
-    by_two = how.per == "block" and how.scale == "e8m0" and how.rule == "rceil"
-    return by_two and how.rounding == "nearest" and how.format.exponent_bits < 8
-
-
-def _rounded_by_exponents(values: Tensor, axes: Axes, how: Quantization) -> Tensor:
-    """The same numbers as `rounded(scaled(...))`, without dividing by a scale and multiplying.
-
-    Some blocks after the other, so that each is read from memory once.
-    """
-    blocks, shared = _blocks(values, axes, how)  # No scale is shared along their first axis.
-    elements = torch.empty_like(blocks, memory_format=torch.contiguous_format)
-    pieces = -(-blocks.numel() // _PIECE)
-    for piece, out in zip(blocks.chunk(pieces), elements.chunk(pieces), strict=True):
-        amax = _amax(piece, shared)
-        if _is_moderate(amax):
-            round_by_exponents(piece, _power_of_two(amax, how), how.format, out)
-        else:
-            out.copy_(rounded(Scaled(piece, amax, *_scale(amax, how)), how, None))
-    return elements
-
-
-def _is_moderate(amax: Tensor) -> bool:
-    """Whether no exponent comes near the ends of fp32 when units are added; 0 has no exponent."""
-    smallest, largest = torch.aminmax(torch.where(amax == 0, 1.0, amax))
-    return bool(smallest > 2.0**-80) and bool(largest < 2.0**80)
 
 
 def _blocks(values: Tensor, axes: Axes, how: Quantization) -> tuple[Tensor, tuple[int, ...]]:
