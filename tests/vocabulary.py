@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from mpframe.precision.spellings import op_name
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -125,3 +128,15 @@ def in_another_thread(call: Callable[[], Any]) -> Any:
     if errors:
         raise errors[0]
     return found[0]
+
+
+class CalledOps(TorchFunctionMode):
+    """Names the ops that a block calls, and not what those call in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(op_name(func))
+        return func(*args, **(kwargs or {}))

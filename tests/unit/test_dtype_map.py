@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from vocabulary import HALVES, Kernels, formats
+from vocabulary import HALVES, CalledOps, Kernels, formats
 
 from mpframe import OpLists, Precision
 from mpframe.errors import ConfigError
 from mpframe.precision import as_table
 from mpframe.precision.module_ops import op_of
-from mpframe.precision.spellings import op_name
 
 FP32, HALF = torch.float32, torch.float16
 
@@ -178,18 +176,6 @@ def test_a_pin_that_matches_nothing_is_refused(pattern: str) -> None:
         "encoder.linear2, encoder.norm1, ..."
     )
     assert formats(list(model.parameters())) == {FP32}
-
-
-class CalledOps(TorchFunctionMode):
-    """Lists the ops a block calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(op_name(func))
-        return func(*args, **(kwargs or {}))
 
 
 LINE, IMAGE, CUBE = torch.rand(2, 4, 8), torch.rand(2, 4, 8, 8), torch.rand(2, 4, 8, 8, 8)

@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from vocabulary import CalledOps
 
 from mpframe.precision.casting.unwrapping import _CALL_THEIR_OP, _copy_with_answer, unwrap
-from mpframe.precision.spellings import op_name
 
 ROWS, WEIGHT = torch.arange(3), torch.rand(3, 2)
 IMAGES, STATISTICS = torch.rand(2, 3, 4, 4), (torch.zeros(3), torch.ones(3))
@@ -27,18 +26,6 @@ CALLS: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
 OTHERS = {"size", "dim", "__get__", "contiguous", "detach", "embedding_renorm_"}
 
 
-class Calls(TorchFunctionMode):
-    """Names what is called in its block, and not what that calls in turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(op_name(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_all_are_here() -> None:
     assert CALLS.keys() == _CALL_THEIR_OP
 
@@ -47,6 +34,6 @@ def test_all_are_here() -> None:
 def test_they_call_the_op_of_their_own_name_and_no_other(name: str) -> None:
     function, call = CALLS[name]
     assert unwrap(function) is None
-    with Calls() as seen:
+    with CalledOps() as seen:
         call(_copy_with_answer(function))
     assert set(seen.names) - OTHERS == {name}, seen.names

@@ -134,10 +134,10 @@ class CastMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if is_compiling():
             return self._plan(_plan_name(self.policy, func, self._pin))(func, args, kwargs)
-        plan = self._plans[self._pin].get(func)
+        plans = self._plans[self._pin]
+        plan = plans.get(func)
         if plan is None:
-            plan = self._plan(_plan_name(self.policy, func, self._pin))
-            self._plans[self._pin][func] = plan
+            plan = plans[func] = self._plan(_plan_name(self.policy, func, self._pin))
         return plan(func, args, kwargs)
 
     def begin_in(self, pins: Pins) -> None:
