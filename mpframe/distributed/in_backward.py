@@ -1,9 +1,9 @@
 """Gradients that the ranks sum while the backward pass runs.
 
 The gradients of the last layers are sent while those of the first are still computed. Each is taken
-as soon as autograd has accumulated it: measured on this rank, to fp32, unscaled, sent. Large ones
-are sent from where they are, small ones together. Or they stay scaled and go in half: fewer bytes,
-and more rounding.
+when autograd has accumulated it: to fp32, unscaled, measured on this rank, sent. Large ones are
+sent from where they are, small ones together. Or they stay scaled and go in half: fewer bytes, and
+more rounding.
 
 All ranks send in one order, that of the parameters from the last to the first, whatever the order
 in which they come. What a rank did not use is known at the end of its backward pass, and is zero
@@ -11,10 +11,11 @@ there. torch's DistributedDataParallel would send as early, but the model must b
 for it, and all of its layers used in each step.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,20 +23,33 @@ from torch import Tensor
 
 from mpframe.distributed.pieces import pieces
 from mpframe.errors import ConfigError
-from mpframe.tree import HALF
 
 if TYPE_CHECKING:
     from mpframe.distributed.process_group import ProcessGroup
 
 
+class _Place(NamedTuple):
+    """Where the gradient of a parameter lies in what is sent."""
+
+    offset: int
+    stride: tuple[int, ...]
+
+
 @dataclass
 class _Bucket:
-    """Parameters whose gradients are sent together, and what has come of them."""
+    """Parameters whose gradients are sent together.
+
+    Attributes:
+        parameters: from the last to the first, as their gradients come.
+        flat: 1-d, what is sent.
+        slots: its part for each parameter that any rank has used.
+        work: the sending.
+    """
 
     parameters: list[Tensor]
-    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
-    flat: Tensor | None = None  # what was sent
-    work: Any = None
+    flat: Tensor
+    slots: dict[Tensor, Tensor]
+    work: Any
 
 
 class InBackward:
@@ -50,10 +64,8 @@ class InBackward:
         self._world, self._half = world, half
         self._trained: list[Tensor] = []
         self._pieces: list[list[Tensor]] = []
-        self._layout: dict[Tensor, tuple[int, ...]] = {}
-        self._home: dict[Tensor, _Bucket] = {}
-        self._taken: set[Tensor] = set()
-        self._unsent: list[_Bucket] = []  # the next one to send is the last
+        self._places: dict[Tensor, _Place] = {}
+        self._unsent: list[list[Tensor]] = []  # the next piece to send is the last
         self._sent: list[_Bucket] = []
         self._amaxes: list[Tensor] = []
         self._scale: Tensor | None = None
@@ -68,146 +80,155 @@ class InBackward:
                 large the gradients of one rank are.
         """
         self._begin(trained, scale)
-        # Anew in each step, so that they come last: other hooks want to see the gradient.
+        # Anew in each step, so that they come last: other hooks want to see the gradient. One for
+        # each piece, at the gradient that mostly comes last; one for each gradient takes longer.
         hooks = [
-            own.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
-            for own in self._trained
+            piece[-1].register_post_accumulate_grad_hook(self._send_full)  # type: ignore[no-untyped-call]
+            for piece in self._pieces
         ]
         try:
             yield
         except BaseException:
-            self._home, self._unsent, self._sent = {}, [], []
+            self._unsent, self._sent = [], []
             raise
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def sums(self, loss: Tensor) -> tuple[dict[Tensor, Tensor], Tensor | None, Tensor]:
+    @torch.no_grad()
+    def means(self, loss: Tensor) -> tuple[dict[Tensor, Tensor], Tensor, Tensor | None, Tensor]:
         """The gradients after that block; the parameters are left without.
 
         Args:
             loss: 0-d, of this rank.
 
         Returns:
-            By parameter: their sums over the ranks, fp32 or wider, unscaled; one that no rank used
-            is left out. The largest unscaled magnitude on any rank before, 0-d fp32, inf if one is
-            inf or nan; None if the loss is not scaled. The mean loss.
+            By parameter: their means over the ranks, fp32 or wider, unscaled; one that no rank used
+            is left out. The largest magnitude among them, 0-d fp32, inf if one is inf or nan on
+            any rank. The same of the gradients of single ranks before they were summed; None if the
+            loss is not scaled. The mean loss.
 
         Raises:
             LostRankError: a rank does not answer.
         """
         world = self._world
-        used = torch.tensor([own in self._taken for own in self._trained], dtype=torch.int64)
+        self._send_full()
+        unsent = {own for piece in self._unsent for own in piece if own.grad is None}
+        used = torch.tensor([own not in unsent for own in self._trained], dtype=torch.int64)
         told = world.start(used, dist.ReduceOp.MAX, on_host=True)
         if self._unsent:  # Else this rank has used all of them, and need not be told.
             world.wait(told)
             self._send_rest({p for p, by_one in zip(self._trained, used, strict=True) if by_one})
-        total, amax = loss.clone(), self._amax()
-        started = [told, world.start(total)]
-        if amax is not None:
-            amax, of_amax = world.start_max(amax)
-            started.append(of_amax)
-        sums = self._receive()
-        for own in started:
-            world.wait(own)
-        return sums, amax, total / world.size
+        self._refuse_second()
+        total = loss.clone()
+        of_loss = world.start(total)
+        means, amax = self._receive(loss.device)
+        world.wait(told)
+        world.wait(of_loss)
+        if self._scale is None:
+            return means, world.max(amax), None, total / world.size
+        amax, before = world.max(torch.stack([amax, self._amax_before(self._scale)])).unbind()
+        return means, amax, before, total / world.size
 
     def _begin(self, trained: Sequence[Tensor], scale: Tensor | None) -> None:
         if [*map(id, trained)] != [*map(id, self._trained)]:  # Some are frozen for a while.
             self._trained = list(trained)
             self._pieces = [*_pieces(self._trained[::-1])]
-            self._layout = {p: torch.empty_like(p, device="meta").stride() for p in self._trained}
-        self._unsent = [_Bucket(piece) for piece in reversed(self._pieces)]
-        self._home = {own: bucket for bucket in self._unsent for own in bucket.parameters}
+            self._places = {own: place for piece in self._pieces for own, place in _laid_out(piece)}
+        self._unsent = self._pieces[::-1]
         self._sent, self._amaxes, self._scale = [], [], scale
-        self._taken = set()
-
-    def _take(self, parameter: Tensor) -> None:
-        """Autograd has accumulated the gradient of a parameter."""
-        bucket = self._home[parameter]
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        if gradient.is_sparse:
-            raise ConfigError(
-                "trainer.parallel=ddp: a gradient is sparse, and ranks sum dense ones; make the "
-                "layer with sparse=False"
-            )
-        if parameter in self._taken:
-            raise ConfigError(
-                f"trainer.reduce=in_backward: the weight of {list(parameter.shape)} got a second "
-                "gradient in one backward pass, as by checkpoint(use_reentrant=True); use "
-                "use_reentrant=False, or trainer.reduce=after_backward"
-            )
-        self._taken.add(parameter)
-        bucket.gradients[parameter] = gradient
-        while self._unsent and len(self._unsent[-1].gradients) == len(self._unsent[-1].parameters):
-            self._send(self._unsent.pop())
-
-    def _send_rest(self, used: Collection[Tensor]) -> None:
-        """Send the buckets that are not full; zeros for what other ranks used alone."""
-        while self._unsent:
-            bucket = self._unsent.pop()
-            for own in bucket.parameters:
-                if own in used and own not in bucket.gradients:
-                    bucket.gradients[own] = torch.zeros_like(own)
-            bucket.parameters = [own for own in bucket.parameters if own in bucket.gradients]
-            if bucket.parameters:
-                self._send(bucket)
 
     @torch.no_grad()
-    def _send(self, bucket: _Bucket) -> None:
-        """Send a bucket, and do not wait for its sums."""
-        flat = _flat([self._in_memory_order(own, bucket) for own in bucket.parameters])
-        if self._half is not None:
-            flat = flat.to(self._half)  # What is too large for it becomes inf: an overflow.
-        elif flat.dtype in HALF:
-            flat = flat.float()
+    def _send_full(self, _: Tensor | None = None) -> None:
+        """Send the pieces of which all gradients have come."""
+        while self._unsent and all(own.grad is not None for own in self._unsent[-1]):
+            self._send(self._unsent.pop())
+
+    def _send_rest(self, used: AbstractSet[Tensor]) -> None:
+        """Send the other pieces; zeros for what other ranks used alone."""
+        while self._unsent:
+            piece = self._unsent.pop()
+            if not used.isdisjoint(piece):
+                self._send(piece, used)
+
+    def _send(self, piece: list[Tensor], used: AbstractSet[Tensor] | None = None) -> None:
+        """Send the gradients of some parameters, and do not wait for their sums.
+
+        Args:
+            piece: the parameters; left without gradients.
+            used: those that any rank has used; None: all of them.
+        """
+        gradients = [own.grad for own in piece]
+        for own, gradient in zip(piece, gradients, strict=True):
+            own.grad = None
+            if gradient is not None and gradient.is_sparse:
+                raise ConfigError(
+                    "trainer.parallel=ddp: a gradient is sparse, and ranks sum dense ones; make "
+                    "the layer with sparse=False"
+                )
+        flat, slots = self._laid_together(piece, gradients)
         if self._scale is not None:
             if self._half is None:
                 flat.div_(self._scale)
             self._amaxes.append(_amax(flat))
         if self._half is not None:
             flat.div_(self._world.size)  # So that no sum is too large.
-        bucket.gradients, bucket.flat = {}, flat
-        bucket.work = self._world.start(flat)
-        self._sent.append(bucket)
+        kept = {p: slot for p, slot in slots.items() if used is None or p in used}
+        self._sent.append(_Bucket(piece, flat, kept, self._world.start(flat)))
 
-    def _amax(self) -> Tensor | None:
-        """The largest unscaled magnitude of what was sent; None: nobody asks."""
-        if self._scale is None:
-            return None
-        amax = torch.stack([*self._amaxes, torch.zeros_like(self._scale)]).max()
-        return amax if self._half is None else amax / self._scale
+    def _laid_together(
+        self, piece: list[Tensor], gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor, dict[Tensor, Tensor]]:
+        """The gradients in the format in which they are sent: 1-d, and by parameter."""
+        format = self._half or torch.promote_types(piece[0].dtype, torch.float32)
+        if len(piece) == 1 and self._is_laid_out(gradients[0], piece[0], format):
+            only: Any = gradients[0]  # It is sent from where it is.
+            return only.as_strided((only.numel(),), (1,), only.storage_offset()), {piece[0]: only}
+        flat = torch.empty(sum(own.numel() for own in piece), dtype=format, device=piece[0].device)
+        slots = {own: _part(flat, own, *self._places[own]) for own in piece}
+        for slot, gradient in zip(slots.values(), gradients, strict=True):
+            slot.zero_() if gradient is None else slot.copy_(gradient)
+        return flat, slots
 
-    @torch.no_grad()
-    def _receive(self) -> dict[Tensor, Tensor]:
-        """All sums, by parameter and in their order."""
-        sums: dict[Tensor, Tensor] = {}
-        while self._sent:
-            sums |= self._received(self._sent.pop(0))
-        self._home = {}
-        return {own: sums[own] for own in self._trained if own in sums}
+    def _is_laid_out(self, own: Tensor | None, parameter: Tensor, format: torch.dtype) -> bool:
+        stride = self._places[parameter].stride
+        return own is not None and own.dtype == format and own.stride() == stride
 
-    def _received(self, bucket: _Bucket) -> dict[Tensor, Tensor]:
+    def _refuse_second(self) -> None:
+        """Raise ConfigError if a gradient came when that of the same parameter had been sent."""
+        for own in self._trained:
+            if own.grad is not None:
+                raise ConfigError(
+                    f"trainer.reduce=in_backward: the weight of {list(own.shape)} got a second "
+                    "gradient in one backward pass, as by checkpoint(use_reentrant=True); use "
+                    "use_reentrant=False, or trainer.reduce=after_backward"
+                )
+
+    def _amax_before(self, scale: Tensor) -> Tensor:
+        """The largest unscaled magnitude of what was sent, 0-d fp32."""
+        amax = torch.stack([*self._amaxes, torch.zeros_like(scale)]).max()
+        return amax if self._half is None else amax / scale
+
+    def _receive(self, device: torch.device) -> tuple[dict[Tensor, Tensor], Tensor]:
+        """All means, by parameter and in their order, and the largest magnitude among them."""
+        means: dict[Tensor, Tensor] = {}
+        amaxes = [torch.zeros((), device=device)]
+        while self._sent:  # The next ones arrive meanwhile.
+            flat, slots = self._received(self._sent.pop(0))
+            amaxes.append(_amax(flat))
+            means |= slots
+        return {own: means[own] for own in self._trained if own in means}, torch.stack(amaxes).max()
+
+    def _received(self, bucket: _Bucket) -> tuple[Tensor, dict[Tensor, Tensor]]:
+        """The means of a bucket: 1-d, and by parameter."""
         self._world.wait(bucket.work)
-        flat: Any = bucket.flat
-        if self._half is not None:
-            wide = torch.promote_types(bucket.parameters[0].dtype, torch.float32)
-            flat = flat.to(wide).mul_(self._world.size)
-            if self._scale is not None:
-                flat.div_(self._scale)
-        parts = flat.split([own.numel() for own in bucket.parameters])
-        return {
-            own: part.as_strided(own.size(), self._layout[own], part.storage_offset())
-            for own, part in zip(bucket.parameters, parts, strict=True)
-        }
-
-    def _in_memory_order(self, parameter: Tensor, bucket: _Bucket) -> Tensor:
-        """The gradient of a parameter in the order in which their values lie in memory, 1-d."""
-        gradient = bucket.gradients[parameter]
-        if gradient.stride() != self._layout[parameter]:
-            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-        return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+        flat = bucket.flat
+        if self._half is None:
+            return flat.div_(self._world.size), bucket.slots
+        flat = flat.to(torch.promote_types(bucket.parameters[0].dtype, torch.float32))
+        if self._scale is not None:
+            flat.div_(self._scale)
+        return flat, {own: _part(flat, own, *self._places[own]) for own in bucket.slots}
 
 
 def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -219,9 +240,16 @@ def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield from pieces(alike)
 
 
-def _flat(values: Sequence[Tensor]) -> Tensor:
-    """One tensor of all values; of a single one that is itself."""
-    return values[0] if len(values) == 1 else torch.cat(list(values))
+def _laid_out(piece: Sequence[Tensor]) -> Iterator[tuple[Tensor, _Place]]:
+    """One after the other, each in the order in which its values lie in memory."""
+    offset = 0
+    for own in piece:
+        yield own, _Place(offset, torch.empty_like(own, device="meta").stride())
+        offset += own.numel()
+
+
+def _part(flat: Tensor, parameter: Tensor, offset: int, stride: tuple[int, ...]) -> Tensor:
+    return flat.as_strided(parameter.size(), stride, flat.storage_offset() + offset)
 
 
 def _amax(values: Tensor) -> Tensor:

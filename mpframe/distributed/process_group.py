@@ -9,9 +9,10 @@ what the others say there: so it can tell which rank it was, and why.
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -65,7 +66,7 @@ class ProcessGroup(World):
             self._host: Any = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
 
     def max(self, magnitude: Tensor) -> Tensor:
-        """The largest of all ranks' values >= 0, on the device; inf if one is inf or nan."""
+        """The largest of all ranks' values >= 0, each by itself; inf where one is inf or nan."""
         value = _without_nan(magnitude)
         with self._answered():
             dist.all_reduce(value, dist.ReduceOp.MAX)
@@ -87,15 +88,35 @@ class ProcessGroup(World):
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the ranks in place; bit for bit the same on all of them."""
-        for flat in _flattened(tensors):
+        for flat, give_back in _flattened(tensors):
             with self._answered():
                 dist.all_reduce(flat)
+            give_back()
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Give each tensor the values it has on rank 0, in place."""
-        for flat in _flattened(tensors):
+        for flat, give_back in _flattened(tensors):
             with self._answered():
                 dist.broadcast(flat, 0)
+            give_back()
+
+    def start_broadcast_(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Begin what `broadcast_` does; the call of what is returned ends it.
+
+        What `start` began on one rank and not yet on another does not stop it.
+        """
+        started = []
+        for flat, give_back in _flattened(tensors):
+            with self._answered():
+                work = dist.broadcast(flat, 0, async_op=True)
+            started.append((work, give_back))
+
+        def end() -> None:
+            for work, give_back in started:
+                self.wait(work)
+                give_back()
+
+        return end
 
     def max_of(self, numbers: Sequence[int]) -> list[int]:
         """The largest of all ranks' numbers at each place, on the host."""
@@ -153,11 +174,6 @@ class ProcessGroup(World):
         with self._answered():
             group = self._host if on_host else self._early
             return dist.all_reduce(tensor, op, group=group, async_op=True)
-
-    def start_max(self, magnitude: Tensor) -> tuple[Tensor, Any]:
-        """Begin what `max` does; the value is there after `wait`."""
-        value = _without_nan(magnitude)
-        return value, self.start(value, dist.ReduceOp.MAX)
 
     def wait(self, started: Any) -> None:
         """Wait for what `start` gave."""
@@ -224,18 +240,21 @@ def _without_nan(magnitude: Tensor) -> Tensor:
     return torch.where(magnitude < torch.inf, magnitude, torch.inf)
 
 
-def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The tensors in flat pieces; what is done to a piece is copied back into them."""
+def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
+    """The tensors in flat pieces, each with what copies its values back into them."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for alike in by_kind.values():
         for piece in pieces(alike):
             if len(piece) == 1 and piece[0].is_contiguous():
-                yield piece[0].view(-1)
-                continue
-            flat = torch.cat([tensor.reshape(-1) for tensor in piece])
-            yield flat
-            parts = torch.split(flat, [tensor.numel() for tensor in piece])
-            own = [part.view_as(tensor) for part, tensor in zip(parts, piece, strict=True)]
-            torch._foreach_copy_(piece, own)
+                yield piece[0].view(-1), lambda: None
+            else:
+                flat = torch.cat([tensor.reshape(-1) for tensor in piece])
+                yield flat, partial(_give_back, flat, piece)
+
+
+def _give_back(flat: Tensor, piece: list[Tensor]) -> None:
+    parts = torch.split(flat, [tensor.numel() for tensor in piece])
+    own = [part.view_as(tensor) for part, tensor in zip(parts, piece, strict=True)]
+    torch._foreach_copy_(piece, own)

@@ -4,7 +4,7 @@ Whoever takes part in a step calls these methods on every rank, in the same orde
 path for one process and for many.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -43,7 +43,10 @@ class World:
         return samples[count * self.rank // self.size : count * (self.rank + 1) // self.size]
 
     def max(self, magnitude: Tensor) -> Tensor:
-        """The largest of all ranks' values >= 0, on the device; inf if one is inf or nan."""
+        """The largest of all ranks' values >= 0, each by itself, on the device.
+
+        inf where one is inf or nan.
+        """
         return magnitude
 
     def mean(self, value: Tensor) -> Tensor:
@@ -59,6 +62,10 @@ class World:
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Give each tensor the values it has on rank 0, in place."""
+
+    def start_broadcast_(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Begin what `broadcast_` does; the call of what is returned ends it."""
+        return lambda: None
 
     def max_of(self, numbers: Sequence[int]) -> list[int]:
         """The largest of all ranks' numbers at each place, on the host."""

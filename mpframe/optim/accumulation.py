@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpframe.distributed.world import World
 from mpframe.errors import ConfigError
-from mpframe.optim.gradients import Gradients, measured, not_finite
+from mpframe.optim.gradients import Gradients, agreed, measured, not_finite, ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,8 @@ class Accumulator:
         bad = not_finite(amaxes)
         good = world.size * (~bad).sum().clamp(min=1).float()
         mean = measured(self._sums.items(), good, bad.device)
-        mean = replace(mean, amax=torch.where(bad.all(), torch.inf, mean.amax))
+        # Agreed on once more: what the ranks were sent may be damaged on one of them.
+        mean = agreed(replace(mean, amax=torch.where(bad.all(), torch.inf, mean.amax)), world)
         dropped = None if len(amaxes) == 1 and world.size > 1 else bad.sum()
         return StepGradients(mean, amaxes.max(), dropped)
 
@@ -110,26 +111,34 @@ class Accumulator:
         world.sum_(list(self._sums.values()))
 
 
-class Summed(Accumulator):
-    """The gradients of one backward pass, which the ranks have summed while it ran.
+class Averaged(Accumulator):
+    """The gradients of one backward pass, which the ranks have averaged while it ran.
 
     Args:
-        sums: by master, fp32 and unscaled; used up by `mean`.
-        amax: 0-d fp32, the largest magnitude on any rank before; inf or nan if any is. None: that
-            of the mean is told in its place.
+        means: by master, fp32 and unscaled; used up by `mean`.
+        amax: 0-d fp32, their largest magnitude on any rank; None: it is looked for.
+        before: 0-d fp32, the largest magnitude on any rank before they were averaged; inf or nan if
+            any is. None: that of the means is told in its place.
         device: where they are.
     """
 
     def __init__(
-        self, sums: dict[Tensor, Tensor], amax: Tensor | None, device: torch.device
+        self,
+        means: dict[Tensor, Tensor],
+        amax: Tensor | None,
+        before: Tensor | None,
+        device: torch.device,
     ) -> None:
         super().__init__()
-        self._sums, self._amax, self._device = sums, amax, device
+        self._sums, self._amax, self._before, self._device = means, amax, before, device
 
     def mean(self, masters: Iterable[Tensor], world: World) -> StepGradients:
-        """The mean over the ranks: inf or nan where one of them had it."""
-        mean = measured(self._sums.items(), float(world.size), self._device)
-        return StepGradients(mean, mean.amax if self._amax is None else self._amax)
+        """What the ranks have: inf or nan where one of them had it."""
+        if self._amax is None:
+            mean = agreed(measured(self._sums.items(), 1.0, self._device), world)
+        else:
+            mean = ready(self._sums, self._amax)
+        return StepGradients(mean, mean.amax if self._before is None else self._before)
 
 
 def _zero_where(bad: Tensor, gradient: Tensor) -> Tensor:

@@ -124,6 +124,12 @@ def measured(
     return Gradients(by_master, values, half, wide, sparse, scale, amax)
 
 
+def ready(by_master: dict[Tensor, Tensor], amax: Tensor) -> Gradients:
+    """Gradients that are fp32 or wider, dense and unscaled, and whose amax is known."""
+    values = [gradient for gradient in by_master.values() if gradient.numel()]
+    return Gradients(by_master, values, [], list(values), [], 1.0, amax)
+
+
 def agreed(gradients: Gradients, world: World) -> Gradients:
     """The same with the largest amax of all ranks: what overflows on one overflows on all."""
     if world.size == 1:

@@ -16,7 +16,6 @@ the wrapper move it as well.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch.optim import Optimizer
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.loss_scaling.interface import LossScaler
-from mpframe.optim.accumulation import Accumulator, StepGradients, Summed
+from mpframe.optim.accumulation import Accumulator, Averaged, StepGradients
 from mpframe.optim.buckets import Bucket, in_buckets, steps_by_parameter
 from mpframe.optim.closure import (
     missing_closure,
@@ -209,16 +208,20 @@ class MasterWeights(Optimizer):
             self._accumulator = Accumulator()
         self._accumulator.add(gradients)
 
-    def keep_sums(self, sums: Mapping[Tensor, Tensor], amax: Tensor | None) -> None:
-        """Take the gradients of a step that the ranks have summed already.
+    def keep_means(
+        self, means: Mapping[Tensor, Tensor], amax: Tensor | None, before: Tensor | None
+    ) -> None:
+        """Take the gradients of a step that the ranks have averaged already.
 
         Args:
-            sums: fp32 and unscaled, by parameter; others than this optimizer's are left out.
-            amax: 0-d fp32, what the scaler is told: the largest magnitude on any rank before; None
-                if there is no scaler.
+            means: fp32 and unscaled, by parameter; others than this optimizer's are left out.
+            amax: 0-d fp32, the largest magnitude of this optimizer's on any rank; None: it is
+                looked for.
+            before: 0-d fp32, what the scaler is told: the largest magnitude on any rank before;
+                None if there is no scaler.
         """
-        own = {self._masters.stepped(p): sums[p] for p in self._masters if p in sums}
-        self._accumulator = Summed(own, amax, self.device)
+        own = {self._masters.stepped(p): means[p] for p in self._masters if p in means}
+        self._accumulator = Averaged(own, amax, before, self.device)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -300,8 +303,6 @@ class MasterWeights(Optimizer):
             if gradients.by_master:
                 self._accumulator.add(gradients)
             gathered = self._accumulator.mean(self._known.values(), self.world)
-            # Once more: what the ranks were sent may be damaged on one of them.
-            gathered = replace(gathered, gradients=agreed(gathered.gradients, self.world))
             self._accumulator = None
         if gathered.gradients.sparse:
             self._try_sparse(gathered.gradients.sparse)

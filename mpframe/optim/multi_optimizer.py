@@ -111,10 +111,12 @@ class MultiOptimizer:
             part.keep(own if self.skip == "each" else replace(own, amax=amax))
         return amax
 
-    def keep_sums(self, sums: Mapping[Tensor, Tensor], amax: Tensor | None) -> None:
-        """Take the gradients of a step that the ranks have summed already, by parameter."""
+    def keep_means(
+        self, means: Mapping[Tensor, Tensor], amax: Tensor, before: Tensor | None
+    ) -> None:
+        """Take the gradients of a step that the ranks have averaged already, by parameter."""
         for part in self.parts.values():
-            part.keep_sums(sums, amax)
+            part.keep_means(means, None, before)  # Each with the amax of its own.
 
     @torch.no_grad()
     def step(

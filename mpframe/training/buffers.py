@@ -5,6 +5,8 @@ the step counts. So the buffers are copied before the step and put back where it
 overflow in a forward pass would otherwise leave nan in the statistics for good.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -33,8 +35,15 @@ class Buffers:
     def broadcast(self, world: World) -> None:
         """Give all ranks the buffers of rank 0, whose samples alone moved them."""
         if world.size > 1:
-            present = [module._buffers[name] for module, name in self._homes]
-            world.broadcast_([buffer for buffer in present if buffer is not None])
+            world.broadcast_(self._present())
+
+    def start_broadcast(self, world: World) -> Callable[[], None]:
+        """Begin what `broadcast` does; the call of what is returned ends it."""
+        return world.start_broadcast_(self._present())
+
+    def _present(self) -> list[Tensor]:
+        buffers = [module._buffers[name] for module, name in self._homes]
+        return [buffer for buffer in buffers if buffer is not None]
 
     @torch.no_grad()
     def restore_where(self, skipped: Tensor | bool) -> None:

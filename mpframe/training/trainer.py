@@ -332,14 +332,15 @@ class Trainer:
         return loss.detach()
 
     def _forward_backward_together(self, batch: Batch, ranks: "InBackward") -> Tensor:
-        """The same with gradients that the ranks sum meanwhile; the mean loss of all."""
+        """The same with gradients that the ranks average meanwhile; the mean loss of all."""
         scaler: Any = self.scaler
         scale = None if scaler is None else scaler.scale
         with ranks.summing(self.optimizer.parameters, scale):
             loss = self._forward_backward(batch)
-        self._buffers.broadcast(self.world)  # While gradients are sent.
-        sums, amax, loss = ranks.sums(loss)
-        self.optimizer.keep_sums(sums, amax)
+        end_broadcast = self._buffers.start_broadcast(self.world)  # While gradients are sent.
+        means, amax, before, loss = ranks.means(loss)
+        end_broadcast()
+        self.optimizer.keep_means(means, amax, before)
         return loss
 
     def _accumulate(self, batches: Sequence[Batch]) -> Tensor:

@@ -20,6 +20,7 @@ from mpframe import LogMax, MasterWeights, Precision
 from mpframe.data import Loader
 from mpframe.data.metrics.accuracy import Accuracy
 from mpframe.distributed import pieces
+from mpframe.distributed.in_backward import InBackward
 from mpframe.distributed.joining import joined
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, MpframeError
@@ -222,21 +223,21 @@ def bad_gradient(trainer: Trainer, batches: Any) -> None:
 
 def bad_sum(trainer: Trainer, batches: Any) -> None:
     """inf on this rank alone, in what the ranks have already summed."""
-    patch, optimizer = pytest.MonkeyPatch(), trainer.optimizer
-    sum_, keep_sums = trainer.world.sum_, optimizer.keep_sums
+    patch, sum_, received = pytest.MonkeyPatch(), trainer.world.sum_, InBackward._received
 
     def spoilt(tensors: Any) -> None:
         sum_(tensors)
         tensors[0].view(-1)[0] = torch.inf
         patch.undo()
 
-    def spoilt_early(sums: Any, amax: Tensor) -> None:
-        next(iter(sums.values())).view(-1)[0] = torch.inf
-        keep_sums(sums, amax)
+    def spoilt_early(ranks: InBackward, bucket: Any) -> Any:
+        flat, slots = received(ranks, bucket)
+        flat[0] = torch.inf
         patch.undo()
+        return flat, slots
 
     patch.setattr(trainer.world, "sum_", spoilt)
-    patch.setattr(optimizer, "keep_sums", spoilt_early)
+    patch.setattr(InBackward, "_received", spoilt_early)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -193,16 +193,16 @@ def test_a_whole_window_is_skipped_where_asked() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(("skip", "skipped"), [("all", {"body", "head"}), ("each", {"head"})])
-def test_sums_that_ranks_have_summed_skip_all_or_their_part(
+def test_means_of_all_ranks_skip_all_or_their_part(
     skip: str, skipped: set[str], strict: bool
 ) -> None:
-    """An inf on any rank is one in the sum. The amax is that of all parts, for the scaler."""
+    """An inf on any rank is one in the mean. The amax is that of all parts, for the scaler."""
     model, optimizer, precision = joint(skip=skip)
     backward(model, precision)
     spoil(optimizer, "head")
-    sums = {parameter: parameter.grad for parameter in model.parameters()}
+    means = {parameter: parameter.grad for parameter in model.parameters()}
     optimizer.zero_grad()
-    optimizer.keep_sums(sums, torch.tensor(INF))
+    optimizer.keep_means(means, torch.tensor(INF), torch.tensor(INF))
     parts = optimizer.step(None, skip_if_dropped=strict).each()
     assert {name for name, part in parts.items() if part.skipped} == skipped
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -208,14 +209,19 @@ def without_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_rivals")
-def test_tiny_model_rows(tmp_path: Path) -> None:
-    logged, silent, parts, calls = tiny_model.tables(rounds=1, folder=tmp_path, steps=10)
+def test_tiny_model_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(tiny_model, "_has_compiler", lambda: True)
+    logged, silent, scalers, parts, calls = tiny_model.tables(1, tmp_path, steps=10)
     counts = dict(note.split(": ") for note in calls.notes)
     assert list(counts) == ["fp32", "mixed"]
     assert all(0 < int(count) <= 37 for count in counts.values()), counts  # once 113 and 159
     names = ["by hand", "by hand, gradients checked", "mpframe"]
-    assert list(logged.times) == list(silent.times) == names
-    assert [claim.limit for claim in logged.claims] == [1.08, 1.08]
+    assert list(silent.times) == names
+    assert list(logged.times) == [*names, "mpframe, compiled"]
+    assert [claim.limit for claim in logged.claims] == [1.05, 1.05, 1.0]
+    assert list(scalers.times) == ["Static", "Backoff", "LogMax"]
+    assert [claim.text for claim in scalers.claims] == ["LogMax / Backoff"]
     (whole,), *rest = parts.times.values()
     assert all(seconds > 0 for (seconds,) in rest)
     assert whole == pytest.approx(sum(seconds for (seconds,) in rest))
