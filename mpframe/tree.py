@@ -30,6 +30,11 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
+def is_waited_for(device: torch.device) -> bool:
+    """Whether a read from `device` makes the host wait: it does from any but a CPU."""
+    return device.type != "cpu"
+
+
 def tensors_in(node: Any) -> Iterator[Tensor]:
     """Every tensor in `node`, depth first."""
     if isinstance(node, Tensor):

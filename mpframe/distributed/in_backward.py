@@ -1,9 +1,9 @@
 """Gradients that the ranks sum while the backward pass runs.
 
-The gradients of the last layers are sent while those of the first are still computed. Each is taken
-when autograd has accumulated it: to fp32, unscaled, measured on this rank, sent. Large ones are
-sent from where they are, small ones together. Or they stay scaled and go in half: fewer bytes, and
-more rounding.
+The gradients of the last layers are sent while those of the first are still computed: as soon as
+autograd has accumulated all of a piece they are put together, in fp32, unscaled, measured on this
+rank, sent. A large one is a piece by itself and sent from where it is. Or they stay scaled and go
+in half: fewer bytes, and more rounding.
 
 All ranks send in one order, that of the parameters from the last to the first, whatever the order
 in which they come. What a rank did not use is known at the end of its backward pass, and is zero

@@ -41,6 +41,8 @@ Why it is so:
 - a = 0 is no observation: a frozen or masked batch has no largest gradient.
 """
 
+import math
+from collections.abc import Mapping
 from statistics import NormalDist
 
 import torch
@@ -48,8 +50,10 @@ from torch import Tensor
 
 from mpframe.config.range import Range
 from mpframe.loss_scaling.adaptive import DEFAULT_SCALE, AdaptiveScaler, InitScale
-from mpframe.loss_scaling.powers import exponent_of, power_of_two
+from mpframe.loss_scaling.arithmetic import ON_DEVICE, ON_HOST, Arithmetic, Number
+from mpframe.loss_scaling.powers import exponent_of
 from mpframe.loss_scaling.ranges import Half, number, whole_octaves
+from mpframe.tree import is_waited_for
 
 PRIOR_STD = 1.0
 """σ₀ in octaves: a guess on the safe side, batches differ by less in most training."""
@@ -66,6 +70,7 @@ RESTART_AFTER = 4
 MAX_RETREAT = 255.0
 """Octaves: 8 overflows in a row. More than float32 has, and 8 clean steps take it back."""
 
+_Numbers = Mapping[str, Number]
 _PROBABILITIES = Range(above=0.0, below=0.5)
 _DECAYS = Range(low=0.0, below=1.0)
 
@@ -127,71 +132,87 @@ class LogMax(AdaptiveScaler):
     def update(self, amax: Tensor) -> None:
         """Observe, and choose the scale. `amax`: 0-d float32, the largest |unscaled gradient|."""
         self._wants_probe = False
-        now = self.state
-        overflow = ~(amax < torch.inf)  # nan compares false, so it counts as an overflow
-        surprise = self._surprise(amax, overflow)
-        highs, lows = self._streaks(surprise)
-        restart = (highs + lows) >= RESTART_AFTER
-        count = now["count"].masked_fill(restart, 0)
-        new = {
-            **self._moments(surprise, count, ~overflow),
-            "margin": self._margin(surprise).masked_fill(restart, 0),
-            "highs": highs.masked_fill(restart, 0),
-            "lows": lows.masked_fill(restart, 0),
-            "retreat": _retreat(now["retreat"], overflow),
-        }
-        new |= self._placed(new)
+        if amax.dim() == 0 and not is_waited_for(amax.device):
+            now = {name: value.item() for name, value in self.state.items()}
+            if amax != 0:
+                self.state = _on_cpu(self._after(now, amax.item(), ON_HOST))
+            return
+        new = self._after(self.state, amax.double(), ON_DEVICE)
         ignored = amax == 0
-        self.state = {name: torch.where(ignored, now[name], new[name]) for name in now}
-
-    def _surprise(self, amax: Tensor, overflow: Tensor) -> Tensor:
-        """r: how far above the mean the largest scaled gradient lies; on overflow a lower bound."""
-        mean = self.state["mean"]
-        held = torch.log2(amax.double() * self.scale)  # float64, where no product overflows
-        return torch.where(overflow, mean.clamp(min=self._top), held) - mean
-
-    def _streaks(self, surprise: Tensor) -> tuple[Tensor, Tensor]:
-        """How many observations in a row, this one included, were surprisingly high, or low."""
-        now = self.state
-        bound = SURPRISE * self.log2_std
-        known = now["count"] > 0
-        high = (surprise > bound) & known
-        low = (surprise < -bound) & known
-        return (now["highs"] + 1) * high, (now["lows"] + 1) * low
-
-    def _margin(self, surprise: Tensor) -> Tensor:
-        """The margin after an observation."""
-        now = self.state
-        exceeded = (surprise > self._reserve(now)) & (now["count"] >= JUDGED_AFTER)
-        return (now["margin"] + exceeded - self._probability).clamp(0, MAX_MARGIN)
-
-    def _reserve(self, state: dict[str, Tensor]) -> Tensor:
-        """The octaves above the mean that are held free for what is to come."""
-        return self._quantile * state["variance"].sqrt() + state["margin"]
-
-    def _moments(self, surprise: Tensor, count: Tensor, seen: Tensor) -> dict[str, Tensor]:
-        """Mean, variance and count after an observation; unchanged if nothing was `seen`."""
-        mean, variance = self.state["mean"], self.state["variance"]
-        mean_gain = (count + 1).reciprocal().clamp(min=self._mean_gain)
-        variance_gain = (count + PRIOR_WEIGHT).reciprocal().clamp(min=self._variance_gain)
-        learned = variance.lerp(surprise.square(), variance_gain)
-        learned = learned.masked_fill(count == 0, PRIOR_STD**2)
-        return {
-            "mean": torch.where(seen, mean.addcmul(mean_gain, surprise), mean),
-            "variance": torch.where(seen, learned, variance),
-            "count": count + seen,
+        self.state = {
+            name: torch.where(ignored, own, new[name]) for name, own in self.state.items()
         }
 
-    def _placed(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _after(self, now: _Numbers, amax: Number, on: Arithmetic) -> dict[str, Number]:
+        """The state after an observation."""
+        clean = amax < math.inf  # nan compares false, so it counts as an overflow
+        surprise = self._surprise(now, amax, clean, on)
+        highs, lows = self._streaks(now, surprise, on)
+        restart = highs + lows >= RESTART_AFTER
+        count = on.where(restart, 0.0, now["count"])
+        new = {
+            **self._moments(now, surprise, count, clean, on),
+            "margin": on.where(restart, 0.0, self._margin(now, surprise, on)),
+            "highs": on.where(restart, 0.0, highs),
+            "lows": on.where(restart, 0.0, lows),
+            "retreat": _retreat(now["retreat"], clean, on),
+        }
+        return new | self._placed(now["scale"], new, on)
+
+    def _surprise(self, now: _Numbers, amax: Number, clean: Number, on: Arithmetic) -> Number:
+        """r: how far above the mean the largest scaled gradient lies; on overflow a lower bound."""
+        mean = now["mean"]
+        held = on.log2(amax * now["scale"])  # float64, where no product overflows
+        return on.where(clean, held, on.clamp(mean, low=self._top)) - mean
+
+    def _streaks(self, now: _Numbers, surprise: Number, on: Arithmetic) -> tuple[Number, Number]:
+        """How many observations in a row, this one included, were surprisingly high, or low."""
+        bound = SURPRISE * on.sqrt(now["variance"])
+        known = now["count"] > 0
+        highs = on.where((surprise > bound) & known, now["highs"] + 1, 0.0)
+        lows = on.where((surprise < -bound) & known, now["lows"] + 1, 0.0)
+        return highs, lows
+
+    def _margin(self, now: _Numbers, surprise: Number, on: Arithmetic) -> Number:
+        """The margin after an observation."""
+        exceeded = (surprise > self._reserve(now, on)) & (now["count"] >= JUDGED_AFTER)
+        return on.clamp(now["margin"] + exceeded - self._probability, 0.0, MAX_MARGIN)
+
+    def _reserve(self, state: _Numbers, on: Arithmetic) -> Number:
+        """The octaves above the mean that are held free for what is to come."""
+        return self._quantile * on.sqrt(state["variance"]) + state["margin"]
+
+    def _moments(
+        self, now: _Numbers, surprise: Number, count: Number, clean: Number, on: Arithmetic
+    ) -> dict[str, Number]:
+        """Mean, variance and count after an observation; unchanged by an overflow."""
+        mean, variance = now["mean"], now["variance"]
+        mean_gain = on.clamp(1 / (count + 1), low=self._mean_gain)
+        variance_gain = on.clamp(1 / (count + PRIOR_WEIGHT), low=self._variance_gain)
+        learned = variance + variance_gain * (surprise * surprise - variance)
+        learned = on.where(count == 0, PRIOR_STD**2, learned)
+        return {
+            "mean": on.where(clean, mean + mean_gain * surprise, mean),
+            "variance": on.where(clean, learned, variance),
+            "count": count + clean,
+        }
+
+    def _placed(self, scale: Number, new: _Numbers, on: Arithmetic) -> dict[str, Number]:
         """The scale that the new state asks for, and the mean as seen from that scale."""
-        exponent = exponent_of(self.scale)
-        room = self._top - new["mean"] - self._reserve(new)
-        rest = (exponent + room.floor()).clamp(self._floor, self._ceiling)
-        chosen = (rest - new["retreat"]).clamp(min=self._floor)
-        return {"scale": power_of_two(chosen), "mean": new["mean"] + (chosen - exponent)}
+        exponent = on.exponent_of(scale)
+        room = self._top - new["mean"] - self._reserve(new, on)
+        rest = on.clamp(exponent + on.floor(room), self._floor, self._ceiling)
+        chosen = on.clamp(rest - new["retreat"], low=self._floor)
+        return {"scale": on.power_of_two(chosen), "mean": new["mean"] + (chosen - exponent)}
 
 
-def _retreat(octaves: Tensor, overflow: Tensor) -> Tensor:
+def _retreat(octaves: Number, clean: Number, on: Arithmetic) -> Number:
     """Falls by 1, 2, 4, 8 octaves on overflows in a row, taken back in the reverse order."""
-    further = (2 * octaves + 1).clamp(max=MAX_RETREAT)
-    return torch.where(overflow, further, (octaves / 2).floor())
+    return on.where(clean, on.floor(octaves / 2), on.clamp(2 * octaves + 1, high=MAX_RETREAT))
+
+
+def _on_cpu(state: _Numbers) -> dict[str, Tensor]:
+    """Floats as 0-d tensors: the scale float32, the others float64."""
+    others = torch.tensor([*state.values()], dtype=torch.float64).unbind()
+    tensors = dict(zip(state, others, strict=True))
+    return {**tensors, "scale": torch.tensor(state["scale"], dtype=torch.float32)}

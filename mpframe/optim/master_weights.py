@@ -49,8 +49,8 @@ from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult
 from mpframe.optim.unfreezing import fill_momentum
-from mpframe.optim.verdict import Verdict, is_waited_for, read
-from mpframe.tree import HALF
+from mpframe.optim.verdict import Verdict, read
+from mpframe.tree import HALF, is_waited_for
 
 
 class MasterWeights(Optimizer):

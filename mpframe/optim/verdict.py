@@ -27,11 +27,6 @@ class Verdict(NamedTuple):
     dropped: int
 
 
-def is_waited_for(device: torch.device) -> bool:
-    """Whether a read from `device` makes the host wait: it does from any but a CPU."""
-    return device.type != "cpu"
-
-
 def read(steps: Sequence[tuple[Tensor, Tensor | None]]) -> list[Verdict]:
     """THE HOST WAITS HERE for the device, and nowhere else in a step: one transfer for all steps.
 

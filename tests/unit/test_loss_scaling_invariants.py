@@ -155,6 +155,7 @@ class OnDevice(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("waited_for")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("amax", [0.5, 0.0, math.inf, math.nan])
 def test_update_never_waits_for_the_device(kind, amax) -> None:

@@ -237,3 +237,21 @@ def test_the_moments_do_not_drift_on_a_constant() -> None:
     # up to n = 996, and 0.999 a step from there.
     fading = PRIOR_WEIGHT / (996 + PRIOR_WEIGHT) * 0.999 ** (5000 - 997)
     assert scaler.log2_std.item() == pytest.approx(PRIOR_STD * math.sqrt(fading), rel=1e-9)
+
+
+def test_floats_of_the_host_and_tensors_of_a_device_have_the_same_bits() -> None:
+    """On a CPU it computes with floats; several scalers in one tensor take the way of a device."""
+    generator = torch.Generator().manual_seed(0)
+    octaves = 3 * torch.randn(3000, generator=generator) - 10.0 * (torch.arange(3000) > 1500)
+    amaxes = torch.exp2(octaves)
+    amaxes[::70], amaxes[5::90], amaxes[1000:1010] = math.inf, 0.0, math.nan
+    alone, of_device = LogMax(**WIDE), LogMax(**WIDE)
+    of_device.state = {name: own.reshape(1) for name, own in of_device.state.items()}
+    for amax in amaxes:
+        alone.update(amax)
+        of_device.update(amax.reshape(1))
+        for name, own in alone.state.items():
+            other = of_device.state[name]
+            assert own.dtype == other.dtype
+            assert own.shape == ()
+            assert torch.equal(own.reshape(1), other), name
