@@ -76,6 +76,10 @@ def _with_logging(rounds: int, folder: Path, data: Stopwatch) -> Table:
     claims = {("mpframe", HAND): MOST, ("mpframe", CHECKED): MOST}
     skipped = rivals.skipped()
     if _has_compiler():
+        model, optimizer = _parts()
+        model.compile()
+        log = HandLog(folder / "by_hand_compiled")
+        loops[f"{HAND}, compiled"] = hand_loop(model, optimizer, data, log)
         loops[COMPILED] = watched_loop(data, folder / "compiled", Plan(compile=True))
         claims[COMPILED, HAND] = MOST_COMPILED
     else:
