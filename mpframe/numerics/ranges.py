@@ -181,7 +181,8 @@ class RangeProbe:
             self._in_half.add((kind, layer))
         values = values.coalesce().values() if values.is_sparse else values
         scale = self._scale() if kind in SCALED else 1.0
-        self._add(kind, layer, measured(values, self._limits, scale, held_at=scale))
+        with torch._C.DisableTorchFunction():  # A hook of a module runs in its casts, op by op.
+            self._add(kind, layer, measured(values, self._limits, scale, held_at=scale))
 
     def _add(self, kind: str, layer: str, row: Tensor) -> None:
         known = self._rows.get((kind, layer))
