@@ -444,6 +444,15 @@ def test_startup_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(seconds) for seconds in measured.times.values()] == [2]
 
 
+def test_startup_claims() -> None:
+    times = {startup._STEP: [2.0], startup._RUN: [3.2], startup._TYPO: [0.2]}
+    assert [str(claim) for claim in startup._claims(times)] == [
+        "a refused typo, seconds: 0.200 (0.200 to 0.200), at most 0.3: holds",
+        "default run, to the end of its first step / import torch, one step of AdamW: "
+        "1.60 (1.60 to 1.60), at most 1.5: does not hold",
+    ]
+
+
 def test_a_command_that_fails_is_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

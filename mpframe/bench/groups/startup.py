@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpframe.bench.child import run_python
-from mpframe.bench.measure import Competitor, race, timed
-from mpframe.bench.table import Table
+from mpframe.bench.measure import Competitor, Spread, Times, race, ratio, timed
+from mpframe.bench.table import Claim, Table
 
 IMPORT_TORCH = "import torch"
+MOST = 1.5  # times a step by hand
+MOST_OF_TYPO = 0.3  # seconds
 
 _PROGRAM = ["-c", "from mpframe.cli.commands.train import main; main()"]  # as scripts/train.py
 # torch imports its compiler when the first optimizer is made: part of anybody's first step.
@@ -22,14 +24,16 @@ optimizer = torch.optim.AdamW([weight])
 weight.sum().backward()
 optimizer.step()
 """
+_STEP, _TYPO = "import torch, one step of AdamW", "a refused typo"
+_RUN = "default run, to the end of its first step"
 _FIRST_STEP = ["-m", "mpframe.bench.first_step", "trainer.progress=off", "hydra.run.dir=run"]
 # What is measured: the command, and the exit code it must have.
 _COMMANDS: dict[str, tuple[list[str], int]] = {
     IMPORT_TORCH: (["-c", "import torch"], 0),
-    "import torch, one step of AdamW": (["-c", _ADAMW_STEP], 0),
+    _STEP: (["-c", _ADAMW_STEP], 0),
     "--help": ([*_PROGRAM, "--help"], 0),
-    "a refused typo": ([*_PROGRAM, "trainer.max_stepz=1"], 1),
-    "default run, to the end of its first step": (_FIRST_STEP, 0),
+    _TYPO: ([*_PROGRAM, "trainer.max_stepz=1"], 1),
+    _RUN: (_FIRST_STEP, 0),
 }
 
 
@@ -44,7 +48,16 @@ def tables(rounds: int, folder: Path, names: Sequence[str] = tuple(_COMMANDS)) -
     with tempfile.TemporaryDirectory() as scratch:
         times = race([_competitor(name, Path(scratch)) for name in names], rounds)
     setting = "A new Python process each, from its start to its end."
-    return [Table("Start-up", setting, IMPORT_TORCH, times)]
+    return [Table("Start-up", setting, IMPORT_TORCH, times, _claims(times))]
+
+
+def _claims(times: Times) -> list[Claim]:
+    claims = []
+    if _TYPO in times:
+        claims.append(Claim(f"{_TYPO}, seconds", Spread.of(times[_TYPO]), MOST_OF_TYPO))
+    if _RUN in times and _STEP in times:
+        claims.append(Claim(f"{_RUN} / {_STEP}", ratio(times, _RUN, _STEP), MOST))
+    return claims
 
 
 def _competitor(name: str, scratch: Path) -> Competitor:
