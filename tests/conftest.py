@@ -5,7 +5,21 @@ import logging
 from collections.abc import Generator, Iterator
 
 import pytest
+from paths import PATHS
 from ranks import Ranks, ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The way in which steps are computed."""
+    parser.addoption("--path", choices=PATHS, default="plain")
+
+
+@pytest.fixture(autouse=True)
+def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = request.config.getoption("--path")
+    if chosen == "split" and request.node.get_closest_marker("whole_masters"):
+        pytest.skip("writes into masters, which a split one does not keep")
+    PATHS[chosen](monkeypatch)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -787,6 +787,7 @@ class TestGroups:
         # 20 gradients of 1, of norm 4.5, to 0.5: halves hold each to 2^-11 of its size.
         assert wrapped.step().grad_norm.item() == pytest.approx(0.5, rel=2.0**-10)
 
+    @pytest.mark.whole_masters
     @pytest.mark.parametrize("half", HALVES)
     @pytest.mark.parametrize("way", ["step", "accumulate"])
     def test_a_penalty_on_masters_counts(self, way: str, half: str) -> None:

@@ -64,6 +64,7 @@ def test_fairseq_at_the_floor() -> None:
     assert scaler.scale == scaler.floor == 2.0
 
 
+@pytest.mark.whole_masters
 @pytest.mark.parametrize("half", HALVES)
 def test_megatron_main_parameters(half: str) -> None:
     """Megatron, test_precision_aware_fused_adam: masters of half weights take fp32's own path."""

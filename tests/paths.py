@@ -1,0 +1,51 @@
+"""The ways in which a step can be computed, for suites that are to pass on each of them.
+
+`pytest --path=NAME` takes one for all tests. By itself a test takes the plain way: its models are
+small, and its masters whole.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from mpframe.optim import buckets, gradients
+from mpframe.optim.masters.master import Master
+from mpframe.optim.masters.split_master import KINDS, SplitMaster
+from mpframe.training.plan import Plan
+
+
+def _buckets(patch: pytest.MonkeyPatch) -> None:
+    """Each parameter is updated by itself, and no half gradient becomes fp32 before that."""
+    patch.setattr(buckets, "_SIZE_ON_CPU", 1)
+    patch.setattr(gradients, "_FEW", -1)
+
+
+def _split(patch: pytest.MonkeyPatch) -> None:
+    """bfloat16 weights keep of their masters only the bits that they lack."""
+
+    def master(weight: torch.Tensor, start: torch.Tensor) -> Master:
+        return (SplitMaster if weight.dtype == torch.bfloat16 else Master)(weight, start)
+
+    patch.setitem(KINDS, True, master)
+
+
+def _compiled(patch: pytest.MonkeyPatch) -> None:
+    """Each trainer compiles its model, by a compiler that leaves the ops as they are."""
+    plain: Any = Plan.__init__
+
+    def compiling(plan: Plan, *args: Any, **kwargs: Any) -> None:
+        plain(plan, *args, **{"compile": True, **kwargs})
+
+    patch.setattr(Plan, "__init__", compiling)
+    patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+PATHS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "plain": lambda patch: None,
+    "buckets": _buckets,
+    "split": _split,
+    "compiled": _compiled,
+}
