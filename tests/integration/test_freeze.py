@@ -109,6 +109,7 @@ def test_what_is_frozen_stays_and_then_trains_from_its_master(dtype: str, kind: 
 OWN_GROUP = "optimizer.groups.body={parameters:[stage*],nesterov:false}"
 
 
+@pytest.mark.usefixtures("waited_for")
 @pytest.mark.parametrize("more", [[], [OWN_GROUP]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_overflow_in_the_first_step_that_trains_it_changes_nothing(
