@@ -154,9 +154,12 @@ def assert_same(first: Any, second: Any, path: str = "") -> None:
 
 
 @pytest.mark.parametrize("mode", [*MODES, "split"])
-def test_two_ranks_equal_one_process_that_accumulates_their_halves(two: Ranks, mode: str) -> None:
+@pytest.mark.parametrize("reduce", ["in_backward", "after_backward"])
+def test_two_ranks_equal_one_process_that_accumulates_their_halves(
+    two: Ranks, mode: str, reduce: str
+) -> None:
     """Also where a layer is used on one rank alone, or on none: it is left as it was."""
-    first, second = two(on_ranks, mode, {})
+    first, second = two(on_ranks, mode, {"reduce": reduce})
     alone = trained(mode, ALONE, {"accumulate": 2, "batch": 8})
     assert_same(first, second)
     for own in (*first["states"], *alone["states"]):
