@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from mpframe.bench.measure import Spread, Times, ratio
 
@@ -21,6 +21,11 @@ class Claim:
     text: str
     ratio: Spread
     limit: float
+
+    @classmethod
+    def between(cls, times: Times, name: str, other: str, limit: float, what: str = "") -> Self:
+        """That `name` takes at most `limit` times as long as `other`; `what` ends the text."""
+        return cls(f"{name} / {other}{what}", ratio(times, name, other), limit)
 
     @property
     def holds(self) -> bool:

@@ -14,7 +14,6 @@ for it, and all of its layers used in each step.
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,18 +34,15 @@ class _Place(NamedTuple):
     stride: tuple[int, ...]
 
 
-@dataclass
-class _Bucket:
-    """Parameters whose gradients are sent together.
+class _Sent(NamedTuple):
+    """A piece under way.
 
     Attributes:
-        parameters: from the last to the first, as their gradients come.
         flat: 1-d, what is sent.
-        slots: its part for each parameter that any rank has used.
+        slots: its part for each parameter that any rank has used; at least one.
         work: the sending.
     """
 
-    parameters: list[Tensor]
     flat: Tensor
     slots: dict[Tensor, Tensor]
     work: Any
@@ -66,7 +62,7 @@ class InBackward:
         self._pieces: list[list[Tensor]] = []
         self._places: dict[Tensor, _Place] = {}
         self._unsent: list[list[Tensor]] = []  # the next piece to send is the last
-        self._sent: list[_Bucket] = []
+        self._sent: list[_Sent] = []
         self._amaxes: list[Tensor] = []
         self._scale: Tensor | None = None
 
@@ -173,14 +169,15 @@ class InBackward:
             self._amaxes.append(_amax(flat))
         if self._half is not None:
             flat.div_(self._world.size)  # So that no sum is too large.
-        kept = {p: slot for p, slot in slots.items() if used is None or p in used}
-        self._sent.append(_Bucket(piece, flat, kept, self._world.start(flat)))
+        if used is not None:
+            slots = {own: slot for own, slot in slots.items() if own in used}
+        self._sent.append(_Sent(flat, slots, self._world.start(flat)))
 
     def _laid_together(
         self, piece: list[Tensor], gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor, dict[Tensor, Tensor]]:
         """The gradients in the format in which they are sent: 1-d, and by parameter."""
-        format = self._half or torch.promote_types(piece[0].dtype, torch.float32)
+        format = self._half or _wide(piece[0])
         if len(piece) == 1 and self._is_laid_out(gradients[0], piece[0], format):
             only: Any = gradients[0]  # It is sent from where it is.
             return only.as_strided((only.numel(),), (1,), only.storage_offset()), {piece[0]: only}
@@ -219,25 +216,29 @@ class InBackward:
             means |= slots
         return {own: means[own] for own in self._trained if own in means}, torch.stack(amaxes).max()
 
-    def _received(self, bucket: _Bucket) -> tuple[Tensor, dict[Tensor, Tensor]]:
-        """The means of a bucket: 1-d, and by parameter."""
-        self._world.wait(bucket.work)
-        flat = bucket.flat
+    def _received(self, sent: _Sent) -> tuple[Tensor, dict[Tensor, Tensor]]:
+        """The means of a piece: 1-d, and by parameter."""
+        self._world.wait(sent.work)
         if self._half is None:
-            return flat.div_(self._world.size), bucket.slots
-        flat = flat.to(torch.promote_types(bucket.parameters[0].dtype, torch.float32))
+            return sent.flat.div_(self._world.size), sent.slots
+        flat = sent.flat.to(_wide(next(iter(sent.slots))))
         if self._scale is not None:
             flat.div_(self._scale)
-        return flat, {own: _part(flat, own, *self._places[own]) for own in bucket.slots}
+        return flat, {own: _part(flat, own, *self._places[own]) for own in sent.slots}
 
 
 def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """What is sent together, in one format; half gradients go in fp32."""
     by_format: dict[torch.dtype, list[Tensor]] = {}
     for own in parameters:
-        by_format.setdefault(torch.promote_types(own.dtype, torch.float32), []).append(own)
+        by_format.setdefault(_wide(own), []).append(own)
     for alike in by_format.values():
         yield from pieces(alike)
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    """fp32, or the format of the parameter if that is wider."""
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _laid_out(piece: Sequence[Tensor]) -> Iterator[tuple[Tensor, _Place]]:

@@ -95,10 +95,7 @@ class ProcessGroup(World):
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Give each tensor the values it has on rank 0, in place."""
-        for flat, give_back in _flattened(tensors):
-            with self._answered():
-                dist.broadcast(flat, 0)
-            give_back()
+        self.start_broadcast_(tensors)()
 
     def start_broadcast_(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """Begin what `broadcast_` does; the call of what is returned ends it.

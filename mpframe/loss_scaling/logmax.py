@@ -133,9 +133,10 @@ class LogMax(AdaptiveScaler):
         """Observe, and choose the scale. `amax`: 0-d float32, the largest |unscaled gradient|."""
         self._wants_probe = False
         if amax.dim() == 0 and not is_waited_for(amax.device):
-            now = {name: value.item() for name, value in self.state.items()}
-            if amax != 0:
-                self.state = _on_cpu(self._after(now, amax.item(), ON_HOST))
+            seen = amax.item()
+            if seen != 0:
+                now = {name: value.item() for name, value in self.state.items()}
+                self.state = _on_cpu(self._after(now, seen, ON_HOST))
             return
         new = self._after(self.state, amax.double(), ON_DEVICE)
         ignored = amax == 0
@@ -169,9 +170,9 @@ class LogMax(AdaptiveScaler):
         """How many observations in a row, this one included, were surprisingly high, or low."""
         bound = SURPRISE * on.sqrt(now["variance"])
         known = now["count"] > 0
-        highs = on.where((surprise > bound) & known, now["highs"] + 1, 0.0)
-        lows = on.where((surprise < -bound) & known, now["lows"] + 1, 0.0)
-        return highs, lows
+        high = (surprise > bound) & known
+        low = (surprise < -bound) & known
+        return (now["highs"] + 1) * high, (now["lows"] + 1) * low
 
     def _margin(self, now: _Numbers, surprise: Number, on: Arithmetic) -> Number:
         """The margin after an observation."""

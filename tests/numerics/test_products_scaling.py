@@ -251,6 +251,8 @@ HOWS = {
     "tensor": Quantization(FORMATS["e4m3fn"]),
     "rows": Quantization(FORMATS["e4m3fn"], per="row"),
     "blocks": mx("e4m3fn"),
+    "blocks that saturate": mx("e4m3fn", "floor"),
+    "rectangles": replace(mx("e4m3fn"), across=48),
     "squares": replace(NVFP4, across=16),
     "short blocks": NVFP4,
     "blocks of 12": mx("e2m1", block=12),

@@ -11,6 +11,7 @@ import torch
 from run_context import context
 from test_exponents import recount
 from torch import Tensor, nn
+from vocabulary import CalledOps
 
 from mpframe import Backoff, Precision, Trainer
 from mpframe.errors import DataError
@@ -68,6 +69,17 @@ def spy(trainer: Trainer) -> dict[str, dict[str, list[Tensor]]]:
                 lambda p, layer=layer: keep("gradients", layer, p.grad)
             )
     return seen
+
+
+def test_what_counts_is_not_asked_of_the_casts() -> None:
+    """The hooks of a module run in its cast block, where Python is asked about each op."""
+    trainer, called = trainer_of(), CalledOps()
+    probe = RangeProbe(trainer, torch.float16)
+    with called:
+        trainer.train_step(*batches(1))
+    probe.ranges()
+    assert "linear" in called.names
+    assert "bincount" not in called.names
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -106,9 +106,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_large_rows(asked: list[dict[str, Any]], tmp_path: Path) -> None:
     (measured,) = large.tables(1, tmp_path, {"linear": TINY["linear"]}, threads=1, steps=1)
     kept = {f"{own['name']}, {own.get('keep_memory', False)}" for own in asked}
-    assert len(kept) == len(large.ROWS) == 10
+    assert len(kept) == len(large.ROWS) == 11
     assert {"torch fp32, False", "torch fp32, True", "mpframe amp float16, True"} < kept
     assert {"mpframe mixed bfloat16, False", "torch.autocast bfloat16, False"} < kept
+    assert "torch.autocast bfloat16, True" in kept
     assert measured.title == "Linear layers, 40 parameters"
     assert measured.setting == (
         "2 linear layers of 4, batch 3, fused AdamW, gradients clipped to 1.0, 1 thread; float16 "

@@ -60,11 +60,7 @@ def _table(name: str, sizes: Mapping[str, int], rounds: int, folder: Path, steps
 
 def claims_of(times: Times) -> list[Claim]:
     """How the step is to compare with that by hand."""
-    return [
-        Claim(f"{own} / {hand}", ratio(times, own, hand), MOST)
-        for own, hand in _BESIDE.items()
-        if hand in times
-    ]
+    return [Claim.between(times, own, hand, MOST) for own, hand in _BESIDE.items() if hand in times]
 
 
 def efficiencies(times: Times) -> list[str]:

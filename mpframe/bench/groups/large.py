@@ -1,7 +1,7 @@
 """Models with many parameters, in every dtype mode: time, where it goes, and memory.
 
 With few products for each weight, the optimizer's step and its memory decide. mpframe keeps freed
-memory, as `mpframe train` does; two rows show what that alone comes to.
+memory, as `mpframe train` does; three rows show what that alone comes to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ SIZES: dict[str, dict[str, int]] = {"linear": {}, "transformer": {}, "recommende
 """The models, each with its own sizes."""
 ROWS: dict[str, dict[str, Any]] = {
     **{name: {"name": name, "keep_memory": name.startswith("mpframe")} for name in STEPS},
-    f"{PLAIN}, memory kept": {"name": PLAIN, "keep_memory": True},
+    **{f"{name}, memory kept": {"name": name, "keep_memory": True} for name in (PLAIN, AUTOCAST)},
     "mpframe mixed bfloat16, memory given back": {"name": "mpframe mixed bfloat16"},
 }
 """Whose step it is, and whether freed memory is kept."""
@@ -54,7 +54,7 @@ def tables(
     """
     chosen = {row: ROWS[row] for row in rows}
     # Without instructions for bfloat16 a backward pass of torch's own takes 40 times as long.
-    slow = () if has_native_half("bfloat16") else (AUTOCAST,)
+    slow = () if has_native_half("bfloat16") else (AUTOCAST, f"{AUTOCAST}, memory kept")
     made = []
     for name, sizes in workloads.items():
         table = race_turns(name, sizes, chosen, rounds, threads, steps, slow)
@@ -68,7 +68,7 @@ def claims_of(workload: str, times: Times, memory: Times) -> list[Claim]:
     marks = [_AMP, *(_LINEAR if workload == "linear" else ())]
     native = has_native_half("bfloat16")
     claims = [
-        Claim(f"{name} / {other}", ratio(times, name, other), most)
+        Claim.between(times, name, other, most)
         for name, other, most in marks
         if name in times and (native or "bfloat16" not in name)
     ]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from mpframe.bench.measure import Times, ratio
+from mpframe.bench.measure import Times
 from mpframe.bench.step.competitors import RECIPE_STEPS
 from mpframe.bench.step.turns import race_turns
 from mpframe.bench.table import Claim, Table
@@ -56,8 +56,4 @@ def _rows(workload: str) -> tuple[Sequence[str], Sequence[str]]:
 def claims_of(times: Times) -> list[Claim]:
     """What a ratio is to be, for those that took part."""
     marks = ((FLOAT16, MOST), (TORCHAO, 1.0))
-    return [
-        Claim(f"{MXFP8} / {other}", ratio(times, MXFP8, other), most)
-        for other, most in marks
-        if other in times
-    ]
+    return [Claim.between(times, MXFP8, other, most) for other, most in marks if other in times]

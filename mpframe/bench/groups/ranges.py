@@ -86,7 +86,7 @@ def _table(case: Workload, rounds: int, folder: Path) -> Table:
     times = race([Competitor(n, timed(step, case.steps)) for n, step in competing.items()], rounds)
     setting = f"Batch {case.shape[0]}, float16, AdamW, {THREADS} threads."
     claims = [
-        Claim(f"{REPORT} / {PLAIN}", ratio(times, REPORT, PLAIN), MOST_STEPS),
+        Claim.between(times, REPORT, PLAIN, MOST_STEPS),
         Claim(f"training with a report in {EVERY} steps / without", _spread_out(times), MOST),
     ]
     return Table(f"Ranges, {case.name}", setting, PLAIN, times, claims)

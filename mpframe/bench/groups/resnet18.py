@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.bench.measure import Competitor, Times, race, ratio, threads, timed
+from mpframe.bench.measure import Competitor, Times, race, threads, timed
 from mpframe.bench.table import Claim, Table
 from mpframe.loss_scaling import Backoff
 from mpframe.models.resnet18 import resnet18
@@ -77,9 +77,7 @@ def _claims(times: Times) -> list[Claim]:
     if has_native_half("bfloat16"):
         limits.append(("bfloat16", PLAIN, NATIVE_BFLOAT16))
     return [
-        Claim(
-            f"mpframe {mode} {half} / {other}", ratio(times, f"mpframe {mode} {half}", other), most
-        )
+        Claim.between(times, f"mpframe {mode} {half}", other, most)
         for half, other, most in limits
         for mode in _MODES
     ]

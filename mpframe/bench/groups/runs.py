@@ -12,7 +12,7 @@ from pathlib import Path
 from time import perf_counter
 
 from mpframe.bench.child import run_python
-from mpframe.bench.measure import Competitor, Times, race, ratio
+from mpframe.bench.measure import Competitor, Times, race
 from mpframe.bench.table import Claim, Table
 from mpframe.bench.whole import trainers
 from mpframe.bench.whole.loop_time import LoopTime
@@ -103,8 +103,7 @@ def _claims(times: Times, kind: str) -> list[Claim]:
     others = [own for own in times if own != OURS]
     by_hand = (trainers.BY_HAND, trainers.CUT)
     return [
-        Claim(f"{OURS} / {own}{kind}", ratio(times, OURS, own), MOST if own in by_hand else 1.0)
-        for own in others
+        Claim.between(times, OURS, own, MOST if own in by_hand else 1.0, kind) for own in others
     ]
 
 

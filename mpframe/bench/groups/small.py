@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from mpframe.bench.measure import Competitor, race, ratio, threads, timed
+from mpframe.bench.measure import Competitor, race, threads, timed
 from mpframe.bench.step.competitors import MAX_NORM, STEPS
 from mpframe.bench.step.laps import Laps
 from mpframe.bench.step.workloads import WORKLOADS
@@ -52,7 +52,7 @@ def _table(workload: str, sizes: Mapping[str, int], rounds: int, steps: int) -> 
         f"{works[HAND].sizes}, fused AdamW, gradients clipped to {MAX_NORM}, {THREADS} thread."
     )
     mine = NAMES[1]
-    claims = [Claim(f"{mine} / {HAND}", ratio(times, mine, HAND), MOST)]
+    claims = [Claim.between(times, mine, HAND, MOST)]
     # Where bfloat16 is emulated, torch's own kernels are several times slower: no comparison.
     claims = claims if has_native_half("bfloat16") else []
     return Table(works[HAND].title, setting, HAND, times, claims)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpframe.bench.child import run_python
-from mpframe.bench.measure import Competitor, Spread, Times, race, ratio, timed
+from mpframe.bench.measure import Competitor, Spread, Times, race, timed
 from mpframe.bench.table import Claim, Table
 
 IMPORT_TORCH = "import torch"
@@ -56,7 +56,7 @@ def _claims(times: Times) -> list[Claim]:
     if _TYPO in times:
         claims.append(Claim(f"{_TYPO}, seconds", Spread.of(times[_TYPO]), MOST_OF_TYPO))
     if _RUN in times and _STEP in times:
-        claims.append(Claim(f"{_RUN} / {_STEP}", ratio(times, _RUN, _STEP), MOST))
+        claims.append(Claim.between(times, _RUN, _STEP, MOST))
     return claims
 
 

@@ -9,7 +9,6 @@ mpframe logs four more, and checks and records the gradients of every step.
 
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from mpframe.bench import rivals
 from mpframe.bench.calls import calls_of_a_step
 from mpframe.bench.hand_loop import LOG_EVERY, HandLog, Loop, hand_loop
-from mpframe.bench.measure import Competitor, Stopwatch, Times, race, ratio, threads
+from mpframe.bench.measure import Competitor, Stopwatch, race, threads
 from mpframe.bench.step.parts import watched
 from mpframe.bench.table import Claim, Table
 from mpframe.loss_scaling import Backoff, LogMax, Static
@@ -73,7 +72,7 @@ def _with_logging(rounds: int, folder: Path, data: Stopwatch) -> Table:
         CHECKED: hand_loop(*_parts(), data, HandLog(folder / "checked"), checked=True),
         "mpframe": watched_loop(data, folder / "mpframe"),
     }
-    claims = {("mpframe", HAND): MOST, ("mpframe", CHECKED): MOST}
+    marks = [("mpframe", HAND, MOST), ("mpframe", CHECKED, MOST)]
     skipped = rivals.skipped()
     if _has_compiler():
         model, optimizer = _parts()
@@ -81,7 +80,7 @@ def _with_logging(rounds: int, folder: Path, data: Stopwatch) -> Table:
         log = HandLog(folder / "by_hand_compiled")
         loops[f"{HAND}, compiled"] = hand_loop(model, optimizer, data, log)
         loops[COMPILED] = watched_loop(data, folder / "compiled", Plan(compile=True))
-        claims[COMPILED, HAND] = MOST_COMPILED
+        marks.append((COMPILED, HAND, MOST_COMPILED))
     else:
         skipped.append(f"{COMPILED}: skipped, this machine has no C++ compiler")
     for name, rival in rivals.installed().items():
@@ -93,7 +92,7 @@ def _with_logging(rounds: int, folder: Path, data: Stopwatch) -> Table:
         f"{LOG_EVERY} steps.",
         HAND,
         times,
-        _claims(times, claims),
+        [Claim.between(times, *mark) for mark in marks],
         skipped,
     )
 
@@ -121,12 +120,8 @@ def _scalers(rounds: int, data: Stopwatch) -> Table:
         "The same in mixed float16, by the scaler.",
         "Backoff",
         times,
-        _claims(times, {("LogMax", "Backoff"): MOST_LOGMAX}),
+        [Claim.between(times, "LogMax", "Backoff", MOST_LOGMAX)],
     )
-
-
-def _claims(times: Times, most: Mapping[tuple[str, str], float]) -> list[Claim]:
-    return [Claim(f"{a} / {b}", ratio(times, a, b), limit) for (a, b), limit in most.items()]
 
 
 def _has_compiler() -> bool:
