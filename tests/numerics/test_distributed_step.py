@@ -318,6 +318,32 @@ def test_what_half_cannot_send_is_an_overflow(two: Ranks) -> None:
     assert_same(first["states"][1]["scaler"], other["states"][1]["scaler"])
 
 
+def sent_before_the_first_layer(large: int) -> int:
+    """How many pieces were under way when the backward pass came to the first of three layers."""
+    with joined(None, lambda: CPU, 120) as world, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pieces, "_LARGE", large)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), world=world)
+        started, start, counts = [], world.start, list[int]()
+        patched.setattr(world, "start", lambda *a, **k: (started.append(1), start(*a, **k))[1])
+
+        def look(_: Any, __: Any, output: Tensor) -> None:
+            output.register_hook(lambda gradient: counts.append(len(started)))
+
+        model[0].register_forward_hook(look)
+        trainer.train_step((torch.ones(4, 4), torch.zeros(4, 4)))
+        return counts[0]
+
+
+@pytest.mark.parametrize(("large", "pieces_sent"), [(1, 4), (2**22, 0)])
+def test_gradients_are_sent_while_the_backward_pass_runs(
+    two: Ranks, large: int, pieces_sent: int
+) -> None:
+    """Weight and bias of the two later layers, each alone; or all at the end, as one piece."""
+    assert two(sent_before_the_first_layer, large) == [pieces_sent, pieces_sent]
+
+
 class Reentrant(nn.Module):
     """Two calls of one layer, each recomputed in a backward pass of its own."""
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from vocabulary import Kernels
 
 from mpframe.loss_scaling import LogMax
 from mpframe.loss_scaling.logmax import JUDGED_AFTER, MAX_MARGIN, PRIOR_STD, PRIOR_WEIGHT
@@ -255,3 +256,13 @@ def test_floats_of_the_host_and_tensors_of_a_device_have_the_same_bits() -> None
             assert own.dtype == other.dtype
             assert own.shape == ()
             assert torch.equal(own.reshape(1), other), name
+
+
+def test_on_a_cpu_no_kernel_decides() -> None:
+    """Each would take longer than all the arithmetic on floats."""
+    scaler, kernels = feed(LogMax(), -10.0), Kernels()
+    with kernels:
+        feed(scaler, -10.0)
+    ran = {kernel.name for kernel in kernels.ran}
+    assert "log2" in ran
+    assert not {"where", "clamp", "lt", "frexp"} & ran, ran
