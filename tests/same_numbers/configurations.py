@@ -1,0 +1,127 @@
+"""The short runs whose numbers two checkouts must share: modes x scalers x windows x the rest.
+
+Every run takes a dozen steps on the handwritten digits, or on data that it generates. Backoff
+begins high, so that its runs skip steps and drop micro-batches before they find their scale.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+_SHORT = (
+    *("trainer.max_steps=12", "trainer.eval_every=6", "trainer.checkpoint_every=6"),
+    *("trainer.log_every=1", "trainer.progress=off", "trainer.autopsy=off"),
+)
+_DIGITS = ("model=mlp", "model.hidden=32", "dataset.batch_size=32")
+_MODES = {
+    "fp32": "dtype=fp32",
+    "mixed float16": "dtype=mixed",
+    "mixed bfloat16": "dtype=mixed_bf16",
+    "amp float16": "dtype=amp",
+    "amp bfloat16": "dtype=amp_bf16",
+}
+_SCALERS = {
+    "no scaling": ("loss_scaling=none",),
+    "Backoff": ("loss_scaling=Backoff", "loss_scaling.init_scale=16777216"),
+    "LogMax": ("loss_scaling=LogMax", "loss_scaling.init_scale=16777216"),
+    "static": ("loss_scaling=static", "loss_scaling.scale=4096"),
+}
+_WINDOWS = {"one batch": (), "windows of 3": ("trainer.accumulate=3",)}
+_CLIPPING = {"unclipped": (), "clipped": ("trainer.clip_norm=0.5",)}
+_OPTIMIZERS = {
+    "SGD": ("optimizer=sgd", "optimizer.momentum=0.9", "scheduler=poly"),
+    "fused AdamW": ("+optimizer.fused=true",),
+    "Muon": ("optimizer=muon_adamw",),
+    "groups": ("optimizer.groups={biases: {ndim: 1, weight_decay: 0, lr_scale: 2}}",),
+    "LARC": ("optimizer=sgd", "callbacks=larc"),
+}
+_RECIPES = ("fp8_delayed", "fp8_rows", "mxfp8", "mxfp4", "nvfp4")
+_BATCH_NORM = ("model=cnn", "model.width=4")
+_MODELS = {
+    "cnn": _BATCH_NORM,
+    "cnn recomputed": (*_BATCH_NORM, "trainer.recompute=['*']"),
+    "cnn averaged": (*_BATCH_NORM, "trainer.ema_decay=0.9"),
+    "gpt": (
+        *("experiment=gpt_small", "model.depth=1", "model.heads=2", "model.width=16"),
+        *("dataset.batch_size=4", "dataset.context=16", "dataset.eval_windows=8"),
+    ),
+    "lstm": ("experiment=speech_lstm_small", "dataset.train=128", "model.hidden=8"),
+    "unet": (
+        *("experiment=shapes_unet_small", "dataset.batch_size=4", "dataset.images=80"),
+        *("dataset.image_size=16", "model.width=4"),
+    ),
+    "gan": ("experiment=digits_gan", "dataset.batch_size=32"),
+    "gan together": ("experiment=digits_gan", "dataset.batch_size=32", "optimizer.skip=all"),
+}
+_RANKS = {
+    "ddp": (),
+    "ddp after the backward pass": ("trainer.reduce=after_backward",),
+    "fsdp": ("trainer.parallel=fsdp",),
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A short run.
+
+    Attributes:
+        name: what tells it from the others.
+        options: of the command line.
+        ranks: processes that train together.
+        resumed: stopped after half of its steps, and resumed.
+    """
+
+    name: str
+    options: tuple[str, ...]
+    ranks: int = 1
+    resumed: bool = False
+
+
+def configurations() -> list[Configuration]:
+    """Return all of them."""
+    return [*_of_the_step(), *_of_the_parts(), *_of_ranks(), *_resumed()]
+
+
+def _of_the_step() -> Iterator[Configuration]:
+    everything = product(_MODES, _SCALERS, _WINDOWS, _CLIPPING)
+    for mode, scaler, window, clipping in everything:
+        if scaler == "no scaling" or mode.endswith(" float16"):
+            options = (*_SCALERS[scaler], *_WINDOWS[window], *_CLIPPING[clipping])
+            yield _of(f"{mode}, {scaler}, {window}, {clipping}", mode, *_DIGITS, *options)
+
+
+def _of_the_parts() -> Iterator[Configuration]:
+    for mode in ("mixed float16", "amp bfloat16"):
+        for name, options in _OPTIMIZERS.items():
+            yield _of(f"{mode}, {name}", mode, *_DIGITS, *options)
+        for name, options in _MODELS.items():
+            yield _of(f"{mode}, {name}", mode, *options)
+    for recipe in _RECIPES:
+        options = (*_DIGITS, f"dtype/products={recipe}")
+        yield _of(f"mixed bfloat16, {recipe}", "mixed bfloat16", *options)
+
+
+def _of_ranks() -> Iterator[Configuration]:
+    for mode, (kind, options) in product(_MODES, _RANKS.items()):
+        yield _of(f"{mode}, {kind}", mode, *_DIGITS, *_search(mode), *options, ranks=2)
+
+
+def _resumed() -> Iterator[Configuration]:
+    average = ("trainer.ema_decay=0.9", "trainer.accumulate=2")
+    for mode in _MODES:
+        searching = _search(mode)
+        yield _of(f"{mode}, resumed", mode, *_DIGITS, *searching, resumed=True)
+        options = (*_BATCH_NORM, *searching, *average)
+        yield _of(f"{mode}, averaged, resumed", mode, *options, resumed=True)
+    mode = "mixed float16"
+    yield _of(f"{mode}, ddp, resumed", mode, *_DIGITS, *_search(mode), ranks=2, resumed=True)
+
+
+def _search(mode: str) -> tuple[str, ...]:
+    return _SCALERS["Backoff"] if mode.endswith(" float16") else ()
+
+
+def _of(
+    name: str, mode: str, *options: str, ranks: int = 1, resumed: bool = False
+) -> Configuration:
+    return Configuration(name, (*options, _MODES[mode], *_SHORT), ranks, resumed)
