@@ -1,6 +1,6 @@
-"""The twin of `mpframe bench`: python scripts/bench.py --help"""
+"""The benchmarks: python scripts/bench.py --help"""
 
-from mpframe.cli.main import start
+from bench.program import main
 
 if __name__ == "__main__":
-    start("bench")
+    main()

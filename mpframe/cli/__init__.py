@@ -9,5 +9,5 @@ checked, job.py runs it. The other commands take `option=value` words and compos
     job            the function that Hydra calls for each job of `train`
     restored       a checkpoint's model, which evaluate and predict begin with
 
-May import everything but bench/.
+May import everything.
 """

@@ -30,7 +30,6 @@ COMMANDS = {
     "search": "mpframe.cli.commands.search",
     "simulate": "mpframe.cli.commands.simulate",
     "gradient_picture": "mpframe.cli.commands.gradient_picture",
-    "bench": "mpframe.bench.program",
     "options": "mpframe.cli.commands.options",
 }
 """The module of each command, in the order of the help."""

@@ -105,7 +105,6 @@ DRIVER = """
 import os, shlex, sys
 from importlib import import_module
 
-import mpframe.bench.groups  # All of it is in the wheel.
 from mpframe.cli.main import COMMANDS, main
 
 for module in COMMANDS.values():

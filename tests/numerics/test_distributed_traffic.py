@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.traffic import PARALLEL, Weight, held, payload, sent, tables
 from ranks import Ranks
 from test_distributed_step import CPU, setup
 from test_sharded_step import setup as sharded_setup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpframe.bench.traffic import PARALLEL, Weight, held, payload, sent, tables
 from mpframe.data import Loader
 from mpframe.distributed.joining import joined
 from mpframe.distributed.world import ALONE

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from bench import groups, machine, program, rivals
+from bench.groups import cuda, input, ranges, resnet18, startup, tiny_model
+from bench.hand_loop import HandLog, hand_loop
+from bench.measure import Competitor, Spread, Stopwatch, race, ratio, threads, timed
+from bench.step.parts import Parts
+from bench.table import Claim, Table, as_json, as_markdown
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from mpframe.bench import groups, machine, program, rivals
-from mpframe.bench.groups import cuda, input, ranges, resnet18, startup, tiny_model
-from mpframe.bench.hand_loop import HandLog, hand_loop
-from mpframe.bench.measure import Competitor, Spread, Stopwatch, race, ratio, threads, timed
-from mpframe.bench.step.parts import Parts
-from mpframe.bench.table import Claim, Table, as_json, as_markdown
 from mpframe.data import Loader, loader
 from mpframe.errors import MpframeError
 from mpframe.numerics.range_record import read_ranges

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from bench.groups import runs
+from bench.whole import one_run, ours, trainers
+from bench.whole.loaders import cut, dataloaders
+from bench.whole.loop_time import LoopTime
+from bench.whole.workloads import WORKLOADS, Workload
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from mpframe.bench.groups import runs
-from mpframe.bench.whole import one_run, ours, trainers
-from mpframe.bench.whole.loaders import cut, dataloaders
-from mpframe.bench.whole.loop_time import LoopTime
-from mpframe.bench.whole.workloads import WORKLOADS, Workload
 from mpframe.config.composition.command_line import compose_named, without_hydra
 from mpframe.run.run import train
 
@@ -134,7 +134,7 @@ def test_a_table_of_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
     def fake(words: list[str], folder: Path, name: str) -> str:
         asked.append(json.loads(words[-1]))
-        assert words[:-1] == ["-m", "mpframe.bench.whole.one_run"]
+        assert words[:-1] == ["-m", "bench.whole.one_run"]
         seconds = 2.0 if asked[-1]["trainer"] == one_run.OURS else 4.0
         return "epoch 1 ...\n" + json.dumps({"seconds": seconds, "cpu_seconds": 1.0}) + "\n"
 
@@ -157,7 +157,7 @@ def test_a_table_of_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 def test_what_this_machine_lacks_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mpframe.bench.whole.workloads._FASHION", (str(tmp_path / "none"),))
+    monkeypatch.setattr("bench.whole.workloads._FASHION", (str(tmp_path / "none"),))
     (table,) = runs.tables(1, tmp_path, {"fashion_cnn": {}})
     assert not table.times
     assert table.notes[0].startswith("skipped: dataset.root=")

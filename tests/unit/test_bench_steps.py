@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from bench.groups import distributed, growth, large, options, products, small
+from bench.step import on_ranks, one_turn, turns
+from bench.step.competitors import STEPS
+from bench.step.laps import Laps
+from bench.step.workloads import WORKLOADS, Workload
+from bench.table import Table
 from ranks import Ranks
-
-from mpframe.bench.groups import distributed, growth, large, options, products, small
-from mpframe.bench.step import on_ranks, one_turn, turns
-from mpframe.bench.step.competitors import STEPS
-from mpframe.bench.step.laps import Laps
-from mpframe.bench.step.workloads import WORKLOADS, Workload
-from mpframe.bench.table import Table
 
 TINY = {
     "linear": {"width": 4, "layers": 2, "batch": 3},

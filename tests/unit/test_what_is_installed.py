@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 TESTS = Path(__file__).parents[1]
 MODULES = sorted(TESTS.rglob("*.py"))
-OWN = {"mpframe", "tests", *(path.stem for path in TESTS.rglob("*.py"))}
+OWN = {"mpframe", "bench", "tests", *(path.stem for path in TESTS.rglob("*.py"))}
 
 
 def needed(distribution: str, extras: set[str], found: set[str]) -> set[str]:

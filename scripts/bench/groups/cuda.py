@@ -1,0 +1,129 @@
+"""A train step on a GPU beside a hand-written torch.amp loop: time, memory, waits for the device.
+
+Both train ResNet-18 in float16 with fused AdamW, loss scaling and clipping. A step should queue its
+work and go on; each wait for the device (`.item()`, `bool(tensor)`, a copy to the host) leaves it
+idle. They are counted with `torch.cuda.set_sync_debug_mode`.
+"""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.measure import Competitor, race, timed
+from bench.table import Table
+from mpframe.loss_scaling import Backoff
+from mpframe.models.resnet18 import resnet18
+from mpframe.objectives import supervised
+from mpframe.precision import Precision
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
+
+HAND = "torch.amp by hand"
+MAX_NORM = 1.0
+
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[], Any]
+
+
+def tables(
+    rounds: int, folder: Path, batch: int = 256, width: int = 64, steps: int = 20
+) -> list[Table]:
+    """The step in float16, or a table that says that there is no GPU.
+
+    Args:
+        rounds: measured rounds, >= 1.
+        folder: not used: nothing is written.
+        batch: images.
+        width: channels of the first stage.
+        steps: per turn.
+    """
+    setting = f"Batch {batch}, width {width}, 3 x 32 x 32, fused AdamW, clipped to {MAX_NORM}."
+    if not torch.cuda.is_available():
+        return [Table("CUDA", setting, HAND, {}, notes=["skipped: no CUDA device"])]
+    data = _batch(batch)
+    competing = {
+        HAND: torch_step(data, width),
+        "mpframe amp float16": mpframe_step(data, "amp", width),
+        "mpframe mixed float16": mpframe_step(data, "mixed", width),
+    }
+    times = race([Competitor(n, _synchronised(s, steps)) for n, s in competing.items()], rounds)
+    notes = [
+        f"{name}: {syncs_in(step)} waits for the device in a step, "
+        f"{_peak_bytes(step) / 2**20:.0f} MiB at most"
+        for name, step in competing.items()
+    ]
+    return [Table("CUDA", setting, HAND, times, notes=notes)]
+
+
+def torch_step(data: Batch, width: int) -> Step:
+    """One step with autocast and GradScaler."""
+    model, optimizer = _parts(width)
+    scaler = torch.amp.GradScaler("cuda")
+    loss_function = nn.CrossEntropyLoss()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = loss_function(model(data[0]), data[1])
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def mpframe_step(data: Batch, mode: str, width: int) -> Step:
+    """One step of the trainer."""
+    precision = Precision(mode, "float16")
+    model, optimizer = precision.prepare(*_parts(width))
+    scaler, plan = Backoff().to("cuda"), Plan(clip_norm=MAX_NORM)
+    objective = supervised(nn.CrossEntropyLoss())
+    trainer = Trainer(model, optimizer, objective, precision, scaler=scaler, plan=plan)
+    return lambda: trainer.train_step(data)
+
+
+def syncs_in(step: Step) -> int:
+    """How often one call of `step` makes the host wait for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
+
+
+def _peak_bytes(step: Step) -> int:
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated()
+
+
+def _synchronised(step: Step, steps: int) -> Callable[[], float]:
+    """A turn that ends when the device has finished, not when all is queued."""
+
+    def run() -> None:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+
+    turn = timed(run)
+    return lambda: turn() / steps
+
+
+def _parts(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = resnet18(classes=10, width=width).cuda()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def _batch(size: int) -> Batch:
+    return torch.randn(size, 3, 32, 32).cuda(), torch.randint(0, 10, (size,)).cuda()

@@ -1,0 +1,228 @@
+"""A step so short that only the trainer's own overhead shows.
+
+An MLP 64-128-128-10 with batches of 64 on one thread: forward, backward and AdamW take about half
+a millisecond. Every competitor trains the same model on the same batches and logs the same four
+curves (loss, learning rate, gradient norm, speed) every ten steps to TensorBoard: mpframe through
+its own callbacks, the loop by hand through `SummaryWriter.add_scalar`, Lightning through `log`.
+mpframe logs four more, and checks and records the gradients of every step.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from bench import rivals
+from bench.calls import calls_of_a_step
+from bench.hand_loop import LOG_EVERY, HandLog, Loop, hand_loop
+from bench.measure import Competitor, Stopwatch, race, threads
+from bench.step.parts import watched
+from bench.table import Claim, Table
+from mpframe.loss_scaling import Backoff, LogMax, Static
+from mpframe.loss_scaling.interface import Scaling
+from mpframe.objectives import supervised
+from mpframe.precision import Precision
+from mpframe.tracking.tracker import Tracker
+from mpframe.training.callback import Callback, call
+from mpframe.training.callbacks.amax_record import RecordAmax
+from mpframe.training.callbacks.curves import Curves
+from mpframe.training.callbacks.results import Results
+from mpframe.training.callbacks.skip_guard import SkipGuard
+from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.plan import Plan
+from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
+
+HAND = "by hand"
+CHECKED = "by hand, gradients checked"  # every step: their norm, and the step only if it is finite
+COMPILED = "mpframe, compiled"
+BATCH = 64
+MOST = 1.05  # times the loop by hand
+MOST_COMPILED = 1.0
+MOST_LOGMAX = 1.02  # times Backoff: as close as a ratio can be told here
+# So small that the random labels are not learnt by heart: gradients would become subnormal numbers,
+# which are slow to compute with.
+LR = 1e-6
+
+
+def tables(rounds: int, folder: Path, steps: int = 100) -> list[Table]:
+    """The step with logging, beside other trainers; and without.
+
+    Args:
+        rounds: measured rounds, >= 1.
+        folder: event files go there.
+        steps: measured steps per turn, a multiple of the steps between two logs.
+    """
+    data = _data(steps)
+    with threads(1):
+        return [
+            _with_logging(rounds, folder, data),
+            _without_logging(rounds, data),
+            _scalers(rounds, data),
+            _parts_of_a_step(rounds, folder, data),
+            _calls(data),
+        ]
+
+
+def _with_logging(rounds: int, folder: Path, data: Stopwatch) -> Table:
+    loops = {
+        HAND: hand_loop(*_parts(), data, HandLog(folder / "by_hand")),
+        CHECKED: hand_loop(*_parts(), data, HandLog(folder / "checked"), checked=True),
+        "mpframe": watched_loop(data, folder / "mpframe"),
+    }
+    marks = [("mpframe", HAND, MOST), ("mpframe", CHECKED, MOST)]
+    skipped = rivals.skipped()
+    if _has_compiler():
+        model, optimizer = _parts()
+        model.compile()
+        log = HandLog(folder / "by_hand_compiled")
+        loops[f"{HAND}, compiled"] = hand_loop(model, optimizer, data, log)
+        loops[COMPILED] = watched_loop(data, folder / "compiled", Plan(compile=True))
+        marks.append((COMPILED, HAND, MOST_COMPILED))
+    else:
+        skipped.append(f"{COMPILED}: skipped, this machine has no C++ compiler")
+    for name, rival in rivals.installed().items():
+        loops[name] = rival(*_parts(), data, folder)
+    times = _race(loops, rounds, data)
+    return Table(
+        "Tiny model, logging on",
+        f"MLP 64-128-128-10, batch {BATCH}, AdamW, fp32, one thread, TensorBoard every "
+        f"{LOG_EVERY} steps.",
+        HAND,
+        times,
+        [Claim.between(times, *mark) for mark in marks],
+        skipped,
+    )
+
+
+def _without_logging(rounds: int, data: Stopwatch) -> Table:
+    loops = {
+        HAND: hand_loop(*_parts(), data, None),
+        CHECKED: hand_loop(*_parts(), data, None, checked=True),
+        "mpframe": trainer_loop(data),
+    }
+    return Table(
+        "Tiny model, nothing logged",
+        "The same without any callback.",
+        HAND,
+        _race(loops, rounds, data),
+    )
+
+
+def _scalers(rounds: int, data: Stopwatch) -> Table:
+    scalers: list[Scaling] = [Static(), Backoff(), LogMax()]
+    loops = {type(own).__name__: _passes(_trainer("mixed", own), data) for own in scalers}
+    times = _race(loops, rounds, data)
+    return Table(
+        "Tiny model, the scalers",
+        "The same in mixed float16, by the scaler.",
+        "Backoff",
+        times,
+        [Claim.between(times, "LogMax", "Backoff", MOST_LOGMAX)],
+    )
+
+
+def _has_compiler() -> bool:
+    """Whether torch.compile finds what it needs on a CPU."""
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def _parts_of_a_step(rounds: int, folder: Path, data: Stopwatch) -> Table:
+    trainer, loop = _watched(data, folder / "parts")
+    loop()  # The first step makes the optimizer's state.
+    parts, steps = watched(trainer), len(data)
+    times: dict[str, list[float]] = {"a step": [], **{part: [] for part in parts.seconds}}
+    for _ in range(rounds):
+        parts.seconds = dict.fromkeys(parts.seconds, 0.0)
+        loop()
+        for part, seconds in parts.seconds.items():
+            times[part].append(seconds / steps)
+        times["a step"].append(sum(parts.seconds.values()) / steps)
+    setting = "mpframe's steps of the first table; reading the clock is in the times."
+    return Table("Tiny model, where a step's time goes", setting, "a step", times)
+
+
+def _calls(data: Stopwatch) -> Table:
+    batch = next(iter(data))
+    counts = [
+        f"{mode}: {calls_of_a_step(_trainer(mode, Backoff()), batch)}" for mode in ("fp32", "mixed")
+    ]
+    return Table(
+        "Tiny model, Python calls of a step",
+        "Calls of functions in mpframe/, outside the casts, with Backoff and no callback.",
+        "",
+        {},
+        notes=counts,
+    )
+
+
+def _trainer(mode: str, scaler: Scaling, plan: Plan | None = None) -> Trainer:
+    precision = Precision(mode)
+    model, optimizer = precision.prepare(*_parts())
+    objective = supervised(nn.CrossEntropyLoss())
+    return Trainer(model, optimizer, objective, precision, scaler=scaler, plan=plan or Plan())
+
+
+def watched_loop(data: Stopwatch, folder: Path, plan: Plan | None = None) -> Loop:
+    """The same with what watches a default run, but for its progress bar and checkpoints."""
+    return _watched(data, folder, plan)[1]
+
+
+def _watched(data: Stopwatch, folder: Path, plan: Plan | None = None) -> tuple[Trainer, Loop]:
+    throughput = Throughput(BATCH)
+    callbacks: dict[str, Callback] = {
+        "throughput": throughput,
+        "amax_record": RecordAmax(),
+        "curves": Curves(LOG_EVERY),
+        "skip_guard": SkipGuard(limit=50),
+    }
+    context = RunContext(folder, "", "", Tracker(folder), data, throughput, Results())  # type: ignore[arg-type]
+    trainer = _trainer("fp32", None, plan)
+    trainer.callbacks = callbacks
+    call(callbacks, "setup", trainer, context)
+    return trainer, _passes(trainer, data)
+
+
+def trainer_loop(data: Stopwatch) -> Loop:
+    """A function that trains one pass with `Trainer.fit`, without callbacks."""
+    return _passes(_trainer("fp32", scaler=None), data)
+
+
+def _passes(trainer: Trainer, data: Stopwatch) -> Loop:
+    def loop() -> None:
+        trainer.progress.epoch = 0  # The next pass is the first one again.
+        trainer.fit(data)
+
+    return loop
+
+
+def _race(loops: dict[str, Loop], rounds: int, data: Stopwatch) -> dict[str, list[float]]:
+    def competitor(name: str, loop: Loop) -> Competitor:
+        def turn() -> float:
+            loop()
+            return data.seconds
+
+        return Competitor(name, turn)
+
+    return race([competitor(name, loop) for name, loop in loops.items()], rounds, warmup=2)
+
+
+def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=LR)
+
+
+def _data(steps: int) -> Stopwatch:
+    """As many batches as are measured, after those of one log, and one that ends the last step."""
+    generator = torch.Generator().manual_seed(0)
+
+    def batch() -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(BATCH, 64, generator=generator)
+        return inputs, torch.randint(0, 10, (BATCH,), generator=generator)
+
+    return Stopwatch([batch() for _ in range(LOG_EVERY + steps + 1)], skipped=LOG_EVERY)

@@ -1,0 +1,97 @@
+"""Steps that the ranks of one torchrun take together, beside those of rank 0 alone.
+
+Usage: torchrun --nproc-per-node 2 -m bench.step.on_ranks JSON, the arguments of `measure`
+by name. Rank 0 prints the times.
+
+All competitors take turns in the same processes, which keep freed memory as `mpframe train` does. A
+turn begins and ends with all ranks, so it takes as long as the slowest of them.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.measure import Competitor, race, threads
+from bench.step.competitors import Step, by_hand, by_trainer
+from bench.step.laps import Laps
+from bench.step.workloads import WORKLOADS, Workload
+from mpframe.distributed.joining import joined
+from mpframe.distributed.launch import place
+from mpframe.distributed.world import World
+from mpframe.training.allocator import keep_freed_memory
+
+BY_HAND = {"fp32": "DistributedDataParallel fp32", "bfloat16": "DistributedDataParallel bfloat16"}
+ALONE = ", one process"
+_TRAINED: dict[str, dict[str, Any]] = {
+    "mpframe fp32": {"mode": "fp32"},
+    "mpframe amp bfloat16": {"mode": "amp", "half": "bfloat16"},
+    "mpframe mixed bfloat16": {"mode": "mixed", "half": "bfloat16"},
+    "mpframe mixed float16": {"mode": "mixed", "half": "float16"},
+}
+
+
+def measure(
+    workload: str, sizes: Mapping[str, int], names: Sequence[str], rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Seconds per step of each round, by competitor; on every rank, with one thread each.
+
+    Args:
+        workload: one of `WORKLOADS`, with the batch of one rank.
+        sizes: its arguments.
+        names: some of `STEPS`.
+        rounds: measured rounds, >= 1.
+        steps: per turn.
+    """
+    with joined(None, lambda: torch.device("cpu"), 300) as world, threads(1):
+        works = {name: WORKLOADS[workload](**sizes) for name in names}
+        taken = {name: STEPS[name](work, Laps(), world) for name, work in works.items()}
+        turns = [Competitor(name, _turn(step, steps, world)) for name, step in taken.items()]
+        return race(turns, rounds)
+
+
+def _turn(step: Step, steps: int, world: World) -> Callable[[], float]:
+    def turn() -> float:
+        world.barrier()
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        world.barrier()
+        return (time.perf_counter() - began) / steps
+
+    return turn
+
+
+def _by_hand(work: Workload, laps: Laps, world: World, half: torch.dtype | None = None) -> Step:
+    return by_hand(work, laps, half, parallel=DistributedDataParallel)
+
+
+def _by_trainer(work: Workload, laps: Laps, world: World, **how: Any) -> Step:
+    return by_trainer(work, laps, world=world, **how)
+
+
+def _alone(work: Workload, laps: Laps, world: World, **how: Any) -> Step:
+    """Of rank 0; the others wait."""
+    return by_trainer(work, laps, **how) if world.is_main else lambda: None
+
+
+STEPS: dict[str, Callable[[Workload, Laps, World], Step]] = {
+    BY_HAND["fp32"]: _by_hand,
+    BY_HAND["bfloat16"]: partial(_by_hand, half=torch.bfloat16),
+    **{name: partial(_by_trainer, **how) for name, how in _TRAINED.items()},
+    "mpframe fp32, after_backward": partial(_by_trainer, mode="fp32", reduce="after_backward"),
+    **{f"{name}{ALONE}": partial(_alone, **how) for name, how in _TRAINED.items()},
+}
+"""Who takes part, by the name in the tables."""
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    found = measure(**json.loads(sys.argv[1]))
+    if place().rank == 0:
+        print(json.dumps(found))

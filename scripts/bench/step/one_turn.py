@@ -1,0 +1,107 @@
+"""One turn of one competitor in this process: its time, its laps, its memory.
+
+Usage: python -m bench.step.one_turn JSON, the arguments of `measure` by name.
+
+A process for each turn, since memory can be measured in no other way: a peak is one of the whole
+process, and what an allocator has kept from the one before is there for the next.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from bench import measure as measuring
+from bench.step.competitors import RECIPE_STEPS, STEPS
+from bench.step.laps import Laps
+from bench.step.workloads import WORKLOADS
+from mpframe.training.allocator import keep_freed_memory
+from mpframe.training.channels_last import to_channels_last
+from mpframe.training.recompute import recompute as recompute_modules
+
+WARMUP = 2  # steps: the first one makes the optimizer's state
+
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class OneTurn:
+    """What was measured.
+
+    Attributes:
+        seconds: per step.
+        laps: of them, forward, backward and step.
+        bytes_per_parameter: the most that was resident at once, above what the imports take; None
+            where the system does not tell.
+    """
+
+    seconds: float
+    laps: dict[str, float]
+    bytes_per_parameter: float | None
+
+
+def measure(
+    workload: str,
+    sizes: Mapping[str, int],
+    name: str,
+    threads: int,
+    steps: int,
+    keep_memory: bool = False,
+    channels_last: bool = False,
+    recompute: Sequence[str] = (),
+) -> OneTurn:
+    """Take steps.
+
+    Args:
+        workload: one of `WORKLOADS`.
+        sizes: its arguments.
+        name: one of `STEPS` or `RECIPE_STEPS`.
+        threads: that torch computes with.
+        steps: that count, >= 1; `WARMUP` before them do not.
+        keep_memory: what is freed, as `mpframe train` does.
+        channels_last, recompute: as the options of `trainer`.
+    """
+    _import_all()
+    if keep_memory:
+        keep_freed_memory()
+    before = status_bytes("VmRSS")
+    work, laps = WORKLOADS[workload](**sizes), Laps()
+    if channels_last:
+        to_channels_last(work.model)
+    recompute_modules(work.model, recompute)
+    step = (STEPS | RECIPE_STEPS)[name](work, laps)
+    with measuring.threads(threads):
+        for _ in range(WARMUP):
+            step()
+        laps.clear()
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        seconds = (time.perf_counter() - began) / steps
+    peak = status_bytes("VmHWM")
+    used = None if before is None or peak is None else (peak - before) / work.parameters
+    return OneTurn(seconds, {lap: total / steps for lap, total in laps.seconds.items()}, used)
+
+
+def status_bytes(key: str) -> int | None:
+    """`VmRSS`, the memory that is resident now, or `VmHWM`, the most so far; None without /proc.
+
+    Not ru_maxrss: that of a new process begins at the peak of the one that started it.
+    """
+    if not _STATUS.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+    return int(lines[key].split()[0]) * 1024
+
+
+def _import_all() -> None:
+    """Torch imports its compiler when the first optimizer is made: no memory of a parameter."""
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure(**json.loads(sys.argv[1])))))
