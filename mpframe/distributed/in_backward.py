@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpframe.distributed.pieces import pieces
+from mpframe.distributed.world import weigh_, weighted
 from mpframe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,10 +55,14 @@ class InBackward:
     Args:
         world: of these ranks.
         half: the format to send gradients in; None: fp32, or wider where they are.
+
+    Attributes:
+        weight: 0-d fp32, multiplies this rank's gradients before they are sent; see `World.weight`.
     """
 
     def __init__(self, world: "ProcessGroup", half: torch.dtype | None) -> None:
         self._world, self._half = world, half
+        self.weight = torch.ones(())
         self._trained: list[Tensor] = []
         self._pieces: list[list[Tensor]] = []
         self._places: dict[Tensor, _Place] = {}
@@ -101,8 +106,8 @@ class InBackward:
         Returns:
             By parameter: their means over the ranks, fp32 or wider, unscaled; one that no rank used
             is left out. The largest magnitude among them, 0-d fp32, inf if one is inf or nan on
-            any rank. The same of the gradients of single ranks before they were summed; None if the
-            loss is not scaled. The mean loss.
+            any rank. The same of the gradients of single ranks before they were weighed and summed;
+            None if the loss is not scaled. The mean loss, weighed as they are.
 
         Raises:
             LostRankError: a rank does not answer.
@@ -116,7 +121,7 @@ class InBackward:
             world.wait(told)
             self._send_rest({p for p, by_one in zip(self._trained, used, strict=True) if by_one})
         self._refuse_second()
-        total = loss.clone()
+        total = weighted(loss, self.weight)
         of_loss = world.start(total)
         means, amax = self._receive(loss.device)
         world.wait(told)
@@ -169,6 +174,7 @@ class InBackward:
             self._amaxes.append(_amax(flat))
         if self._half is not None:
             flat.div_(self._world.size)  # So that no sum is too large.
+        weigh_([flat], self.weight)
         if used is not None:
             slots = {own: slot for own, slot in slots.items() if own in used}
         self._sent.append(_Sent(flat, slots, self._world.start(flat)))
@@ -204,6 +210,7 @@ class InBackward:
     def _amax_before(self, scale: Tensor) -> Tensor:
         """The largest unscaled magnitude of what was sent, 0-d fp32."""
         amax = torch.stack([*self._amaxes, torch.zeros_like(scale)]).max()
+        amax = torch.where(self.weight > 0, amax, 0.0)  # What counts for nothing was not sent.
         return amax if self._half is None else amax / scale
 
     def _receive(self, device: torch.device) -> tuple[dict[Tensor, Tensor], Tensor]:

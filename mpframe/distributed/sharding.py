@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mpframe.distributed.shards import is_sharded, rows_of_a_part
+from mpframe.distributed.world import weigh_
 from mpframe.errors import ConfigError
 
 _WAY_OUT = "use trainer.parallel=ddp"
@@ -28,6 +29,9 @@ class Sharding:
     Args:
         model: fp32, the same on all ranks.
 
+    Attributes:
+        weight: 0-d fp32, multiplies this rank's gradients before the sum; None: nothing does.
+
     Raises:
         ConfigError: a weight cannot be divided.
     """
@@ -35,6 +39,7 @@ class Sharding:
     def __init__(self, model: nn.Module) -> None:
         _refuse_indivisible(model)
         self._model = model
+        self.weight: Tensor | None = None
         self._amaxes: list[Tensor] = []
         self._trained: list[tuple[str, nn.Parameter]] = []
 
@@ -92,14 +97,18 @@ class Sharding:
             ) from error
 
     def _watch(self, block: Any, name: str, values: int) -> None:
-        """Let the gradients of a block be measured, then summed over the ranks."""
-        block.set_custom_reduce_scatter(_Sum(name, values, self._measure))
+        """Let the gradients of a block be measured and weighed, then summed over the ranks."""
+        block.set_custom_reduce_scatter(_Sum(name, values, self._measure_and_weigh))
         block.set_gradient_divide_factor(1.0)
         block.set_force_sum_reduction_for_comms(True)
 
-    def _measure(self, gradients: Tensor) -> None:
+    def _measure_and_weigh(self, gradients: Tensor) -> None:
         low, high = torch.aminmax(gradients)
-        self._amaxes.append(torch.maximum(-low, high))
+        amax = torch.maximum(-low, high)
+        if self.weight is not None:
+            amax = torch.where(self.weight > 0, amax, 0.0)
+            weigh_([gradients], self.weight)
+        self._amaxes.append(amax)
 
 
 class _Sum:

@@ -53,6 +53,10 @@ class World:
         """The mean over the ranks, on the device."""
         return value
 
+    def weight(self, count: Tensor) -> Tensor:
+        """This rank's count, 0-d float64, over the mean of all; exactly 1 where they are equal."""
+        return (count / self.mean(count)).float()
+
     def norm(self, of_part: Tensor) -> Tensor:
         """The 2-norm of what all ranks hold, each a part with this norm; 0-d, on the device."""
         return of_part
@@ -115,3 +119,17 @@ class World:
 
 
 ALONE = World()
+
+
+def weighted(value: Tensor, weight: Tensor) -> Tensor:
+    """value * weight; 0 where the weight is 0, for a mean over nothing is nan."""
+    return torch.where(weight == 0, 0.0, value * weight)
+
+
+def weigh_(values: list[Tensor], weight: Tensor) -> None:
+    """The same in place, for many values and one weight, 0-d fp32."""
+    if weight.is_cpu and weight == 1:  # Asking a CPU costs nothing, and these are all gradients.
+        return
+    torch._foreach_mul_(values, weight)
+    for value in values:
+        value.masked_fill_(weight == 0, 0.0)

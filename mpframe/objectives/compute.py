@@ -21,7 +21,7 @@ def compute(
     batch: Any,
     casts: AbstractContextManager[None] = _AS_IT_IS,
 ) -> StepOutput:
-    """The loss of `model` on `batch`, 0-d, in fp32 or wider, and what the metrics are given.
+    """The loss of `model` on `batch`, 0-d, in fp32 or wider, its count, and what metrics are given.
 
     Args:
         objective: called here.
@@ -47,9 +47,9 @@ def compute(
     loss = _one_number(output.loss, objective)
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UserCodeError(_without_gradient(objective, model, output))
-    if output.count is not None:
-        _require_count(output.count, objective)
-    return output if loss is output.loss else replace(output, loss=loss)
+    count = samples_in(batch) if output.count is None else output.count
+    _require_count(count, objective)
+    return replace(output, loss=loss, count=count)
 
 
 def samples_in(batch: Any) -> int:
@@ -87,10 +87,11 @@ def _one_number(loss: Any, objective: Objective) -> Tensor:
 
 
 def _require_count(count: Any, objective: Objective) -> None:
-    if type(count) is not int or count < 1:
+    known = count.dim() == 0 if isinstance(count, Tensor) else type(count) is int and count >= 0
+    if not known:
         raise UserCodeError(
-            f"{_source(objective)} gave {count!r:.40} as its count; it must be a whole number of "
-            "samples >= 1, or None for the batch's own"
+            f"{_source(objective)} gave {count!r:.40} as its count; it must be a whole number >= 0 "
+            "or a 0-d tensor, or None for the batch's samples"
         )
 
 

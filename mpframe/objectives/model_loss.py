@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mpframe.errors import UserCodeError
 from mpframe.objectives.step_output import StepOutput
@@ -11,12 +11,22 @@ from mpframe.objectives.supervised import outside_casts
 from mpframe.tree import to_fp32
 from mpframe.user_code import UserCode, described, name_of
 
+_IGNORED = -100  # torch's own choice
+# In a model's `loss_type`, or if that is None in the name of its class.
+_SHIFTS_LABELS = ("ForCausalLM", "ForConditionalGeneration", "LMHead")
+
 
 def model_loss(model: nn.Module, batch: Any) -> StepOutput:
     """The loss of `model(**batch)`; metrics get its `logits` in fp32 and the batch's `labels`.
 
     The model computes its loss inside the casts, so the op lists decide its format (losses and
     large reductions are fp32 by default).
+
+    It counts the labels other than -100. A causal model compares each output with the next label
+    and leaves out the first of each row, and so does the count: if `model.loss_type`, which
+    transformers sets, is `ForCausalLM` or `ForConditionalGeneration` and the model is no
+    encoder-decoder. `shift_labels` in the batch are counted as they are. A batch without labels,
+    with labels that are not integers, or for CTC counts its samples.
 
     Args:
         model: returns a dict, or an object with attributes, with `loss` and (for metrics) `logits`.
@@ -38,7 +48,8 @@ def model_loss(model: nn.Module, batch: Any) -> StepOutput:
             "labels, or use an objective that computes the loss"
         )
     with outside_casts():
-        return StepOutput(loss, to_fp32(_outputs(result)), targets)
+        count = _labels_in(arguments, model)
+        return StepOutput(loss, to_fp32(_outputs(result)), targets, count)
 
 
 def _split(batch: Any) -> tuple[Mapping[str, Any], Any]:
@@ -51,6 +62,23 @@ def _split(batch: Any) -> tuple[Mapping[str, Any], Any]:
         f"objective: model_loss calls the model with keywords, and the dataset gave "
         f"{described(batch)}; let it give a dict of the model's arguments"
     )
+
+
+def _labels_in(arguments: Mapping[str, Any], model: nn.Module) -> Tensor | None:
+    """How many labels the loss is the mean of, 0-d; None if it is a mean over samples."""
+    kind = getattr(model, "loss_type", "")
+    if (
+        kind is None
+    ):  # A name such as GPT2LMHeadModel, for which transformers takes its causal loss.
+        kind = type(getattr(model, "_orig_mod", model)).__name__
+    shifted = arguments.get("shift_labels")
+    labels = arguments.get("labels") if shifted is None else shifted
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or "CTC" in str(kind):
+        return None
+    to_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if shifted is None and not to_decoder and any(name in str(kind) for name in _SHIFTS_LABELS):
+        labels = labels[..., 1:]
+    return (labels != _IGNORED).sum()
 
 
 def _outputs(result: Any) -> Any:

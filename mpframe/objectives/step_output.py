@@ -11,17 +11,19 @@ class StepOutput:
     """What an objective returns for one batch.
 
     Attributes:
-        loss: one floating-point number, 0-d, unscaled; the mean over `count` samples.
+        loss: one floating-point number, 0-d, unscaled; the mean over `count` samples or labels.
         outputs: what a metric is given, in fp32; None: nothing.
         targets: what a metric compares the outputs with.
-        count: how many samples the loss is the mean of, >= 1; an evaluation weighs the loss by it.
-            None: the size of the batch's first tensor along dimension 0.
+        count: how many samples (or tokens) the loss is the mean of: a whole number >= 0, or a 0-d
+            tensor >= 0 on the device. Micro-batches and ranks, and the batches of an evaluation,
+            are weighed by it; one that counts 0 is left out. None: the size of the batch's first
+            tensor along dimension 0.
     """
 
     loss: Tensor
     outputs: Any = None
     targets: Any = None
-    count: int | None = None
+    count: Tensor | int | None = None
 
 
 class Objective(Protocol):

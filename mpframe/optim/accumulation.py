@@ -1,10 +1,14 @@
 """The gradients of several micro-batches, summed in fp32 and averaged over the good ones.
 
-    g = sum_i g_i / n      over the n micro-batches i whose gradients are finite
+    g = sum_i n_i g_i / sum_i n_i      over the micro-batches i whose gradients are finite
+
+where the loss of micro-batch i is the mean of n_i samples, so that a window is one large batch
+however it is cut. The sums hold g_i n_i / n_1: where all counts are equal that is g_i, bit for bit.
 
 In half the sum would lose small terms, and one inf would spoil the whole window. The verdict on a
-micro-batch stays on the device: a bad one adds zeros. If several ranks step together, the sum runs
-over all of them, too: they send their gradients once a window, unscaled and in fp32.
+micro-batch stays on the device: a bad one adds zeros, and so does one that counts 0. If several
+ranks step together, the sum runs over all of them, too: they send their gradients once a window,
+unscaled and in fp32.
 """
 
 from collections.abc import Iterable
@@ -13,9 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mpframe.distributed.world import World
+from mpframe.distributed.world import World, weigh_
 from mpframe.errors import ConfigError
-from mpframe.optim.gradients import Gradients, agreed, measured, not_finite, ready
+from mpframe.optim.gradients import Gradients, agreed, as_count, measured, not_finite, ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +54,29 @@ class Accumulator:
     def __init__(self) -> None:
         self._sums: dict[Tensor, Tensor] = {}
         self._amaxes: list[Tensor] = []
+        self._counts: list[Tensor] = []  # 0-d float64; 0 for what adds nothing
+        self._unit = torch.ones(())  # n_1
 
     def add(self, gradients: Gradients) -> None:
         """Use up one micro-batch; if its amax is inf or nan it adds nothing and does not count."""
-        bad = not_finite(gradients.amax)
-        if len(self._amaxes) == 1:
+        count = as_count(gradients.count, gradients.amax.device)
+        added = torch.where(not_finite(gradients.amax), 0.0, count)
+        if not self._amaxes:
+            self._unit = count
+        elif len(self._amaxes) == 1:
             self._clean_first()
+        weight = (count / self._unit).float()
         for master in list(gradients.by_master):
             (gradient,) = gradients.take([master])
             if self._amaxes:
-                gradient = _zero_where(bad, gradient)
-            kept = self._sums.get(master)
-            self._sums[master] = gradient if kept is None else kept + gradient
+                gradient = _zero_where(added == 0, gradient)
+                gradient = _plus(self._sums.get(master), gradient, weight)
+            self._sums[master] = gradient
         self._amaxes.append(gradients.amax)
+        self._counts.append(added)
 
     def mean(self, masters: Iterable[Tensor], world: World) -> StepGradients:
-        """The mean over the good micro-batches of all ranks; its amax is inf if there is none.
+        """The mean over the good micro-batches of all ranks; its amax is inf if none counts.
 
         It is computed in the memory of the sums: nothing can be added afterwards.
 
@@ -76,14 +87,16 @@ class Accumulator:
         Raises:
             ConfigError: a gradient is sparse, and there are several ranks.
         """
+        count = torch.stack(self._counts).sum()
+        unit, count = world.mean(torch.stack([self._unit, count])).unbind()
         if world.size > 1 and world.sharding is None:  # Shards were summed in the backward pass.
-            self._sum_over(world, list(masters))
+            self._sum_over(world, list(masters), (self._unit / unit).float())
         amaxes = torch.stack(self._amaxes)
         bad = not_finite(amaxes)
-        good = world.size * (~bad).sum().clamp(min=1).float()
-        mean = measured(self._sums.items(), good, bad.device)
+        divisor = world.size * torch.where(count > 0, count / unit, 1.0).float()
+        mean = measured(self._sums.items(), divisor, bad.device)
         # Agreed on once more: what the ranks were sent may be damaged on one of them.
-        mean = agreed(replace(mean, amax=torch.where(bad.all(), torch.inf, mean.amax)), world)
+        mean = agreed(replace(mean, amax=torch.where(count > 0, mean.amax, torch.inf)), world)
         dropped = None if len(amaxes) == 1 and world.size > 1 else bad.sum()
         return StepGradients(mean, amaxes.max(), dropped)
 
@@ -92,10 +105,11 @@ class Accumulator:
 
         Alone it needs no copy with zeros: nothing takes its sums, for the step is skipped.
         """
-        bad = not_finite(self._amaxes[0])
+        bad = self._counts[0] == 0
         self._sums = {master: _zero_where(bad, own) for master, own in self._sums.items()}
+        self._unit = torch.where(self._unit > 0, self._unit, 1.0)
 
-    def _sum_over(self, world: World, masters: list[Tensor]) -> None:
+    def _sum_over(self, world: World, masters: list[Tensor], weight: Tensor) -> None:
         """Add the sums of all ranks; a parameter that a rank did not use has zeros there."""
         used = world.max_of([master in self._sums for master in masters])
         for master, anywhere in zip(masters, used, strict=True):
@@ -108,7 +122,9 @@ class Accumulator:
                 "trainer.parallel=ddp: a gradient is sparse, and ranks sum dense ones; make the "
                 "layer with sparse=False"
             )
-        world.sum_(list(self._sums.values()))
+        sums = list(self._sums.values())
+        weigh_(sums, weight)
+        world.sum_(sums)
 
 
 class Averaged(Accumulator):
@@ -139,6 +155,15 @@ class Averaged(Accumulator):
         else:
             mean = ready(self._sums, self._amax)
         return StepGradients(mean, mean.amax if self._before is None else self._before)
+
+
+def _plus(kept: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:
+    """kept + gradient * weight; without anything kept the product."""
+    if kept is None:
+        return gradient * weight
+    if gradient.is_sparse:
+        return kept + gradient * weight
+    return torch.addcmul(kept, gradient, weight)  # One pass over the memory, not two.
 
 
 def _zero_where(bad: Tensor, gradient: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ class Gradients:
         scale: what the half ones are multiplied by, 0-d on their device; 1.0: nothing.
         amax: 0-d float32, the largest unscaled magnitude; inf or nan if any is; 0 if there is none.
         clip_factor: 0-d, what clipping multiplies the half ones by; None: nothing.
+        count: how many samples the loss of a micro-batch is the mean of, >= 0; a tensor is 0-d.
     """
 
     by_master: dict[Tensor, Tensor]
@@ -50,6 +51,7 @@ class Gradients:
     scale: Tensor | float
     amax: Tensor
     clip_factor: Tensor | None = None
+    count: Tensor | float = 1
 
     def norm(self) -> Tensor:
         """The global 2-norm as 0-d fp32, by the rule of torch's clipping; 0 without a value."""
@@ -147,6 +149,13 @@ def before_the_sum(gradients: Gradients, world: World) -> Gradients:
     amax = world.sharding.take_amax(gradients.amax.device)
     amax = torch.where(gradients.amax < torch.inf, _unscale(amax, gradients.scale), torch.inf)
     return replace(gradients, amax=amax)
+
+
+def as_count(count: Tensor | float, device: torch.device) -> Tensor:
+    """A count as a 0-d float64 tensor; a number becomes one without waiting for the device."""
+    if isinstance(count, Tensor):
+        return count.detach().to(device, torch.float64)
+    return torch.full((), count, dtype=torch.float64, device=device)
 
 
 def check_max_norm(max_norm: float) -> None:

@@ -16,6 +16,7 @@ the wrapper move it as well.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from mpframe.optim.closure import (
 from mpframe.optim.gradients import (
     Gradients,
     agreed,
+    as_count,
     before_the_sum,
     check_max_norm,
     clip,
@@ -186,19 +188,23 @@ class MasterWeights(Optimizer):
         self._consumed = False
 
     @torch.no_grad()
-    def accumulate(self, scale: Tensor | float = 1.0) -> Tensor:
+    def accumulate(self, scale: Tensor | float = 1.0, count: Tensor | float = 1) -> Tensor:
         """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
 
-        A micro-batch whose gradients are not finite adds nothing and does not count in the mean
-        that `step` takes. It does not wait for the device.
+        A micro-batch whose gradients are not finite, or whose count is 0, adds nothing to the mean
+        that `step` takes. If none is left, `step` skips. It does not wait for the device.
 
         Args:
             scale: the loss scale of the backward pass, > 0.
+            count: how many samples (or tokens) the loss is the mean of, >= 0: a number, or 0-d on
+                the device. The mean weighs each micro-batch, on each rank, by it. Gradients that
+                `step` finds without a call of `accumulate` count 1.
 
         Returns:
-            0-d fp32, the micro-batch's amax; inf or nan if it was dropped.
+            0-d fp32, the micro-batch's amax, not weighed; inf or nan if it was dropped, 0 if it
+            counts 0.
         """
-        gradients = self.take(scale)
+        gradients = self.take(scale, count)
         self.keep(gradients)
         return gradients.amax
 
@@ -308,9 +314,14 @@ class MasterWeights(Optimizer):
             self._try_sparse(gathered.gradients.sparse)
         return gathered
 
-    def take(self, scale: Tensor | float) -> Gradients:
-        """The gradients, measured; parameters and masters are left without."""
-        return agreed(before_the_sum(self._masters.take_gradients(scale), self.world), self.world)
+    def take(self, scale: Tensor | float, count: Tensor | float) -> Gradients:
+        """The gradients, measured and with their count; parameters and masters are left without."""
+        gradients = before_the_sum(self._masters.take_gradients(scale), self.world)
+        count = as_count(count, self.device)
+        if self.world.sharding is not None:  # They are the ranks' mean.
+            count = self.world.mean(count)
+        amax = torch.where(count == 0, 0.0, gradients.amax)  # Of nothing, whatever they are.
+        return agreed(replace(gradients, count=count, amax=amax), self.world)
 
     @torch.no_grad()
     def apply(self, gradients: Gradients, skipped: Tensor, verdict: Verdict | None) -> None:

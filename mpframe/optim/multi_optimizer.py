@@ -94,17 +94,24 @@ class MultiOptimizer:
             part.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def accumulate(self, scale: Tensor | float | Mapping[str, Tensor | float] = 1.0) -> Tensor:
+    def accumulate(
+        self,
+        scale: Tensor | float | Mapping[str, Tensor | float] = 1.0,
+        count: Tensor | float | Mapping[str, Tensor | float] = 1,
+    ) -> Tensor:
         """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
 
         Args:
             scale: the loss scale of the backward pass, or of each part's.
+            count: how many samples the loss is the mean of, or each part's; see `MasterWeights`.
 
         Returns:
             0-d fp32, the largest amax; if it is inf or nan, parts dropped the micro-batch: all
             of them with skip="all", those that overflowed with skip="each".
         """
-        taken = {name: part.take(_of(scale, name)) for name, part in self.parts.items()}
+        taken = {
+            name: part.take(_of(scale, name), _of(count, name)) for name, part in self.parts.items()
+        }
         amax = largest([gradients.amax for gradients in taken.values()])
         for name, part in self.parts.items():
             own = taken[name]

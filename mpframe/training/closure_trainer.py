@@ -29,7 +29,7 @@ class ClosureTrainer(Trainer):
 
         def closure() -> Tensor:
             self.optimizer.zero_grad()
-            return self._forward_backward(batch)
+            return self._forward_backward(batch)[0]
 
         optimizer: Any = self.optimizer
         result: StepResult = optimizer.step(closure=closure)

@@ -25,7 +25,7 @@ from mpframe.optim.step_result import StepResult, largest
 from mpframe.training.buffers import Buffers
 from mpframe.training.loader import Batch
 from mpframe.training.named_objective import NamedObjective
-from mpframe.training.trainer import Trainer
+from mpframe.training.trainer import CountedLoss, Trainer, weighted_loss
 from mpframe.user_code import UserCode
 
 
@@ -94,7 +94,7 @@ class MultiObjectiveTrainer(Trainer):
         optimizer.zero_grad()
         self._buffers.save()
         if len(batches) == 1 and self.world.size == 1:
-            losses = self._forward_backward_all(objectives, batches[0])
+            losses = [loss for loss, _ in self._forward_backward_all(objectives, batches[0])]
         else:
             losses = self._accumulate_all(objectives, optimizer, scaler, batches)
         if self._unread and self._schedules:
@@ -109,15 +109,15 @@ class MultiObjectiveTrainer(Trainer):
 
     def _forward_backward_all(
         self, objectives: Sequence[NamedObjective], batch: Batch
-    ) -> list[Tensor]:
-        """Forward and scaled backward of each loss; the unscaled losses, detached."""
+    ) -> list[CountedLoss]:
+        """Forward and scaled backward of each loss; the unscaled losses, detached, with counts."""
         batch, losses = self._on_device(batch), []
         for own in objectives:
-            loss = self._forward(own.objective, batch)
+            loss, count = self._forward(own.objective, batch)
             scaled = loss if own.scaler is None else loss * own.scaler.scale
             with UserCode("model: the backward pass of", self.model):
                 scaled.backward(inputs=own.parameters)  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
+            losses.append((loss.detach(), count))
         return losses
 
     def _accumulate_all(
@@ -134,12 +134,13 @@ class MultiObjectiveTrainer(Trainer):
         for batch in batches:
             buffers.save()
             losses = self._forward_backward_all(objectives, batch)
-            good = torch.isfinite(optimizer.accumulate(scale))
+            counts = {part.name: n for part, (_, n) in zip(objectives, losses, strict=True)}
+            amax = optimizer.accumulate(scale, counts if len(losses) > 1 else losses[0][1])
+            good = torch.isfinite(amax)
             buffers.restore_where(~good)
-            if len(batches) == 1:
-                return [self.world.mean(loss) for loss in losses]
-            rows.append([torch.where(good, loss, torch.nan) for loss in losses])
-        return [self.world.mean(torch.stack(own).nanmean()) for own in zip(*rows, strict=True)]
+            good |= len(batches) == 1
+            rows.append([(torch.where(good, loss, torch.nan), count) for loss, count in losses])
+        return [weighted_loss(own, self.world) for own in zip(*rows, strict=True)]
 
     def _refuse_misfits(self) -> None:
         names = ", ".join(self.objective)

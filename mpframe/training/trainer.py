@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mpframe.checkpoint.saved_weights import conversion, rounding
-from mpframe.distributed.world import ALONE, World
+from mpframe.distributed.world import ALONE, World, weighted
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.loss_scaling.interface import LossScaler, Scaling, scale_of, wants_probe
-from mpframe.objectives import Objective, compute, require_objective, samples_in
+from mpframe.objectives import Objective, compute, require_objective
 from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.optim.ema import Ema
+from mpframe.optim.gradients import as_count
 from mpframe.optim.schedules import Schedule, refuse_overrun
-from mpframe.optim.step_result import StepResult, largest, with_verdicts
+from mpframe.optim.step_result import StepResult, any_of, largest, with_verdicts
 from mpframe.precision import Precision
 from mpframe.training.buffers import Buffers
 from mpframe.training.callback import Callbacks, call
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 _MOST_PENDING = 100  # So that a run that only skips steps is noticed.
 
 AnyOptimizer = MasterWeights | MultiOptimizer
+CountedLoss = tuple[Tensor, Tensor | int]  # 0-d, and how many samples it is the mean of
 
 
 @dataclass
@@ -58,8 +60,9 @@ class Trainer:
     Attributes:
         model: prepared by `precision`, on the device it is trained on.
         optimizer: what `precision.prepare` returned; or several of those, as a `MultiOptimizer`.
-        objective: objective(model, batch) -> StepOutput, its loss the mean over the samples of a
-            micro-batch; `supervised(loss)` for batches of inputs and targets.
+        objective: objective(model, batch) -> StepOutput, its loss the mean over `count` samples of
+            a micro-batch; `supervised(loss)` for batches of inputs and targets. The loss of a step
+            is the mean over the samples of all its micro-batches and ranks.
         precision: the dtype mode; fp32 by default.
         eval_precision: the mode to validate in, over fp32 weights; None: as trained.
         scaler: scales the loss; None: the loss is not scaled, and overflow still skips the step.
@@ -135,23 +138,27 @@ class Trainer:
         # Not at the end: a CPU's allocator would give the memory back and ask for it again.
         self.optimizer.zero_grad()
         self._buffers.save()
+        masks = []
         if self._in_backward is not None and len(batches) == 1:
             loss = self._forward_backward_together(batches[0], self._in_backward)
         elif len(batches) == 1 and self.world.size == 1:
-            loss = self._forward_backward(batches[0])
+            loss, count = self._forward_backward(batches[0])
+            if not isinstance(count, int) or count == 0:  # The mean over nothing is no step.
+                masks.append(as_count(count, self._device) == 0)
         else:
             loss = self._accumulate(batches)
         if self._unread and (self._schedules or self.spikes is not None):
             # These need the verdict on the step before; the device has this step's passes queued.
             self.read_verdicts()
-        skip_mask = None if self.spikes is None else self.spikes.judge(loss)
+        if self.spikes is not None and (spiked := self.spikes.judge(loss)) is not None:
+            masks.append(spiked)
         try:
             # Gradients to fp32, unscale, check, clip, update or skip, tell the scaler.
             result = self.optimizer.step(
                 self.scaler,  # type: ignore[arg-type]
                 max_norm=self.plan.clip_norm,
                 skip_if_dropped=self.plan.skip_if_dropped,
-                skip_mask=skip_mask,
+                skip_mask=any_of(masks) if masks else None,
             )
         except BaseException:
             blame("optimizer:", getattr(self.optimizer, "optimizer", self.optimizer))
@@ -229,7 +236,7 @@ class Trainer:
         """
         batch, total = self._on_device(batch), 0.0
         for own in self.objectives:
-            loss = self._forward(own.objective, batch)
+            loss, _ = self._forward(own.objective, batch)
             (loss * scale).backward(inputs=own.parameters)  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
@@ -252,16 +259,14 @@ class Trainer:
             split: what they are for, in messages.
         """
         metrics = Metrics(self.metrics, self.monitor, self._device, self.world)
-        total, samples = torch.zeros((), dtype=torch.float64, device=self._device), 0
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         with self._weights_for_evaluation(), _mode_restored(self.model):
             self.model.eval()
             for number, batch in enumerate(loader.epoch(0)):
                 self._call("on_prediction_step")
                 with InBatch(split, 0, number):
-                    summed, count = self._evaluate_batch(batch, metrics)
-                total += summed
-                samples += count
-        return metrics.evaluation(total, samples)
+                    sums += self._evaluate_batch(batch, metrics)
+        return metrics.evaluation(sums)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that can change the run's future; weights as their fp32 masters."""
@@ -319,9 +324,12 @@ class Trainer:
         if self.ema is not None:
             self.ema.restart()
 
-    def _forward_backward(self, batch: Batch) -> Tensor:
-        """Forward and scaled backward; the unscaled loss, detached."""
-        loss = self._forward(self.objective, self._on_device(batch))
+    def _forward_backward(self, batch: Batch, ranks: "InBackward | None" = None) -> CountedLoss:
+        """Forward and scaled backward; the unscaled loss, detached, and its count."""
+        loss, count = self._forward(self.objective, self._on_device(batch))
+        summing = ranks or self.world.sharding
+        if summing is not None:
+            summing.weight = self.world.weight(as_count(count, loss.device))
         scaler: Any = self.scaler
         try:
             (loss if scaler is None else loss * scaler.scale).backward()
@@ -329,14 +337,14 @@ class Trainer:
             blame("model: the backward pass of", self.model)
         if self.world.sharding is not None:
             self.world.sharding.refuse_unused()
-        return loss.detach()
+        return loss.detach(), count
 
     def _forward_backward_together(self, batch: Batch, ranks: "InBackward") -> Tensor:
         """The same with gradients that the ranks average meanwhile; the mean loss of all."""
         scaler: Any = self.scaler
         scale = None if scaler is None else scaler.scale
         with ranks.summing(self.optimizer.parameters, scale):
-            loss = self._forward_backward(batch)
+            loss, _ = self._forward_backward(batch, ranks)
         end_broadcast = self._buffers.start_broadcast(self.world)  # While gradients are sent.
         means, amax, before, loss = ranks.means(loss)
         end_broadcast()
@@ -346,37 +354,35 @@ class Trainer:
     def _accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Forward and backward of each micro-batch; the mean loss of those that count."""
         scaler: Any = self.scaler
-        if len(batches) == 1:  # The verdict on it is that on the step.
-            loss = self._forward_backward(batches[0])
-            self.optimizer.accumulate(scale_of(scaler))
-            self._buffers.broadcast(self.world)
-            return self.world.mean(loss)
-        buffers, losses = Buffers(self.model), []
+        buffers, losses, alone = Buffers(self.model), [], len(batches) == 1
         for batch in batches:
             buffers.save()
-            loss = self._forward_backward(batch)
+            loss, count = self._forward_backward(batch)
             scale: Any = scale_of(scaler)
-            good = torch.isfinite(self.optimizer.accumulate(scale))
+            good = torch.isfinite(self.optimizer.accumulate(scale, count))
             buffers.restore_where(~good)
-            losses.append(torch.where(good, loss, torch.nan))
+            # The verdict on a single one is that on the step.
+            losses.append((torch.where(good | alone, loss, torch.nan), count))
         self._buffers.broadcast(self.world)
-        return self.world.mean(torch.stack(losses).nanmean())
+        return weighted_loss(losses, self.world)
 
-    def _forward(self, objective: Objective, batch: Batch) -> Tensor:
-        """The loss under the casts, in fp32 or wider."""
-        return compute(objective, self._model, batch, self.precision.cast()).loss
+    def _forward(self, objective: Objective, batch: Batch) -> CountedLoss:
+        """The loss under the casts, in fp32 or wider, and its count."""
+        output: Any = compute(objective, self._model, batch, self.precision.cast())
+        return output.loss, output.count
 
-    def _evaluate_batch(self, batch: Batch | None, metrics: Metrics) -> tuple[Tensor | float, int]:
-        """The losses times the samples that they are the mean of, 0-d float64; and the samples.
+    def _evaluate_batch(self, batch: Batch | None, metrics: Metrics) -> Tensor:
+        """The losses times the samples that they are the mean of, and the samples: [2] float64.
 
         They are those of this rank's part of a batch, None if that is empty.
         """
+        nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
         missing = batch is None
         if self.world.sharding is not None:  # A rank without samples gathers with the others.
             batch = self.world.lend(batch)
         if batch is None:
             metrics.update(None)
-            return 0.0, 0
+            return nothing
         batch = self._on_device(batch)
         precision = self.eval_precision or self.precision
         model = self._model if self.eval_precision is None else self.model
@@ -384,11 +390,12 @@ class Trainer:
             computed = [compute(own.objective, model, batch) for own in self.objectives]
         if missing:
             metrics.update(None)
-            return 0.0, 0
-        first = computed[0]
+            return nothing
+        first: Any = computed[0]
         metrics.update((first.outputs, first.targets))
-        count = samples_in(batch) if first.count is None else first.count
-        return torch.stack([output.loss.double() * count for output in computed]).sum(), count
+        count = as_count(first.count, self._device)
+        losses = [weighted(output.loss.double(), count) for output in computed]
+        return torch.stack([torch.stack(losses).sum(), count])
 
     def _reducer(self) -> "InBackward | None":
         if self.plan.reduce == "after_backward" or self.world.sharding is not None:
@@ -494,6 +501,17 @@ class Trainer:
         if self._device.type == "cpu":
             return batch
         return map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)
+
+
+def weighted_loss(losses: Sequence[CountedLoss], world: World) -> Tensor:
+    """The mean over the samples of all ranks, 0-d. Of several losses it leaves out what is nan."""
+    values = torch.stack([loss for loss, _ in losses])
+    counts = torch.stack([as_count(count, values.device) for _, count in losses])
+    if len(losses) > 1:
+        counts = torch.where(values.isnan(), 0.0, counts)
+    weights = (counts / counts.max()).float()  # exactly 1 where all are equal
+    mean = weighted(values, weights).sum() / weights.sum()
+    return world.mean(weighted(mean, world.weight(counts.sum())))
 
 
 def _by_name(given: Any) -> dict[str, Any]:

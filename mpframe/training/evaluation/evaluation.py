@@ -1,5 +1,6 @@
 """The result of a validation, its metrics, and the fp32 weights that it may use."""
 
+import math
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -166,20 +167,18 @@ class Metrics:
         if self._sent:
             self._update_with_all(part)
 
-    def evaluation(self, loss: Tensor, samples: int) -> Evaluation:
+    def evaluation(self, sums: Tensor) -> Evaluation:
         """The result of the validation, the same on all ranks.
 
         Args:
-            loss: the sum over the samples of this rank, 0-d float64.
-            samples: how many there were.
+            sums: of this rank's losses, each times its count, and of the counts: [2] float64.
         """
-        sums = torch.stack([loss, torch.full_like(loss, samples)])
         self._world.sum_([sums])
         total, count = sums.tolist()
         for metric in self._metrics:
             if metric not in self._sent:
                 metric.merge(self._world)
-        own = self._result(total / max(count, 1)) if self._world.is_main else None
+        own = self._result(total / count if count else math.nan) if self._world.is_main else None
         evaluation: Evaluation = self._world.broadcast_object(own)
         return evaluation
 

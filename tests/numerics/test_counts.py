@@ -1,0 +1,346 @@
+"""A step is that of one large batch, however its samples are cut into micro-batches and ranks.
+
+A loss is the mean of a number of samples, or of labels, and `StepOutput.count` is that number. The
+comparisons are with one process and one batch. SGD has a learning rate of 1 in all of them, so that
+a weight moves by its gradient.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpframe import MasterWeights, Precision, Static
+from mpframe.build.sharding import shard
+from mpframe.distributed.joining import joined
+from mpframe.distributed.shards import is_sharded
+from mpframe.distributed.world import ALONE, World
+from mpframe.objectives import StepOutput, compute, model_loss, supervised
+from mpframe.optim import MultiOptimizer
+from mpframe.training.multi_objective import MultiObjectiveTrainer
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+MODES = ("fp32", "amp", "mixed")
+
+
+class Tagger(nn.Module):
+    """A label for each word; the loss is the mean over the labels that are not ignored."""
+
+    loss_type: Any = "ForTokenClassification"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 5)
+        nn.init.uniform_(self.words.weight, -1, 1)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.words(input_ids))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def texts(*lengths: int) -> dict[str, Tensor]:
+    """Texts of 32 words, of which the first ones have labels."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    words = torch.randint(0, 20, (len(lengths), 32), generator=generator)
+    padding = torch.arange(32) >= torch.tensor(lengths)[:, None]
+    return {"input_ids": words, "labels": (words % 5).masked_fill(padding, -100)}
+
+
+def joint(*batches: Any) -> Any:
+    """The same samples in one batch."""
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def trainer_of(
+    mode: str, world: World = ALONE, reduce: str = "in_backward", objective: Any = model_loss
+) -> Trainer:
+    torch.manual_seed(0)
+    model, precision = Tagger(), Precision(mode)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    if reduce == "fsdp":
+        shard(model, {"": plain}, precision, world, CPU)
+    _, optimizer = precision.prepare(model, plain)
+    scaler = None if mode == "fp32" else Static(2.0**10)
+    plan = Plan(reduce="in_backward" if reduce == "fsdp" else reduce)
+    return Trainer(model, optimizer, objective, precision, scaler, plan=plan, world=world)
+
+
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    """The fp32 masters, whole."""
+    masters: Any = copy.deepcopy(trainer.weights())
+    return {n: own.full_tensor() if is_sharded(own) else own for n, own in masters.items()}
+
+
+def assert_one_step(
+    mode: str, step: tuple[Any, dict[str, Tensor]], batch: Any, sent_in_half: bool = False
+) -> None:
+    """A step is that of one process on the whole batch.
+
+    A gradient is a mean over labels of products of size <= 2: a word's value (<= 1) or twice a
+    weight of the head (<= 8 ** -0.5), times what the loss gives to the logits (<= 1).
+
+    fp32: a logit is a sum of 9 products, together <= 4, so two orders of that sum differ by up to
+    2 * 9 * 4 u with u = 2 ** -24, and the softmax by twice as much. The sum over up to 108 labels
+    adds as many u, and weights and means a few: below 2 ** 9 u for each of the products.
+    Half: the gradient of the logits, that of the hidden values, that of the weight and what is sent
+    are rounded once each, in both ways: 8 u with u = 2 ** -11. The fp32 part vanishes beside it.
+    """
+    trainer = trainer_of(mode)
+    result = trainer.train_step(batch)
+    bound = 2 * (8 * 2.0**-11 if sent_in_half or mode != "fp32" else 2.0**-15)
+    loss, weights = step
+    assert float(loss) == pytest.approx(float(result.loss), abs=bound)  # type: ignore[arg-type]
+    for name, expected in weights_of(trainer).items():
+        assert torch.allclose(weights[name], expected, rtol=0, atol=bound), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_micro_batches_weigh_as_many_labels_as_they_have(mode: str) -> None:
+    trainer, batches = trainer_of(mode), [texts(1), texts(32)]
+    result = trainer.train_step(*batches)
+    assert_one_step(mode, (result.loss, weights_of(trainer)), joint(*batches))
+
+
+def stepped(mode: str, reduce: str, windows: list[list[list[int]]]) -> tuple[Tensor, Any]:
+    """The step of one rank, on its texts of these lengths."""
+    with joined(None, lambda: CPU, 120) as world:
+        trainer = trainer_of(mode, world, reduce)
+        result = trainer.train_step(*(texts(*own) for own in windows[world.rank]))
+        assert not result.skipped
+        return result.loss, weights_of(trainer)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reduce", ["in_backward", "after_backward", "in_backward_half", "fsdp"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_ranks_weigh_as_many_labels_as_they_have(
+    two: Ranks, mode: str, reduce: str, window: int
+) -> None:
+    """And as many samples: one has four texts for each three of the other."""
+    cut = [[[1, 2, 3, 1], [2, 1, 1, 7]][:window], [[32, 30, 32], [1, 2, 3]][:window]]
+    first, second = two(stepped, mode, reduce, cut)
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+    assert first[0] == second[0]
+    batch = joint(*(texts(*lengths) for own in cut for lengths in own))
+    assert_one_step(mode, first, batch, sent_in_half=reduce == "in_backward_half")
+
+
+@pytest.mark.parametrize("reduce", ["in_backward", "after_backward", "fsdp"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_rank_without_labels_adds_nothing(two: Ranks, reduce: str, window: int) -> None:
+    """Its loss is nan, and the mean of a window that begins with it is none of it."""
+    cut = [[[0, 0], [3, 1]][:window], [[32, 2], [7, 9]][:window]]
+    first, _ = two(stepped, "amp", reduce, cut)
+    batch = joint(*(texts(*lengths) for own in cut for lengths in own))
+    assert_one_step("amp", first, batch)
+
+
+def bad_mean(model: nn.Module, batch: Any) -> StepOutput:
+    """A mean by hand, whose gradient is nan as well where there is no label."""
+    logits, valid = model(**batch)["logits"], batch["labels"] != -100
+    logits, labels = logits.flatten(0, 1).float(), batch["labels"].flatten()
+    total = F.cross_entropy(logits, labels, reduction="sum")
+    return StepOutput(total / valid.sum(), count=valid.sum())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_a_micro_batch_without_labels_adds_nothing(mode: str, order: tuple[int, ...]) -> None:
+    batches = [texts(0, 0), texts(1, 2), texts(32)]
+    trainer = trainer_of(mode, objective=bad_mean)
+    result = trainer.train_step(*(batches[number] for number in order))
+    assert int(result.dropped) == 0  # type: ignore[arg-type]
+    assert_one_step(mode, (result.loss, weights_of(trainer)), joint(*batches[1:]))
+
+
+@pytest.mark.parametrize("objective", [model_loss, bad_mean])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_step_without_labels_is_skipped(objective: Any, window: int) -> None:
+    trainer = trainer_of("mixed", objective=objective)
+    before = weights_of(trainer)
+    result = trainer.train_step(*[texts(0, 0)] * window)
+    assert result.skipped
+    assert torch.isnan(result.loss)  # type: ignore[arg-type]
+    assert all(torch.equal(own, before[name]) for name, own in weights_of(trainer).items())
+
+
+class Told(Static):
+    """Keeps what it is told."""
+
+    def update(self, amax: Tensor) -> None:
+        """Keep it."""
+        self.amax = amax
+
+
+def test_the_scaler_is_told_the_gradients_as_they_were_computed() -> None:
+    """Not weighed: 32 labels beside 1 would make that of a single label 32 times smaller."""
+    alone = trainer_of("mixed")
+    amax = alone.train_step(texts(1)).amax
+    trainer = trainer_of("mixed")
+    trainer.scaler = told = Told(2.0**10)
+    trainer.train_step(texts(32), texts(1))
+    assert torch.equal(told.amax, amax)
+    trainer.train_step(texts(0), texts(0))
+    assert told.amax == 0
+
+
+def test_the_divisor_is_that_of_the_micro_batches_that_were_not_dropped() -> None:
+    """3 samples of 2 and 8 of 5: with the 8 that overflow left out it is (3 * 2 + 8 * 5) / 11."""
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
+    for gradient, count in ((2.0, 3), (torch.inf, 8), (5.0, torch.tensor(8))):
+        weight.grad = torch.tensor(gradient)
+        amax = optimizer.accumulate(count=count)
+        assert float(amax) == gradient
+    result = optimizer.step()
+    assert result.dropped == 1
+    assert -float(weight.detach()) == pytest.approx(
+        46 / 11, rel=2**-21
+    )  # four roundings, and no more
+
+
+@pytest.mark.parametrize("counts", [(7, 7, 7), tuple(torch.tensor([0.3] * 3))])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, "sparse"])
+def test_equal_counts_change_no_bit(kind: Any, counts: tuple[Any, ...]) -> None:
+    """Also of a parameter that only some micro-batches use; of sparse gradients, too."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if kind == "sparse" else kind
+    gradients = torch.randn(3, 5, 2, dtype=dtype, generator=generator)
+    results = []
+    for given in (counts, (1, 1, 1)):
+        weight, late = (nn.Parameter(torch.zeros(5, 2, dtype=dtype)) for _ in range(2))
+        optimizer = MasterWeights(torch.optim.SGD([weight, late], lr=1.0))
+        for number, count in enumerate(given):
+            weight.grad = gradients[number].clone()
+            if kind == "sparse":
+                weight.grad = weight.grad.to_sparse(1)
+            if number:
+                late.grad = weight.grad.clone()
+            optimizer.accumulate(count=count)
+        optimizer.step()
+        results.append((weight.detach(), late.detach()))
+    by_hand = (
+        -((gradients[0] + gradients[1]) + gradients[2]) / 3,
+        -(gradients[1] + gradients[2]) / 3,
+    )
+    for mine, theirs, hand in zip(*results, by_hand, strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(mine, hand)
+
+
+def two_losses(skip: str) -> MultiObjectiveTrainer:
+    """One counts labels, the other one texts."""
+
+    def by_text(model: Any, batch: Any) -> StepOutput:
+        hidden = model.words(batch["input_ids"]).sum(2)
+        return StepOutput(hidden.square().mean(1).mean())
+
+    torch.manual_seed(0)
+    model = Tagger()
+    parts = {
+        "head": MasterWeights(torch.optim.SGD(model.head.parameters(), lr=1.0)),
+        "words": MasterWeights(torch.optim.SGD(model.words.parameters(), lr=1.0)),
+    }
+    optimizer: Any = MultiOptimizer(parts, skip=skip, own_losses=True)
+    return MultiObjectiveTrainer(model, optimizer, {"head": model_loss, "words": by_text})
+
+
+@pytest.mark.parametrize("skip", ["each", "all"])
+def test_each_of_several_losses_has_its_own_counts(skip: str) -> None:
+    """The bound of fp32, as above; the second loss has products <= 2 * 8 * 1."""
+    trainer, batches = two_losses(skip), [texts(1, 2, 3), texts(32)]
+    result = trainer.train_step(*batches)
+    whole = two_losses(skip)
+    expected = whole.train_step(joint(*batches))
+    assert float(result.loss) == pytest.approx(float(expected.loss), abs=2**-10)  # type: ignore[arg-type]
+    for mine, theirs in zip(trainer.weights().values(), whole.weights().values(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=0, atol=2**-11)
+
+
+def test_a_short_micro_batch_weighs_its_samples() -> None:
+    """Windows of 8, 8 and 3 samples are one batch of 19."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = (
+        torch.randn(19, 4, generator=generator),
+        torch.randn(19, 2, generator=generator),
+    )
+    weights = []
+    for sizes in ([19], [8, 8, 3]):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        plain = torch.optim.SGD(model.parameters(), lr=1.0)
+        trainer = Trainer(model, MasterWeights(plain), supervised(nn.MSELoss()))
+        parts = zip(inputs.split(sizes), targets.split(sizes), strict=True)
+        loss = trainer.train_step(*parts).loss
+        weights.append([*model.parameters(), loss])
+    for mine, theirs in zip(*weights, strict=True):
+        # 19 * 2 products of size <= 16: their sums in two orders.
+        assert torch.allclose(mine, theirs, rtol=0, atol=2 * 38 * 16 * 2**-24)
+
+
+class Kind(Tagger):
+    """With the name of a loss, and a configuration."""
+
+    def __init__(self, loss_type: Any, both: bool = False) -> None:
+        super().__init__()
+        self.loss_type = loss_type
+        self.config = type("Config", (), {"is_encoder_decoder": both})
+
+
+class WordsLMHeadModel(Kind):
+    """As GPT-2's, of which transformers does not know the loss by its name."""
+
+
+LABELS = torch.tensor([[1, 2, -100], [3, 4, 0]])
+
+
+@pytest.mark.parametrize(
+    ("model", "extra", "count"),
+    [
+        (Kind("ForTokenClassification"), {}, 5),
+        (Kind("ForMaskedLM"), {}, 5),
+        (Kind(None), {}, 5),
+        (Kind("ForCausalLM"), {}, 3),
+        (Kind("ForConditionalGeneration"), {}, 3),
+        (Kind("ForConditionalGeneration", both=True), {}, 5),
+        (WordsLMHeadModel(None), {}, 3),
+        (torch.compile(WordsLMHeadModel(None), backend="eager"), {}, 3),
+        (Kind("ForCausalLM"), {"shift_labels": torch.tensor([[1, -100, 2], [2, 2, 2]])}, 5),
+        (Kind("ForCTC"), {}, 2),
+        (Kind("ForCausalLM"), {"labels": torch.tensor([0.5, 0.5])}, 2),
+        (Kind("ForSequenceClassification"), {"labels": torch.tensor([0, -100])}, 1),
+        (Kind("ForObjectDetection"), {"labels": [{}, {}]}, 2),
+    ],
+)
+def test_labels_are_counted_as_the_model_averages_them(
+    model: Any, extra: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "labels": LABELS, **extra}
+
+    def loss(_: Any, **__: Any) -> dict[str, Tensor]:
+        return {"loss": torch.zeros((), requires_grad=True)}
+
+    monkeypatch.setattr(Tagger, "forward", loss)
+    output = compute(model_loss, model, batch)
+    assert output.count == count
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_evaluation_weighs_labels_and_leaves_out_what_has_none(mode: str) -> None:
+    class Data:
+        def epoch(self, _: int) -> list[Any]:
+            return [texts(1), texts(0), texts(32)]
+
+    loader: Any = Data()
+    trainer = trainer_of(mode)
+    weighed, whole = trainer.evaluate(loader).loss, trainer_of(mode)
+    with torch.no_grad(), whole.precision.cast():
+        expected = compute(model_loss, whole.model, joint(texts(1), texts(32))).loss
+    # The logits are the same; 33 labels are summed in two orders, each loss is below 4.
+    assert weighed == pytest.approx(float(expected), abs=4 * 36 * 2**-24)
