@@ -87,9 +87,9 @@ class Accumulator:
         Raises:
             ConfigError: a gradient is sparse, and there are several ranks.
         """
-        count = torch.stack(self._counts).sum()
-        unit, count = world.mean(torch.stack([self._unit, count])).unbind()
+        unit, count = self._unit, torch.stack(self._counts).sum()
         if world.size > 1 and world.sharding is None:  # Shards were summed in the backward pass.
+            unit, count = world.mean(torch.stack([unit, count])).unbind()
             self._sum_over(world, list(masters), (self._unit / unit).float())
         amaxes = torch.stack(self._amaxes)
         bad = not_finite(amaxes)

@@ -62,6 +62,7 @@ def payload(
     """
     told = scaled or parallel in ("after_backward", "fsdp")
     found = Counter({"all_reduce": _AGREED if told else _AGREED - 4})
+    found["all_reduce"] += 8 if parallel.startswith("in_backward") else 3 * 8  # Counts, in float64.
     if buffers:
         found["broadcast"] = buffers
     count = sum(own.count for own in weights)

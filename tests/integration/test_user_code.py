@@ -57,7 +57,7 @@ FAULTS = [
     ("dataset.loss=one_not_callable", "dataset: the objective second of its Task is a str; it must be a function or a class that can be called"),
     ("dataset.loss=as_objective", "dataset: the objective of its Task is CrossEntropyLoss, a loss; give it as Task(..., loss=CrossEntropyLoss())"),
     ("dataset.loss=tensor", "after step 0: objective: tensor_objective gave float32 []; it must give a StepOutput, as in StepOutput(loss, outputs, targets) (training, epoch 0, batch 0)"),
-    ("dataset.loss=count", "after step 0: objective: count_objective gave 0 as its count; it must be a whole number of samples >= 1, or None for the batch's own (training, epoch 0, batch 0)"),
+    ("dataset.loss=count", "after step 0: objective: count_objective gave -1 as its count; it must be a whole number >= 0 or a 0-d tensor, or None for the batch's samples (training, epoch 0, batch 0)"),
     ("dataset.loss=no_outputs", "after step 4: objective: gave no outputs, and the metric accuracy measures them; let it return StepOutput(loss, outputs, targets) (validation, epoch 0, batch 0)"),
     ("dataset.loss=raising", "after step 0: objective: raising_objective raised KeyError ('images') at erring.py:N, given batch a tuple of float32 [16, 8], int64 [16] of 0 to 2; FULL (training, epoch 0, batch 0)"),
     ("dataset.loss=model_loss", "after step 0: objective: model_loss calls the model with keywords, and the dataset gave a tuple of float32 [16, 8], int64 [16] of 0 to 2; let it give a dict of the model's arguments (training, epoch 0, batch 0)"),

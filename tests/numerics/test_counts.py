@@ -57,6 +57,14 @@ def joint(*batches: Any) -> Any:
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
+class Recorder(Static):
+    """Keeps what it is told."""
+
+    def update(self, amax: Tensor) -> None:
+        """Keep it."""
+        self.amax = amax
+
+
 def trainer_of(
     mode: str, world: World = ALONE, reduce: str = "in_backward", objective: Any = model_loss
 ) -> Trainer:
@@ -66,7 +74,7 @@ def trainer_of(
     if reduce == "fsdp":
         shard(model, {"": plain}, precision, world, CPU)
     _, optimizer = precision.prepare(model, plain)
-    scaler = None if mode == "fp32" else Static(2.0**10)
+    scaler = None if mode == "fp32" else Recorder(2.0**10)
     plan = Plan(reduce="in_backward" if reduce == "fsdp" else reduce)
     return Trainer(model, optimizer, objective, precision, scaler, plan=plan, world=world)
 
@@ -107,12 +115,15 @@ def test_micro_batches_weigh_as_many_labels_as_they_have(mode: str) -> None:
     assert_one_step(mode, (result.loss, weights_of(trainer)), joint(*batches))
 
 
-def stepped(mode: str, reduce: str, windows: list[list[list[int]]]) -> tuple[Tensor, Any]:
+def stepped(
+    mode: str, reduce: str, windows: list[list[list[int]]], objective: Any = model_loss
+) -> tuple[Tensor, Any]:
     """The step of one rank, on its texts of these lengths."""
     with joined(None, lambda: CPU, 120) as world:
-        trainer = trainer_of(mode, world, reduce)
-        result = trainer.train_step(*(texts(*own) for own in windows[world.rank]))
+        trainer = trainer_of(mode, world, reduce, objective)
+        result = trainer.train_step(*(texts(*lengths) for lengths in windows[world.rank]))
         assert not result.skipped
+        assert mode == "fp32" or torch.isfinite(trainer.scaler.amax)  # type: ignore[union-attr]
         return result.loss, weights_of(trainer)  # type: ignore[return-value]
 
 
@@ -131,22 +142,22 @@ def test_ranks_weigh_as_many_labels_as_they_have(
     assert_one_step(mode, first, batch, sent_in_half=reduce == "in_backward_half")
 
 
-@pytest.mark.parametrize("reduce", ["in_backward", "after_backward", "fsdp"])
-@pytest.mark.parametrize("window", [1, 2])
-def test_a_rank_without_labels_adds_nothing(two: Ranks, reduce: str, window: int) -> None:
-    """Its loss is nan, and the mean of a window that begins with it is none of it."""
-    cut = [[[0, 0], [3, 1]][:window], [[32, 2], [7, 9]][:window]]
-    first, _ = two(stepped, "amp", reduce, cut)
-    batch = joint(*(texts(*lengths) for own in cut for lengths in own))
-    assert_one_step("amp", first, batch)
-
-
 def bad_mean(model: nn.Module, batch: Any) -> StepOutput:
     """A mean by hand, whose gradient is nan as well where there is no label."""
     logits, valid = model(**batch)["logits"], batch["labels"] != -100
     logits, labels = logits.flatten(0, 1).float(), batch["labels"].flatten()
     total = F.cross_entropy(logits, labels, reduction="sum")
     return StepOutput(total / valid.sum(), count=valid.sum())
+
+
+@pytest.mark.parametrize("reduce", ["in_backward", "after_backward", "fsdp"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_rank_without_labels_adds_nothing(two: Ranks, reduce: str, window: int) -> None:
+    """Even if its loss and gradients are nan. The scaler is told of the others."""
+    cut = [[[0, 0], [3, 1]][:window], [[32, 2], [7, 9]][:window]]
+    first, _ = two(stepped, "amp", reduce, cut, bad_mean)
+    batch = joint(*(texts(*lengths) for own in cut for lengths in own))
+    assert_one_step("amp", first, batch)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -170,24 +181,15 @@ def test_a_step_without_labels_is_skipped(objective: Any, window: int) -> None:
     assert all(torch.equal(own, before[name]) for name, own in weights_of(trainer).items())
 
 
-class Told(Static):
-    """Keeps what it is told."""
-
-    def update(self, amax: Tensor) -> None:
-        """Keep it."""
-        self.amax = amax
-
-
 def test_the_scaler_is_told_the_gradients_as_they_were_computed() -> None:
     """Not weighed: 32 labels beside 1 would make that of a single label 32 times smaller."""
     alone = trainer_of("mixed")
     amax = alone.train_step(texts(1)).amax
     trainer = trainer_of("mixed")
-    trainer.scaler = told = Told(2.0**10)
     trainer.train_step(texts(32), texts(1))
-    assert torch.equal(told.amax, amax)
+    assert torch.equal(trainer.scaler.amax, amax)  # type: ignore[union-attr]
     trainer.train_step(texts(0), texts(0))
-    assert told.amax == 0
+    assert trainer.scaler.amax == 0  # type: ignore[union-attr]
 
 
 def test_the_divisor_is_that_of_the_micro_batches_that_were_not_dropped() -> None:

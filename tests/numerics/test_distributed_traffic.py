@@ -82,7 +82,7 @@ def test_a_ring_sends_twice_what_is_summed_but_for_a_share() -> None:
 def test_parts_of_equal_size_are_padded() -> None:
     assert Weight((5, 3)).padded(4) == 8 * 3
     assert payload([Weight((5, 3), half=True)], "fsdp", 4) == {
-        "all_reduce": 12 + 8,
+        "all_reduce": 12 + 8 + 24,
         "all_gather": 2 * 2 * 24,
         "reduce_scatter": 4 * 24,
     }
