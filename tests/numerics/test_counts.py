@@ -144,10 +144,10 @@ def test_ranks_weigh_as_many_labels_as_they_have(
 
 def bad_mean(model: nn.Module, batch: Any) -> StepOutput:
     """A mean by hand, whose gradient is nan as well where there is no label."""
-    logits, valid = model(**batch)["logits"], batch["labels"] != -100
-    logits, labels = logits.flatten(0, 1).float(), batch["labels"].flatten()
-    total = F.cross_entropy(logits, labels, reduction="sum")
-    return StepOutput(total / valid.sum(), count=valid.sum())
+    logits, labels = model(**batch)["logits"].flatten(0, 1).float(), batch["labels"].flatten()
+    valid = labels != -100
+    losses = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+    return StepOutput((losses * valid).sum() / valid.sum(), count=valid.sum())
 
 
 @pytest.mark.parametrize("reduce", ["in_backward", "after_backward", "fsdp"])
