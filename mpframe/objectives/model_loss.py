@@ -11,7 +11,6 @@ from mpframe.objectives.supervised import outside_casts
 from mpframe.tree import to_fp32
 from mpframe.user_code import UserCode, described, name_of
 
-_IGNORED = -100  # torch's own choice
 # In a model's `loss_type`, or if that is None in the name of its class.
 _SHIFTS_LABELS = ("ForCausalLM", "ForConditionalGeneration", "LMHead")
 
@@ -67,9 +66,7 @@ def _split(batch: Any) -> tuple[Mapping[str, Any], Any]:
 def _labels_in(arguments: Mapping[str, Any], model: nn.Module) -> Tensor | None:
     """How many labels the loss is the mean of, 0-d; None if it is a mean over samples."""
     kind = getattr(model, "loss_type", "")
-    if (
-        kind is None
-    ):  # A name such as GPT2LMHeadModel, for which transformers takes its causal loss.
+    if kind is None:  # For a GPT2LMHeadModel, say: transformers takes its causal loss.
         kind = type(getattr(model, "_orig_mod", model)).__name__
     shifted = arguments.get("shift_labels")
     labels = arguments.get("labels") if shifted is None else shifted
@@ -78,7 +75,7 @@ def _labels_in(arguments: Mapping[str, Any], model: nn.Module) -> Tensor | None:
     to_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if shifted is None and not to_decoder and any(name in str(kind) for name in _SHIFTS_LABELS):
         labels = labels[..., 1:]
-    return (labels != _IGNORED).sum()
+    return (labels != -100).sum()  # torch ignores these by default
 
 
 def _outputs(result: Any) -> Any:

@@ -28,6 +28,7 @@ from mpframe.optim.step_result import StepResult, any_of, joined_verdict, larges
 from mpframe.optim.verdict import Verdict, read
 
 SKIPS = ("all", "each")
+_OfParts = Tensor | float | Mapping[str, Tensor | float]
 
 
 class MultiOptimizer:
@@ -94,11 +95,7 @@ class MultiOptimizer:
             part.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def accumulate(
-        self,
-        scale: Tensor | float | Mapping[str, Tensor | float] = 1.0,
-        count: Tensor | float | Mapping[str, Tensor | float] = 1,
-    ) -> Tensor:
+    def accumulate(self, scale: _OfParts = 1.0, count: _OfParts = 1) -> Tensor:
         """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
 
         Args:
