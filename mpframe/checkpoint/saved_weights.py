@@ -65,6 +65,14 @@ def averages_of(state: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     return _tensors(state, "ema", path)
 
 
+def extra_state_of(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """What the run changed beside its weights, see training/buffers.py; raises as `weights_of`."""
+    extra = state["trainer"].get("extra_state", {})
+    if not isinstance(extra, dict):
+        raise _not_of_a_run(path, "extra_state")
+    return extra
+
+
 def rounding(model: nn.Module, weights: Mapping[str, Tensor]) -> str:
     """A clause about the half weights of `model`, which are rounded from `weights`."""
     half = {name: p.dtype for name, p in model.named_parameters() if p.dtype in HALF}

@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 
@@ -31,8 +32,9 @@ class Snapshot:
 def _copied(value: Any, copies: dict[Any, Tensor]) -> Any:
     """A deep copy; tensors that share memory share it in the copy, too."""
     if isinstance(value, Tensor):
-        place = (value.data_ptr(), value.dtype, value.device, value.shape, value.stride())
-        if value.data_ptr() == 0 or place not in copies:
+        address = value.data_ptr() if value.layout is torch.strided else 0  # Sparse ones have none.
+        place = address and (address, value.dtype, value.device, value.shape, value.stride())
+        if address == 0 or place not in copies:
             copies[place] = value.detach().to("cpu", copy=True)
         return copies[place]
     if isinstance(value, dict) and type(value).__name__ in ("dict", "OrderedDict"):

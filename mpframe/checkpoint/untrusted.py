@@ -135,9 +135,10 @@ def _refuse_oversized(path: Path, state: Any) -> None:
         raise CheckpointError(f"{path}: refused, nested so that it expands to millions of values")
     size = path.stat().st_size
     for tensor in _tensors(state):
-        if tensor.numel() * tensor.element_size() > size:
+        count = tensor.numel() if tensor.layout is torch.strided else tensor._nnz()
+        if count * tensor.element_size() > size:
             raise CheckpointError(
-                f"{path}: refused, a tensor of {tensor.numel()} values in a file of {size} bytes; "
+                f"{path}: refused, a tensor of {count} values in a file of {size} bytes; "
                 "use another checkpoint"
             )
 

@@ -8,7 +8,7 @@ from typing import Any
 from mpframe import build, checkpoint
 from mpframe.checkpoint import retention
 from mpframe.checkpoint.export.sidecar import facts_of
-from mpframe.checkpoint.saved_weights import averages_of, steps_tried, weights_of
+from mpframe.checkpoint.saved_weights import averages_of, extra_state_of, steps_tried, weights_of
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.data import Task
@@ -85,6 +85,7 @@ def restored(
     if data:
         refuse_other_preprocessing(task, facts["preprocessing"], run_folder(path))
     trainer = build.build_trainer(config, task, 1)
+    trainer.extra_state.load_state_dict(extra_state_of(state, path))
     trainer.load_weights(trained)
     _use(trainer, kind, state, path)
     return Restored(config, task, trainer, steps_tried(state, path), kind)

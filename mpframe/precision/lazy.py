@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from mpframe.errors import ConfigError
 from mpframe.precision.storage.reads import call
+from mpframe.precision.undisturbed import State
 
 
 def refuse_lazy(model: nn.Module) -> None:
@@ -30,13 +31,14 @@ def refuse_lazy(model: nn.Module) -> None:
 def materialize(model: nn.Module, example: Any) -> None:
     """Give lazy layers their shapes and first values by one call of the model, without training.
 
-    A model without lazy layers is not called.
+    Buffers and plain attributes of the other modules stay as they are. A model without lazy layers
+    is not called.
     """
     if not any(map(is_lazy, model.parameters())):
         return
     modes = {module: module.training for module in model.modules()}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), State.of(model):
             call(model.eval(), example)
     finally:
         for module, training in modes.items():

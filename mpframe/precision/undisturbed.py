@@ -1,37 +1,115 @@
 """Runs a model to learn about it, and then restores all that a forward pass changes."""
 
+import copy
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.jit import ScriptModule
+from torch.nn.modules.lazy import LazyModuleMixin
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # Parameters, buffers, submodules, hooks, the mode.
+_CONTAINERS = (dict, list, set, deque)
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """The block runs `model`; afterwards its buffers and the random generators are as before.
+    """The block runs `model`; afterwards its buffers, the plain attributes of its modules and the
+    random generators are as before."""
+    with State.of(model), _same_random_numbers():
+        yield
 
-    A module may fill, replace or add buffers in the block: the old ones come back. (A ScriptModule
-    cannot.)
+
+class State:
+    """Buffers and plain attributes of modules as they are now.
+
+    They belong together: an attribute may say how far a cache is filled. A list, dict, set or deque
+    gets back the items that it has now; what lies deeper is not looked at.
+
+    In a `with` block, which may be entered more than once, the modules have this state in copies
+    that they may fill, replace or resize. Afterwards what was there before the block is back.
+
+    Args:
+        homes: the `_buffers` and the `vars` of modules.
     """
-    modules = [module for module in model.modules() if not isinstance(module, ScriptModule)]
-    homes = [(module._buffers, dict(module._buffers)) for module in modules]
-    buffers = list(model.buffers())
-    kept = [buffer.clone() for buffer in buffers]
-    try:
-        with _same_random_numbers():
-            yield
-    finally:
-        for home, before in homes:
-            home.clear()
-            home.update(before)
-        with torch.no_grad():
-            for buffer, values in zip(buffers, kept, strict=True):
-                if not torch.equal(buffer, values):  # An expanded buffer cannot be written.
-                    buffer.copy_(values)
+
+    def __init__(self, homes: Iterable[Any] = ()) -> None:
+        self._kept = [(home, entries(home)) for home in homes]
+        values = [value for _, kept in self._kept for value in kept.values()]
+        self._items = [(own, copy.copy(own)) for own in values if isinstance(own, _CONTAINERS)]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """That of all its modules, but for lazy ones; a ScriptModule has no plain attributes."""
+        modules = [own for own in model.modules() if not isinstance(own, LazyModuleMixin)]
+        plain = [vars(own) for own in modules if not isinstance(own, ScriptModule)]
+        return cls([own._buffers for own in modules] + plain)
+
+    def __enter__(self) -> None:
+        self._present = State(home for home, _ in self._kept)
+        self.copied().restore()
+
+    def __exit__(self, *_: object) -> None:
+        self._present.restore()
+
+    def copied(self) -> Self:
+        """The same with copies of the tensors, one of each."""
+        state, copies = copy.copy(self), dict[int, Tensor]()
+        state._kept = [
+            (home, {name: _clone(value, copies) for name, value in kept.items()})
+            for home, kept in self._kept
+        ]
+        return state
+
+    def replaced(self) -> list[tuple[Any, str, Any, Any]]:
+        """Where another object stands now, under which name, that object, and what was there."""
+        return [
+            (home, name, now.get(name), kept.get(name))
+            for home, kept in self._kept
+            for now in [entries(home)]
+            for name in kept | now
+            if now.get(name) is not kept.get(name)
+        ]
+
+    def changed(self) -> bool:
+        """Whether another object stands anywhere, or a container has other items."""
+        return bool(self.replaced()) or any(_ids(own) != _ids(was) for own, was in self._items)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for home, kept in self._kept:
+            for name in entries(home).keys() - kept.keys():
+                del home[name]
+            for name, value in kept.items():
+                home[name] = value
+        for own, items in self._items:
+            own.clear()
+            (own.extend if isinstance(own, list | deque) else own.update)(items)
+
+
+def entries(home: Any) -> dict[str, Any]:
+    """What is not torch's own, and no tensor that belongs to a graph."""
+    return {
+        name: value
+        for name, value in home.items()
+        if name not in _OF_TORCH and not (isinstance(value, Tensor) and value.requires_grad)
+    }
+
+
+def _clone(value: Any, copies: dict[int, Tensor]) -> Any:
+    plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    if plain and id(value) not in copies:
+        copies[id(value)] = value.clone()
+    return copies.get(id(value), value)
+
+
+def _ids(own: Any) -> list[int]:
+    return [*map(id, own), *map(id, own.values() if isinstance(own, dict) else ())]
 
 
 @contextmanager

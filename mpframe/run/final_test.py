@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.saved_weights import averages_of, weights_of
+from mpframe.checkpoint.saved_weights import averages_of, extra_state_of, weights_of
 from mpframe.training.loader import Loader
 from mpframe.training.trainer import Trainer
 
@@ -41,17 +41,20 @@ def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
 def weights_taken_from(trainer: Trainer, path: Path) -> Iterator[None]:
     """Within the block the trainer has a checkpoint's weights and, if it averages, its averages."""
     state = checkpoint.load(path)
-    kept = Snapshot(0, {"weights": trainer.weights()}).detached().state["weights"]
+    extra = trainer.extra_state
+    kept = Snapshot(0, {"weights": trainer.weights(), "extra": extra.state_dict()}).detached().state
     ema = trainer.ema
     averages, updates = (ema.by_name(trainer.model), ema.updates) if ema else ({}, 0)
     try:
+        extra.load_state_dict(extra_state_of(state, path))
         trainer.load_weights(weights_of(state, "trained", path))
         # Without averages the run had none yet, and validated with the weights: as they are now.
         if ema is not None and state["trainer"].get("ema") is not None:
             ema.load_by_name(trainer.model, averages_of(state, path))
         yield
     finally:
-        trainer.load_weights(kept)
+        extra.load_state_dict(kept["extra"])
+        trainer.load_weights(kept["weights"])
         if ema is not None:
             ema.load_by_name(trainer.model, averages, updates)
 

@@ -78,8 +78,8 @@ def _call_of(objective: Objective, batch: Any) -> tuple[Any, Any]:
         except Exception:
             if model.call is None:
                 raise
-    assert model.call is not None
-    return model.call
+        assert model.call is not None
+        return model.call
 
 
 class _Called(Exception):  # noqa: N818 - not an error, but the way out of the objective

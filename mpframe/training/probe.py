@@ -27,7 +27,7 @@ def probe_amax(model: nn.Module, objective: Objective, precision: Precision, bat
     """The largest gradient of the unscaled loss on a batch; the model is left as it was.
 
     Args:
-        model: as trained; its buffers and the random generators are put back.
+        model: as trained; its buffers, plain attributes and the random generators are put back.
         objective: computes the loss.
         precision: the mode the model was prepared with.
         batch: what the objective takes, on the model's device.

@@ -2,21 +2,22 @@
 
 A module that is recomputed keeps its inputs for the backward pass and none of the activations
 within it. When the backward pass comes to it, it runs again, as it ran the first time: under the
-same casts, with the same random numbers, and from the buffers as they were then. So the gradients
-are the same bit for bit, and a BatchNorm moves its running statistics once.
+same casts, with the same random numbers, and from the buffers and plain attributes as they were
+then. So the gradients are the same bit for bit, and a BatchNorm moves its running statistics once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpframe.errors import ConfigError
 from mpframe.optim.selection import hint
+from mpframe.precision.undisturbed import State
 
 
 def recompute(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -56,35 +57,7 @@ class _Recomputed:
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """What is around the first forward pass, and around the second."""
-        return nullcontext(), _BuffersAsNow(self._module)
-
-
-class _BuffersAsNow:
-    """A block in which a module has its buffers as they are now, whatever has become of them.
-
-    It may be entered more than once: of several backward passes through a graph each runs the
-    forward pass again.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._homes = [(own, name) for own in module.modules() for name in own._buffers]
-        self._kept = [_copy(own._buffers[name]) for own, name in self._homes]
-        self._present: list[Tensor | None] = []
-
-    def __enter__(self) -> None:
-        self._present = [own._buffers[name] for own, name in self._homes]
-        self._put(map(_copy, self._kept))
-
-    def __exit__(self, *_: object) -> None:
-        self._put(self._present)
-
-    def _put(self, buffers: Iterable[Tensor | None]) -> None:
-        for (module, name), buffer in zip(self._homes, buffers, strict=True):
-            module._buffers[name] = buffer
-
-
-def _copy(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.clone()
+        return nullcontext(), State.of(self._module).copied()
 
 
 def _is_within(name: str, other: str) -> bool:

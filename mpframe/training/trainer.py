@@ -31,7 +31,7 @@ from mpframe.optim.gradients import as_count
 from mpframe.optim.schedules import Schedule, refuse_overrun
 from mpframe.optim.step_result import StepResult, any_of, largest, with_verdicts
 from mpframe.precision import Precision
-from mpframe.training.buffers import Buffers
+from mpframe.training.buffers import Buffers, ExtraState
 from mpframe.training.callback import Callbacks, call
 from mpframe.training.evaluation import Evaluation, Metrics, fp32_weights
 from mpframe.training.loader import Batch, Loader
@@ -106,7 +106,7 @@ class Trainer:
         schedules = _by_name(self.schedule)
         self._plateaus = [s for s in schedules.values() if isinstance(s, ReduceLROnPlateau)]
         self._schedules = {n: s for n, s in schedules.items() if s not in self._plateaus}
-        self._buffers = Buffers(self.model)
+        self._buffers, self.extra_state = Buffers(self.model), ExtraState(self.model)
         self._unread: list[StepResult] = []
         self._device = device_of(self.model)
         if self.eval_precision is not None:
@@ -273,6 +273,7 @@ class Trainer:
         self.read_verdicts()
         return {
             "weights": self.weights(),
+            "extra_state": self.extra_state.state_dict(),
             "optimizer": self.optimizer.inner_state_dict(),  # Masters stand among the weights.
             "scaler": _state_by_name(self.scaler),
             "schedule": _state_by_name(self.schedule),
@@ -290,6 +291,7 @@ class Trainer:
         Raises:
             CheckpointError: the state belongs to another model, optimizer or scaler.
         """
+        self.extra_state.load_state_dict(state.get("extra_state", {}))
         self.load_weights(state["weights"])
         self.optimizer.load_state_dict(state["optimizer"])
         _load_by_name(self.scaler, state["scaler"], "loss_scaling")

@@ -80,6 +80,21 @@ def test_the_trainer_holds_its_last_state_bit_for_bit(tested: tuple[Path, Run]) 
         assert parameter.equal(saved["weights"][name].to(parameter.dtype)), name
 
 
+def test_what_a_model_keeps_beside_its_weights_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    """A memory that grows, and one that is not persistent: the best has less of both."""
+    model = "model._target_=noisy.Remembering"
+    run = run_of(tmp_path, *OPTIONS[1:], model, "dtype=fp32")
+    run.train()
+    summary, best = Summary.read(tmp_path), best_of(tmp_path)
+    assert best != checkpoint.newest(tmp_path)
+    assert evaluate(best, [model], split="test").evaluation.loss == summary.test_loss
+    assert evaluate(tmp_path, [model], split="val").evaluation.loss == summary.val_loss
+    assert run.trainer is not None
+    saved = checkpoint.load(tmp_path)["trainer"]
+    assert not differing(saved, run.trainer.state_dict())
+    assert set(saved["extra_state"]) == {"means", "sum", "count"}
+
+
 def test_the_test_is_told_everywhere(tested: tuple[Path, Run]) -> None:
     folder, _ = tested
     summary = Summary.read(folder)

@@ -173,6 +173,7 @@ def test_nothing_that_is_saved_could_be_left_out(
     ]
     words = {word for item in telling for word in item}
     assert {"scaler", "schedule", "progress", "rng", "weights", "masters", "ema", "epoch"} <= words
+    assert "extra_state" in words
     assert [item for item in telling if not any(ends_otherwise(s, item) for s in saved)] == []
 
 

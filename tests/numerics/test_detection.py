@@ -146,11 +146,12 @@ class Detector(nn.Module):
         super().__init__()
         self.norm, self.drop = nn.BatchNorm2d(3), nn.Dropout(0.5)
         self.inner = nn.Sequential(nn.Conv2d(3, 4, 1))
-        self.seen: list[tuple[bool, ...]] = []
+        # A tuple's list, because the second call leaves the model's own lists as they were.
+        self.spy: tuple[list[tuple[bool, ...]]] = ([],)
 
     def forward(self, images: list[Tensor], targets: Any = None) -> Any:
         outputs = self.inner(self.drop(self.norm(torch.stack(images))))
-        self.seen.append(
+        self.spy[0].append(
             (self.training, self.inner.training, self.norm.training, self.drop.training)
         )
         if self.training:
@@ -167,7 +168,7 @@ def test_an_evaluation_measures_losses_and_boxes_and_changes_nothing() -> None:
         first, second = (compute(detection, model, batch(3)) for _ in range(2))
     assert torch.equal(first.loss, second.loss)
     assert (len(first.outputs), len(first.targets), first.count) == (3, 3, 3)
-    assert model.seen[:2] == [(False,) * 4, (True, True, False, False)]
+    assert model.spy[0][:2] == [(False,) * 4, (True, True, False, False)]
     assert not any(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(before[name], own) for name, own in model.state_dict().items())

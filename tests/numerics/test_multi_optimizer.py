@@ -363,6 +363,23 @@ def test_one_loss_overflows_and_nobody_moves(mode: str, half: str, bad: str) -> 
     assert (trainer.progress.steps, trainer.progress.skipped) == (0, 1)
 
 
+@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize("bad", ["body", "head"])
+def test_one_part_of_one_loss_is_skipped_and_the_buffers_are_undone(
+    mode: str, half: str, bad: str
+) -> None:
+    """The other part steps; the statistics are those of a batch that was not wholly good."""
+    model, optimizer, precision = joint(mode, half, "each")
+    model[1] = nn.BatchNorm1d(8, affine=False)
+    optimizer.parts[bad].parameters[0].register_hook(lambda gradient: gradient * INF)
+    trainer = Trainer(model, optimizer, supervised(nn.CrossEntropyLoss()), precision)
+    before = copy.deepcopy(list(model.buffers()))
+    result = trainer.train_step(batches(1)[0])
+    assert [name for name, part in result.each().items() if part.skipped] == [bad]
+    assert not result.skipped
+    assert same(before, list(model.buffers()))
+
+
 @pytest.mark.parametrize("skip", ["each", "all"])
 def test_a_shared_scaler_is_told_once_a_step_of_the_largest(skip: str) -> None:
     class Noting(Static):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mpframe import build, checkpoint
-from mpframe.checkpoint.saved_weights import steps_tried, weights_of
+from mpframe.checkpoint.saved_weights import extra_state_of, steps_tried, weights_of
 from mpframe.cli.program import program
 from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.config.schema import Config
@@ -81,6 +81,7 @@ def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:
     config = config_of(snapshot.config, path / "config.yaml", given)
     weights = weights_of(snapshot.state, "trained", path)
     trainer, train = _rebuilt(config)
+    trainer.extra_state.load_state_dict(extra_state_of(snapshot.state, path))
     trainer.load_weights(weights)
     steps = steps_tried(snapshot.state, path)
     try:

@@ -19,7 +19,7 @@ from mpframe.numerics.autopsy.watch import Trace, Watch
 from mpframe.objectives import compute
 from mpframe.precision import OpLists, Precision
 from mpframe.precision.storage.storage import formats_of
-from mpframe.training.buffers import Buffers
+from mpframe.precision.undisturbed import State
 from mpframe.training.evaluation import fp32_weights
 from mpframe.training.named_objective import NamedObjective
 from mpframe.tree import HALF, device_of
@@ -175,17 +175,15 @@ def _fp32_buffers(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _restored(case: Case) -> Iterator[None]:
     model, device = case.model, device_of(case.model)
-    buffers, before = Buffers(model), RandomState.now(device)
+    before = RandomState.now(device)
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     modes = {module: module.training for module in model.modules()}
-    buffers.save()
     try:
         model.train()
         (case.random or before).restore(device)
-        with case.precision.undisturbed():
+        with State.of(model), case.precision.undisturbed():
             yield
     finally:
-        buffers.restore_where(True)
         before.restore(device)
         _restore(gradients, modes)
 

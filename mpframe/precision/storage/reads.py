@@ -90,7 +90,7 @@ def reads_of(model: nn.Module, example: Any, casts: AbstractContextManager[None]
     """Run the model once as it is and see what reads its weights.
 
     Args:
-        model: its buffers and the random generators are put back.
+        model: put back as it was, buffers and plain attributes too; so are random generators.
         example: what it is called with: a tuple is its arguments, a mapping its keyword arguments,
             anything else its only argument; a function is called with the model, and runs it.
         casts: the block in which ops are cast, so that functions of torch are unwrapped.
