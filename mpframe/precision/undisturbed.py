@@ -41,23 +41,23 @@ class State:
     def __init__(self, homes: Iterable[Any] = ()) -> None:
         self._kept = [(home, entries(home)) for home in homes]
         values = [value for _, kept in self._kept for value in kept.values()]
-        self._items = [(own, copy.copy(own)) for own in values if isinstance(own, _CONTAINERS)]
+        self._items = [(v, copy.copy(v)) for v in values if isinstance(v, _CONTAINERS)]
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         """That of all its modules, but for lazy ones; a ScriptModule has no plain attributes."""
-        modules = [own for own in model.modules() if not isinstance(own, LazyModuleMixin)]
-        plain = [vars(own) for own in modules if not isinstance(own, ScriptModule)]
-        return cls([own._buffers for own in modules] + plain)
+        modules = [m for m in model.modules() if not isinstance(m, LazyModuleMixin)]
+        plain = [vars(m) for m in modules if not isinstance(m, ScriptModule)]
+        return cls([m._buffers for m in modules] + plain)
 
     def __enter__(self) -> None:
         self._present = State(home for home, _ in self._kept)
-        self.copied().restore()
+        self.with_copies().restore()
 
     def __exit__(self, *_: object) -> None:
         self._present.restore()
 
-    def copied(self) -> Self:
+    def with_copies(self) -> Self:
         """The same with copies of the tensors, one of each."""
         state, copies = copy.copy(self), dict[int, Tensor]()
         state._kept = [
@@ -66,7 +66,7 @@ class State:
         ]
         return state
 
-    def replaced(self) -> list[tuple[Any, str, Any, Any]]:
+    def find_replaced(self) -> list[tuple[Any, str, Any, Any]]:
         """Where another object stands now, under which name, that object, and what was there."""
         return [
             (home, name, now.get(name), kept.get(name))
@@ -76,9 +76,9 @@ class State:
             if now.get(name) is not kept.get(name)
         ]
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether another object stands anywhere, or a container has other items."""
-        return bool(self.replaced()) or any(_ids(own) != _ids(was) for own, was in self._items)
+        return bool(self.find_replaced()) or any(_ids(v) != _ids(was) for v, was in self._items)
 
     def restore(self) -> None:
         """Put everything back."""
@@ -87,13 +87,14 @@ class State:
                 del home[name]
             for name, value in kept.items():
                 home[name] = value
-        for own, items in self._items:
-            own.clear()
-            (own.extend if isinstance(own, list | deque) else own.update)(items)
+        for container, items in self._items:
+            container.clear()
+            add = container.extend if isinstance(container, list | deque) else container.update
+            add(items)
 
 
 def entries(home: Any) -> dict[str, Any]:
-    """What is not torch's own, and no tensor that belongs to a graph."""
+    """What a module holds there, without what torch itself keeps and tensors with a gradient."""
     return {
         name: value
         for name, value in home.items()
@@ -108,8 +109,9 @@ def _clone(value: Any, copies: dict[int, Tensor]) -> Any:
     return copies.get(id(value), value)
 
 
-def _ids(own: Any) -> list[int]:
-    return [*map(id, own), *map(id, own.values() if isinstance(own, dict) else ())]
+def _ids(container: Any) -> list[int]:
+    values = container.values() if isinstance(container, dict) else ()
+    return [*map(id, container), *map(id, values)]
 
 
 @contextmanager

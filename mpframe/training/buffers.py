@@ -38,7 +38,7 @@ class Buffers:
 
     def save(self) -> None:
         """Copy the buffers as they are now, and the plain attributes of their modules."""
-        self._kept = State(self._homes).copied()
+        self._kept = State(self._homes).with_copies()
         self._attributes = State(self._attributes_of)
 
     def broadcast(self, world: World) -> None:
@@ -62,9 +62,9 @@ class Buffers:
         """
         if skipped is False:
             return
-        moved = self._kept.replaced()  # The copies are never the buffers.
+        moved = self._kept.find_replaced()  # The copies are never the buffers.
         only_values = all(_takes(buffer, kept) for _, _, buffer, kept in moved)
-        if isinstance(skipped, Tensor) and not (only_values and not self._attributes.changed()):
+        if isinstance(skipped, Tensor) and not (only_values and not self._attributes.has_changed()):
             skipped = read([(skipped, None)])[0].skipped
         for home, name, buffer, kept in moved:
             if isinstance(skipped, Tensor):
@@ -90,7 +90,7 @@ class ExtraState:
         self._device, self._places = device_of(model), _places(model)
         saved = model.state_dict()  # Of what it holds, the shape is enough.
         self._start = {
-            name: _sent(home[key], "meta" if name in saved else "cpu")
+            name: _copy_to(home[key], "meta" if name in saved else "cpu")
             for name, (home, key) in self._places.items()
         }
 
@@ -115,7 +115,7 @@ class ExtraState:
         for name, (home, key) in self._places.items():
             value, now = {**self._start, **state}[name], home.get(key)
             if _differs(value, now):
-                value = _sent(value, self._device)
+                value = _copy_to(value, self._device)
                 home[key] = now.copy_(value) if _takes(now, value) else value
 
 
@@ -138,7 +138,7 @@ def _fits(home: Any, value: Any) -> bool:
     return value is None or (isinstance(value, Tensor) and not (value.is_nested or value.is_meta))
 
 
-def _sent(value: Any, device: torch.device | str) -> Any:
+def _copy_to(value: Any, device: torch.device | str) -> Any:
     """A copy of a tensor on a device; one on `meta` becomes zeros."""
     if not isinstance(value, Tensor):
         return value

@@ -57,7 +57,7 @@ class _Recomputed:
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """What is around the first forward pass, and around the second."""
-        return nullcontext(), State.of(self._module).copied()
+        return nullcontext(), State.of(self._module).with_copies()
 
 
 def _is_within(name: str, other: str) -> bool:
