@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # Parameters, buffers, submodules, hooks, the mode.
 _CONTAINERS = (dict, list, set, deque)
@@ -19,9 +20,9 @@ _CONTAINERS = (dict, list, set, deque)
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """The block runs `model`; afterwards its buffers, the plain attributes of its modules and the
-    random generators are as before."""
-    with State.of(model), _same_random_numbers():
+    """The block runs `model`; afterwards its parameters, its buffers, the plain attributes of its
+    modules and the random generators are as before."""
+    with State.of(model), _same_parameters(model), _same_random_numbers():
         yield
 
 
@@ -112,6 +113,21 @@ def _clone(value: Any, copies: dict[int, Tensor]) -> Any:
 def _ids(container: Any) -> list[int]:
     values = container.values() if isinstance(container, dict) else ()
     return [*map(id, container), *map(id, values)]
+
+
+@contextmanager
+def _same_parameters(model: nn.Module) -> Iterator[None]:
+    """Put back parameters that the block writes, as a layer does that takes its first values from
+    its first batch. They stay where they are in memory, by which their readers are known."""
+    kept = [(p, p.data, p.detach().clone()) for p in model.parameters() if not is_lazy(p)]
+    try:
+        yield
+    finally:
+        for parameter, data, values in kept:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+            if not torch.equal(data, values):
+                data.copy_(values)
 
 
 @contextmanager

@@ -222,6 +222,35 @@ class TestDryRun:
         assert not model.ema.any()
         assert not model.sum.any()
 
+    @pytest.mark.parametrize("replaces", [False, True])
+    @pytest.mark.parametrize(("mode", "half"), MODES)
+    def test_leaves_first_values_to_the_first_batch(
+        self, mode: str, half: str, replaces: bool
+    ) -> None:
+        class ActNorm(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.scale = nn.Parameter(torch.ones(4))
+                self.register_buffer("filled", torch.tensor(False))
+
+            def forward(self, x: Tensor) -> Tensor:
+                if not self.filled:
+                    first = 1 / x.detach().float().std(0)
+                    if replaces:
+                        self.scale.data = first
+                    else:
+                        self.scale.data.copy_(first)
+                    self.filled.fill_(True)
+                return x * self.scale
+
+        model, values = ActNorm(), torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+        address = model.scale.data_ptr()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, _ = Precision(mode, half).prepare(model, optimizer, values)
+        assert torch.equal(model.scale, torch.ones(4))
+        assert model.scale.data_ptr() == address
+        assert not model.filled
+
     def test_mixed_has_the_positions_that_fp32_has(self) -> None:
         """Its trace filled the cache; the first step has to fill it again."""
         trainer = trainer_of("rotary", "mixed")
