@@ -13,7 +13,7 @@ An objective is called inside the cast block of the run's precision. The package
 precision, and it imports nothing that trains.
 """
 
-from mpframe.objectives.compute import compute, require_objective, samples_in
+from mpframe.objectives.compute import compute, count_of, require_objective, samples_in
 from mpframe.objectives.ctc import ctc
 from mpframe.objectives.detection import detection
 from mpframe.objectives.dice_cross_entropy import dice_cross_entropy
@@ -29,6 +29,7 @@ __all__ = [
     "StepOutput",
     "Supervised",
     "compute",
+    "count_of",
     "cross_entropy",
     "ctc",
     "detection",

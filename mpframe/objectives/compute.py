@@ -21,7 +21,7 @@ def compute(
     batch: Any,
     casts: AbstractContextManager[None] = _AS_IT_IS,
 ) -> StepOutput:
-    """The loss of `model` on `batch`, 0-d, in fp32 or wider, its count, and what metrics are given.
+    """The loss of `model` on `batch`, 0-d, in fp32 or wider, and what the metrics are given.
 
     Args:
         objective: called here.
@@ -47,9 +47,14 @@ def compute(
     loss = _one_number(output.loss, objective)
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UserCodeError(_without_gradient(objective, model, output))
-    count = samples_in(batch) if output.count is None else output.count
-    _require_count(count, objective)
-    return replace(output, loss=loss, count=count)
+    if output.count is not None:
+        _require_count(output.count, objective)
+    return output if loss is output.loss else replace(output, loss=loss)
+
+
+def count_of(count: Tensor | int | None, batch: Any) -> Tensor | int:
+    """A `StepOutput.count`; of None the samples of its batch."""
+    return samples_in(batch) if count is None else count
 
 
 def samples_in(batch: Any) -> int:

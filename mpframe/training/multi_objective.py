@@ -18,14 +18,14 @@ from torch import Tensor
 
 from mpframe.errors import ConfigError
 from mpframe.loss_scaling.interface import LossScaler, scale_of
-from mpframe.objectives import Objective, require_objective
+from mpframe.objectives import Objective, count_of, require_objective
 from mpframe.optim import MultiOptimizer
 from mpframe.optim.multi_optimizer import joined
 from mpframe.optim.step_result import StepResult, largest
 from mpframe.training.buffers import Buffers
 from mpframe.training.loader import Batch
 from mpframe.training.named_objective import NamedObjective
-from mpframe.training.trainer import CountedLoss, Trainer, weighted_loss
+from mpframe.training.trainer import Trainer, weighted_loss
 from mpframe.user_code import UserCode
 
 
@@ -109,7 +109,7 @@ class MultiObjectiveTrainer(Trainer):
 
     def _forward_backward_all(
         self, objectives: Sequence[NamedObjective], batch: Batch
-    ) -> list[CountedLoss]:
+    ) -> list[tuple[Tensor, Tensor | int]]:
         """Forward and scaled backward of each loss; the unscaled losses, detached, with counts."""
         batch, losses = self._on_device(batch), []
         for own in objectives:
@@ -117,7 +117,7 @@ class MultiObjectiveTrainer(Trainer):
             scaled = loss if own.scaler is None else loss * own.scaler.scale
             with UserCode("model: the backward pass of", self.model):
                 scaled.backward(inputs=own.parameters)  # type: ignore[no-untyped-call]
-            losses.append((loss.detach(), count))
+            losses.append((loss.detach(), count_of(count, batch)))
         return losses
 
     def _accumulate_all(

@@ -24,7 +24,7 @@ from mpframe.checkpoint.saved_weights import conversion, rounding
 from mpframe.distributed.world import ALONE, World, weighted
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.loss_scaling.interface import LossScaler, Scaling, scale_of, wants_probe
-from mpframe.objectives import Objective, compute, require_objective
+from mpframe.objectives import Objective, compute, count_of, require_objective
 from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.optim.ema import Ema
 from mpframe.optim.gradients import as_count
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 _MOST_PENDING = 100  # So that a run that only skips steps is noticed.
 
 AnyOptimizer = MasterWeights | MultiOptimizer
-CountedLoss = tuple[Tensor, Tensor | int]  # 0-d, and how many samples it is the mean of
+CountedLoss = tuple[Tensor, Tensor | int | None]  # 0-d, and its `StepOutput.count`
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Trainer:
             loss = self._forward_backward_together(batches[0], self._in_backward)
         elif len(batches) == 1 and self.world.size == 1:
             loss, count = self._forward_backward(batches[0])
-            if not isinstance(count, int) or count == 0:  # The mean over nothing is no step.
+            if isinstance(count, Tensor) or count == 0:  # The mean over nothing is no step.
                 masks.append(as_count(count, self._device) == 0)
         else:
             loss = self._accumulate(batches)
@@ -331,7 +331,7 @@ class Trainer:
         loss, count = self._forward(self.objective, self._on_device(batch))
         summing = ranks or self.world.sharding
         if summing is not None:
-            summing.weight = self.world.weight(as_count(count, loss.device))
+            summing.weight = self.world.weight(as_count(count_of(count, batch), loss.device))
         scaler: Any = self.scaler
         try:
             (loss if scaler is None else loss * scaler.scale).backward()
@@ -360,6 +360,7 @@ class Trainer:
         for batch in batches:
             buffers.save()
             loss, count = self._forward_backward(batch)
+            count = count_of(count, batch)
             scale: Any = scale_of(scaler)
             good = torch.isfinite(self.optimizer.accumulate(scale, count))
             buffers.restore_where(~good)
@@ -370,7 +371,7 @@ class Trainer:
 
     def _forward(self, objective: Objective, batch: Batch) -> CountedLoss:
         """The loss under the casts, in fp32 or wider, and its count."""
-        output: Any = compute(objective, self._model, batch, self.precision.cast())
+        output = compute(objective, self._model, batch, self.precision.cast())
         return output.loss, output.count
 
     def _evaluate_batch(self, batch: Batch | None, metrics: Metrics) -> Tensor:
@@ -393,9 +394,9 @@ class Trainer:
         if missing:
             metrics.update(None)
             return nothing
-        first: Any = computed[0]
+        first = computed[0]
         metrics.update((first.outputs, first.targets))
-        count = as_count(first.count, self._device)
+        count = as_count(count_of(first.count, batch), self._device)
         losses = [weighted(output.loss.double(), count) for output in computed]
         return torch.stack([torch.stack(losses).sum(), count])
 
@@ -505,7 +506,7 @@ class Trainer:
         return map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)
 
 
-def weighted_loss(losses: Sequence[CountedLoss], world: World) -> Tensor:
+def weighted_loss(losses: Sequence[tuple[Tensor, Tensor | int]], world: World) -> Tensor:
     """The mean over the samples of all ranks, 0-d. Of several losses it leaves out what is nan."""
     values = torch.stack([loss for loss, _ in losses])
     counts = torch.stack([as_count(count, values.device) for _, count in losses])

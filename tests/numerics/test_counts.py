@@ -19,7 +19,7 @@ from mpframe.build.sharding import shard
 from mpframe.distributed.joining import joined
 from mpframe.distributed.shards import is_sharded
 from mpframe.distributed.world import ALONE, World
-from mpframe.objectives import StepOutput, compute, model_loss, supervised
+from mpframe.objectives import StepOutput, compute, count_of, model_loss, supervised
 from mpframe.optim import MultiOptimizer
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
@@ -330,7 +330,7 @@ def test_labels_are_counted_as_the_model_averages_them(
 
     monkeypatch.setattr(Tagger, "forward", loss)
     output = compute(model_loss, model, batch)
-    assert output.count == count
+    assert count_of(output.count, batch) == count
 
 
 @pytest.mark.parametrize("mode", MODES)
