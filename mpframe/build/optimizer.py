@@ -91,6 +91,7 @@ def _settings(
                     f"{path}.{key}={settings[key]}: is the same for all parameters; a group may "
                     f"set {known}"
                 )
+        return {key: made.defaults[key] for key in settings}
     return settings
 
 

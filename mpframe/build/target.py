@@ -1,6 +1,8 @@
 """Makes the object that a `_target_` names, or says in one line why it cannot."""
 
 import inspect
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -9,15 +11,20 @@ from hydra.utils import get_object, instantiate
 from mpframe.errors import ConfigError, MpframeError, UserCodeError, first_line, nearest
 from mpframe.user_code import raised
 
+_TRUTHS = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
+_NOT_A_TYPE = {"class", "None", "NoneType", "Optional", "Union", "typing"}
+_NUMBERS = {"int", "float", "torch", "Tensor"}
+
 
 def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
     """Call an open section's `_target_` with its options.
 
+    Where the signature says bool, the words on, yes, true, off, no and false stand for one.
+
     Raises:
         ConfigError: there is no such target, or it does not take these options.
     """
-    target = node["_target_"]
-    _refuse_unknown_arguments(section, target, node)
+    target, node = node["_target_"], _check_arguments(section, node)
     try:
         return instantiate(node, _partial_=True, _convert_="all")(*arguments)
     except MpframeError:
@@ -40,24 +47,57 @@ def options_of(section: str, node: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the target does not take these options, or one cannot be made.
     """
-    _refuse_unknown_arguments(section, node["_target_"], node)
-    return dict(make(section, {**node, "_target_": "builtins.dict"}))
+    return dict(make(section, {**_check_arguments(section, node), "_target_": "builtins.dict"}))
 
 
-def _refuse_unknown_arguments(section: str, target: str, node: dict[str, Any]) -> None:
+def _check_arguments(section: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a node whose arguments fit the signature of its target, and nested ones theirs."""
     try:
-        parameters = inspect.signature(found(section, target)).parameters
+        parameters = inspect.signature(found(section, node["_target_"])).parameters
     except ValueError:
-        return  # A C function does not tell its parameters.
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    for name in node:
-        if name not in parameters and not str(name).startswith("_"):
-            hint = nearest(str(name), parameters)
+        return dict(node)  # A C function does not tell its parameters.
+    checked = dict(node)
+    for name in (name for name in node if not str(name).startswith("_")):
+        path = f"{section}.{name}"
+        if name in parameters:
+            checked[name] = _check_truth(path, node[name], parameters[name])
+        elif not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            hint = nearest(str(name), parameters) or "it takes " + ", ".join(parameters)
             raise ConfigError(
-                f"{section}.{name}={node[name]}: {target} takes no such argument; "
-                f"{hint or 'it takes ' + ', '.join(parameters)}"
+                f"{path}={node[name]}: {node['_target_']} takes no such argument; {hint}"
             )
+        if node.get("_recursive_") is not False:
+            checked[name] = _check_nested(path, checked[name])
+    return checked
+
+
+def _check_nested(path: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_check_nested(path, item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if isinstance(value.get("_target_"), str):
+        return _check_arguments(path, value)
+    return {key: _check_nested(f"{path}.{key}", item) for key, item in value.items()}
+
+
+def _check_truth(path: str, value: Any, parameter: inspect.Parameter) -> Any:
+    """Return the truth that a word stands for, if the parameter is a bool.
+
+    Python takes any word for true, and true for the number 1.
+    """
+    unset, default = parameter.empty, parameter.default
+    known = str(type(default) if parameter.annotation is unset else parameter.annotation)
+    kinds = set(re.findall(r"\w+", known)) - _NOT_A_TYPE
+    if value is None or isinstance(value, list | dict):
+        return value
+    if kinds == {"bool"} and not isinstance(value, bool):
+        if str(value).lower() not in _TRUTHS:
+            raise ConfigError(f"{path}={value}: must be true or false")
+        return _TRUTHS[str(value).lower()]
+    if isinstance(value, bool) and kinds and kinds <= _NUMBERS:
+        raise ConfigError(f"{path}={str(value).lower()}: must be a number")
+    return value
 
 
 def found(section: str, target: str) -> Any:

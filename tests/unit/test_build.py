@@ -1,12 +1,15 @@
 """Devices and targets: what build makes of options, and what it refuses."""
 
+import inspect
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
+from hydra.utils import get_class
 
 from mpframe.build import build_loaders, make, resolve_device
+from mpframe.build.target import options_of
 from mpframe.errors import ConfigError
 
 
@@ -66,3 +69,66 @@ def test_batches_are_pinned_for_a_cuda_device(
     task: Any = SimpleNamespace(train=[], val=[], test=[], collate=None)
     build_loaders(config, task)
     assert made == [pin, pin, pin]
+
+
+def truths(
+    plain=False,  # type: ignore[no-untyped-def]  # noqa: ANN001
+    annotated: bool = True,
+    optional: Optional[bool] = None,  # noqa: UP045
+    text: "bool | None" = None,
+    several: bool | str = False,
+    number: float = 1e-8,
+    size=4,  # noqa: ANN001
+    nested: Any = None,
+    **others: Any,
+) -> dict[str, Any]:
+    return {key: value for key, value in locals().items() if key != "others"} | others
+
+
+HERE = f"{__name__}.truths"
+
+
+@pytest.mark.parametrize("name", ["plain", "annotated", "optional", "text"])
+def test_a_word_for_true_or_false_is_what_it_says(name: str) -> None:
+    for words, truth in ((("off", "No", "false", False), False), (("ON", "yes", "true"), True)):
+        for word in words:
+            assert make("model", {"_target_": HERE, name: word})[name] is truth
+            inner = {"_target_": HERE, "nested": [{"_target_": HERE, name: word}]}
+            assert make("model", inner)["nested"][0][name] is truth
+            assert options_of("model", {"_target_": HERE, name: word})[name] is truth
+    for value in ("abc", 1, 0.0, "", "null"):
+        with pytest.raises(ConfigError) as refused:
+            make("model", {"_target_": HERE, "nested": {"_target_": HERE, name: value}})
+        assert str(refused.value) == f"model.nested.{name}={value}: must be true or false"
+
+
+@pytest.mark.parametrize("name", ["number", "size"])
+def test_a_truth_is_no_number(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make("optimizer", {"_target_": HERE, name: True})
+    assert str(refused.value) == f"optimizer.{name}=true: must be a number"
+
+
+def test_what_a_signature_leaves_open_stays_as_it_is() -> None:
+    given = {"several": "off", "other": "off", "number": None, "nested": "off", "optional": None}
+    made = make("model", {"_target_": HERE, **given})
+    assert {name: made[name] for name in given} == given
+    partial = {"_target_": HERE, "annotated": "off", "_partial_": True}
+    assert make("model", {"_target_": HERE, "nested": partial})["nested"]()["annotated"] is False
+
+
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        *((path, "torch.optim.SGD") for path in ("optimizer", "optimizer.parts.a")),
+        ("model", "torch.nn.Linear"),
+        ("scheduler", "torch.optim.lr_scheduler.OneCycleLR"),
+        ("callbacks.own", "mpframe.training.callbacks.freeze.Freeze"),
+    ],
+)
+def test_every_open_section_reads_truths_alike(path: str, target: str) -> None:
+    parameters = inspect.signature(get_class(target)).parameters
+    flags = [name for name, own in parameters.items() if isinstance(own.default, bool)]
+    for name in flags:
+        with pytest.raises(ConfigError, match=rf"^{path}\.{name}=abc: must be true or false$"):
+            make(path, {"_target_": target, name: "abc"})
