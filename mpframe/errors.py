@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 _NEAR = 0.5  # The least likeness of a name that is offered.
 _AS_NEAR = 0.85  # Of the likeness of the nearest one: those that are offered beside it.
+_LONGEST = 1000  # characters; comparing takes their number squared
 _PART = 0.75  # The likeness of a name that has what was written as a part, as of a typing error.
 
 
@@ -68,6 +69,8 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
         known: the names that are allowed.
         count: how many names to offer at most.
     """
+    if len(name) > _LONGEST:
+        return ""
     alike = {other: _likeness(name.lower(), other.lower()) for other in known}
     least = max(_NEAR, _AS_NEAR * max(alike.values(), default=0.0))
     ranked = sorted(alike, key=lambda other: -alike[other])

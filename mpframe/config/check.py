@@ -318,7 +318,8 @@ def _refuse_unknown(path: str, node: Mapping[str, Any], known: set[str]) -> None
         if key not in known:
             prefix = f"{path}." if path else ""
             paths = [f"{prefix}{name}" for name in sorted(known)]
-            hint = nearest(f"{prefix}{key}", paths) or f"known: {', '.join(paths)}"
+            hint = use_instead(str(key)) or nearest(f"{prefix}{key}", paths)
+            hint = hint or f"known: {', '.join(paths)}"
             raise ConfigError(f"{prefix}{key}: no such option; {hint}")
 
 

@@ -30,6 +30,7 @@ _REFERENCE = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]+)")
 # Shorter values would blank out half a text and protect nothing.
 _SHORTEST_REFERRED = 4
 _SHORTEST_NAMED = 8
+_referred: set[str] = set()  # Variables that any configuration of this process has referred to.
 _ESCAPED = {"\n": "(?:\n|n)", "\t": "(?:\t|t)", "\r": "(?:\r|r)"}
 
 
@@ -37,14 +38,15 @@ def secrets_of(texts: Iterable[object], environment: Mapping[str, str]) -> list[
     """The values to keep out, the longest first.
 
     Args:
-        texts: the configuration's values before they are resolved, or a command line's words.
+        texts: the configuration's values before they are resolved, or a command line's words;
+            those of earlier calls count, too.
         environment: variables by name.
     """
-    referred = {name for text in texts for name in _REFERENCE.findall(str(text))}
+    _referred.update(name for text in texts for name in _REFERENCE.findall(str(text)))
     found = {
         value
         for name, value in environment.items()
-        if (name in referred and len(value) >= _SHORTEST_REFERRED)
+        if (name in _referred and len(value) >= _SHORTEST_REFERRED)
         or (SECRET_NAME.search(name) and len(value) >= _SHORTEST_NAMED)
     }
     return sorted(found, key=len, reverse=True)

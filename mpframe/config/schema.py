@@ -29,7 +29,7 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-# Names that other libraries use, and what to write here.
+# Names that other libraries use for a mode or an option, and what to write here.
 OTHER_NAMES = {
     **dict.fromkeys(("fp16", "float16", "half"), "dtype=mixed or dtype=amp"),
     **dict.fromkeys(("bf16", "bfloat16"), "dtype=mixed_bf16 or dtype=amp_bf16"),
@@ -40,11 +40,18 @@ OTHER_NAMES = {
     **dict.fromkeys(("float32", "32", "32-true", "O0"), "dtype=fp32"),
     **dict.fromkeys(("fp8", "float8"), "dtype=mixed_bf16 dtype.products=fp8_tensorwise"),
     **{name: f"dtype=mixed_bf16 dtype.products={name}" for name in ("mxfp8", "mxfp4", "nvfp4")},
+    **dict.fromkeys(
+        ("iter_size", "gradient_accumulation_steps", "accumulate_grad_batches"),
+        "trainer.accumulate=N",
+    ),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), "trainer.clip_norm=NUMBER"),
+    **dict.fromkeys(("num_gpus", "use_horovod", "devices"), "torchrun --nproc-per-node N"),
+    **dict.fromkeys(("lr_policy", "lr_scheduler", "lr_scheduler_type"), "scheduler=CHOICE"),
 }
 
 
 def use_instead(name: str) -> str:
-    """A clause with what to write for another library's name of a mode; empty if it is none."""
+    """A clause with what to write for another library's name; empty if it is none."""
     folded = {other.lower(): words for other, words in OTHER_NAMES.items()}
     words = folded.get(name.lower())
     return f"use {words}" if words else ""

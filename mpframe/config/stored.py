@@ -17,6 +17,7 @@ stored beside it. Any other, Hydra's other special keys, interpolations and YAML
 wherever they stand in the file. What is left is held against the schema, as any configuration is.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,8 @@ def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Con
     parts = {"parts": {name: {**part, **_OPTIMIZER} for name, part in joint.items()}}
     optimizer = parts if joint else _OPTIMIZER
     config = checked(OmegaConf.create({**stored, **_INSTEAD, "optimizer": optimizer}))
+    if "dataset.workers" not in taken:  # As many as the machine of the run had cores for.
+        config.data.workers = min(config.data.workers, os.cpu_count() or 1)
     return config if data else _without_data(config)
 
 

@@ -44,6 +44,7 @@ class Task:
         val: map-style samples to measure on while training; never augmented. What is chosen (the
             best checkpoint, the end of the training) is chosen by them.
         objective: objective(model, batch) -> StepOutput; several by name for several optimizers.
+            None: it is that of the group `objective`.
         metric: makes a fresh `Metric` for each validation pass; several by name. A torchmetrics
             object stands as it is, by name. None: the loss alone is measured.
         collate: makes a batch, any tree of tensors, of a list of samples; None: torch's
@@ -57,8 +58,8 @@ class Task:
             images what `Normalize.described` gives. Checkpoints and exports carry both.
 
     Raises:
-        DataError: there is no objective, or objective and loss, or one of these cannot be called;
-            or `class_names` are not strings, or `preprocessing` is not JSON.
+        DataError: there are an objective and a loss, or one of these cannot be called; or
+            `class_names` are not strings, or `preprocessing` is not JSON.
     """
 
     train: Dataset[Any]
@@ -74,10 +75,7 @@ class Task:
     def __post_init__(self, loss: Loss | None) -> None:
         if loss is not None:
             self._take_loss(loss)
-        if not self.objectives or None in self.objectives.values():
-            raise DataError(
-                "dataset: its Task has no objective; give it one, several by name, or a loss"
-            )
+        objectives = {} if self.objective is None else self.objectives
         if self.metric is not None and not isinstance(self.metric, Mapping):
             _require_callable("metric", self.metric)
         if self.collate is not None:
@@ -85,7 +83,7 @@ class Task:
         _require_names(self.class_names)
         _require_json(self.preprocessing)
         several = isinstance(self.objective, Mapping)
-        for name, own in self.objectives.items():
+        for name, own in objectives.items():
             _require_callable(f"objective {name}" if several else "objective", own)
             if isinstance(own, nn.modules.loss._Loss):
                 raise DataError(
@@ -95,8 +93,17 @@ class Task:
 
     @property
     def objectives(self) -> Mapping[str, Objective]:
-        """The objectives by name; the only one is named ""."""
-        return self.objective if isinstance(self.objective, Mapping) else {"": self.objective}
+        """The objectives by name; the only one is named "".
+
+        Raises:
+            DataError: there is none.
+        """
+        named = self.objective if isinstance(self.objective, Mapping) else {"": self.objective}
+        if not named or None in named.values():
+            raise DataError(
+                "dataset: its Task has no objective; give it one, several by name, or a loss"
+            )
+        return named
 
     def _take_loss(self, loss: Loss) -> None:
         given: Any = self.objective

@@ -21,16 +21,17 @@ def joined(
     After an error it does not wait.
 
     Args:
-        parallel: `none`, `ddp`, `fsdp`, or None for the one that fits.
+        parallel: `none`, `ddp`, `fsdp`, or None for the one that fits. Whoever joins several ranks
+            checks it afterwards, when it is known to be the same on all of them.
         device: what this rank computes on; asked if there are several.
         timeout: seconds without an answer of another rank that end the run, > 0.
 
     Raises:
-        ConfigError: `parallel` does not fit how this process was started.
+        ConfigError: `parallel` does not fit a process alone.
         LostRankError: a rank does not come.
     """
-    refuse_misfit(parallel)
     if place().size == 1:
+        refuse_misfit(parallel)
         yield ALONE
         return
     from mpframe.distributed.process_group import ProcessGroup  # Loads torch.distributed.

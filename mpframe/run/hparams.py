@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -104,7 +104,8 @@ def hparams(
 
 def _values(sweep: Override, own: Override) -> Sequence[str]:
     """The values of an option as far as they are known before a sweeper draws them."""
-    if sweep.is_choice_sweep() or sweep.is_range_sweep():
+    listed = sweep.is_choice_sweep() or sweep.is_range_sweep()
+    if listed and not isinstance(sweep.value(), Glob):  # Only Hydra knows what a glob matches.
         return list(islice(sweep.sweep_string_iterator(), _MOST))
     return [own.get_value_element_as_str()]
 

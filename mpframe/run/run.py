@@ -3,6 +3,7 @@
 Whatever way a run ends, `summary.json` says so: finished, interrupted, diverged or failed.
 """
 
+import itertools
 import logging
 import os
 import shlex
@@ -22,12 +23,14 @@ from mpframe import build
 from mpframe.checkpoint import retention
 from mpframe.config.composition.composing import checked
 from mpframe.config.composition.overrides import word_of
+from mpframe.config.composition.source import stand_ins
 from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config, only_watches
+from mpframe.config.sweep.earlier import ELSEWHERE, changes
 from mpframe.data import Loader, Task
 from mpframe.distributed.joining import joined
-from mpframe.distributed.launch import place
+from mpframe.distributed.launch import place, refuse_misfit
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import (
     ConfigError,
@@ -38,6 +41,7 @@ from mpframe.errors import (
     RunInterrupted,
     UserCodeError,
 )
+from mpframe.files.stored_yaml import parsed
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.console import RESULT, console
 from mpframe.run.description import announce, describe
@@ -61,6 +65,9 @@ from mpframe.user_code import raised
 
 log = logging.getLogger(__name__)
 
+# What may differ between ranks: where each finds its data, and the time in the name of the run.
+_OF_A_RANK = {"run_name", *ELSEWHERE} - {"device"}
+
 
 class Run:
     """A run in its folder.
@@ -83,7 +90,8 @@ class Run:
     ) -> None:
         self.config = _of_this_rank(config)
         self.scaling = build.scaling_name(config)  # Refused before the folder is taken.
-        self.secrets = secrets_of(values_of(composed), os.environ)
+        given = [*values_of(composed), *(values_of(hydra) if hydra else ())]
+        self.secrets = secrets_of(given, os.environ)
         self.folder = folder
         self._scratch = ExitStack()
         self.own_folder = folder if place().rank == 0 else _scratch(self._scratch)
@@ -117,6 +125,8 @@ class Run:
             RunLock(self.own_folder),
             self.interruption,
         ):
+            _refuse_other_options(self.world, self.config_text)
+            refuse_misfit(options.parallel)
             self.folder = self.world.broadcast_object(self.folder)
             _refuse_to_forget(self.config)
             self.run_folder.refuse_unfit(self.config.run.resume)
@@ -173,6 +183,8 @@ class Run:
         # Again, because the first import of a dataset's modules may draw random numbers.
         build.seed_everything(config.run.seed)
         trainer = self.trainer = build.build_trainer(config, task, len(train), self.world)
+        for line in stand_ins(self.hydra) if self.hydra else ():
+            log.info("%s", line)
         announce(config, trainer, train, self.folder)
         if config.trainer.max_steps == 0:
             return
@@ -268,6 +280,7 @@ class Run:
             told,
             self.tested,
         )
+        summary.device = hide(summary.device, self.secrets)
         if not self.run_folder.taken:
             log.info("the record in %s stays as it was", self.folder)
             return summary
@@ -366,6 +379,20 @@ def _errors_dated(trainer: Trainer) -> Iterator[None]:
         trainer.world.refuse_lost(error.__cause__)
         error.args = (f"after step {trainer.progress.global_step}: {error}",)
         raise
+
+
+def _refuse_other_options(world: World, text: str) -> None:
+    """Refuse ranks whose options, YAML without secrets, differ from those of rank 0."""
+    first = world.broadcast_object(text)
+    trees = [] if first == text else [parsed(own, Path("options")) for own in (first, text)]
+    differs = [
+        f"{option}={ours}: rank {world.rank} has it, and rank 0 has {theirs}"
+        for option, (theirs, ours) in (changes(*trees) if trees else {}).items()
+        if option not in _OF_A_RANK and "{}" not in (theirs, ours)  # Its entries are named.
+    ]
+    every = world.broadcast_object(world.gather_object(differs[:1]))
+    for said in itertools.chain.from_iterable(every):
+        raise ConfigError(f"{said}; start all ranks with the same options")
 
 
 def _refuse_to_forget(config: Config) -> None:

@@ -94,3 +94,9 @@ def seeded_otherwise() -> torch.nn.Module:
     """A model that is another one in each process."""
     torch.manual_seed(os.getpid())
     return torch.nn.Linear(4, 2)
+
+
+def runs_otherwise(folder: Path, options: list[str], others: list[list[str]]) -> list[Any]:
+    """The same where all ranks but rank 0 have other options besides."""
+    other = os.environ["RANK"] != "0"
+    return runs(folder, [[*options, *(own if other else [])] for own in others])

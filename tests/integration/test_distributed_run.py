@@ -212,6 +212,46 @@ def test_what_ranks_cannot_do_is_refused(two: Ranks, tmp_path: Path) -> None:
     assert ends == [said, said]
 
 
+OTHERWISE = {
+    "dtype=amp": ("dtype.mode=amp", "mixed"),
+    "dtype=mixed_bf16": ("dtype.half=bfloat16", "float16"),
+    "seed=1": ("seed=1", "0"),
+    "optimizer=sgd": ("optimizer._target_=torch.optim.SGD", "torch.optim.AdamW"),
+    "optimizer.lr=0.5": ("optimizer.lr=0.5", "0.003"),
+    "model.out_features=3": ("model.out_features=3", "2"),
+    "+model.bias=false": ("model.bias=False", "null"),
+    "dataset.batch_size=4": ("dataset.batch_size=4", "8"),
+    "trainer.accumulate=2": ("trainer.accumulate=2", "1"),
+    "trainer.parallel=fsdp": ("trainer.parallel=fsdp", "null"),
+    "trainer.parallel=none": ("trainer.parallel=none", "null"),
+    "trainer.eval_every=1": ("trainer.eval_every=1", "null"),
+    "trainer.clip_norm=1": ("trainer.clip_norm=1.0", "null"),
+    "resume=auto": ("resume=auto", "none"),
+    "ops.modules={weight:fp32}": ("ops.modules.weight=fp32", "null"),
+    "callbacks=[default,early_stopping]": (
+        "callbacks.early_stopping._target_=mpframe.training.callbacks.early_stopping.EarlyStopping",
+        "null",
+    ),
+}
+
+
+def test_ranks_with_other_options_are_refused_by_name(two: Ranks, tmp_path: Path) -> None:
+    """However the option would be noticed later, if at all."""
+    ends = two(ranked.runs_otherwise, tmp_path / "run", OWN, [[own] for own in OTHERWISE])
+    for own, (option, first) in enumerate(OTHERWISE.values()):
+        said = f"{option}: rank 1 has it, and rank 0 has {first}; start all ranks with the same"
+        assert ends[0][own] == ends[1][own]
+        assert ends[0][own][0] == "ConfigError"
+        assert ends[0][own][1].startswith(said)
+    assert {p.name for p in (tmp_path / "run").rglob("*") if p.is_file()} == {".lock"}
+
+
+def test_where_a_rank_finds_its_data_is_its_own_affair(two: Ranks, tmp_path: Path) -> None:
+    options = ["dataset.workers=1", "dataset.worker_timeout=9", "run_name=later"]
+    (first, second) = two(ranked.runs_otherwise, tmp_path / "run", OWN, [options])
+    assert (first[0].status, second[0].steps) == (Status.FINISHED, 4)
+
+
 def torchrun(*words: str, within: float = 240) -> subprocess.CompletedProcess[str]:
     """What the page tells to type: two ranks of scripts/train.py, and what they say."""
     flags = [word for word in words if word.startswith("--")]

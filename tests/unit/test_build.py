@@ -72,13 +72,13 @@ def test_batches_are_pinned_for_a_cuda_device(
 
 
 def truths(
-    plain=False,  # type: ignore[no-untyped-def]  # noqa: ANN001
+    plain=False,  # type: ignore[no-untyped-def]
     annotated: bool = True,
     optional: Optional[bool] = None,  # noqa: UP045
     text: "bool | None" = None,
     several: bool | str = False,
     number: float = 1e-8,
-    size=4,  # noqa: ANN001
+    size=4,
     nested: Any = None,
     **others: Any,
 ) -> dict[str, Any]:

@@ -16,7 +16,8 @@ Usage: mpframe train [GROUP=CHOICE] [option=value] ... [flags of Hydra]
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from io import StringIO
 from tempfile import gettempdir
 
 import hydra
@@ -24,11 +25,19 @@ import hydra
 from mpframe.cli.job import JobError, Jobs, print_error, sweep_of_ranks
 from mpframe.cli.program import current_folder_importable
 from mpframe.config.composition.command_line import prepare
+from mpframe.config.composition.composing import composed
 from mpframe.config.composition.flags import parsed_flags
-from mpframe.config.composition.overrides import word_of
+from mpframe.config.composition.overrides import rewritten, word_of
 from mpframe.config.composition.refusal import refusal_of
-from mpframe.config.composition.source import PRIMARY
+from mpframe.config.composition.source import (
+    PRIMARY,
+    Source,
+    hydra_over,
+    own_folders_first,
+    source_of,
+)
 from mpframe.config.locations import CONF
+from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.distributed.launch import place
 from mpframe.errors import MpframeError
 
@@ -60,9 +69,12 @@ def _train() -> None:
     """
     arguments = sys.argv[1:]
     sys.argv[1:] = prepare(of_this_rank(arguments))
+    flags, words = parsed_flags(arguments)
+    source = source_of(flags, words)
+    shown = _without_secrets(source, words) if flags.cfg or flags.resolve else nullcontext()
     jobs = Jobs()
     try:
-        with _errors_raised():
+        with _errors_raised(), shown, own_folders_first(source):
             hydra.main(config_path=str(CONF), config_name=PRIMARY, version_base="1.3")(jobs)()
     except SystemExit as ended:
         if isinstance(ended.__cause__, MpframeError):  # From the callback that checks the job.
@@ -71,7 +83,7 @@ def _train() -> None:
     except JobError as error:
         raise MpframeError(str(error)) from error
     except Exception as error:  # Of Hydra, OmegaConf, a sweeper or a launcher.
-        raise refusal_of(error, *parsed_flags(arguments)) from error
+        raise refusal_of(error, flags, words) from error
     jobs.end()
 
 
@@ -87,6 +99,17 @@ def of_this_rank(arguments: list[str]) -> list[str]:
     if parsed_flags(arguments)[0].multirun:
         raise sweep_of_ranks("-m", own.size)
     return arguments if own.rank == 0 else [*arguments, word_of("hydra.run.dir", gettempdir())]
+
+
+@contextmanager
+def _without_secrets(source: Source, words: list[str]) -> Iterator[None]:
+    """Print what the block prints, with `***` in the place of each secret."""
+    with hydra_over(source):
+        values = values_of(composed(rewritten(words), source.name))
+    secrets = secrets_of(values, os.environ)
+    with redirect_stdout(StringIO()) as printed:
+        yield
+    print(hide(printed.getvalue(), secrets), end="")
 
 
 @contextmanager

@@ -38,8 +38,11 @@ def prepare(arguments: list[str]) -> list[str]:
     flags, words = parsed_flags(arguments)
     if flags.shell_completion:
         return arguments
+    for word in words if flags.multirun else ():
+        if word.startswith("hydra.run.dir="):
+            raise ConfigError(f"{word}: has no meaning with -m; use hydra.sweep.dir")
     given = [argument for argument in arguments if argument not in words]
-    place = source_of(flags).place
+    place = source_of(flags, words).place
     if flags.config_path not in (None, place):
         given.append(f"--config-path={place}")  # Hydra would look beside its program's file.
     # Before the flags: of some the value may be left out, and the next word would be taken for it.

@@ -14,14 +14,20 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from mpframe.config import store  # noqa: F401 - Hydra finds the schema in its ConfigStore
-from mpframe.config.check import check, refuse_bad_value
+from mpframe.config.check import check, known_paths, refuse_bad_value
 from mpframe.config.composition.overrides import MAPPINGS, parsed
 from mpframe.config.composition.source import PRIMARY
+from mpframe.config.redaction import secrets_of, values_of
 from mpframe.config.schema import OPEN, Config, use_instead
 from mpframe.errors import ConfigError, first_line, nearest
 
+_ONE_CHOICE = {
+    *("dtype", "dtype/products", "ops"),
+    *(name for name, section in OPEN.items() if not section.named),
+}
 _MERGING = "Error merging override "  # Hydra's; what is wrong with it stands in the cause.
 
 
@@ -40,12 +46,13 @@ def composed(words: list[str], name: str = PRIMARY) -> DictConfig:
         refuse_bad_override(override)
     try:
         return compose(name, overrides=words, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, OSError, MarkedYAMLError) as error:
         raise refusal(error, words, name) from None
 
 
 def checked(config: DictConfig) -> Config:
     """The typed configuration behind a composed one that may still hold Hydra's own section."""
+    secrets_of(values_of(config), {})  # A refusal tells none of them.
     return check(without_hydra(config))
 
 
@@ -70,6 +77,9 @@ def refusal(error: Exception, words: list[str], name: str = PRIMARY) -> ConfigEr
         return refused
     except Exception:
         pass  # The fault is in a choice's own file; the error repeats what Hydra said of it.
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return ConfigError(f"{mark.name}, line {mark.line + 1}: {error.problem}; correct the file")
     if isinstance(error, HydraException | OmegaConfBaseException):
         return ConfigError(one_line(error))
     return ConfigError(f"Hydra: {one_line(error)}; HYDRA_FULL_ERROR=1 shows the traceback")
@@ -77,9 +87,14 @@ def refusal(error: Exception, words: list[str], name: str = PRIMARY) -> ConfigEr
 
 def refuse_bad_override(override: Override) -> None:
     """Refuse a value on the command line that is not allowed, whatever else it is given with."""
-    if override.type is OverrideType.DEL or override.is_sweep_override():
-        return
-    refuse_bad_value(override.key_or_group, override.value())
+    key, value = override.key_or_group, override.value()
+    if override.type is OverrideType.DEL:
+        if key in known_paths() and not key.startswith("optimizer."):
+            raise ConfigError(f"~{key}: every run has this option; give it a value, {key}=VALUE")
+    elif isinstance(value, list) and len(value) != 1 and key in _ONE_CHOICE:
+        raise ConfigError(f"{override.input_line}: give one choice, as {key}=NAME")
+    elif not override.is_sweep_override():
+        refuse_bad_value(key, value)
 
 
 def choices_of(group: str, words: list[str], name: str = PRIMARY) -> list[str]:
@@ -136,6 +151,8 @@ def _other_way(group: str, choice: str) -> str:
     """What to write instead of a choice that others have, or how to get it."""
     if group in ("hydra/sweeper", "hydra/launcher"):
         return "Optuna, joblib and submitit come with pip install mpframe[sweep]"
+    if group == "loss_scaling" and choice.replace(".", "", 1).isdigit():
+        return f"use loss_scaling=static loss_scaling.scale={choice}"
     return use_instead(choice) if group == "dtype" else ""
 
 
@@ -161,10 +178,11 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     inside_mapping = key.startswith(tuple(f"{mapping}." for mapping in MAPPINGS))
     if key in known or inside_mapping or (adds and section in OPEN and rest):
         return
-    hint = nearest(key, known)
+    own = section in OPEN and bool(rest)
+    hint = ("" if own else use_instead(key.rpartition(".")[2])) or nearest(key, known)
     beside = [path for path in known if path.startswith(f"{section}.")]
     advice = hint or "known: " + ", ".join(sorted(beside or {p.split(".")[0] for p in known}))
-    if section in OPEN and rest and not adds:
+    if own and not adds:
         advice += f"; an argument of your own class: +{key}=..."
     raise ConfigError(f"{key}: no such option; {advice}")
 

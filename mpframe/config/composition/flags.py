@@ -5,8 +5,8 @@ The three that say where a configuration is composed from are flags of the other
 
 import argparse
 from pathlib import Path
+from typing import NoReturn
 
-from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -44,8 +44,14 @@ def _parsed(
         raise ConfigError(f"{error.argument_name}: {error.message}; see --help") from None
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Refuse in one line, and not by printing the usage, e.g. an ambiguous abbreviation."""
+        raise ConfigError(f"{message}; see --help")
+
+
 def _source_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, exit_on_error=False, allow_abbrev=False)
     for flag in ("--config-path/-cp", "--config-name/-cn", "--config-dir/-cd"):
         parser.add_argument(*flag.split("/"))
     return parser
@@ -53,9 +59,7 @@ def _source_parser() -> argparse.ArgumentParser:
 
 def _parser() -> argparse.ArgumentParser:
     """Hydra's flags, as its documentation lists them."""
-    parser = argparse.ArgumentParser(
-        add_help=False, exit_on_error=False, parents=[_source_parser()]
-    )
+    parser = _Parser(add_help=False, exit_on_error=False, parents=[_source_parser()])
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--info", "-i", const="all", nargs="?", choices=_INFO)
@@ -93,16 +97,8 @@ def _refuse_unfit(flags: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _refuse_unfit_source(flags: argparse.Namespace) -> None:
-    path, folder, name = flags.config_path, flags.config_dir, flags.config_name
+    path, folder = flags.config_path, flags.config_dir
     if path is not None and "://" not in path and not Path(path).is_dir():
         raise ConfigError(f"--config-path={path}: no such folder; name one with .yaml files")
-    if folder is None:
-        return
-    if not Path(folder).is_dir():
+    if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"--config-dir={folder}: no such folder; name one with .yaml files")
-    hidden = Path(folder).resolve() != CONF and (Path(folder) / "config.yaml").exists()
-    if hidden and not (path or name):
-        raise ConfigError(
-            f"--config-dir={folder}: mpframe's config.yaml hides the one in it; give yours another "
-            "name and add --config-name=NAME"
-        )

@@ -5,6 +5,7 @@ program with one line.
 """
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +25,10 @@ from mpframe.config.composition.composing import (
 from mpframe.config.composition.overrides import parsed
 from mpframe.config.composition.source import PRIMARY
 from mpframe.config.output_folder import refuse_unwritable
+from mpframe.config.redaction import SECRET_NAME, hide, secrets_of
 from mpframe.config.sweep.earlier import holds_this_run, resolved_text
 from mpframe.config.sweep.job_name import leave_out
-from mpframe.config.sweep.values import axes, first_job, refuse_unfit_choices
+from mpframe.config.sweep.values import axes, first_job, refuse_endless, refuse_unfit_choices
 from mpframe.errors import ConfigError, MpframeError
 
 
@@ -40,6 +42,11 @@ class JobCheck(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         with _ended():
+            for word in _words(config, "hydra"):
+                if word.startswith("hydra.sweep."):
+                    raise ConfigError(
+                        f"{word}: has no meaning without -m; add -m, or use hydra.run.dir"
+                    )
             for override in parsed(_words(config, "task")):
                 refuse_bad_override(override)
             _check(config, "hydra.run.dir")
@@ -64,7 +71,10 @@ def _check_sweep(config: DictConfig, name: str) -> None:
     words = [*(f"{key}={value}" for key, value in params.items()), *_words(config, "task")]
     leave_out(config, [o.key_or_group for o in parsed(words) if not o.is_sweep_override()])
     given = _words(config, "hydra")
-    swept = axes(words, given, draws=not _is_basic(config, "sweeper"), name=name)
+    draws = not _is_basic(config, "sweeper")
+    swept = axes(words, given, draws, name)
+    if not draws:
+        refuse_endless(words)
     first = composed([*given, *first_job(swept)], name)
     _check(first, "hydra.sweep.dir")
     refuse_unfit_choices(swept, given, name)
@@ -118,6 +128,12 @@ def _folder(config: DictConfig, option: str) -> Path:
         raise ConfigError(
             f"{option}=: is empty, perhaps from a shell variable that is not set; name a folder, "
             "and . for this one"
+        )
+    named = {name: value for name, value in os.environ.items() if SECRET_NAME.search(name)}
+    if hide(folder, secrets_of((), named)) != folder:
+        raise ConfigError(
+            f"{option}={folder}: holds a secret of the environment, and everybody sees a folder's "
+            "name; choose another"
         )
     return Path(folder)
 

@@ -5,13 +5,14 @@
     ops.modules={head:fp32}    ->  ++ops.modules={head:fp32}
     model._target_=my.Net      ->  model=own ++model._target_=my.Net   (likewise dataset, ...)
     resume=out/seed=1,lr=0.1   ->  resume='out/seed=1,lr=0.1'          if there is such a folder
+    dataset.root=~/data        ->  dataset.root=/home/me/data
 
 In a sweep over a group, options of that group are added (`++`): Hydra first composes the command
 line without the sweep, and the default choice may lack them.
 """
 
+import os
 import re
-from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -23,6 +24,7 @@ from mpframe.errors import ConfigError
 MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups")
 """Options that are mappings and hold no entry at first."""
 _PATHS = ("resume", "init_from", "hydra.run.dir", "hydra.sweep.dir")
+_LONGEST = 2**15  # characters; Hydra's parser takes their number squared, five seconds for a list
 _MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
 
 
@@ -30,8 +32,14 @@ def rewritten(words: list[str]) -> list[str]:
     """The words as Hydra takes them.
 
     Raises:
-        ConfigError: a word is not of the form option=value.
+        ConfigError: a word is not of the form option=value, or too long.
     """
+    for word in words:
+        if len(word) > _LONGEST:
+            raise ConfigError(
+                f"{word[:40]}...: has {len(word)} characters, and {_LONGEST} are allowed; put the "
+                "value into a file of --config-dir"
+            )
     words = [move for word in words for move in _moves(_with_quoted_path(word))]
     words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
     return _with_options_of_swept_groups(_with_own_targets(words))
@@ -75,9 +83,12 @@ def word_of(option: str, value: str) -> str:
 
 
 def _with_quoted_path(word: str) -> str:
-    """A path may hold `=` and commas, as the folder of a sweep's job does."""
+    """A path may hold `=` and commas, as the folder of a sweep's job does, or begin with `~/`."""
     option, _, value = word.partition("=")
-    return word_of(option, value) if option in _PATHS and Path(value).exists() else word
+    home = value.startswith("~/") and "," not in value
+    if home or (option in _PATHS and os.path.exists(value)):
+        return word_of(option, os.path.expanduser(value) if home else value)
+    return word
 
 
 def _moves(word: str) -> list[str]:

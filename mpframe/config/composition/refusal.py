@@ -19,7 +19,7 @@ def refusal_of(error: Exception, flags: argparse.Namespace, words: list[str]) ->
         flags: of the command line; they say where Hydra composes from.
         words: as they were typed.
     """
-    source = source_of(flags)
+    source = source_of(flags, words)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == source.name:
         return ConfigError(
             f"--config-name={source.name}: no {source.name}.yaml in {flags.config_dir or CONF}; "

@@ -5,6 +5,7 @@ jobs each value is only compared with its option, which is fast however many job
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from mpframe.config.composition.source import PRIMARY
 from mpframe.errors import ConfigError, nearest
 
 _VALUES_CHECKED = 512
+_MOST_JOBS = 100_000
 
 
 def axes(
@@ -40,6 +42,19 @@ def axes(
         ConfigError: a word sweeps over nothing, or over a choice or value that is not allowed.
     """
     return [_words_of(override, [*given, *words], draws, name) for override in parsed(list(words))]
+
+
+def refuse_endless(words: Sequence[str]) -> None:
+    """Refuse a sweep of more jobs than anybody waits for, before Hydra makes a list of them."""
+    swept = [o for o in parsed(list(words)) if o.is_sweep_override()]
+    listed = [o for o in swept if not isinstance(o.value(), Glob)]
+    most = _MOST_JOBS + 1
+    counts = [sum(1 for _ in itertools.islice(o.sweep_string_iterator(), most)) for o in listed]
+    if math.prod(counts) > _MOST_JOBS:
+        raise ConfigError(
+            f"{' '.join(str(o.input_line) for o in listed)}: would make more than {_MOST_JOBS} "
+            "jobs; give fewer values"
+        )
 
 
 def first_job(swept: list[list[str]]) -> list[str]:
@@ -74,9 +89,7 @@ def _words_of(override: Override, words: list[str], draws: bool, name: str) -> l
         return [str(override.input_line)]
     group = override.key_or_group
     choices = choices_of(group, words, name) if "." not in group else []
-    # Hydra's sweepers expand a glob without the folders of hydra.searchpath.
-    globbed = choices_of(group, []) if choices else []
-    values = _values(override, draws, globbed)
+    values = _values(override, draws, choices)
     if not values:
         raise ConfigError(
             f"{override.input_line}: holds no value, so the sweep would have no job; give at "
@@ -91,14 +104,14 @@ def _words_of(override: Override, words: list[str], draws: bool, name: str) -> l
     return jobs
 
 
-def _values(override: Override, draws: bool, globbed: list[str]) -> list[str]:
+def _values(override: Override, draws: bool, choices: list[str]) -> list[str]:
     """The values of a sweep over one option; of an interval its ends."""
     text = override.input_line
     value: Any = override.value()
     if isinstance(value, Glob):
-        matching = value.filter(globbed)
+        matching = value.filter(choices)
         if not matching:
-            known = ", ".join(globbed) or "none: glob() is for groups"
+            known = ", ".join(choices) or "none: glob() is for groups"
             raise ConfigError(f"{text}: matches no choice; there are {known}")
         return list(matching)
     if isinstance(value, IntervalSweep):
