@@ -82,22 +82,17 @@ def _check_nested(path: str, value: Any) -> Any:
 
 
 def _check_truth(path: str, value: Any, parameter: inspect.Parameter) -> Any:
-    """Return the truth that a word stands for, if the parameter is a bool.
-
-    Python takes any word for true, and true for the number 1.
-    """
-    unset, default = parameter.empty, parameter.default
-    known = str(type(default) if parameter.annotation is unset else parameter.annotation)
+    """Return a truth for a bool's word: Python takes any word for true, and true for 1."""
+    kind = parameter.annotation
+    known = str(type(parameter.default) if kind is parameter.empty else kind)
     kinds = set(re.findall(r"\w+", known)) - _NOT_A_TYPE
-    if value is None or isinstance(value, list | dict):
-        return value
-    if kinds == {"bool"} and not isinstance(value, bool):
-        if str(value).lower() not in _TRUTHS:
-            raise ConfigError(f"{path}={value}: must be true or false")
-        return _TRUTHS[str(value).lower()]
     if isinstance(value, bool) and kinds and kinds <= _NUMBERS:
         raise ConfigError(f"{path}={str(value).lower()}: must be a number")
-    return value
+    if kinds != {"bool"} or isinstance(value, bool | None):
+        return value
+    if str(value).lower() not in _TRUTHS:
+        raise ConfigError(f"{path}={value}: must be true or false")
+    return _TRUTHS[str(value).lower()]
 
 
 def found(section: str, target: str) -> Any:

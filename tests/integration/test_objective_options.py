@@ -11,9 +11,9 @@ from hydra import compose, initialize_config_dir
 
 from mpframe import build
 from mpframe.cli.commands.evaluate import evaluate
-from mpframe.config.composition.command_line import checked, prepare
+from mpframe.config.composition.command_line import checked, compose_named, prepare
 from mpframe.config.locations import CONF
-from mpframe.errors import MpframeError
+from mpframe.errors import DataError, MpframeError
 from mpframe.objectives import Objective, Supervised, cross_entropy, model_loss
 from mpframe.objectives.adversarial import discriminator_objective
 from mpframe.tracking.summary import Summary
@@ -120,6 +120,22 @@ def test_the_examples_of_the_page_train(
     summary = start_run(tmp_path / "run", *EXAMPLES[name], *options)
     assert (summary.status, summary.steps) == ("finished", 6)
     assert Summary.read(tmp_path / "run").val_loss == summary.val_loss
+
+
+def test_a_task_may_leave_the_objective_to_the_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "from torch.utils.data import Dataset\nfrom mpframe.data import Task\n"
+    (tmp_path / "no_loss.py").write_text(
+        f"{text}def task():\n    return Task(Dataset(), Dataset())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["dataset._target_=no_loss.task", "model._target_=torch.nn.Linear"]
+    words += ["+model.in_features=1", "+model.out_features=1"]
+    assert objective_of(*words, "objective=model_loss") is model_loss
+    config = checked(compose_named(words)[1])
+    with pytest.raises(DataError, match=r"^dataset: its Task has no objective; give it one"):
+        build.build_trainer(config, build.build_task(config), batches=4)
 
 
 def test_a_users_collate_makes_the_batches_of_a_task_without_a_metric(

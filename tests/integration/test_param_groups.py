@@ -36,6 +36,16 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
+@pytest.mark.parametrize("words", [[f"optimizer.groups.a={{nesterov:{w}}}" for w in ("off", "no")]])
+def test_a_word_for_false_in_a_group_is_false(words: list[str]) -> None:
+    for word in words:
+        own = trainer_of("optimizer=sgd", "optimizer.momentum=0.9", word, "dtype=fp32")
+        assert own.optimizer.optimizer.param_groups[0]["nesterov"] is False
+    with pytest.raises(ConfigError) as refused:
+        trainer_of("optimizer=sgd", "optimizer.groups.a={nesterov:abc}")
+    assert str(refused.value) == "optimizer.groups.a.nesterov=abc: must be true or false"
+
+
 @pytest.mark.parametrize("target", ["torch.optim.AdamW", "torch.optim.SGD"])
 def test_they_are_torchs_groups_made_by_hand(target: str) -> None:
     words = [f"optimizer._target_={target}", *GROUPS, "dtype=fp32", "scheduler=none"]

@@ -254,7 +254,8 @@ def train_with_secret(folder: Path, *words: str) -> subprocess.CompletedProcess[
         "PLAIN_NAME": SECRET[::-1],
         "LONG_PASSWORD": NASTY,
     }
-    own = ["trainer.progress=off", "hydra.run.dir=run", "model._target_=own.net"]
+    place = [] if "-m" in words else ["hydra.run.dir=run"]
+    own = ["trainer.progress=off", *place, "model._target_=own.net"]
     return programs.run(["trainer.max_steps=2", *own, *words], folder, environment)
 
 
@@ -331,6 +332,40 @@ def test_a_refusal_tells_no_secret(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert SECRET not in done.stderr + done.stdout
     assert done.stderr.startswith("mpframe: seed=***: must be")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("seed: ${oc.env:PLAIN_NAME}", ["hydra.run.dir=run"]),
+        ("device: ${oc.env:PLAIN_NAME}", ["hydra.run.dir=run"]),
+        ("device: ${oc.env:PLAIN_NAME}", ["--cfg=job", "--resolve"]),
+        ("seed: ${oc.env:PLAIN_NAME}", ["--cfg=job", "--resolve", "-p", "seed"]),
+        ("hydra: {run: {dir: 'x/${oc.env:PLAIN_NAME}'}}", ["model=mlp"]),
+        ("hydra: {run: {dir: 'x/${oc.env:PLAIN_NAME}'}}", ["model=mlp", "init_from=nowhere"]),
+    ],
+)
+def test_what_a_file_takes_from_the_environment_is_told_nowhere(
+    line: str, words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_text(f"# @package _global_\n{line}\n")
+    short = ["--config-dir=.", "experiment=own", "trainer.max_steps=1", "trainer.progress=off"]
+    done = programs.run([*short, *words], tmp_path, {"PLAIN_NAME": SECRET, "HYDRA_FULL_ERROR": ""})
+    assert SECRET not in done.stdout + done.stderr
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path for path in files if holds(path, SECRET)] == []
+    assert "***" in done.stdout + done.stderr or "${oc.env:PLAIN_NAME}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "word", ["hydra.run.dir=x/${oc.env:MY_TOKEN}", "run_name=${oc.env:MY_TOKEN}"]
+)
+def test_no_folder_is_named_after_a_secret(word: str, tmp_path: Path) -> None:
+    done = programs.run([word], tmp_path, {"MY_TOKEN": SECRET, "HYDRA_FULL_ERROR": ""})
+    said = "holds a secret of the environment, and everybody sees a folder's name; choose another"
+    assert re.fullmatch(rf"mpframe: hydra\.run\.dir=.*\*\*\*.*: {said}\n", done.stderr)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

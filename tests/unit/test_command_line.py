@@ -16,8 +16,9 @@ from time_limit import time_limit
 
 from mpframe.cli import job as job_module
 from mpframe.cli.commands import train
-from mpframe.config.composition.command_line import prepare
+from mpframe.config.composition.command_line import jobs, prepare
 from mpframe.config.composition.overrides import parsed, word_of
+from mpframe.config.composition.source import stand_ins
 from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError, MpframeError
 
@@ -192,12 +193,74 @@ def test_a_folder_of_ones_own_has_its_choices(
 
 
 def test_a_glob_matches_choices_of_ones_own(own_folder: Path, started: Started) -> None:
-    """Those of --config-dir; Hydra leaves out the folders of hydra.searchpath."""
-    assert len(started(f"--config-dir={own_folder}", "-m", "dtype=glob(s*)")) == 1
-    with pytest.raises(ConfigError, match=r"^dtype=glob\(x\*\): matches no choice; .* special$"):
-        started(f"--config-dir={own_folder}", "-m", "dtype=glob(x*)")
-    with pytest.raises(ConfigError, match=r"^dtype=glob\(s\*\): matches no choice; there are amp"):
-        started(f"hydra.searchpath=[file://{own_folder}]", "-m", "dtype=glob(s*)")
+    for flag in (f"--config-dir={own_folder}", f"hydra.searchpath=[file://{own_folder}]"):
+        assert len(started(flag, "-m", "dtype=glob(s*)")) == 1
+        with pytest.raises(
+            ConfigError, match=r"^dtype=glob\(x\*\): matches no choice; .* special$"
+        ):
+            started(flag, "-m", "dtype=glob(x*)")
+
+
+@pytest.fixture
+def other_mlp(own_folder: Path) -> Path:
+    """The same folder with a model and an experiment that have the names of shipped ones."""
+    (own_folder / "model").mkdir()
+    (own_folder / "model" / "mlp.yaml").write_text("_target_: mpframe.models.mlp\nhidden: 7\n")
+    (own_folder / "experiment").mkdir()
+    text = "# @package _global_\ndefaults: [override /model: mlp]\nseed: 5\n"
+    (own_folder / "experiment" / "digits_mlp.yaml").write_text(text)
+    (own_folder / "searching.yaml").write_text(
+        f"defaults: [config, _self_]\nhydra: {{searchpath: [file://{own_folder}]}}\n"
+    )
+    (own_folder / "other").mkdir()
+    shutil.move(own_folder / "searching.yaml", own_folder / "other" / "searching.yaml")
+    return own_folder
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--config-dir={}"],
+        ["hydra.searchpath=[file://{}]"],
+        ["--config-dir={}/other", "--config-name=searching"],
+        ["--config-dir={}/other", "hydra.searchpath=[file://{}]"],
+    ],
+)
+def test_a_users_file_stands_for_the_shipped_one_of_its_name(
+    flags: list[str], other_mlp: Path, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    keep = job_module._trained
+    monkeypatch.setattr(
+        job_module, "_trained", lambda job, own: (said.extend(stand_ins(own)), keep(job, own))[1]
+    )
+    words = [flag.format(other_mlp) for flag in flags]
+    for more in ([], ["-m"]):
+        (config,) = started(*words, *more, "experiment=digits_mlp")
+        assert (config.model.hidden, config.seed) == (7, 5)
+        lines = [f"{name}: {other_mlp}/{name.replace('=', '/')}.yaml stands for mpframe's file of "
+                 "that name" for name in ("model=mlp", "experiment=digits_mlp")]  # fmt: skip
+        assert sorted(said) == sorted(lines)
+        said.clear()
+        (config,) = started(*words, *more, "model=cnn")
+        assert (config.model._target_, said) == ("mpframe.models.cnn", [])
+    (config,) = started("model=mlp")
+    assert (config.model.hidden, said) == (256, [])
+    (job,) = jobs([*words, "model=mlp"])
+    assert job.config.model["hidden"] == 7
+
+
+@pytest.mark.parametrize("flag", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+def test_a_config_yaml_does_not_stand_for_the_shipped_one(
+    flag: str, tmp_path: Path, started: Started
+) -> None:
+    """It may be that of a checkpoint, or of another program."""
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    with pytest.raises(ConfigError) as refused:
+        started(flag.format(tmp_path))
+    assert str(refused.value) == (
+        f"{tmp_path}/config.yaml: would stand for mpframe's; rename it and add --config-name=NAME"
+    )
 
 
 def test_a_primary_configuration_of_ones_own(own_folder: Path, started: Started) -> None:
@@ -286,6 +349,37 @@ def test_a_choice_with_a_plus_is_answered_with_the_word_to_write(
             r"seed=range\(1,1\): holds no value, so the sweep would",
         ),
         (["--experimental-rerun=x.pickle"], "--experimental-rerun=x.pickle: reads a pickle, which"),
+        (
+            ["-m", "hydra.run.dir=x", "seed=1"],
+            "^hydra.run.dir=x: has no meaning with -m; use hydra",
+        ),
+        (
+            ["hydra.sweep.dir=x"],
+            "^hydra.sweep.dir=x: has no meaning without -m; add -m, or use hydra",
+        ),
+        (["hydra.sweep.subdir=x"], "^hydra.sweep.subdir=x: has no meaning without -m"),
+        (["dtype=[mixed,fp32]"], r"^dtype=\[mixed,fp32\]: give one choice, as dtype=NAME$"),
+        (["-m", "dtype=[]", "seed=1,2"], r"^dtype=\[\]: give one choice, as dtype=NAME$"),
+        (["model=[mlp,cnn]"], r"^model=\[mlp,cnn\]: give one choice"),
+        (["~seed"], "^~seed: every run has this option; give it a value, seed=VALUE$"),
+        (["~trainer.max_steps"], "^~trainer.max_steps: every run has this option"),
+        (
+            ["-m", "seed=range(1,100000000)"],
+            r"^seed=range\(1,100000000\): make more than 100000 jobs; give fewer values$",
+        ),
+        (
+            ["-m", "seed=range(1,1000)", "dtype=amp", "model.width=range(1,1000)"],
+            r"^seed=range\(1,1000\) model.width=range\(1,1000\): make more than 100000 jobs",
+        ),
+        (
+            [f"seed=[{'1,' * 500_000}1]"],
+            r"^seed=\[1,1.*\.\.\.: has 1000008 characters, and 32768",
+        ),
+        (
+            ["x" * 10**6],
+            r"^x{40}\.\.\.: has 1000000 characters, and 32768 are allowed; put the value",
+        ),
+        (["--c", "fg"], "^ambiguous option: --c could match .*; see --help$"),
         (["--experimental-rer=x.pickle"], "--experimental-rerun=x.pickle: reads a pickle, which"),
     ],
 )
@@ -295,6 +389,48 @@ def test_what_would_harm_is_refused(
     with pytest.raises(ConfigError, match=says):
         started(*words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_list_of_choices_is_for_groups_that_hold_several(started: Started) -> None:
+    (config,) = started("callbacks=[default,early_stopping]", "dtype=[amp]")
+    assert ("early_stopping" in config.callbacks, config.dtype.mode) == (True, "amp")
+
+
+def test_the_home_folder_is_meant_as_in_a_shell(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me, too")
+    (config,) = started("dataset=fashion_mnist", "dataset.root=~/data")
+    assert config.dataset.root == "/home/me, too/data"
+
+
+def test_a_key_given_twice_in_a_file_is_named(own_folder: Path, started: Started) -> None:
+    (own_folder / "dtype" / "twice.yaml").write_text("mode: amp\nhalf: float16\nmode: fp32\n")
+    with pytest.raises(ConfigError) as refused:
+        started(f"--config-dir={own_folder}", "dtype=twice")
+    assert str(refused.value) == (
+        f"{own_folder}/dtype/twice.yaml, line 3: found duplicate key mode; correct the file"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "use"),
+    [
+        *((f"{name}=4", "trainer.accumulate=N") for name in ("iter_size", "trainer.iter_size")),
+        ("+num_gpus=2", "torchrun --nproc-per-node N"),
+        ("use_horovod=true", "torchrun --nproc-per-node N"),
+        ("lr_policy=poly", "scheduler=CHOICE"),
+        ("max_grad_norm=1", "trainer.clip_norm=NUMBER"),
+        ("loss_scaling=512", "loss_scaling=static loss_scaling.scale=512"),
+        ("loss_scaling=512.0", "loss_scaling=static loss_scaling.scale=512.0"),
+    ],
+)
+def test_another_systems_option_is_answered_with_ours(
+    word: str, use: str, started: Started
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        started(word)
+    assert str(refused.value).endswith(f"; use {use}")
 
 
 @pytest.mark.parametrize("planted", [lambda path: path.symlink_to("precious"), os.mkfifo])

@@ -77,6 +77,13 @@ def test_a_swept_option_has_a_column_of_its_own(tmp_path: Path) -> None:
     assert columns["optimizer.weight_decay"] == "1"  # null is no number, so no value is one
 
 
+def test_the_jobs_of_a_glob_have_their_choice(tmp_path: Path) -> None:
+    words = ["dtype=amp_bf16"]
+    told = varied(job(tmp_path, words, ["dtype=glob(*bf16)"]))
+    columns, first = hparams(config_of(*words), "none", told)
+    assert (first, columns["dtype"]) == (["dtype"], "amp bfloat16")
+
+
 def test_what_a_searcher_draws_comes_first(tmp_path: Path) -> None:
     sweep = ["optimizer.lr=tag(log,interval(1e-4,1e-1))", "model=mlp"]
     words = ["optimizer.lr=0.02", "model=mlp", "model.depth=2"]

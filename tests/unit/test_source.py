@@ -80,15 +80,9 @@ def test_training_takes_a_config_path_from_the_current_folder(folder: Path) -> N
         (["--config-path=nowhere"], "--config-path=nowhere: no such folder; name one with .yaml"),
         (["--config-dir"], "--config-dir/-cd: expected one argument; see --help"),
         (["--cfg=job"], "--cfg=job: no such option; give option=value"),
-        (
-            ["--config-dir=."],
-            "--config-dir=.: mpframe's config.yaml hides the one in it; give yours another name "
-            "and add --config-name=NAME",
-        ),
     ],
 )
 def test_a_mistake_in_a_flag_is_one_line(folder: Path, flags: list[str], says: str) -> None:
-    (folder / "config.yaml").write_text("seed: 1\n")
     with pytest.raises(ConfigError) as refused:
         compose_named(flags)
     assert str(refused.value).startswith(says)
@@ -123,6 +117,17 @@ def test_a_folder_of_the_users_trusts_what_it_names_where_it_names_it(folder: Pa
     assert not trusted.names("dataset", "my_net.Net")
     assert not trusted.names("model", "my_net.Inner")
     assert not trusted.names("metrics.other", "my_metric.Top")
+
+
+def test_a_machine_has_at_most_its_cores_of_stored_workers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    _, composed = compose_named(["dataset.workers=300"])
+    text = OmegaConf.to_yaml(without_hydra(composed), resolve=True)
+    assert config_of(text, folder, []).data.workers == 2
+    assert config_of(text, folder, ["dataset.workers=1"]).data.workers == 1
+    assert config_of(text, folder, ["dataset.workers=5"]).data.workers == 5
 
 
 def test_a_checkpoint_does_not_trust_itself(folder: Path) -> None:

@@ -28,7 +28,7 @@ from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.redaction import SECRET_NAME, hide, secrets_of
 from mpframe.config.sweep.earlier import holds_this_run, resolved_text
 from mpframe.config.sweep.job_name import leave_out
-from mpframe.config.sweep.values import axes, first_job, refuse_endless, refuse_unfit_choices
+from mpframe.config.sweep.values import axes, first_job, refuse_unfit_choices
 from mpframe.errors import ConfigError, MpframeError
 
 
@@ -71,10 +71,7 @@ def _check_sweep(config: DictConfig, name: str) -> None:
     words = [*(f"{key}={value}" for key, value in params.items()), *_words(config, "task")]
     leave_out(config, [o.key_or_group for o in parsed(words) if not o.is_sweep_override()])
     given = _words(config, "hydra")
-    draws = not _is_basic(config, "sweeper")
-    swept = axes(words, given, draws, name)
-    if not draws:
-        refuse_endless(words)
+    swept = axes(words, given, draws=not _is_basic(config, "sweeper"), name=name)
     first = composed([*given, *first_job(swept)], name)
     _check(first, "hydra.sweep.dir")
     refuse_unfit_choices(swept, given, name)

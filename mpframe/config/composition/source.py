@@ -64,14 +64,13 @@ class Source:
         if not _is_shipped(self.place):
             return []
         named = [f"file://{self.further}"] if self.further else []
-        own = [place for place in (*named, *self.searched) if not _is_shipped(place)]
-        for place in own if self.name == PRIMARY else ():
-            if os.path.exists(f"{place.removeprefix('file://')}/{PRIMARY}.yaml"):
+        places = [place for place in (*named, *self.searched) if not _is_shipped(place)]
+        for file in (f"{place.removeprefix('file://')}/{PRIMARY}.yaml" for place in places):
+            if self.name == PRIMARY and os.path.exists(file):
                 raise ConfigError(
-                    f"{place.removeprefix('file://')}: its {PRIMARY}.yaml would stand for "
-                    "mpframe's; give it another name and add --config-name=NAME"
+                    f"{file}: would stand for mpframe's; rename it and add --config-name=NAME"
                 )
-        return own
+        return places
 
 
 SHIPPED = Source()

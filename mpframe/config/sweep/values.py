@@ -39,22 +39,15 @@ def axes(
         name: of the primary configuration.
 
     Raises:
-        ConfigError: a word sweeps over nothing, or over a choice or value that is not allowed.
+        ConfigError: a word sweeps over nothing, or over a choice or value that is not allowed; or
+            there are too many jobs.
     """
-    return [_words_of(override, [*given, *words], draws, name) for override in parsed(list(words))]
-
-
-def refuse_endless(words: Sequence[str]) -> None:
-    """Refuse a sweep of more jobs than anybody waits for, before Hydra makes a list of them."""
-    swept = [o for o in parsed(list(words)) if o.is_sweep_override()]
-    listed = [o for o in swept if not isinstance(o.value(), Glob)]
-    most = _MOST_JOBS + 1
-    counts = [sum(1 for _ in itertools.islice(o.sweep_string_iterator(), most)) for o in listed]
-    if math.prod(counts) > _MOST_JOBS:
-        raise ConfigError(
-            f"{' '.join(str(o.input_line) for o in listed)}: would make more than {_MOST_JOBS} "
-            "jobs; give fewer values"
-        )
+    overrides = parsed(list(words))
+    swept = [_words_of(override, [*given, *words], draws, name) for override in overrides]
+    if not draws and math.prod(map(len, swept)) > _MOST_JOBS:  # Hydra would list them all first.
+        several = " ".join(str(o.input_line) for o in overrides if o.is_sweep_override())
+        raise ConfigError(f"{several}: make more than {_MOST_JOBS} jobs; give fewer values")
+    return swept
 
 
 def first_job(swept: list[list[str]]) -> list[str]:
@@ -96,7 +89,7 @@ def _words_of(override: Override, words: list[str], draws: bool, name: str) -> l
             "least one"
         )
     jobs = [f"{override.get_key_element()}={value}" for value in values]
-    for value, job in zip(values, jobs, strict=True):
+    for value, job in zip(values[:_VALUES_CHECKED], jobs, strict=False):
         if choices:
             refuse_unknown_choice(group, value, choices)
         else:
@@ -122,6 +115,6 @@ def _values(override: Override, draws: bool, choices: list[str]) -> list[str]:
             )
         return [str(value.start), str(value.end)]
     try:
-        return list(itertools.islice(override.sweep_string_iterator(), _VALUES_CHECKED))
+        return list(itertools.islice(override.sweep_string_iterator(), _MOST_JOBS + 1))
     except (HydraException, ValueError) as error:
         raise ConfigError(f"{text}: {str(error).splitlines()[0]}; give other values") from None
