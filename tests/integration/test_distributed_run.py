@@ -247,7 +247,7 @@ def test_ranks_with_other_options_are_refused_by_name(two: Ranks, tmp_path: Path
 
 
 def test_where_a_rank_finds_its_data_is_its_own_affair(two: Ranks, tmp_path: Path) -> None:
-    options = ["dataset.workers=1", "dataset.worker_timeout=9", "run_name=later"]
+    options = ["dataset.worker_timeout=9", "run_name=later"]
     (first, second) = two(ranked.runs_otherwise, tmp_path / "run", OWN, [options])
     assert (first[0].status, second[0].steps) == (Status.FINISHED, 4)
 
