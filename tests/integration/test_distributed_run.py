@@ -237,7 +237,8 @@ OTHERWISE = {
 
 def test_ranks_with_other_options_are_refused_by_name(two: Ranks, tmp_path: Path) -> None:
     """However the option would be noticed later, if at all."""
-    ends = two(ranked.runs_otherwise, tmp_path / "run", OWN, [[own] for own in OTHERWISE])
+    options = [[own] for own in OTHERWISE]
+    ends = two(ranked.runs_otherwise, tmp_path / "run", OWN, options, within=90)
     for own, (option, first) in enumerate(OTHERWISE.values()):
         said = f"{option}: rank 1 has it, and rank 0 has {first}; start all ranks with the same"
         assert ends[0][own] == ends[1][own]
