@@ -3,6 +3,9 @@
 import json
 import os
 import re
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,14 @@ from torch import Tensor, nn
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.export.files import as_safetensors, refuse_taken, write
-from mpframe.checkpoint.export.graph import as_pt2, graph_inputs, traced, without_labels
+from mpframe.checkpoint.export.graph import (
+    as_onnx,
+    as_pt2,
+    describe_inputs,
+    graph_inputs,
+    traced,
+    without_labels,
+)
 from mpframe.checkpoint.export.rounding import DTYPES, converted
 from mpframe.checkpoint.saved_weights import weights_of
 from mpframe.cli.commands.export import main
@@ -263,6 +273,15 @@ def test_a_mistake_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize("form", ["safetensors", "state_dict"])
+def test_a_config_dir_goes_with_weights_as_well(form: str, saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    out = tmp_path / "model"
+    words = f"checkpoint={saved} out={out} format={form} --config-dir {tmp_path / 'conf'}"
+    main(words.split())
+    assert out.is_file()
+
+
 GOOD = {"weights": {"a": torch.ones(2)}, "ema": None, "progress": {"steps": 1, "skipped": 0}}
 
 
@@ -344,6 +363,93 @@ def test_a_graph_of_several_inputs_is_called_by_their_names(tmp_path: Path) -> N
     loaded = torch.export.load(tmp_path / "x.pt2").module()
     given = {"input_ids": torch.arange(15).reshape(3, 5) % 7, "mask": torch.rand(3, 5)}
     assert torch.equal(loaded(**given)["logits"], model(**given)["logits"])
+
+
+@dataclass
+class Tagged:
+    """As ModelOutput: what a process that has torch alone does not know."""
+
+    logits: Tensor
+    states: Any = None
+    cache: Any = object()
+
+
+class Counted(nn.Module):
+    """Reads a text of at most 9 words; if `fixed` is given, of exactly so many."""
+
+    def __init__(self, fixed: int = 0, nested: bool = False) -> None:
+        super().__init__()
+        self.fixed, self.nested = fixed, nested
+        self.table, self.places, self.head = nn.Embedding(7, 4), nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, words: Tensor) -> Any:
+        hidden = self.table(words) + self.places.weight[: words.shape[1]]
+        if self.fixed:
+            hidden = hidden.view(-1, self.fixed, 4)
+        states = (Tagged(hidden), [hidden]) if self.nested else hidden
+        return Tagged(self.head(hidden.mean(1)), states)
+
+
+WORDS = {"name": "words", "shape": [None, 5], "dtype": "int64"}
+LOADED = """
+import sys, torch
+graph = torch.export.load(sys.argv[1]).module()
+for length in (2, 5, 9):
+    found = graph(torch.zeros(3, length, dtype=torch.int64))
+    assert list(found) == ["logits", "states"] and found["logits"].shape == (3, 3), found
+    assert found["states"][0]["logits"].shape == found["states"][1][0].shape == (3, length, 4)
+"""
+
+
+def test_a_text_may_have_any_length_and_torch_alone_loads_the_outputs(tmp_path: Path) -> None:
+    model = Counted(nested=True)
+    graph = traced(model, converted(model.state_dict(), "fp32"), "fp32", [WORDS])
+    assert describe_inputs(graph, [WORDS]) == [WORDS | {"shape": [None, None], "at_most": {"1": 9}}]
+    (tmp_path / "x.pt2").write_bytes(as_pt2(graph, "{}"))
+    subprocess.run([sys.executable, "-c", LOADED, tmp_path / "x.pt2"], check=True, timeout=100)
+
+
+def test_in_onnx_too() -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    import onnxruntime
+
+    model = Counted()
+    graph = traced(model, converted(model.state_dict(), "fp32"), "fp32", [WORDS])
+    session = onnxruntime.InferenceSession(as_onnx(graph, "{}"))
+    assert [one.name for one in session.get_outputs()] == ["logits", "states"]
+    for length in (2, 5, 9):
+        words = torch.arange(3 * length).reshape(3, length) % 7
+        logits, hidden = session.run(None, {"words": words.numpy()})
+        # Sums of 9 and 4 terms, of at most 16 in all: their order moves them by 2^-16 at most.
+        wanted = model(words)["logits"]
+        torch.testing.assert_close(torch.from_numpy(logits), wanted, rtol=0, atol=2**-16)
+        assert hidden.shape == (3, length, 4)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Ours: torch's tracer logs, too."""
+    return [one.getMessage() for one in caplog.records if one.name.startswith("mpframe")]
+
+
+def test_a_length_that_the_model_fixes_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = Counted(fixed=5)
+    graph = traced(model, converted(model.state_dict(), "fp32"), "fp32", [WORDS])
+    assert describe_inputs(graph, [WORDS]) == [WORDS]
+    assert warnings(caplog) == [
+        "warning: the graph takes words of size 5 in dimension 1 only, because the model's code "
+        "fixes it"
+    ]
+
+
+def test_columns_that_are_read_by_number_are_no_length(caplog: pytest.LogCaptureFixture) -> None:
+    class Columns(nn.Module):
+        def forward(self, words: Tensor) -> Tensor:
+            return words[:, 0] + words[:, 4]
+
+    graph = traced(Columns(), converted({}, "fp32"), "fp32", [WORDS])
+    assert describe_inputs(graph, [WORDS]) == [WORDS]
+    assert not warnings(caplog)
 
 
 def test_labels_that_a_model_cannot_do_without_stay() -> None:

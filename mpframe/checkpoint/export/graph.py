@@ -1,7 +1,9 @@
 """A model with its weights as one graph, which runs without the model's code.
 
 The graph computes in the format of its weights and casts nothing: an export in float16 takes
-float16 inputs. The first dimension of each input is the batch and may have any size.
+float16 inputs. The first dimension of each input is the batch and may have any size. So may the
+other dimensions of integer and boolean inputs, such as the length of a text, unless the model's
+code fixes them.
 """
 
 import inspect
@@ -18,8 +20,10 @@ from torch import Tensor, nn
 
 from mpframe.checkpoint.export.rounding import DTYPES, Exported
 from mpframe.errors import CheckpointError, ConfigError, UserCodeError, first_line
-from mpframe.tree import dtype_name
+from mpframe.tree import dtype_name, fields_of, tensors_in
 from mpframe.user_code import name_of, raised
+
+log = logging.getLogger(__name__)
 
 KEY = "mpframe"
 """Under this name a file holds the sidecar's words."""
@@ -39,14 +43,21 @@ def traced(
         dtype: `fp32`, `float16` or `bfloat16`.
         inputs: of a sidecar.
 
+    Returns:
+        The graph. Its outputs are tensors, or tuples, lists and dicts of them, so that torch can
+        load it without the model's own classes.
+
     Raises:
         CheckpointError: the weights are another model's.
         UserCodeError: the model cannot be traced.
     """
     _load(model.to(DTYPES[dtype]), weights)
+    model.register_forward_hook(lambda module, given, output: _plain_output(output))
     examples = {one["name"]: _example(one) for one in inputs}
     batch = torch.export.Dim("batch")
-    sizes = {name: {0: batch} if held.dim() else {} for name, held in examples.items()}
+    sizes = {
+        name: ({0: batch} if held.dim() else {}) | _lengths(held) for name, held in examples.items()
+    }
     single = len(examples) == 1
     arguments = tuple(examples.values()) if single else ()
     keywords = {} if single else examples
@@ -68,6 +79,18 @@ def traced(
     return program
 
 
+def describe_inputs(
+    program: torch.export.ExportedProgram, inputs: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The inputs as the graph takes them: a size that may vary is null, with its bound `at_most`.
+
+    A length that the model's code fixes gets a warning.
+    """
+    nodes = {node.name: node for node in program.graph.nodes}
+    taken = [nodes[name].meta["val"] for name in program.graph_signature.user_inputs]
+    return [_as_taken(one, held) for one, held in zip(inputs, taken, strict=True)]
+
+
 def as_pt2(program: torch.export.ExportedProgram, words: str) -> bytes:
     """The content of a `.pt2` file; `words` is its extra file `mpframe`."""
     file = io.BytesIO()
@@ -83,9 +106,12 @@ def as_onnx(program: torch.export.ExportedProgram, words: str) -> bytes:
         UserCodeError: an op of the graph has no counterpart in ONNX.
     """
     require_onnx()
+    spec: Any = program.call_spec.out_spec
+    flat = spec.type is dict and spec.num_leaves == len(spec.context)  # Of tensors by name.
+    names = spec.context if flat else None
     try:
         with _quiet():
-            made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+            made: Any = torch.onnx.export(program, dynamo=True, verbose=False, output_names=names)
     except Exception as error:
         raise UserCodeError(
             f"format=onnx: the graph cannot be written as ONNX: {first_line(error):.200}; use "
@@ -166,6 +192,49 @@ def _is_plain(described: Any) -> bool:
         return False
     whole = all(type(size) is int and size > 0 for size in sizes)
     return named and whole and math.prod(sizes) <= _MOST_VALUES and isinstance(dtype, torch.dtype)
+
+
+def _lengths(example: Tensor) -> dict[int, Any]:
+    """The dimensions behind the batch that torch.export is to leave open where the model can."""
+    if example.is_floating_point():
+        return {}
+    return dict.fromkeys(range(1, example.dim()), torch.export.Dim.AUTO)
+
+
+def _as_taken(described: Mapping[str, Any], held: Tensor) -> dict[str, Any]:
+    shape, at_most = list(described["shape"]), {}
+    for dim in _lengths(held):
+        lower, upper = _bounds(held.shape[dim])
+        if lower == upper:
+            log.warning(
+                "warning: the graph takes %s of size %d in dimension %d only, because the model's "
+                "code fixes it",
+                *(described["name"], lower, dim),
+            )
+        elif lower < (shape[dim] or 2):  # Else it is columns, which the model reads by number.
+            shape[dim] = None
+            if upper < 2**31:
+                at_most[str(dim)] = int(upper)
+    return {**described, "shape": shape} | ({"at_most": at_most} if at_most else {})
+
+
+def _bounds(size: Any) -> tuple[Any, Any]:
+    """The smallest and the largest value of a size in a graph."""
+    if isinstance(size, int):
+        return size, size
+    allowed = size.node.shape_env.bound_sympy(size.node.expr)
+    return allowed.lower, allowed.upper
+
+
+def _plain_output(output: Any) -> Any:
+    """A model's output with dicts for dataclasses and the like; fields without tensors go."""
+    fields = fields_of(output)
+    if fields:
+        return {str(k): _plain_output(v) for k, v in fields.items() if [*tensors_in(v)]}
+    if isinstance(output, tuple | list):
+        items = [_plain_output(item) for item in output]
+        return tuple(items) if isinstance(output, tuple) else items
+    return output
 
 
 def _example(described: Mapping[str, Any]) -> Tensor:

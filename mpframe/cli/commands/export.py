@@ -16,14 +16,14 @@ Options:
     weights_dtype=fp32|float16|bfloat16    default: fp32; rounded once, from the fp32 masters
     overwrite=true        replace a file that exists; default: false
     model.OPTION=VALUE    for a graph: options of the model
-    --config-dir=FOLDER, --config-name=NAME    for a graph: as for mpframe train
+    --config-dir=FOLDER, --config-name=NAME    as for mpframe train; only a graph needs them
 
 The sidecar is FILE.json.
 
 safetensors and state_dict hold weights. onnx and torch_export hold the model as a graph, which runs
-without its code, for any batch size; it takes inputs of weights_dtype and computes in it. For a
-graph a class that is not mpframe's must be named again, as in model._target_=my_pkg.Net. onnx needs
-pip install mpframe[onnx].
+without its code, for any batch size and for any length of a text that the model's code does not
+fix. It takes inputs of weights_dtype and computes in it. For a graph a class that is not mpframe's
+must be named again, as in model._target_=my_pkg.Net. onnx needs pip install mpframe[onnx].
 """
 
 import os
@@ -48,6 +48,7 @@ from mpframe.checkpoint.export.files import (
 from mpframe.checkpoint.export.graph import (
     as_onnx,
     as_pt2,
+    describe_inputs,
     graph_inputs,
     require_onnx,
     traced,
@@ -58,6 +59,7 @@ from mpframe.checkpoint.export.sidecar import as_json, facts_of, model_facts
 from mpframe.checkpoint.saved_weights import KINDS, validated_kind, weights_of
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import checkpoint_of
+from mpframe.config.composition.source import take_source
 from mpframe.config.redaction import redacted, secrets_of
 from mpframe.config.stored import config_of
 from mpframe.errors import ConfigError, nearest, printable, take_options
@@ -158,6 +160,7 @@ def _content(export: Export, facts: dict[str, Any]) -> bytes:
     model: nn.Module = build.build_model(config)
     facts["inputs"] = without_labels(facts["inputs"], model)
     graph = traced(model, export.weights, export.options["weights_dtype"], facts["inputs"])
+    facts["inputs"] = describe_inputs(graph, facts["inputs"])
     words = as_json(_without_secrets(facts))
     return as_onnx(graph, words) if form == "onnx" else as_pt2(graph, words)
 
@@ -183,7 +186,7 @@ def _checked(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         refuse_unknown(name, options[name] or None, choices)
     _refuse_unfit_ending(options)
     if options["format"] not in GRAPHS:
-        _refuse_more(given, options["format"])
+        _refuse_more(take_source(given)[1], options["format"])
     return options, given
 
 
