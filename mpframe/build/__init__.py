@@ -4,7 +4,7 @@ No other package instantiates a `_target_`, and no package below this one reads 
 """
 
 from mpframe.build.callbacks import build_callbacks
-from mpframe.build.data import Loaders, build_loaders, build_task
+from mpframe.build.data import Loaders, build_loaders, build_task, evaluation_loader
 from mpframe.build.device import resolve_device, seed_everything
 from mpframe.build.model import build_model
 from mpframe.build.precision import build_precision, in_fp32
@@ -22,6 +22,7 @@ __all__ = [
     "build_scaler",
     "build_task",
     "build_trainer",
+    "evaluation_loader",
     "in_fp32",
     "make",
     "resolve_device",

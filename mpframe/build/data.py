@@ -40,19 +40,32 @@ def build_loaders(config: Config, task: Task, world: World = ALONE) -> Loaders:
         task: the dataset.
         world: the ranks that share each batch.
     """
-    data = config.data
-    require_workers(data.workers)
-    common: dict[str, Any] = {
+    require_workers(config.data.workers)
+    size = config.data.batch_size
+    train = Loader(task.train, size, shuffle=True, drop_last=True, **_common(config, task, world))
+    val = evaluation_loader(config, task, task.val, "validation", world)
+    if task.test is None:
+        return Loaders(train, val, None)
+    return Loaders(train, val, evaluation_loader(config, task, task.test, "test", world))
+
+
+def evaluation_loader(
+    config: Config, task: Task, samples: Any, split: str, world: World = ALONE
+) -> Loader:
+    """The loader of samples that are measured or predicted, in their order."""
+    size, option = config.data.batch_size, "dataset.batch_size"
+    if config.data.eval_batch_size is not None:
+        size, option = config.data.eval_batch_size, "dataset.eval_batch_size"
+    common = _common(config, task, world)
+    return Loader(samples, size, shuffle=False, split=split, option=option, **common)
+
+
+def _common(config: Config, task: Task, world: World) -> dict[str, Any]:
+    return {
         "seed": config.run.seed,
-        "workers": data.workers,
-        "worker_timeout": data.worker_timeout,
+        "workers": config.data.workers,
+        "worker_timeout": config.data.worker_timeout,
         "collate": task.collate,
         "pin": resolve_device(config.run.device).type == "cuda",
         "world": world,
     }
-    train = Loader(task.train, data.batch_size, shuffle=True, drop_last=True, **common)
-    val = Loader(task.val, data.batch_size, shuffle=False, split="validation", **common)
-    if task.test is None:
-        return Loaders(train, val, None)
-    test = Loader(task.test, data.batch_size, shuffle=False, split="test", **common)
-    return Loaders(train, val, test)

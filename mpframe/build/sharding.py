@@ -23,7 +23,7 @@ _NEEDED = {  # What needs whole weights on each rank is off.
     "dtype.products": "none",
     "numerics.every": "null",
 }
-_WITHOUT = ("Freeze", "LayerwiseRates")  # callbacks
+_WITHOUT = ("Freeze", "LayerwiseRates", "Penalty")  # callbacks
 
 # They treat each value by itself, so a rank steps its part alone.
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"

@@ -148,6 +148,7 @@ def build_plan(config: Config) -> Plan:
         max_steps=options.max_steps,
         accumulate=options.accumulate,
         clip_norm=options.clip_norm,
+        clip_value=options.clip_value,
         eval_every=options.eval_every,
         skip_if_dropped=options.bad_micro_batch == "skip",
         compile=options.compile,

@@ -118,6 +118,11 @@ class TrainerOptions:
     clip_norm: float | None = option(
         None, "Clip the global 2-norm of the unscaled gradients to this.", above=0.0
     )
+    clip_value: float | None = option(
+        None,
+        "Clamp each value of the unscaled gradients to [-this, this]; goes without clip_norm.",
+        above=0.0,
+    )
     ema_decay: float | None = option(
         None,
         "Keep an exponential moving average of the weights and validate with it. The decay of "
@@ -297,6 +302,13 @@ class DatasetOptions:
 
     batch_size: int = option(
         64, "Samples in a micro-batch, of all ranks together.", unit="samples", low=1
+    )
+    eval_batch_size: int | None = option(
+        None,
+        "Samples in a batch of validation, test and prediction, of all ranks together; null: as in "
+        "training.",
+        unit="samples",
+        low=1,
     )
     workers: int = option(0, "Processes that load data; 0: the main one.", unit="processes", low=0)
     worker_timeout: float | None = option(

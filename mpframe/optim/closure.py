@@ -65,7 +65,7 @@ def refuse_beside_closure(
         (half, "half weights", "dtype=fp32"),
         (cast, "ops cast to half", "dtype=fp32"),
         (scaled, "loss scaling", "loss_scaling=none"),
-        (clipped, "clipping", "trainer.clip_norm=null"),
+        (clipped, "clipping", "trainer.clip_norm=null trainer.clip_value=null"),
         (accumulated, "accumulation", "trainer.accumulate=1"),
         (masked, "skipping", "trainer.on_loss_spike=warn"),
     ):

@@ -41,6 +41,7 @@ class Gradients:
         amax: 0-d float32, the largest unscaled magnitude; inf or nan if any is; 0 if there is none.
         clip_factor: 0-d, what clipping multiplies the half ones by; None: nothing.
         count: how many samples the loss of a micro-batch is the mean of, >= 0; a tensor is 0-d.
+        max_value: the largest magnitude that `take` leaves to any value; None: it leaves all.
     """
 
     by_master: dict[Tensor, Tensor]
@@ -52,6 +53,7 @@ class Gradients:
     amax: Tensor
     clip_factor: Tensor | None = None
     count: Tensor | float = 1
+    max_value: float | None = None
 
     def norm(self) -> Tensor:
         """The global 2-norm as 0-d fp32, by the rule of torch's clipping; 0 without a value."""
@@ -82,6 +84,10 @@ class Gradients:
             torch._foreach_mul_(widened, _unscale(self.clip_factor, self.scale))
         elif widened and isinstance(self.scale, Tensor):
             torch._foreach_div_(widened, self.scale)
+        if taken and self.max_value is not None:
+            values = [own._values() if own.is_sparse else own for own in taken]
+            torch._foreach_clamp_min_(values, -self.max_value)
+            torch._foreach_clamp_max_(values, self.max_value)
         return taken
 
 
@@ -158,17 +164,21 @@ def as_count(count: Tensor | float, device: torch.device) -> Tensor:
     return torch.full((), count, dtype=torch.float64, device=device)
 
 
-def check_max_norm(max_norm: float) -> None:
-    """Refuse a norm that gradients cannot be clipped to.
+def check_clipping(**bounds: float | None) -> None:
+    """Refuse what gradients cannot be clipped to; the bounds are named as messages call them.
 
     Raises:
-        ConfigError: it is not a finite number > 0.
+        ConfigError: one is not a finite number > 0, or several are given.
     """
-    if not 0.0 < max_norm < math.inf:
-        raise ConfigError(
-            f"max_norm={max_norm}: must be a finite number > 0; None leaves the gradients as "
-            "they are"
-        )
+    given = {name: bound for name, bound in bounds.items() if bound is not None}
+    for name, bound in given.items():
+        if not 0.0 < bound < math.inf:
+            raise ConfigError(
+                f"{name}={bound}: must be a finite number > 0; None leaves the gradients as "
+                "they are"
+            )
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: do not go together; give one of them")
 
 
 def clip(gradients: Gradients, norm: Tensor, max_norm: float) -> Gradients:

@@ -36,6 +36,9 @@ class LARC:
         epsilon: added to the gradient's norm, > 0.
         without: parameters, or their masters, whose gradients stay as they are.
 
+    Attributes:
+        rates: the learning rate that each weight had in its last step, its factor included, 0-d.
+
     Raises:
         ConfigError: an argument is out of its range.
     """
@@ -55,6 +58,7 @@ class LARC:
             raise ConfigError(f"larc.mode={mode}: choose clip (LARC) or scale (LARS)")
         self.eta, self.mode, self.min_update, self.epsilon = eta, mode, min_update, epsilon
         self.without = set(without)
+        self.rates: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
@@ -63,7 +67,9 @@ class LARC:
             for weight in group["params"]:
                 if weight.grad is not None and weight not in self.without:
                     values = weight.grad._values() if weight.grad.is_sparse else weight.grad
-                    values.mul_(self._factor(weight, values, group["lr"]))
+                    factor = self._factor(weight, values, group["lr"])
+                    values.mul_(factor)
+                    self.rates[weight] = factor * group["lr"]
 
     def _factor(self, weight: Tensor, gradient: Tensor, lr: Tensor | float) -> Tensor:
         """0-d, what the gradient is multiplied by, within the gradient's format."""

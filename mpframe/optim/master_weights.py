@@ -39,7 +39,7 @@ from mpframe.optim.gradients import (
     agreed,
     as_count,
     before_the_sum,
-    check_max_norm,
+    check_clipping,
     clip,
     not_finite,
 )
@@ -235,6 +235,7 @@ class MasterWeights(Optimizer):
         scaler: LossScaler | None = None,
         *,
         max_norm: float | None = None,
+        max_value: float | None = None,
         skip_mask: Tensor | None = None,
         skip_if_dropped: bool = False,
         closure: Callable[[], Any] | None = None,
@@ -248,6 +249,8 @@ class MasterWeights(Optimizer):
             scaler: scaled this step's loss; None: the loss was not scaled.
             max_norm: clip the global 2-norm of the gradients to this, > 0 and finite; None: do
                 not clip.
+            max_value: clamp each value of the gradients to [-max_value, max_value] instead, > 0
+                and finite; None: do not clip.
             skip_mask: 0-d bool on the device; True skips the step whatever its gradients are.
             skip_if_dropped: skip the step if any of its micro-batches was dropped, not only if all
                 were.
@@ -258,14 +261,14 @@ class MasterWeights(Optimizer):
             What was done. After a skip no parameter, master or optimizer state has changed.
 
         Raises:
-            ConfigError: a second step without new gradients; `max_norm` out of its range; a closure
-                that is missing, or that meets half weights, a scaler, clipping or a skip_mask; a
-                sparse gradient that the optimizer does not take. Nothing has changed.
+            ConfigError: a second step without new gradients; `max_norm` or `max_value` out of
+                its range, or both given; a closure that is missing, or that meets half weights, a
+                scaler, clipping or a skip_mask; a sparse gradient that the optimizer does not take.
+                Nothing has changed.
         """
-        if max_norm is not None:
-            check_max_norm(max_norm)
+        check_clipping(max_norm=max_norm, max_value=max_value)
         if closure is not None or self.needs_closure:
-            return self._step_with_closure(closure, scaler, max_norm, skip_mask)
+            return self._step_with_closure(closure, scaler, max_norm or max_value, skip_mask)
         scale = 1.0 if scaler is None else scaler.scale
         gathered = self.gather(scale)
         if gathered.spent:
@@ -282,6 +285,8 @@ class MasterWeights(Optimizer):
         if skip_mask is not None:
             skipped = skipped | skip_mask
         verdict = None if self.skips_on_device else read([(skipped, gathered.dropped)])[0]
+        if max_value is not None:
+            gradients = replace(gradients, max_value=max_value)
         self.apply(gradients, skipped, verdict)
         if scaler is not None:
             scaler.update(gathered.largest)
@@ -416,7 +421,7 @@ class MasterWeights(Optimizer):
         self,
         closure: Callable[[], Any] | None,
         scaler: LossScaler | None,
-        max_norm: float | None,
+        clip_bound: float | None,
         skip_mask: Tensor | None,
     ) -> StepResult:
         if closure is None:
@@ -426,7 +431,7 @@ class MasterWeights(Optimizer):
             self.optimizer,
             half=half,
             scaled=scaler is not None,
-            clipped=max_norm is not None,
+            clipped=clip_bound is not None,
             masked=skip_mask is not None,
         )
         result = step_with_closure(self.optimizer, closure)

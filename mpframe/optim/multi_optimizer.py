@@ -22,7 +22,7 @@ from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError, ConfigError, nearest
 from mpframe.loss_scaling.interface import Scaling, scale_of
 from mpframe.optim.accumulation import StepGradients
-from mpframe.optim.gradients import check_max_norm, clip, not_finite
+from mpframe.optim.gradients import check_clipping, clip, not_finite
 from mpframe.optim.master_weights import MasterWeights, load_masters_of, no_new_gradients
 from mpframe.optim.step_result import StepResult, any_of, joined_verdict, largest
 from mpframe.optim.verdict import Verdict, read
@@ -128,6 +128,7 @@ class MultiOptimizer:
         scaler: Scaling = None,
         *,
         max_norm: float | None = None,
+        max_value: float | None = None,
         skip_if_dropped: bool = False,
         skip_mask: Tensor | None = None,
     ) -> StepResult:
@@ -137,6 +138,8 @@ class MultiOptimizer:
             scaler: scaled this step's loss or losses; by part if they have one each.
             max_norm: clip gradients that were scaled together to this global 2-norm, > 0 and
                 finite.
+            max_value: clamp each value of the gradients to [-max_value, max_value] instead, > 0
+                and finite.
             skip_if_dropped: skip a part if any of its micro-batches was dropped, not only if all
                 were.
             skip_mask: 0-d bool; True skips every part whatever its gradients are.
@@ -145,11 +148,10 @@ class MultiOptimizer:
             What was done, also by part. Afterwards no parameter has a gradient.
 
         Raises:
-            ConfigError: a second step without new gradients in any part; `max_norm` out of its
-                range.
+            ConfigError: a second step without new gradients in any part; `max_norm` or
+                `max_value` out of its range, or both given.
         """
-        if max_norm is not None:
-            check_max_norm(max_norm)
+        check_clipping(max_norm=max_norm, max_value=max_value)
         scales = {name: scale_of(_of(scaler, name)) for name in self.parts}
         gathered = {name: part.gather(scales[name]) for name, part in self.parts.items()}
         if all(own.spent for own in gathered.values()):
@@ -165,7 +167,8 @@ class MultiOptimizer:
             told = read([(skips[name], own.dropped) for name, own in gathered.items()])
             verdicts = dict(zip(self.parts, told, strict=True))
         for name, part in self.parts.items():
-            part.apply(gathered[name].gradients, skips[name], verdicts[name])
+            clipped = replace(gathered[name].gradients, max_value=max_value)
+            part.apply(clipped, skips[name], verdicts[name])
         results = {
             name: StepResult(
                 skips[name],

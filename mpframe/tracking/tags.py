@@ -2,7 +2,7 @@
 
 Words in capitals stand for a name: `metric/NAME/val` is the tag of every metric.
 
-    NAME    a metric, or one of several optimizers or losses
+    NAME    a metric, a parameter, or one of several optimizers or losses
     LAYER   a module of the model, by its qualified name
     KIND    the numbers of a layer that are counted: one of `KINDS`
 
@@ -161,6 +161,11 @@ KINDS = {
 
 _RANGES = "numerics/KIND"
 PATTERNS = {
+    "larc/rate/NAME": Meaning(
+        "Rate of NAME",
+        "the learning rate of the parameter NAME, times the factor that LARC gives it",
+        "none",
+    ),
     "metric/NAME/val": Meaning(
         "Validation NAME", "the metric NAME over all validation samples", "its own"
     ),

@@ -52,7 +52,7 @@ class ClosureTrainer(Trainer):
                 half=self.precision.policy.mode == "mixed",
                 cast=self.precision.policy.casts,
                 scaled=self.scaler is not None,
-                clipped=self.plan.clip_norm is not None,
+                clipped=(self.plan.clip_norm or self.plan.clip_value) is not None,
                 accumulated=self.plan.accumulate > 1,
                 masked=self.spikes is not None and self.spikes.policy != "warn",
             )

@@ -101,7 +101,10 @@ class MultiObjectiveTrainer(Trainer):
             self.read_verdicts()  # These need the verdict on the step before.
         with UserCode("optimizer:", getattr(optimizer, "optimizer", optimizer)):
             result: StepResult = optimizer.step(
-                scaler, max_norm=self.plan.clip_norm, skip_if_dropped=self.plan.skip_if_dropped
+                scaler,
+                max_norm=self.plan.clip_norm,
+                max_value=self.plan.clip_value,
+                skip_if_dropped=self.plan.skip_if_dropped,
             )
         self._buffers.restore_where(result.any_skipped())
         self._buffers.broadcast(self.world)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from mpframe.errors import CheckpointError, ConfigError
+from mpframe.errors import CheckpointError
+from mpframe.optim.gradients import check_clipping
 from mpframe.optim.step_result import StepResult
 
 
@@ -19,6 +20,8 @@ class Plan:
         accumulate: micro-batches per step, >= 1.
         clip_norm: clip the global norm of the unscaled gradients to this, > 0 and finite; None: do
             not.
+        clip_value: clamp each value of the unscaled gradients to [-clip_value, clip_value] instead,
+            > 0 and finite; None: do not.
         eval_every: steps between validations; None: after each epoch.
         skip_if_dropped: skip a step where any of its micro-batches overflowed; False drops those.
         compile: compile the forward pass and its casts into one graph.
@@ -26,24 +29,22 @@ class Plan:
             (see distributed/in_backward.py); `after_backward`.
 
     Raises:
-        ConfigError: `clip_norm` is out of its range.
+        ConfigError: `clip_norm` or `clip_value` is out of its range, or both are given.
     """
 
     epochs: int = 1
     max_steps: int | None = None
     accumulate: int = 1
     clip_norm: float | None = None
+    clip_value: float | None = None
     eval_every: int | None = None
     skip_if_dropped: bool = False
     compile: bool = False
     reduce: str = "in_backward"
 
     def __post_init__(self) -> None:
-        if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
-            raise ConfigError(
-                f"trainer.clip_norm={self.clip_norm}: must be a finite number > 0; null leaves the "
-                "gradients as they are"
-            )
+        bounds = {"trainer.clip_norm": self.clip_norm, "trainer.clip_value": self.clip_value}
+        check_clipping(**bounds)
 
     def total_steps(self, batches: int) -> int:
         """Planned optimizer steps at `batches` micro-batches per epoch."""

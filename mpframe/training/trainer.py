@@ -157,6 +157,7 @@ class Trainer:
             result = self.optimizer.step(
                 self.scaler,  # type: ignore[arg-type]
                 max_norm=self.plan.clip_norm,
+                max_value=self.plan.clip_value,
                 skip_if_dropped=self.plan.skip_if_dropped,
                 skip_mask=any_of(masks) if masks else None,
             )

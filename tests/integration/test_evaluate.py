@@ -15,6 +15,7 @@ from mpframe import checkpoint
 from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.stored import config_of
 from mpframe.errors import CheckpointError, MpframeError
+from mpframe.tracking.summary import Summary
 
 SMALL = ["model.width=8", "trainer.epochs=2", "trainer.log_every=100"]
 RUNS = [
@@ -100,6 +101,20 @@ def test_options_may_be_changed(run_copy: Path) -> None:
     # A choice that names the stored class again keeps the stored options (here width 8).
     assert evaluate(run_copy, ["model=cnn"]).evaluation == as_run.evaluation
     assert evaluate(run_copy, ["model=cnn", "model.dropout=0.5"]).evaluation == as_run.evaluation
+
+
+def test_an_evaluation_has_a_batch_size_of_its_own(
+    trained: Path, start_run: StartRun, tmp_path: Path
+) -> None:
+    """Validated in batches of 7, tested and evaluated too; training does not see it."""
+    options = [*SMALL, "trainer.ema_decay=0.9", "dtype=mixed", "dataset.eval_batch_size=7"]
+    ours, theirs = start_run(tmp_path, *options), Summary.read(trained)
+    assert ours.train_loss == theirs.train_loss
+    assert (ours.val_metric, ours.test_metric) == (theirs.val_metric, theirs.test_metric)
+    # A float16 logit may round the other way where a sum is taken in another order.
+    assert ours.val_loss == pytest.approx(theirs.val_loss, rel=2.0**-10)
+    done = evaluate(tmp_path, [])
+    assert (done.batch_size, done.evaluation.loss) == (7, ours.test_loss)
 
 
 OWN = """

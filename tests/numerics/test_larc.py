@@ -4,13 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from mpframe import MasterWeights, Precision, Static, Trainer
+from mpframe.build import make
+from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
 from mpframe.objectives import supervised
-from mpframe.optim import LARC
-from mpframe.training.callbacks.larc import LayerwiseRates
+from mpframe.optim import LARC, buckets, gradients
+from mpframe.training.callbacks.step_hooks import LayerwiseRates, Penalty
 from mpframe.training.plan import Plan
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
@@ -163,10 +166,11 @@ def test_what_it_does_not_take_is_one_line(settings: dict[str, Any], line: str) 
     assert str(refused.value) == line
 
 
-def trainer(**plan: Any) -> Trainer:
-    model = net()
-    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
-    return Trainer(model, optimizer, supervised(nn.CrossEntropyLoss()), plan=Plan(**plan))
+def trainer(mode: str = "fp32", half: str = "float16", **plan: Any) -> Trainer:
+    model, precision = net(), Precision(mode, half)
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = supervised(nn.CrossEntropyLoss())
+    return Trainer(model, optimizer, loss, precision, plan=Plan(**plan))
 
 
 def test_the_callback_acts_while_the_run_trains_and_no_longer() -> None:
@@ -182,6 +186,53 @@ def test_the_callback_acts_while_the_run_trains_and_no_longer() -> None:
     for one in (run, plain):
         one.train_step(batch(1))
     assert all(torch.equal(bound[name], free[name]) for name in bound)
+
+
+def l1(strength: float, without: list[str]) -> Penalty:
+    """As conf/callbacks/penalty.yaml has it."""
+    node = OmegaConf.load(CONF / "callbacks" / "penalty.yaml").penalty
+    return make("callbacks.penalty", {**node, "strength": strength, "without": without})  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("few", [2**20, -1])
+@pytest.mark.parametrize(("mode", "half"), MODES)
+@pytest.mark.parametrize("more", [{}, {"clip_value": 2.0**-6}])
+def test_a_penalty_is_added_to_the_masters_in_fp32(
+    mode: str, half: str, more: Any, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2^-20 is nothing beside a half weight or its gradient; the clipping comes before it."""
+    monkeypatch.setattr(gradients, "_FEW", few)
+    monkeypatch.setattr(buckets, "_SIZE_ON_CPU", 1)
+    run, plain = (trainer(mode, half, **more) for _ in range(2))
+    penalty = l1(2.0**-20, ["*.bias"])
+    penalty.setup(run, None)  # type: ignore[arg-type]  # It does not look at the run.
+    before = {name: value.clone() for name, value in run.weights().items()}
+    run.train_step(batch(0))
+    given: dict[Tensor, Tensor] = {}
+    plain.optimizer.register_step_pre_hook(  # type: ignore[union-attr]
+        lambda own, *_: given.update(
+            {w: w.grad.clone() for g in own.param_groups for w in g["params"] if w.grad is not None}
+        )
+    )
+    plain.train_step(batch(0))
+    for name, parameter in plain.model.named_parameters():
+        gradient = given[plain.optimizer.master_of(parameter)]
+        if name.endswith("weight"):
+            gradient = gradient + 2.0**-20 * before[name].sign()
+        wanted = before[name].add(gradient, alpha=-0.1)
+        assert torch.equal(run.weights()[name], wanted)
+    penalty.teardown(run, None)
+
+
+def test_a_penalty_says_what_it_does_not_take() -> None:
+    for strength in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError) as refused:
+            l1(strength, [])
+        assert str(refused.value) == (
+            f"callbacks.penalty.strength={strength}: must be a finite number > 0"
+        )
+    with pytest.raises(ConfigError, match=r"^callbacks.penalty.without=\[\*.bais\]: matches no p"):
+        l1(1.0, ["*.bais"]).setup(trainer(), None)  # type: ignore[arg-type]
 
 
 def test_the_callback_refuses_clipping_and_idle_patterns() -> None:

@@ -137,6 +137,21 @@ class TestFp32:
         assert torch.equal(result.grad_norm, norm)
         assert same_bits(params, plain_params)
 
+    @pytest.mark.parametrize("max_value", [0.1, 1e9])
+    @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
+    def test_clipping_by_value_is_torchs(self, cls: type[Optimizer], max_value: float) -> None:
+        plain_params, params = parameters(), parameters()
+        plain, wrapped = cls(plain_params, lr=0.1), MasterWeights(cls(params, lr=0.1))
+        for step in range(3):
+            set_gradients(plain_params, gradients(step, cls))
+            set_gradients(params, gradients(step, cls), 2.0**7)
+            norm = nn.utils.get_total_norm([p.grad for p in plain_params])
+            nn.utils.clip_grad_value_(plain_params, max_value)
+            plain.step()
+            result = wrapped.step(Static(2.0**7), max_value=max_value)
+            assert torch.equal(result.grad_norm, norm)
+            assert same_bits(params, plain_params)
+
     def test_float64_parameters_stay_float64(self) -> None:
         plain_params, params = parameters(torch.float64), parameters(torch.float64)
         plain = torch.optim.AdamW(plain_params)
@@ -262,6 +277,23 @@ class TestUnscaling:
         assert same_bits(given, [g.float() for g in exact])
         assert result.amax.item() == max(g.abs().max().item() for g in exact)
         assert result.scale.item() == scale
+
+    @pytest.mark.parametrize("half", [FP32, *HALVES.values()])
+    @pytest.mark.parametrize("accumulated", [False, True])
+    def test_values_are_clipped_once_they_are_unscaled(
+        self, accumulated: bool, half: torch.dtype
+    ) -> None:
+        """0.3 is no number of either half format: the clamp comes after the cast to fp32."""
+        params = parameters(half)
+        wrapped = MasterWeights(torch.optim.AdamW(params))
+        exact = [g.to(half) for g in gradients(0, torch.optim.AdamW)]
+        set_gradients(params, exact, 2.0**4)
+        given = spied(wrapped)
+        if accumulated:
+            wrapped.accumulate(2.0**4)
+        result = wrapped.step(Static(2.0**4), max_value=0.3)
+        assert same_bits(given, [g.float().clamp(-0.3, 0.3) for g in exact])
+        assert result.amax.item() == max(g.abs().max().item() for g in exact) > 0.3
 
     def test_to_fp32_before_unscaling(self) -> None:
         """2^-14 / 2^14 = 2^-28 is 0 in float16."""
@@ -986,6 +1018,25 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=rf"^trainer.clip_norm={value}: must be a finite"):
             Plan(clip_norm=value)
 
+    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), INF])
+    def test_a_value_that_nothing_can_be_clipped_to(self, value: float) -> None:
+        wrapped = MasterWeights(torch.optim.SGD(parameters(), lr=1.0))
+        for optimizer in (wrapped, MultiOptimizer({"all": wrapped})):
+            with pytest.raises(ConfigError, match=f"^max_value={value}: must be a finite number"):
+                optimizer.step(max_value=value)
+            with pytest.raises(ConfigError) as error:
+                optimizer.step(max_norm=1.0, max_value=0.5)
+            assert str(error.value) == (
+                "max_norm and max_value: do not go together; give one of them"
+            )
+        with pytest.raises(ConfigError, match=rf"^trainer.clip_value={value}: must be a finite"):
+            Plan(clip_value=value)
+        with pytest.raises(ConfigError) as error:
+            Plan(clip_norm=1.0, clip_value=0.5)
+        assert str(error.value) == (
+            "trainer.clip_norm and trainer.clip_value: do not go together; give one of them"
+        )
+
     def test_complex_parameters(self) -> None:
         weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
         with pytest.raises(ConfigError) as error:
@@ -1033,7 +1084,18 @@ class TestRefusals:
             (HALF, True, {}, "half weights; use dtype=fp32"),
             (HALF, False, {}, "half weights; use dtype=fp32"),
             (FP32, True, {"scaler": Static(2.0)}, "loss scaling; use loss_scaling=none"),
-            (FP32, True, {"max_norm": 1.0}, "clipping; use trainer.clip_norm=null"),
+            (
+                FP32,
+                True,
+                {"max_norm": 1.0},
+                "clipping; use trainer.clip_norm=null trainer.clip_value=null",
+            ),
+            (
+                FP32,
+                True,
+                {"max_value": 1.0},
+                "clipping; use trainer.clip_norm=null trainer.clip_value=null",
+            ),
         ],
     )
     def test_what_does_not_go_with_a_closure(

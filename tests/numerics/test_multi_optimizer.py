@@ -70,27 +70,31 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize(
+    "clipping", [{}, {"max_norm": 0.05}, {"max_value": 0.005}], ids=lambda own: "".join(own)
+)
 @pytest.mark.parametrize("skip", ["all", "each"])
-def test_in_fp32_it_is_the_loop_by_hand(skip: str, max_norm: float | None) -> None:
+def test_in_fp32_it_is_the_loop_by_hand(skip: str, clipping: dict[str, float]) -> None:
     model, optimizer, _ = joint(skip=skip)
     hand = body_and_head()
     plain = plain_parts(hand)
     scaler = Static(2.0**10)
     for inputs, targets in batches(20):
         (nn.functional.cross_entropy(model(inputs), targets) * scaler.scale).backward()
-        result = optimizer.step(scaler, max_norm=max_norm)
+        result = optimizer.step(scaler, **clipping)
         optimizer.zero_grad()
         for own in plain.values():
             own.zero_grad()
         nn.functional.cross_entropy(hand(inputs), targets).backward()
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(hand.parameters(), max_norm)
+        if "max_norm" in clipping:
+            nn.utils.clip_grad_norm_(hand.parameters(), clipping["max_norm"])
+        if "max_value" in clipping:
+            nn.utils.clip_grad_value_(hand.parameters(), clipping["max_value"])
         for own in plain.values():
             own.step()
         assert not result.skipped
     # The norm of all parameters at once, and that of the parts' norms, differ in their last bit.
-    tolerance = 0.0 if max_norm is None else 1e-6
+    tolerance = 1e-6 if "max_norm" in clipping else 0.0
     for mine, theirs in zip(model.parameters(), hand.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 

@@ -73,6 +73,7 @@ def setup(
             epochs=9,
             max_steps=options.get("steps", 3),
             clip_norm=options.get("clip"),
+            clip_value=options.get("clip_value"),
             accumulate=options.get("accumulate", 1),
         ),
         world=world,
@@ -241,6 +242,15 @@ def test_a_window_drops_a_micro_batch_on_all_ranks_and_clips_by_the_norm_of_all_
     assert first["results"] == second["results"]
     told = [(own["skipped"], own["dropped"]) for own in first["results"]]
     assert told == [(False, 0), (False, 1), (False, 0)]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+def test_each_value_of_a_part_is_clipped_as_it_is_in_the_whole(mode: str, two: Ranks) -> None:
+    options = {"clip_value": 2.0**-8, "steps": 2, "optimizer": torch.optim.SGD}
+    (sharded, _), (whole, _) = (two(on_ranks, "mlp", mode, f, options) for f in (True, False))
+    assert_same(sharded["states"], whole["states"])
+    (free, _) = two(on_ranks, "mlp", mode, True, {**options, "clip_value": None})
+    assert not torch.equal(*(own["states"][-1]["weights"]["4.weight"] for own in (sharded, free)))
 
 
 def kept(mode: str) -> dict[str, Any]:

@@ -97,10 +97,13 @@ def same(a: Any, b: Any) -> bool:
     return same_bits([a], [b]) if isinstance(a, Tensor) else bool(a == b)
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize(("clip_norm", "clip_value"), [(None, None), (0.5, None), (None, 2.0**-6)])
 @pytest.mark.parametrize("scaler", [None, Static(2.0**10), Static(2.0**-7)])
-def test_fp32_equals_a_plain_loop_over_100_steps(scaler: Any, clip_norm: float | None) -> None:
-    trainer = make_trainer(plan=Plan(clip_norm=clip_norm), scaler=scaler)
+def test_fp32_equals_a_plain_loop_over_100_steps(
+    scaler: Any, clip_norm: float | None, clip_value: float | None
+) -> None:
+    plan = Plan(clip_norm=clip_norm, clip_value=clip_value)
+    trainer = make_trainer(plan=plan, scaler=scaler)
     model = small_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = warmup_cosine(optimizer, total_steps=200)
@@ -111,6 +114,8 @@ def test_fp32_equals_a_plain_loop_over_100_steps(scaler: Any, clip_norm: float |
         loss.backward()
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), clip_value)
         optimizer.step()
         schedule.step()
         result = trainer.train_step((inputs, targets))
@@ -151,7 +156,14 @@ def test_lbfgs_equals_a_loop_by_hand() -> None:
         ({"mode": "mixed"}, "half weights; use dtype=fp32"),
         ({"mode": "amp"}, "ops cast to half; use dtype=fp32"),
         ({"scaler": Static(2.0)}, "loss scaling; use loss_scaling=none"),
-        ({"plan": Plan(clip_norm=1.0)}, "clipping; use trainer.clip_norm=null"),
+        (
+            {"plan": Plan(clip_norm=1.0)},
+            "clipping; use trainer.clip_norm=null trainer.clip_value=null",
+        ),
+        (
+            {"plan": Plan(clip_value=1.0)},
+            "clipping; use trainer.clip_norm=null trainer.clip_value=null",
+        ),
         ({"plan": Plan(accumulate=2)}, "accumulation; use trainer.accumulate=1"),
     ],
 )

@@ -64,7 +64,7 @@ def test_batches_are_pinned_for_a_cuda_device(
         "mpframe.build.data.Loader", lambda *_, **options: made.append(options["pin"])
     )
     monkeypatch.setattr("mpframe.build.data.resolve_device", torch.device)
-    data = SimpleNamespace(batch_size=2, workers=0, worker_timeout=None)
+    data = SimpleNamespace(batch_size=2, eval_batch_size=None, workers=0, worker_timeout=None)
     config: Any = SimpleNamespace(data=data, run=SimpleNamespace(seed=0, device=device))
     task: Any = SimpleNamespace(train=[], val=[], test=[], collate=None)
     build_loaders(config, task)
@@ -132,3 +132,18 @@ def test_every_open_section_reads_truths_alike(path: str, target: str) -> None:
     for name in flags:
         with pytest.raises(ConfigError, match=rf"^{path}\.{name}=abc: must be true or false$"):
             make(path, {"_target_": target, name: "abc"})
+
+
+def test_evaluations_have_a_batch_size_of_their_own() -> None:
+    data = SimpleNamespace(batch_size=4, eval_batch_size=None, workers=0, worker_timeout=None)
+    config: Any = SimpleNamespace(data=data, run=SimpleNamespace(seed=0, device="cpu"))
+    task: Any = SimpleNamespace(train=range(8), val=range(7), test=range(6), collate=None)
+    assert [loader.batch_size for loader in build_loaders(config, task)] == [4, 4, 4]
+    data.eval_batch_size = 3
+    assert [loader.batch_size for loader in build_loaders(config, task)] == [4, 3, 3]
+    two: Any = SimpleNamespace(size=2)
+    with pytest.raises(ConfigError, match=r"^dataset.eval_batch_size=3: 2 ranks share each batch"):
+        build_loaders(config, task, two)
+    data.batch_size = 5
+    with pytest.raises(ConfigError, match=r"^dataset.batch_size=5: 2 ranks share each batch"):
+        build_loaders(config, task, two)

@@ -371,7 +371,7 @@ class Tagged:
 
     logits: Tensor
     states: Any = None
-    cache: Any = object()
+    cache: Any = object()  # noqa: RUF009 - one for all, in the place of any class.
 
 
 class Counted(nn.Module):
@@ -404,7 +404,7 @@ for length in (2, 5, 9):
 def test_a_text_may_have_any_length_and_torch_alone_loads_the_outputs(tmp_path: Path) -> None:
     model = Counted(nested=True)
     graph = traced(model, converted(model.state_dict(), "fp32"), "fp32", [WORDS])
-    assert describe_inputs(graph, [WORDS]) == [WORDS | {"shape": [None, None], "at_most": {"1": 9}}]
+    assert describe_inputs(graph, [WORDS]) == [WORDS | {"shape": [None, None]}]
     (tmp_path / "x.pt2").write_bytes(as_pt2(graph, "{}"))
     subprocess.run([sys.executable, "-c", LOADED, tmp_path / "x.pt2"], check=True, timeout=100)
 

@@ -1,14 +1,23 @@
 """The shipped schedules over their planned steps."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, MultiStepLR, PolynomialLR
+from torch.optim.lr_scheduler import (
+    ExponentialLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+)
 
+from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
 from mpframe.optim.schedules import (
     constant,
@@ -63,6 +72,40 @@ def test_onecycle_peaks_at_the_learning_rate() -> None:
     assert seen[-1] < 0.01
 
 
+ONECYCLE: list[dict[str, Any]] = [
+    {},
+    {"pct_start": 0.4, "anneal_strategy": "linear", "three_phase": True},
+    {"base_momentum": 0.7, "max_momentum": 0.9, "div_factor": 10.0, "final_div_factor": 100.0},
+    {"cycle_momentum": False},
+]
+
+
+@pytest.mark.parametrize("options", ONECYCLE)
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
+def test_onecycle_takes_all_that_torchs_takes(cls: Any, options: dict[str, Any]) -> None:
+    """Rates and momenta; the shipped file says torch's defaults."""
+    shipped = OmegaConf.load(CONF / "scheduler" / "onecycle.yaml")
+    arguments: Any = {**shipped, **options}
+    assert arguments.pop("_target_") == "mpframe.optim.schedules.onecycle"
+    taken = set(inspect.signature(OneCycleLR).parameters)
+    unused = {"optimizer", "max_lr", "total_steps", "epochs", "steps_per_epoch", "last_epoch"}
+    assert taken - unused == set(arguments)
+    mine, torchs = (cls([torch.zeros(1)], lr=0.5) for _ in range(2))
+    schedules = (
+        onecycle(mine, total_steps=30, **arguments),
+        OneCycleLR(torchs, max_lr=0.5, total_steps=31, **options),
+    )
+    momenta = set()
+    for _ in range(30):
+        first, second = ({**own.param_groups[0], "params": None} for own in (mine, torchs))
+        assert first == second
+        momenta.add(first.get("momentum", first.get("betas")))
+        for optimizer, schedule in zip((mine, torchs), schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+    assert (len(momenta) > 1) == options.get("cycle_momentum", True)
+
+
 @pytest.mark.parametrize("make", [warmup_cosine, onecycle, poly])
 def test_groups_keep_their_ratio(make: object) -> None:
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.5, 0.05)]
@@ -97,6 +140,16 @@ FORMULAS: dict[str, tuple[Any, dict[str, Any], Callable[[int], float]]] = {
     "poly": (
         poly,
         {"total_steps": 50, "power": 2.0, "warmup": 0.2, "min_factor": 0.1},
+        poly_by_hand,
+    ),
+    "poly, late": (
+        poly,
+        {"total_steps": 50, "power": 2.0, "warmup": 0.2, "begin": 0.4, "min_factor": 0.1},
+        lambda t: (t + 1) / 11 if t < 10 else 1.0 if t < 20 else 0.1 + 0.9 * ((50 - t) / 30) ** 2,
+    ),
+    "poly, begins before the warm-up ends": (
+        poly,
+        {"total_steps": 50, "power": 2.0, "warmup": 0.2, "begin": 0.1, "min_factor": 0.1},
         poly_by_hand,
     ),
     "poly, a line": (poly, {"total_steps": 50}, lambda t: 1 - t / 50),

@@ -82,13 +82,26 @@ def traced(
 def describe_inputs(
     program: torch.export.ExportedProgram, inputs: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The inputs as the graph takes them: a size that may vary is null, with its bound `at_most`.
+    """The inputs as the graph takes them, with null for each size that may vary.
 
     A length that the model's code fixes gets a warning.
     """
     nodes = {node.name: node for node in program.graph.nodes}
-    taken = [nodes[name].meta["val"] for name in program.graph_signature.user_inputs]
-    return [_as_taken(one, held) for one, held in zip(inputs, taken, strict=True)]
+    described = []
+    for one, node in zip(inputs, program.graph_signature.user_inputs, strict=True):
+        held, shape = nodes[node].meta["val"], list(one["shape"])
+        for dim in _lengths(held):
+            least, most = _bounds(held.shape[dim])
+            if least == most:
+                log.warning(
+                    "warning: the graph takes %s of size %d in dimension %d only, because the "
+                    "model's code fixes it",
+                    *(one["name"], least, dim),
+                )
+            elif least < (shape[dim] or 2):  # Else it is columns, which the model reads by number.
+                shape[dim] = None
+        described.append({**one, "shape": shape})
+    return described
 
 
 def as_pt2(program: torch.export.ExportedProgram, words: str) -> bytes:
@@ -199,23 +212,6 @@ def _lengths(example: Tensor) -> dict[int, Any]:
     if example.is_floating_point():
         return {}
     return dict.fromkeys(range(1, example.dim()), torch.export.Dim.AUTO)
-
-
-def _as_taken(described: Mapping[str, Any], held: Tensor) -> dict[str, Any]:
-    shape, at_most = list(described["shape"]), {}
-    for dim in _lengths(held):
-        lower, upper = _bounds(held.shape[dim])
-        if lower == upper:
-            log.warning(
-                "warning: the graph takes %s of size %d in dimension %d only, because the model's "
-                "code fixes it",
-                *(described["name"], lower, dim),
-            )
-        elif lower < (shape[dim] or 2):  # Else it is columns, which the model reads by number.
-            shape[dim] = None
-            if upper < 2**31:
-                at_most[str(dim)] = int(upper)
-    return {**described, "shape": shape} | ({"at_most": at_most} if at_most else {})
 
 
 def _bounds(size: Any) -> tuple[Any, Any]:

@@ -6,8 +6,7 @@
     computes_in     format that the graph computes in; null if the file holds weights alone
     model           target and arguments
     inputs          name, shape and dtype of each tensor that the model, or the graph, is called
-                    with; null in a shape is the batch size. Of a graph null is any size that may
-                    vary, and `at_most` has the limits of such sizes by dimension
+                    with; null in a shape is the batch size, and of a graph any size that may vary
     preprocessing   what is done to a raw input before
     class_names     in the order of the class numbers
     precision       of the training: mode, half, ops, half_weights, evaluated_in

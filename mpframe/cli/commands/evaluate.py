@@ -96,7 +96,7 @@ def evaluate(
     run = restored(path, given, weights)
     split, loader = _chosen(split, build.build_loaders(run.config, run.task))
     evaluation = run.trainer.evaluate(loader)
-    return _described(run, evaluation, split, loader.size)
+    return _described(run, evaluation, split, loader)
 
 
 def _chosen(split: str | None, loaders: build.Loaders) -> tuple[str, Loader]:
@@ -124,7 +124,7 @@ def _main(arguments: list[str]) -> None:
     print(printable(_text(path, done, out)))
 
 
-def _described(run: Restored, evaluation: Evaluation, split: str, samples: int) -> Evaluated:
+def _described(run: Restored, evaluation: Evaluation, split: str, loader: Loader) -> Evaluated:
     device = device_of(run.trainer.model)
     precision = run.trainer.eval_precision or run.trainer.precision
     return Evaluated(
@@ -134,8 +134,8 @@ def _described(run: Restored, evaluation: Evaluation, split: str, samples: int) 
         run.weights,
         str(precision),
         str(device),
-        run.config.data.batch_size,
-        samples,
+        loader.batch_size,
+        loader.size,
     )
 
 

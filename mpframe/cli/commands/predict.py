@@ -37,11 +37,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from mpframe import build
 from mpframe.checkpoint.saved_weights import KINDS
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
 from mpframe.config.composition.command_line import refuse_unwritable
-from mpframe.data import Loader, Task
+from mpframe.data import Task
 from mpframe.data.datasets.images.arrays import Normalize
 from mpframe.data.datasets.images.image_files import Listing, list_unlabelled
 from mpframe.data.datasets.images.image_folder import FileImages
@@ -134,7 +135,7 @@ def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = No
     Raises:
         MpframeError: the outputs are not of this kind, or the file cannot be written.
     """
-    loader = _loader(run, samples)
+    loader = build.evaluation_loader(run.config, run.task, samples.dataset, samples.source)
     bar = _Bar(len(loader))
     try:
         with writing(out) as write:
@@ -157,20 +158,6 @@ def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = No
         bar.close()
         loader.close()
     return predictions.count
-
-
-def _loader(run: Restored, samples: Samples) -> Loader:
-    data = run.config.data
-    return Loader(
-        samples.dataset,
-        data.batch_size,
-        seed=run.config.run.seed,
-        shuffle=False,
-        workers=data.workers,
-        worker_timeout=data.worker_timeout,
-        collate=None if hasattr(samples.dataset, "fetch_batch") else run.task.collate,
-        split=samples.source,
-    )
 
 
 def _refuse_file(out: Path, overwrite: bool) -> None:

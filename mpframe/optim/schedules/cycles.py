@@ -1,6 +1,7 @@
 """A constant rate, and schedules that rise and fall once."""
 
 import math
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
@@ -56,14 +57,17 @@ def _cosine(optimizer: Optimizer, steps: int, min_factor: float) -> LRScheduler:
     return LambdaLR(optimizer, factor)  # torch's own falls to one rate for all groups.
 
 
-def onecycle(optimizer: Optimizer, total_steps: int, pct_start: float = 0.3) -> LRScheduler:
+def onecycle(optimizer: Optimizer, total_steps: int, **options: Any) -> LRScheduler:
     """torch's 1cycle policy with the optimizer's learning rate as its peak.
+
+    The momentum, or the first of `betas`, goes the other way: it falls while the rate rises.
 
     Args:
         optimizer: whose groups are scheduled.
         total_steps: planned optimizer steps, >= 1.
-        pct_start: share of the steps in which the rate rises, 0 to 1.
+        options: further arguments of torch's `OneCycleLR`, such as `pct_start` or
+            `cycle_momentum=False`.
     """
     peaks = [float(group["lr"]) for group in optimizer.param_groups]
     # One step more than planned: the schedule is advanced after the last step too.
-    return OneCycleLR(optimizer, max_lr=peaks, total_steps=total_steps + 1, pct_start=pct_start)
+    return OneCycleLR(optimizer, max_lr=peaks, total_steps=total_steps + 1, **options)

@@ -20,11 +20,13 @@ def poly(
     power: float = 1.0,
     warmup: float = 0.0,
     min_factor: float = 0.0,
+    begin: float = 0.0,
 ) -> LRScheduler:
-    """Linear warm-up over w steps, then a power of what is left of the run.
+    """Linear warm-up over w steps, then from step b on a power of what is left of the run.
 
         t < w:  (t + 1) / (w + 1)
-        else:   min_factor + (1 - min_factor) * (1 - (t - w) / (total_steps - w))^power
+        t < b:  1
+        else:   min_factor + (1 - min_factor) * (1 - (t - b) / (total_steps - b))^power
 
     Args:
         optimizer: whose groups are scheduled.
@@ -32,19 +34,21 @@ def poly(
         power: > 0; 1 falls in a line, 2 steeply at first.
         warmup: share of the steps in which the rate rises, 0 to 1.
         min_factor: the last learning rate as a fraction of the first, 0 to 1.
+        begin: share of the steps before the rate falls, 0 to 1; at least the warm-up.
 
     Raises:
         ConfigError: an argument is out of its range.
     """
     require("power", power, above=0.0)
-    require_fractions(warmup=warmup, min_factor=min_factor)
+    require_fractions(warmup=warmup, min_factor=min_factor, begin=begin)
     rising = int(total_steps * warmup)
-    falling = max(1, total_steps - rising)
+    start = max(rising, int(total_steps * begin))
+    falling = max(1, total_steps - start)
 
     def factor(step: int) -> float:
         if step < rising:
             return (step + 1) / (rising + 1)
-        left = max(0.0, 1 - (step - rising) / falling)
+        left = min(1.0, max(0.0, 1 - (step - start) / falling))
         return float(min_factor + (1 - min_factor) * left**power)
 
     return LambdaLR(optimizer, factor)

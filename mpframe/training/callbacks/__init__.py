@@ -9,7 +9,7 @@ Begin with training/callback.py, the interface, and conf/callbacks/default.yaml,
     checkpoints                                   saves the run
     spike_report, saturation                      warn
     freeze                                        freezes layers for a while
-    larc                                          scales each gradient by the size of its weight
+    step_hooks                                    change gradients: LARC, a penalty on the weights
     early_stopping, skip_guard, stop_on_signal    end a run
 
 The autopsy and the ranges are callbacks, too, and are in numerics/. A configuration names each by
