@@ -64,7 +64,7 @@ class _Enter:
         mode.enter(self.name, self.pin)
         if self.pin not in PINS:
             return None
-        inside = torch.float32 if self.pin == "fp32" else self.policy.half_dtype
+        inside = torch.float32 if self.pin == "fp32" else mode.half()
         return map_tensors(lambda tensor: cast_to(tensor, inside), (args, kwargs))
 
 

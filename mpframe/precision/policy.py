@@ -25,6 +25,7 @@ from mpframe.tree import HALVES
 MODES = ("fp32", "mixed", "amp")
 COMPUTES = ("auto", "native", "emulated")
 NO_PRODUCTS = "none"  # The name of no recipe: products stay in half.
+UNCAST = "autocast off"  # Stands for a pin where the model itself turns torch.autocast off.
 CASTABLE = frozenset({torch.float32, *HALVES.values()})  # No other format is ever cast.
 
 
@@ -102,6 +103,8 @@ class Policy:
         recipe, or `none`, decides about products alone.
         """
         compute = _COMPUTE_OF_LIST[self.ops.list_of(op)]
+        if pin == UNCAST and compute is not Compute.PYTORCH:
+            return Compute.WIDEST
         if pin not in PINS or compute not in (Compute.HALF, Compute.FP32):
             return compute
         return Compute.FP32 if pin == "fp32" else Compute.HALF

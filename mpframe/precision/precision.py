@@ -26,8 +26,7 @@ from mpframe.optim.masters.master import Master, remember
 from mpframe.optim.masters.split_master import KINDS, refuse_split
 from mpframe.precision.casting.blocks import block
 from mpframe.precision.casting.cast import Casts
-from mpframe.precision.casting.recomputation import follow_backward_passes
-from mpframe.precision.casting.recurrent import fit_recurrent_layers
+from mpframe.precision.casting.recomputation import follow_backward_passes, release
 from mpframe.precision.dtype_map import Row, as_table, dtype_map
 from mpframe.precision.lazy import materialize, refuse_lazy
 from mpframe.precision.op_lists import OpLists
@@ -83,7 +82,6 @@ class Precision:
         self.master_weights = master_weights
         self._products = ProductState()
         self._casts = Casts(self.policy, self._products) if self.policy.casts else None
-        follow_backward_passes()
         self._hooked: WeakSet[nn.Module] = WeakSet()
         self._reads: WeakKeyDictionary[nn.Module, Reads] = WeakKeyDictionary()
 
@@ -183,7 +181,7 @@ class Precision:
         return self._reads.get(model, Reads())
 
     def attach(self, model: nn.Module) -> None:
-        """Let pins and recurrent layers follow this precision's casts; no weight is touched.
+        """Let pins follow this precision's casts; no weight is touched.
 
         `prepare` calls it. Call it alone for a model that is evaluated in another mode than it was
         trained in. A second call does nothing.
@@ -201,7 +199,7 @@ class Precision:
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
-        """Within the block pins and recurrent layers follow this precision, to try it out."""
+        """Within the block pins follow this precision, to try it out."""
         handles = self._hook(model)
         try:
             yield
@@ -215,7 +213,13 @@ class Precision:
         Blocks nest: the innermost decides, also if it is an fp32 one, which casts nothing. A block
         acts in the thread that enters it, and in no other.
         """
+        if self._casts is not None:
+            follow_backward_passes(self._casts)
         return block(self._casts)
+
+    def release(self) -> None:
+        """Take back what its blocks replaced in torch, as when it is garbage collected."""
+        release(id(self._casts))
 
     def dtype_map(self, model: nn.Module) -> list[Row]:
         """Every module's storage and compute format and what decides them."""
@@ -292,7 +296,7 @@ class Precision:
             return []
         self._casts.compute_on(device_of(model))
         self._products.learn_names(model)
-        return [*pin_modules(model, self.policy), *fit_recurrent_layers(model, self.policy)]
+        return pin_modules(model, self.policy)
 
 
 def _refuse_emulated(policy: Policy, device: torch.device) -> None:

@@ -3,11 +3,15 @@
 PyTorch keeps a stack of function modes for each thread. A block puts a `CastMode` of its own on the
 stack of its thread, so two threads share nothing that changes. That stack alone says which casts
 are on. The innermost block decides, also if it is one that casts nothing.
+
+A block also sets the thread's torch.autocast, so that it answers as the block casts.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
+import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from mpframe.precision.casting.cast import CastMode, Casts, Pins
@@ -15,32 +19,40 @@ from mpframe.precision.policy import Policy
 
 
 @contextmanager
-def block(casts: Casts | None, pins: Pins | None = None) -> Iterator[None]:
+def block(
+    casts: Casts | None, pins: Pins | None = None, autocast: tuple[bool, torch.dtype] | None = None
+) -> Iterator[None]:
     """A block in which ops are cast by `casts`, or not at all if it is None.
 
     Args:
         casts: a precision's.
         pins: the pinned modules that the block begins in, (module, pin), innermost last. None: a
             block inside a block of the same casts keeps its pins; any other begins without.
+        autocast: what torch.autocast answers where it begins, enabled and dtype. None: as it casts.
     """
     outer = enabled_modes()
-    if pins is None and outer and casts is not None and outer[-1].casts is casts:
-        yield
-        return
-    _set_enabled(outer, False)
-    try:
-        if casts is None:
+    state: AbstractContextManager[Any] = outer[-1].autocast(False) if outer else nullcontext()
+    if casts is not None and casts.autocasts:
+        enabled, dtype = autocast or (True, casts.policy.half_dtype)
+        state = torch.autocast(casts.device_type, dtype, enabled, cache_enabled=False)
+    with state:
+        if pins is None and outer and casts is not None and outer[-1].casts is casts:
             yield
-        else:
-            mode = casts.take()
-            mode.begin_in(pins or ())
-            try:
-                with mode:
-                    yield
-            finally:
-                casts.give_back(mode)
-    finally:
-        _set_enabled(outer, True)
+            return
+        _set_enabled(outer, False)
+        try:
+            if casts is None:
+                yield
+            else:
+                mode = casts.take()
+                mode.begin_in(pins or ())
+                try:
+                    with mode:
+                        yield
+                finally:
+                    casts.give_back(mode)
+        finally:
+            _set_enabled(outer, True)
 
 
 def enabled_modes() -> list[CastMode]:
@@ -49,10 +61,12 @@ def enabled_modes() -> list[CastMode]:
     return [mode for mode in active if isinstance(mode, CastMode) and mode.enabled]
 
 
-def casts_here() -> tuple[Casts | None, Pins]:
+def casts_here() -> tuple[Casts | None, Pins, tuple[bool, torch.dtype] | None]:
     """The casts and pins of this thread at this moment, for a `block` that restores them."""
-    modes = enabled_modes()
-    return (modes[-1].casts, tuple(modes[-1].pins)) if modes else (None, ())
+    for mode in enabled_modes():
+        state = torch.is_autocast_enabled(mode.casts.device_type), mode.half()
+        return mode.casts, tuple(mode.pins), state
+    return None, (), None
 
 
 def present_mode(policy: Policy) -> CastMode | None:

@@ -15,14 +15,23 @@ runs in the formats of the forward pass.
 What is never cast: integers, booleans, complex, float64 and float8 tensors, and the floating
 tensors beside a float64 or complex one; ops given an explicit `dtype=`; in-place and `out=` forms,
 whose result keeps the format of its tensor; running statistics, which the op writes into.
+
+A block also turns torch.autocast on, so that a model that asks about it gets the usual answers, and
+the mode turns it off around each op it runs, as torch is to cast nothing itself. So the mode sees
+in which `torch.autocast` region of the model an op runs: with `enabled=False` it is not cast (only
+mixed formats are widened); with a dtype of its own, half ops run in that dtype.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, set_autocast_enabled
 from torch._ops import HigherOrderOperator
+from torch.amp import is_autocast_available
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
@@ -30,6 +39,7 @@ from mpframe.precision import optimizer_steps
 from mpframe.precision.casting.emulation import half_values, rounded
 from mpframe.precision.casting.plans import (
     HANDS_OFF,
+    NOT_AUTOCAST,
     PLANS,
     Args,
     Kwargs,
@@ -41,13 +51,13 @@ from mpframe.precision.casting.plans import (
 )
 from mpframe.precision.casting.unwrapping import UNWRAPPED, unwrap
 from mpframe.precision.op_lists import PINS
-from mpframe.precision.policy import CASTABLE, NO_PRODUCTS, Policy
+from mpframe.precision.policy import CASTABLE, NO_PRODUCTS, UNCAST, Policy
 from mpframe.precision.products.ops import ProductOp, product_name, product_ops, recipe_for
 from mpframe.precision.products.state import ProductState
 from mpframe.precision.spellings import op_name
-from mpframe.tree import call_with, map_tensors
+from mpframe.tree import HALVES, call_with, map_tensors
 
-Pins = Sequence[tuple[str, str]]  # (module, pin)
+Pins = Sequence[tuple[str, str, bool]]  # (module, pin, whether torch.autocast was on there)
 
 _data: Any = torch._C.TensorBase.data
 _DATA = (_data.__get__, _data.__set__)  # reads of `.data`, and `.data = ...`
@@ -62,20 +72,21 @@ class Casts:
 
     Attributes:
         keeps_weights: a weight is cast once in a block, not once for each op.
+        autocasts: torch.autocast is on in the blocks, for `device_type`.
+        emulated: the half formats that are emulated; those of a region, too.
     """
 
     def __init__(self, policy: Policy, state: ProductState | None = None) -> None:
         self.policy = policy
         self.products = product_ops(policy, state or ProductState())
-        self.keeps_weights = True
+        self.keeps_weights, self.autocasts = True, policy.mode != "fp32"
         self.compute_on(torch.device("cpu"))
 
     def compute_on(self, device: torch.device) -> None:
         """Prepare for tensors on `device`. Without emulation half tensors need no look."""
-        self.emulates = self.policy.emulates(device)
-        self.to_half = CASTABLE if self.emulates else CASTABLE - {self.policy.half_dtype}
-        if self.policy.mode == "fp32":  # Only products are computed otherwise.
-            self.emulates, self.to_half = False, frozenset()
+        self.device_type = device.type if is_autocast_available(device.type) else "cpu"
+        halves = HALVES.items() if self.autocasts else ()
+        self.emulated = {h for n, h in halves if replace(self.policy, half=n).emulates(device)}
         self._idle: list[CastMode] = []
 
     def take(self) -> "CastMode":
@@ -103,21 +114,21 @@ class CastMode(TorchFunctionMode):
     Attributes:
         policy: what decides.
         enabled: False while a block inside this one decides.
-        pins: the pinned modules that are running, (module, pin), the innermost last.
+        pins: the pinned modules that are running, the innermost last.
     """
 
     def __init__(self, casts: Casts) -> None:
         super().__init__()
         self.casts, self.policy = casts, casts.policy
         self.enabled = True
-        self._half = self.policy.half_dtype
-        self._emulates, self._to_half = casts.emulates, casts.to_half
+        self._device_type, self._half = casts.device_type, torch.float64
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor]] = {}
+        self._compute_in(self.policy.half_dtype)
         self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
         self._steps = -1  # Not the present number: a compiler would guard on it.
         self.begin_in(())
-        pins = (None, *PINS, NO_PRODUCTS, *self.policy.recipes)
-        self._plans: dict[str | None, dict[Any, Plan]] = {pin: {} for pin in pins}
+        pins = (None, *PINS, NO_PRODUCTS, UNCAST, *self.policy.recipes)
+        self._plans: dict[str | None, dict[Any, tuple[Plan, bool]]] = {pin: {} for pin in pins}
         self._named_plans = PLANS | {
             "half": self._run_half,
             "half data": on_data_only(self._run_half),
@@ -132,18 +143,36 @@ class CastMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.enabled:
             return func(*args, **kwargs)
+        on = is_autocast_enabled(self._device_type)
+        pin = self._pin_if[on]
         if is_compiling():
-            return self._plan(_plan_name(self.policy, func, self._pin))(func, args, kwargs)
-        plans = self._plans[self._pin]
-        plan = plans.get(func)
-        if plan is None:
-            plan = plans[func] = self._plan(_plan_name(self.policy, func, self._pin))
-        return plan(func, args, kwargs)
+            plan, stays_on = self._plan(*_plan_name(self.policy, func, pin))
+            with nullcontext() if stays_on or not on else self.autocast(False):
+                return plan(func, args, kwargs)
+        found = self._plans[pin].get(func)
+        if found is None:
+            found = self._plans[pin][func] = self._plan(*_plan_name(self.policy, func, pin))
+        if found[1] or not on:
+            return found[0](func, args, kwargs)
+        set_autocast_enabled(self._device_type, False)
+        try:
+            return found[0](func, args, kwargs)
+        finally:
+            set_autocast_enabled(self._device_type, True)
+
+    def autocast(self, enabled: bool) -> torch.autocast:
+        """A block in which torch.autocast is on or off, and its dtype stays."""
+        return torch.autocast(self._device_type, get_autocast_dtype(self._device_type), enabled)
+
+    def half(self) -> torch.dtype:
+        """What half ops compute in: the run's format, or that of a region."""
+        no_region = self._pin_if[0] == "half"  # Where autocast is off, its dtype says nothing.
+        return self.policy.half_dtype if no_region else get_autocast_dtype(self._device_type)
 
     def begin_in(self, pins: Pins) -> None:
         """Begin a block inside modules that are pinned already."""
         self.pins = list(pins)
-        self._pin = _innermost(self.pins)
+        self._follow_pins()
 
     def forget(self) -> None:
         """Drop the casts of weights: the block has ended."""
@@ -152,8 +181,9 @@ class CastMode(TorchFunctionMode):
 
     def enter(self, module: str, pin: str) -> None:
         """Run every op as in a module pinned to `pin`, until `leave(module)`."""
-        self.pins.append((module, pin))
-        self._pin = pin
+        on = is_autocast_enabled(self._device_type) if pin in PINS else self.casts.autocasts
+        self.pins.append((module, pin, on))
+        self._follow_pins()
 
     def leave(self, module: str) -> bool:
         """End what `enter(module, ...)` began, and what an exception left open inside it.
@@ -161,31 +191,30 @@ class CastMode(TorchFunctionMode):
         Returns:
             False if the module was not entered: nothing is done.
         """
-        if all(name != module for name, _ in self.pins):
+        if all(name != module for name, *_ in self.pins):
             return False
         while self.pins.pop()[0] != module:
             pass
-        self._pin = _innermost(self.pins)
+        self._follow_pins()
         return True
 
-    def _plan(self, name: str) -> Plan:
+    def _follow_pins(self) -> None:
+        """Pins and regions nest; a region that changes the state since the last pin is inside."""
+        _, pin, on = self.pins[-1] if self.pins else ("", None, self.casts.autocasts)
+        self._pin_if = (UNCAST, pin) if on else (pin, None)
+
+    def _plan(self, name: str, stays_on: bool) -> tuple[Plan, bool]:
         if name in self.casts.products:
-            return self._product_plan(self.casts.products[name])
-        return self._named_plans.get(name) or self._open_plan(name)
+            return partial(self._run_product, self.casts.products[name]), stays_on
+        return self._named_plans.get(name) or partial(self._run_opened, name), stays_on
 
-    def _product_plan(self, product: ProductOp) -> Plan:
-        def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
-            result = product(func, args, kwargs)
-            return self._run_half(func, args, kwargs) if result is NotImplemented else result
+    def _run_product(self, product: ProductOp, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        result = product(func, args, kwargs)
+        return self._run_half(func, args, kwargs) if result is NotImplemented else result
 
-        return run
-
-    def _open_plan(self, name: str) -> Plan:
-        def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
-            with self:
-                return getattr(UNWRAPPED, name)(*args, **kwargs)
-
-        return run
+    def _run_opened(self, name: str, _: Any, args: Args, kwargs: Kwargs) -> Any:
+        with self:
+            return getattr(UNWRAPPED, name)(*args, **kwargs)
 
     def _run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run a higher-order op: it calls the functions it is given, and their ops are cast there.
@@ -207,7 +236,16 @@ class CastMode(TorchFunctionMode):
 
         return run
 
+    def _compute_in(self, half: torch.dtype) -> None:
+        if half == self._half:
+            return
+        castable = CASTABLE if self.casts.autocasts else frozenset()  # fp32: products alone.
+        self._half, self._emulates = half, half in self.casts.emulated
+        self._to_half = castable if self._emulates else castable - {half}
+        self._kept_weights.clear()
+
     def _run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        self._compute_in(self.half())
         formats = formats_of(args, kwargs)
         if formats.isdisjoint(self._to_half) or not formats.isdisjoint(HANDS_OFF):
             return func(*args, **kwargs)
@@ -252,16 +290,17 @@ class CastMode(TorchFunctionMode):
         return rounded(tensor, self._half) if tensor.device.type == "cpu" else tensor
 
 
-def _plan_name(policy: Policy, func: Any, pin: str | None) -> str:
-    """How calls of `func` are run under `pin`: a named plan, or the function to open."""
+def _plan_name(policy: Policy, func: Any, pin: str | None) -> tuple[str, bool]:
+    """The plan, or the function to open, for `func` under `pin`; whether autocast may stay on."""
     op = op_name(func)
     recipe = recipe_for(policy, op, pin)
     if recipe is not None:
-        return product_name(op, recipe)
-    if policy.mode == "fp32":
-        return _plan_outside_the_lists(func)
-    name = plan_name(op, policy.compute_of(op, pin))
-    return _plan_outside_the_lists(func) if name == "as is" else name
+        return product_name(op, recipe), False
+    name = "as is" if policy.mode == "fp32" else plan_name(op, policy.compute_of(op, pin))
+    if name != "as is":
+        return name, op in NOT_AUTOCAST
+    name = _plan_outside_the_lists(func)
+    return name, op in NOT_AUTOCAST or name != "as is" or policy.mode == "fp32"
 
 
 def _plan_outside_the_lists(func: Any) -> str:
@@ -278,10 +317,6 @@ _plan_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _is_graph(value: Any) -> bool:
     """Whether `value` was compiled: it has its casts already."""
     return isinstance(value, torch.fx.GraphModule)
-
-
-def _innermost(pins: Pins) -> str | None:
-    return pins[-1][1] if pins else None
 
 
 def _is_weight(tensor: Tensor) -> bool:

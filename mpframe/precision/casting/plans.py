@@ -39,6 +39,13 @@ _WRITES_A_NUMBER = """
     fill_diagonal_ full full_like hardtanh hardtanh_ index_fill index_fill_ masked_fill masked_fill_
     new_full pad pad_sequence scatter scatter_ threshold threshold_
 """
+# What models call most often that torch.autocast never casts, nor any op inside: it may stay on.
+_NOT_AUTOCAST = """
+    __add__ __get__ __getitem__ __mul__ __radd__ __rmul__ __set__ __sub__ __truediv__ add contiguous
+    _enter_autocast _exit_autocast div expand flatten float gelu mul permute relu reshape silu size
+    sub to transpose unsqueeze view
+"""
+NOT_AUTOCAST = frozenset(_NOT_AUTOCAST.split())
 WRITES_ONE_FORMAT = frozenset(_WRITES_ONE_FORMAT.split())
 WRITES_A_NUMBER = frozenset(_WRITES_A_NUMBER.split())
 NARROW = CASTABLE - {torch.float32}

@@ -2,8 +2,9 @@
 
 Activation checkpointing runs a forward pass again within the backward pass. By then the cast block
 may have ended, and a GPU's backward pass runs in threads of its own, which have no block.
-torch.utils.checkpoint saves and restores the state of torch.autocast, but not a function mode. So
-the casts are saved here, where PyTorch makes in the forward pass what waits for the backward pass:
+torch.utils.checkpoint restores the state of torch.autocast, which says whether ops are cast and to
+which half format, but not by which lists and pins. So the casts are saved here, where PyTorch makes
+in the forward pass what waits for the backward pass:
 
     the frame of a checkpoint     keeps the function that is run again
     the node of a custom          has the function's `backward`: hand-written formulas, and what
@@ -11,65 +12,94 @@ the casts are saved here, where PyTorch makes in the forward pass what waits for
 
 So a `backward` that meets half and fp32 is cast as its `forward` was. torch.autocast does that only
 for functions marked with `torch.amp.custom_bwd`.
+
+Torch has no hooks for this: `_REPLACED` names what is replaced, from the first block that casts
+until the last precision with such a block is released or gone. The rest of that list are ops which
+no mode sees, and which torch would cast as a block turns torch.autocast on.
 """
 
 import functools
+import threading
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
+from torch.compiler import is_compiling
 
 from mpframe.precision.casting.blocks import block, casts_here
+from mpframe.precision.casting.cast import Casts
 
 # Compiled backward passes: their casts are in the graph, and a compiler's own code is never cast.
 _COMPILED = "torch._functorch._aot_autograd"
+_users: set[int] = set()
+_originals: list[tuple[Any, str, Any]] = []
+_lock = threading.RLock()  # A garbage collection may release a user while another one is added.
 
 
-@functools.cache
-def follow_backward_passes() -> None:
-    """Let every checkpoint and custom function keep the casts that are on when it is made."""
-    _follow_checkpoints(torch.utils.checkpoint._CheckpointFrame)
-    _follow_functions(BackwardCFunction)
+def follow_backward_passes(casts: Casts) -> None:
+    """Let what is made in blocks keep their casts for the backward pass, until `release`."""
+    if is_compiling() or id(casts) in _users:
+        return
+    weakref.finalize(casts, release, id(casts)).atexit = False
+    with _lock:
+        for owner, name, run in () if _users else _REPLACED:
+            _originals.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, _replacing(getattr(owner, name), run))
+        _users.add(id(casts))
 
 
-def with_casts_of_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the casts that are on now on this thread, whenever and wherever it runs."""
+def release(user: int) -> None:
+    """Let the casts of this id go; the last ones leave torch as it was."""
+    with _lock:
+        _users.discard(user)
+        while _originals and not _users:
+            setattr(*_originals.pop())
+
+
+def _replacing(function: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return run(function, *args, **kwargs)
+
+    return replacement
+
+
+def _make_frame(make: Any, frame: Any, recompute: Any, *args: Any, **kwargs: Any) -> None:
     noted = casts_here()
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(recompute)
+    def recompute_in_block(*args: Any, **kwargs: Any) -> Any:
         with block(*noted):
-            return function(*args, **kwargs)
+            return recompute(*args, **kwargs)
 
-    return run
-
-
-def _follow_checkpoints(frame: Any) -> None:
-    """Let frames keep their function with the casts that are on when the frame is made."""
-    make = frame.__init__
-
-    @functools.wraps(make)
-    def make_with_casts(self: Any, recompute: Callable[..., Any], *args: Any, **kw: Any) -> None:
-        make(self, with_casts_of_now(recompute), *args, **kw)
-
-    frame.__init__ = make_with_casts
+    make(frame, recompute_in_block, *args, **kwargs)
 
 
-def _follow_functions(node: Any) -> None:
-    """Let the nodes of custom functions run `backward` under the casts of the forward pass."""
-    make, apply = node.__init__, node.apply
+def _make_node(make: Any, node: Any, *args: Any, **kwargs: Any) -> None:
+    make(node, *args, **kwargs)
+    if not node._forward_cls.__module__.startswith(_COMPILED):
+        node._casts = casts_here()
 
-    @functools.wraps(make)
-    def make_with_casts(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        self._casts = casts_here()
 
-    @functools.wraps(apply)
-    def apply_with_casts(self: Any, *gradients: Any) -> Any:
-        if self._forward_cls.__module__.startswith(_COMPILED):
-            return apply(self, *gradients)
-        with block(*self._casts):
-            return apply(self, *gradients)
+def _run_node(apply: Any, node: Any, *gradients: Any) -> Any:
+    with block(*node._casts) if hasattr(node, "_casts") else nullcontext():
+        return apply(node, *gradients)
 
-    node.__init__, node.apply = make_with_casts, apply_with_casts
+
+def _run_without_autocast(function: Any, *args: Any, **kwargs: Any) -> Any:
+    # A block keeps no cache in torch.autocast: so it is known where a compiler hides its mode.
+    with nullcontext() if torch.is_autocast_cache_enabled() else torch._C._DisableAutocast():
+        return function(*args, **kwargs)
+
+
+_REPLACED: list[tuple[Any, str, Callable[..., Any]]] = [
+    (torch.utils.checkpoint._CheckpointFrame, "__init__", _make_frame),
+    (BackwardCFunction, "__init__", _make_node),
+    (BackwardCFunction, "apply", _run_node),
+    (torch.autograd, "_engine_run_backward", _run_without_autocast),
+    (torch._C.ScriptMethod, "__call__", _run_without_autocast),
+    (torch._C.ScriptFunction, "__call__", _run_without_autocast),
+]

@@ -1,0 +1,160 @@
+"""A precision changes functions of torch only where a block casts, and takes the changes back."""
+
+import gc
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from mpframe import Precision
+from mpframe.precision.casting import recomputation
+
+Replaced = dict[tuple[Any, str], Any]
+A = torch.rand(4, 4)
+
+
+def functions() -> Replaced:
+    names = [(owner, name) for owner, name, _ in recomputation._REPLACED]
+    return {(owner, name): getattr(owner, name) for owner, name in names}
+
+
+@pytest.fixture(autouse=True)
+def before() -> Replaced:
+    """The functions as they are when no precision is there."""
+    for user in tuple(recomputation._users):  # Those of other tests, which still live.
+        recomputation.release(user)
+    return functions()
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+def frames_of_mpframe() -> int:
+    """How many of its functions a custom function and a checkpoint run outside of any block."""
+    seen = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal seen
+        seen += event == "call" and "mpframe/precision" in frame.f_code.co_filename
+
+    x = A.clone().requires_grad_()
+    sys.setprofile(count)
+    try:
+        y = torch.utils.checkpoint.checkpoint(torch.exp, Double.apply(x), use_reentrant=False)
+        y.sum().backward()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def test_what_is_replaced_is_what_the_page_names(before: Replaced) -> None:
+    with Precision("amp").cast():
+        now = functions()
+    changed = {name for (_, name), function in now.items() if before[_, name] is not function}
+    assert changed == {"__init__", "apply", "_engine_run_backward", "__call__"}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
+def test_constructing_and_preparing_changes_nothing(mode: str, before: Replaced) -> None:
+    model = torch.nn.Linear(4, 4)
+    precision = Precision(mode)
+    precision.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert functions() == before
+    assert not frames_of_mpframe()
+
+
+def test_a_block_in_fp32_changes_nothing(before: Replaced) -> None:
+    with Precision("fp32").cast():
+        assert functions() == before
+        assert not frames_of_mpframe()
+
+
+def test_release_takes_it_back(before: Replaced) -> None:
+    first, second = Precision("amp"), Precision("mixed")
+    for precision in (first, second, first):
+        with precision.cast():
+            assert functions() != before
+    first.release()
+    assert functions() != before  # The second needs it.
+    second.release()
+    second.release()
+    Precision("fp32").release()
+    assert functions() == before
+    assert not frames_of_mpframe()
+    with first.cast():
+        assert functions() != before
+    first.release()
+    assert functions() == before
+
+
+def test_the_end_of_a_precision_takes_it_back(before: Replaced) -> None:
+    precision = Precision("amp")
+    with precision.cast():
+        pass
+    assert functions() != before
+    del precision
+    gc.collect()
+    assert functions() == before
+
+
+def test_a_graph_outlives_the_precision(before: Replaced) -> None:
+    """It keeps the casts that its backward pass needs."""
+    x = A.clone().requires_grad_()
+    with Precision("amp").cast():
+        y = Double.apply(x)
+    gc.collect()
+    assert functions() != before
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 4), 2.0))  # type: ignore[arg-type]
+
+
+def test_two_threads_begin_at_once(before: Replaced) -> None:
+    precisions = [Precision("amp") for _ in range(8)]
+    barrier = threading.Barrier(8)
+
+    def run(precision: Precision) -> None:
+        barrier.wait(60)
+        with precision.cast():
+            pass
+
+    threads = [threading.Thread(target=run, args=(precision,)) for precision in precisions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for precision in precisions:
+        precision.release()
+    assert functions() == before
+
+
+def test_a_backward_pass_under_torch_autocast_is_torchs(before: Replaced) -> None:
+    precision = Precision("amp", "bfloat16")
+    with precision.cast():
+        pass
+
+    def gradient() -> Tensor:
+        x = A.clone().requires_grad_()
+        y = x @ x
+        with torch.autocast("cpu", torch.bfloat16):
+            y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    found = gradient()
+    precision.release()
+    assert functions() == before
+    assert torch.equal(found, gradient())
+    assert BackwardCFunction.apply is before[BackwardCFunction, "apply"]
