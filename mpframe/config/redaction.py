@@ -2,7 +2,8 @@
 
 A run's folder is meant to be passed on. Two kinds of values are never in it: those of variables
 that the configuration refers to by `${oc.env:NAME}`, wherever they are passed on to, and those of
-variables whose name sounds like a secret, in case a shell has put them on the command line.
+variables whose name sounds like a secret, in case a shell has put them on the command line. The
+path of a folder is shown unless its variable's name sounds like a secret.
 
 Values are redacted, and then written: a text that is YAML already may have quoted, escaped or
 folded the secret, and `***` put into it may not be YAML any more.
@@ -46,10 +47,15 @@ def secrets_of(texts: Iterable[object], environment: Mapping[str, str]) -> list[
     found = {
         value
         for name, value in environment.items()
-        if (name in _referred and len(value) >= _SHORTEST_REFERRED)
+        if (name in _referred and len(value) >= _SHORTEST_REFERRED and not _is_folder(value))
         or (SECRET_NAME.search(name) and len(value) >= _SHORTEST_NAMED)
     }
     return sorted(found, key=len, reverse=True)
+
+
+def _is_folder(value: str) -> bool:
+    """Whether it is the path of a folder, such as a cluster's scratch space, which is no secret."""
+    return os.path.isabs(value) and os.path.isdir(value)
 
 
 def hide(text: str, secrets: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Secrets in values that YAML quotes, escapes or folds: hidden, and the file is YAML still."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,14 @@ def test_a_reference_stays_and_what_it_was_handed_on_to_is_hidden(
         "a": "\\${oc.env:PLAIN}", "b": "***", "c": ["\\${oc.env:PLAIN}", 1],
     }  # fmt: skip
     assert yaml.safe_load(as_yaml(config, secrets))["b"] == "${a}"
+
+
+def test_the_path_of_a_folder_is_no_secret_unless_its_name_says_so(tmp_path: Path) -> None:
+    scratch = str(tmp_path)
+    named = {"SCRATCH": scratch, "GONE": f"{scratch}/gone", "AUTH_FOLDER": f"{scratch}/auth"}
+    (tmp_path / "auth").mkdir()
+    secrets = secrets_of([f"${{oc.env:{name}}}" for name in named], named)
+    assert set(secrets) == {named["GONE"], named["AUTH_FOLDER"]}
 
 
 def test_an_interpolation_that_holds_a_secret_is_hidden_whole() -> None:
