@@ -1,7 +1,9 @@
 """Optimizers that evaluate the loss themselves, such as LBFGS: they are given a closure.
 
-Such an optimizer tries points and goes back, so its step cannot be taken or skipped as a whole. The
-losses that it compares must not be rounded: fp32 weights, no loss scaling, no clipping.
+torch's other optimizers only run a closure before they step, and so does `MasterWeights` for them.
+
+LBFGS and its like try points and go back, so their step cannot be taken or skipped as a whole. The
+losses that they compare must not be rounded: fp32 weights, no loss scaling, no clipping.
 """
 
 import inspect
@@ -9,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from mpframe.errors import ConfigError
@@ -23,10 +26,14 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def runs_closure_first(optimizer: Optimizer) -> bool:
+    """Whether an optimizer that needs no closure only runs one before it steps: torch's own do."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def step_with_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> StepResult:
     """One step; the amax and norm are those of the last evaluation's gradients."""
-    with torch.enable_grad():
-        loss = torch.as_tensor(optimizer.step(closure)).detach()
+    loss = evaluate(lambda: optimizer.step(closure))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device
     last = measured([(p, p.grad) for p in parameters if p.grad is not None], 1.0, device)
@@ -34,6 +41,19 @@ def step_with_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> StepR
     never, one = torch.zeros((), dtype=torch.bool, device=device), torch.ones((), device=device)
     norm = last.norm()
     return StepResult(never, last.amax, norm, one, loss=loss, verdict=applied)
+
+
+def take_closure(scaler: Any, closure: Any = None) -> tuple[Any, Any]:
+    """The scaler and the closure: torch's callers give the closure first, where a scaler stands."""
+    first = callable(scaler) and not hasattr(scaler, "scale")
+    return (None, scaler) if first else (scaler, closure)
+
+
+def evaluate(closure: Callable[[], Any]) -> Tensor | None:
+    """Run a closure once, as torch's optimizers do before they step; its loss, detached."""
+    with torch.enable_grad():
+        loss = closure()
+    return None if loss is None else torch.as_tensor(loss).detach()
 
 
 def missing_closure(optimizer: Optimizer) -> ConfigError:

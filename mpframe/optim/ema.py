@@ -96,6 +96,9 @@ class Ema:
             yield
         finally:
             torch._foreach_copy_(weights, kept)
+            for (parameter, _), weight in zip(self._masters, weights, strict=True):
+                if parameter.dtype != weight.dtype:  # The model has set its `.data` to half.
+                    parameter.data = weight
 
     def by_name(self, model: nn.Module) -> dict[str, Tensor]:
         """Copies of the averages, by the names of the parameters of `model` they stand for."""

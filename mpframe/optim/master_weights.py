@@ -25,14 +25,17 @@ from torch.optim import Optimizer
 
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.loss_scaling.interface import LossScaler
+from mpframe.loss_scaling.interface import LossScaler, scale_of
 from mpframe.optim.accumulation import Accumulator, Averaged, StepGradients
 from mpframe.optim.buckets import Bucket, in_buckets, steps_by_parameter
 from mpframe.optim.closure import (
+    evaluate,
     missing_closure,
     needs_closure,
     refuse_beside_closure,
+    runs_closure_first,
     step_with_closure,
+    take_closure,
 )
 from mpframe.optim.gradients import (
     Gradients,
@@ -46,6 +49,7 @@ from mpframe.optim.gradients import (
 from mpframe.optim.masters.master import copy_to_params
 from mpframe.optim.masters.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
 from mpframe.optim.masters.split_master import KINDS
+from mpframe.optim.masters.widening import widen_turned, widen_written
 from mpframe.optim.masters.write_detector import adopt_writes
 from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
@@ -99,6 +103,7 @@ class MasterWeights(Optimizer):
         self._known_groups = 0
         self.skips_on_device: bool | None = None
         self.world: World = ALONE
+        self._keeps_masters = bool(keep_masters)
         self._buckets: list[Bucket] = [[]]
         self._accumulator: Accumulator | None = None
         self._consumed = False
@@ -232,7 +237,7 @@ class MasterWeights(Optimizer):
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
-        scaler: LossScaler | None = None,
+        scaler: LossScaler | Callable[[], Any] | None = None,
         *,
         max_norm: float | None = None,
         max_value: float | None = None,
@@ -246,7 +251,8 @@ class MasterWeights(Optimizer):
         nothing is updated and amax is 0, as in torch.
 
         Args:
-            scaler: scaled this step's loss; None: the loss was not scaled.
+            scaler: scaled this step's loss; None: the loss was not scaled. A function without a
+                `scale` is a closure, which torch's users pass first.
             max_norm: clip the global 2-norm of the gradients to this, > 0 and finite; None: do
                 not clip.
             max_value: clamp each value of the gradients to [-max_value, max_value] instead, > 0
@@ -254,8 +260,9 @@ class MasterWeights(Optimizer):
             skip_mask: 0-d bool on the device; True skips the step whatever its gradients are.
             skip_if_dropped: skip the step if any of its micro-batches was dropped, not only if all
                 were.
-            closure: recomputes the loss, for optimizers that need it (LBFGS). It takes fp32
-                weights, no scaler and no clipping, and no step of it is ever skipped.
+            closure: computes the loss and calls backward. The optimizers of torch.optim call it
+                once, before the step. LBFGS and optimizers from elsewhere call it themselves: that
+                takes fp32 weights, no scaler and no clipping, and no such step is ever skipped.
 
         Returns:
             What was done. After a skip no parameter, master or optimizer state has changed.
@@ -267,9 +274,12 @@ class MasterWeights(Optimizer):
                 Nothing has changed.
         """
         check_clipping(max_norm=max_norm, max_value=max_value)
-        if closure is not None or self.needs_closure:
-            return self._step_with_closure(closure, scaler, max_norm or max_value, skip_mask)
-        scale = 1.0 if scaler is None else scaler.scale
+        widen_written()
+        scaling, closure = take_closure(scaler, closure)
+        if self.needs_closure or (closure is not None and not runs_closure_first(self.optimizer)):
+            return self._step_with_closure(closure, scaling, max_norm or max_value, skip_mask)
+        loss = None if closure is None else evaluate(closure)
+        scale = scale_of(scaling)
         gathered = self.gather(scale)
         if gathered.spent:
             raise no_new_gradients()
@@ -288,10 +298,10 @@ class MasterWeights(Optimizer):
         if max_value is not None:
             gradients = replace(gradients, max_value=max_value)
         self.apply(gradients, skipped, verdict)
-        if scaler is not None:
-            scaler.update(gathered.largest)
+        if scaling is not None:
+            scaling.update(gathered.largest)
         used = scale if isinstance(scale, Tensor) else torch.ones_like(norm)
-        return StepResult(skipped, gradients.amax, norm, used, gathered.dropped, verdict=verdict)
+        return StepResult(skipped, gradients.amax, norm, used, gathered.dropped, loss, verdict)
 
     def gather(self, scale: Tensor | float) -> StepGradients:
         """The gradients of the step, measured: accumulated, or of one backward pass.
@@ -478,6 +488,8 @@ class MasterWeights(Optimizer):
         if bucket:
             adopt_writes(bucket, join=True)
         for master, gradient in zip(masters, gradients.take(masters), strict=True):
+            if master.dtype in HALF and self._keeps_masters:
+                widen_turned(master)
             master.grad = gradient.to(master.dtype)
         if verdict is None:
             self._step_on_device(skipped)

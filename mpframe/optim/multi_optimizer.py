@@ -10,7 +10,7 @@ have one scale, and are clipped together by the norm of all their gradients. Par
 their own are scaled and clipped apart; one scaler they share is told the largest gradient of any.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -22,8 +22,10 @@ from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError, ConfigError, nearest
 from mpframe.loss_scaling.interface import Scaling, scale_of
 from mpframe.optim.accumulation import StepGradients
+from mpframe.optim.closure import evaluate, take_closure
 from mpframe.optim.gradients import check_clipping, clip, not_finite
 from mpframe.optim.master_weights import MasterWeights, load_masters_of, no_new_gradients
+from mpframe.optim.masters.widening import widen_written
 from mpframe.optim.step_result import StepResult, any_of, joined_verdict, largest
 from mpframe.optim.verdict import Verdict, read
 
@@ -125,7 +127,7 @@ class MultiOptimizer:
     @torch.no_grad()
     def step(
         self,
-        scaler: Scaling = None,
+        scaler: Scaling | Callable[[], Any] = None,
         *,
         max_norm: float | None = None,
         max_value: float | None = None,
@@ -135,7 +137,8 @@ class MultiOptimizer:
         """Unscale, check, clip, update or skip every part, and tell the scaler or scalers.
 
         Args:
-            scaler: scaled this step's loss or losses; by part if they have one each.
+            scaler: scaled this step's loss or losses; by part if they have one each. Or a closure
+                that computes the loss and calls backward: it is called once, before the step.
             max_norm: clip gradients that were scaled together to this global 2-norm, > 0 and
                 finite.
             max_value: clamp each value of the gradients to [-max_value, max_value] instead, > 0
@@ -152,7 +155,10 @@ class MultiOptimizer:
                 `max_value` out of its range, or both given.
         """
         check_clipping(max_norm=max_norm, max_value=max_value)
-        scales = {name: scale_of(_of(scaler, name)) for name in self.parts}
+        widen_written()
+        scaling, closure = take_closure(scaler)
+        loss = None if closure is None else evaluate(closure)
+        scales = {name: scale_of(_of(scaling, name)) for name in self.parts}
         gathered = {name: part.gather(scales[name]) for name, part in self.parts.items()}
         if all(own.spent for own in gathered.values()):
             raise no_new_gradients()
@@ -180,8 +186,8 @@ class MultiOptimizer:
             )
             for name, own in gathered.items()
         }
-        _tell(scaler, {name: own.largest for name, own in gathered.items()})
-        return joined(results)
+        _tell(scaling, {name: own.largest for name, own in gathered.items()})
+        return replace(joined(results), loss=loss)
 
     def saturation_warning(self, model: nn.Module) -> str | None:
         """A line on half weights held at the end of their range; None if there are none."""

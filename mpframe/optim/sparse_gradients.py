@@ -38,8 +38,8 @@ def refuse_untaken(optimizer: Optimizer, masters: Iterable[Tensor]) -> None:
 
 
 def _try(optimizer: Optimizer, master: Tensor) -> None:
-    stand_in = torch.zeros_like(master[:1])
-    stand_in.grad = stand_in.to_sparse(1)
+    stand_in = torch.zeros_like(master if master.is_sparse else master[:1])
+    stand_in.grad = stand_in.clone() if master.is_sparse else stand_in.to_sparse(1)
     group = next(g for g in optimizer.param_groups if any(p is master for p in g["params"]))
     options = {name: value for name, value in group.items() if name != "params"}
     state = {name: _row(value, master) for name, value in optimizer.state.get(master, {}).items()}

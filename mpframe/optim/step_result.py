@@ -20,7 +20,8 @@ class StepResult:
         scale: 0-d float32, the loss scale this step was computed with.
         dropped: 0-d int64, micro-batches of the step left out because they overflowed; None
             if the step was not accumulated.
-        loss: 0-d float32, the unscaled mean loss of the step; None outside the trainer.
+        loss: 0-d float32, the unscaled mean loss of the step; outside the trainer what a closure
+            returned, or None.
         verdict: the same on the host, if it was read already; None if it was not.
         parts: the same of each optimizer, by name, if several share the step; None with one.
             `skipped` is then true if all of them skipped, `amax` the largest, `grad_norm` that

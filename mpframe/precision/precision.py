@@ -24,6 +24,7 @@ from mpframe.errors import ConfigError
 from mpframe.optim.master_weights import MasterWeights
 from mpframe.optim.masters.master import Master, remember
 from mpframe.optim.masters.split_master import KINDS, refuse_split
+from mpframe.optim.masters.widening import watch
 from mpframe.precision.casting.blocks import block
 from mpframe.precision.casting.cast import Casts
 from mpframe.precision.casting.recomputation import follow_backward_passes, release
@@ -123,8 +124,10 @@ class Precision:
         for parameter, value in store(model, self.policy, self.reads(model)).items():
             if keep_frozen or parameter.requires_grad or parameter in wanted:
                 remember(parameter, value, KINDS[self.master_weights] or Master)
+        watch(model, widens=self.policy.stores_by_op)
         self.attach(model)
-        return model, MasterWeights(optimizer, keep_masters=self.master_weights)
+        kept = self.master_weights if self.policy.mode == "mixed" else True
+        return model, MasterWeights(optimizer, keep_masters=kept)
 
     def trace(self, model: nn.Module, example: Any) -> None:
         """Run the model once, to store in half every weight that only half ops read.

@@ -25,15 +25,16 @@ from mpframe.distributed.world import ALONE, World, weighted
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.loss_scaling.interface import LossScaler, Scaling, scale_of, wants_probe
 from mpframe.objectives import Objective, compute, count_of, require_objective
-from mpframe.optim import MasterWeights, MultiOptimizer
+from mpframe.optim import MasterWeights, MultiOptimizer, fp32_weights
 from mpframe.optim.ema import Ema
 from mpframe.optim.gradients import as_count
+from mpframe.optim.masters.widening import widen_named, widened
 from mpframe.optim.schedules import Schedule, refuse_overrun
 from mpframe.optim.step_result import StepResult, any_of, largest, with_verdicts
 from mpframe.precision import Precision
 from mpframe.training.buffers import Buffers, ExtraState
 from mpframe.training.callback import Callbacks, call
-from mpframe.training.evaluation import Evaluation, Metrics, fp32_weights
+from mpframe.training.evaluation import Evaluation, Metrics
 from mpframe.training.loader import Batch, Loader
 from mpframe.training.loss_spike import LossSpikes
 from mpframe.training.named_objective import NamedObjective
@@ -275,6 +276,7 @@ class Trainer:
         return {
             "weights": self.weights(),
             "extra_state": self.extra_state.state_dict(),
+            "widened": widened(self.model),
             "optimizer": self.optimizer.inner_state_dict(),  # Masters stand among the weights.
             "scaler": _state_by_name(self.scaler),
             "schedule": _state_by_name(self.schedule),
@@ -293,6 +295,7 @@ class Trainer:
             CheckpointError: the state belongs to another model, optimizer or scaler.
         """
         self.extra_state.load_state_dict(state.get("extra_state", {}))
+        widen_named(self.model, state.get("widened", ()))
         self.load_weights(state["weights"])
         self.optimizer.load_state_dict(state["optimizer"])
         _load_by_name(self.scaler, state["scaler"], "loss_scaling")
@@ -426,7 +429,7 @@ class Trainer:
         """Within the block the weights are fp32 where evaluation has its own mode, and averaged."""
         full = self.eval_precision is not None
         with (
-            fp32_weights(self.optimizer, self.model) if full else nullcontext(),
+            fp32_weights(self.model) if full else nullcontext(),
             self.ema.applied() if self.ema else nullcontext(),
         ):
             yield

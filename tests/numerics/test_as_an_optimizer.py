@@ -13,8 +13,9 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 from vocabulary import HALVES, same_bits, tensors
 
-from mpframe import MasterWeights, Precision
+from mpframe import MasterWeights, Precision, Static
 from mpframe.errors import ConfigError
+from mpframe.optim import MultiOptimizer
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
@@ -137,6 +138,82 @@ def test_hooks_see_the_steps_that_are_taken() -> None:
     step(wrapped, model, float("inf"))
     wrapped.state_dict()
     assert seen == [wrapped.optimizer] * 2
+
+
+def closure_over(model: nn.Module, optimizer: Any, precision: Precision) -> Callable[[], Any]:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        with precision.cast():
+            loss = model(torch.linspace(-1, 1, 8).view(2, 4)).float().pow(2).mean()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+class TestClosures:
+    """Lightning and torch's users call `step(closure)`; the closure computes the gradients."""
+
+    @pytest.mark.parametrize("by_position", [True, False])
+    @pytest.mark.parametrize("half", HALVES)
+    @pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
+    def test_a_closure_is_called_once_before_the_step(
+        self, mode: str, half: str, by_position: bool
+    ) -> None:
+        runs: list[list[Any]] = []
+        for given in (True, False):
+            model, wrapped = prepared(mode, half)
+            closure = closure_over(model, wrapped, Precision(mode, half))
+            losses = []
+            for _ in range(3):
+                if not given:
+                    losses.append(closure().detach())
+                    assert wrapped.step().loss is None
+                else:
+                    named = {} if by_position else {"closure": closure}
+                    losses.append(wrapped.step(*[closure][: not named], **named).loss)
+            runs.append([*losses, *(p.detach() for p in model.parameters())])
+        assert same_bits(*runs)
+
+    def test_a_step_whose_closure_overflows_is_skipped(self) -> None:
+        model, wrapped = prepared()
+        before = [p.detach().clone() for p in model.parameters()]
+
+        def closure() -> None:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, torch.inf)
+
+        result = wrapped.step(closure)
+        assert bool(result.skipped)
+        assert result.loss is None
+        assert same_bits(model.parameters(), before)
+
+    def test_with_a_scaler_and_clipping(self) -> None:
+        model, wrapped = prepared()
+        plain_model, plain = prepared()
+        scaler = Static(4.0)
+
+        def backward(model: nn.Module) -> None:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 4.0)
+
+        wrapped.step(scaler, max_norm=1.0, closure=lambda: backward(model))
+        backward(plain_model)
+        plain.step(scaler, max_norm=1.0)
+        assert same_bits(model.parameters(), plain_model.parameters())
+
+    def test_of_several_optimizers(self) -> None:
+        model, precision = net(), Precision("mixed")
+        parts = {
+            name: precision.prepare(model, torch.optim.SGD(model[at].parameters(), lr=0.1))[1]
+            for name, at in (("one", 0), ("two", 2))
+        }
+        optimizer = MultiOptimizer(parts)
+        before = model[0].weight.detach().clone()
+        loss = optimizer.step(closure_over(model, optimizer, precision)).loss
+        assert loss is not None
+        assert loss.isfinite()
+        assert not torch.equal(model[0].weight, before)
 
 
 def deep(pair: Any) -> Any:

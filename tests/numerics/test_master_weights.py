@@ -1106,6 +1106,20 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=f"optimizer=LBFGS: a closure goes without {text} or"):
             wrapped.step(closure=quadratic(params), **options)
 
+    @pytest.mark.parametrize("momentum", [0.0, 0.9])
+    def test_a_sparse_parameter_steps_as_in_torch(self, momentum: float) -> None:
+        runs = []
+        for wrap in (MasterWeights, lambda plain: plain):
+            weight = torch.nn.Parameter(torch.eye(3).to_sparse())
+            optimizer: Any = wrap(torch.optim.SGD([weight], lr=0.125, momentum=momentum))
+            for _ in range(3):
+                optimizer.zero_grad()
+                torch.sparse.mm(weight, torch.ones(3, 2)).pow(2).sum().backward()
+                optimizer.step()
+            runs.append(weight.detach().to_dense())
+        assert torch.equal(*runs)
+        assert not torch.equal(runs[0], torch.eye(3))
+
     def test_a_closure_beside_an_optimizer_that_needs_none(self) -> None:
         params = parameters()
         wrapped = MasterWeights(torch.optim.SGD(params, lr=0.5))

@@ -452,6 +452,51 @@ class TestNothingElseMoves:
         assert in_half(model) == set()
 
 
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator: its weight is a complex matrix in two real ones."""
+
+    def __init__(self, cast: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4, 3, 2))
+        self.cast = cast
+
+    def forward(self, x: Tensor) -> Tensor:
+        frequencies = torch.fft.rfft(x.float().view(2, 4, -1))
+        product = torch.einsum("bix,iox->box", frequencies, self.cast(self.w))
+        return torch.fft.irfft(product).flatten(1)
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        torch.view_as_complex,
+        lambda w: torch.complex(*w.unbind(-1)),
+        lambda w: w[..., 0].to(torch.complex64),
+    ],
+    ids=["view", "complex", "to"],
+)
+@pytest.mark.parametrize("half", HALVES)
+def test_weights_of_complex_products_stay_fp32(half: str, cast: Callable[[Tensor], Tensor]) -> None:
+    """No input of such a product is cast, so `mixed` gives the numbers of `amp`."""
+    outputs = []
+    x = torch.randn(2, 4 * 4)
+    for mode in ("amp", "mixed"):
+        torch.manual_seed(0)
+        model, precision = nn.Sequential(nn.Linear(16, 16), Spectral(cast)), Precision(mode, half)
+        precision.prepare(model, sgd(model), x)
+        with precision.cast():
+            outputs.append(model(x))
+    assert in_half(model) == {"0.weight", "0.bias"}
+    assert torch.equal(*outputs)
+
+
+def test_the_share_names_a_complex_product_and_no_pin() -> None:
+    model, precision = nn.Sequential(Spectral(torch.view_as_complex)), Precision("mixed")
+    precision.prepare(model, sgd(model), torch.randn(2, 16))
+    last = precision.describe(model).splitlines()[-1]
+    assert last == "  100 %: uncast einsum is in no list: 0"
+
+
 def test_two_optimizers_trace_once() -> None:
     model = nn.Sequential(Conv1D(4, 4), Conv1D(4, 4))
     calls = []

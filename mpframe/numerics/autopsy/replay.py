@@ -17,10 +17,10 @@ from mpframe.numerics.autopsy.case import Case, RandomState
 from mpframe.numerics.autopsy.magnitudes import magnitudes_of
 from mpframe.numerics.autopsy.watch import Trace, Watch
 from mpframe.objectives import compute
+from mpframe.optim import fp32_weights
 from mpframe.precision import OpLists, Precision
 from mpframe.precision.storage.storage import formats_of
 from mpframe.precision.undisturbed import State
-from mpframe.training.evaluation import fp32_weights
 from mpframe.training.named_objective import NamedObjective
 from mpframe.tree import HALF, device_of
 
@@ -106,7 +106,7 @@ def replay(case: Case, setting: Setting) -> Replay:
     precision = _precision(case.precision, setting)
     with _restored(case), ExitStack() as stack:
         if setting.fp32 or not setting.own:
-            stack.enter_context(fp32_weights(case.optimizer, case.model, _narrow(case, precision)))
+            stack.enter_context(fp32_weights(case.model, _narrow(case, precision)))
             stack.enter_context(precision.attached(case.model))
         if setting.fp32:
             stack.enter_context(_fp32_buffers(case.model))

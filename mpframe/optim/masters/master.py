@@ -51,12 +51,15 @@ class Master(WriteDetector):
         self.value.detach().copy_(start)
 
     @torch.no_grad()
-    def adopt(self, weight: Tensor) -> None:
-        """Take over what others have written into the weight."""
-        now, rounded = weight.detach(), torch.empty_like(self.value, dtype=self.half)
+    def adopt(self, weight: Tensor) -> Tensor | bool:
+        """Take over what others have written into the weight; whether they wrote other values."""
+        half = weight.dtype if weight.dtype in HALF else self.half
+        now, rounded = weight.detach(), torch.empty_like(self.value, dtype=half)
         round_into([(rounded, self.value)])
-        self.value.copy_(torch.where(now == rounded, self.value, now.float()))
+        same = now == rounded
+        self.value.copy_(torch.where(same, self.value, now.float()))
         self.half = weight.dtype
+        return ~same.all()
 
     def publish(self, weight: Tensor) -> None:
         """Round `value` into the weight."""
@@ -96,8 +99,20 @@ def remember(weight: Tensor, start: Tensor, kind: type[Master] = Master) -> None
         mark_known([(weight, known)])
 
 
+def widen(weight: Tensor) -> None:
+    """Store a half weight in fp32, where its master is: what writes one writes the other."""
+    master = master_for(weight)
+    weight.data = master.current(weight).detach()
+    master.half = weight.dtype
+    mark_known([(weight, master)])
+
+
 def restore(weight: Tensor, master: Master) -> None:
-    """Give a weight that was copied the copy of its master."""
+    """Give a weight that was copied the copy of its master, and its format."""
+    if weight.dtype not in HALF and master.half in HALF:  # Without its optimizer a copy is fp32.
+        exact, weight.data = weight.data, weight.data.to(master.half)
+        master.start_from(weight, exact)
+        copy_to_params([(weight, master)])
     _MASTERS[weight] = master
 
 

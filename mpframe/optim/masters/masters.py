@@ -55,7 +55,7 @@ class Masters:
         self.device = torch.device("cpu")
 
     def __getitem__(self, parameter: Tensor) -> Tensor:
-        held = self.half.get(parameter)
+        held = self.half.get(parameter) or master_behind(parameter)
         return self._masters[parameter] if held is None else held.current(parameter)
 
     def __contains__(self, parameter: object) -> bool:
@@ -256,9 +256,9 @@ def load_by_name(model: nn.Module, parts: Sequence[Masters], weights: Mapping[st
     for masters in parts:
         own |= masters.by_name(model)
     _refuse_other_weights(own, weights)
-    held = {}
+    known, held = {p: m for masters in parts for p, m in masters.half.items()}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        master = master_behind(parameter)
+        master = known.get(parameter) or master_behind(parameter)
         if master is not None:
             master.start_from(parameter, weights[name])
             held[parameter] = master

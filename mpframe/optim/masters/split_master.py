@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mpframe.errors import ConfigError
 from mpframe.optim.masters.master import Master
-from mpframe.optim.masters.write_detector import adopt_writes, mark_known
+from mpframe.optim.masters.write_detector import adopt_writes, is_known, mark_known
 
 _END = torch.finfo(torch.bfloat16).max
 _PIECE = 2**17  # values
@@ -59,7 +59,7 @@ class SplitMaster(Master):
         mark_known([(weight, self)])
 
     @torch.no_grad()
-    def adopt(self, weight: Tensor) -> None:
+    def adopt(self, weight: Tensor) -> bool:
         """Take over what others have written into the weight: its low bits stay as they are.
 
         With them the master is still one that rounds to the weight. Only to zero, inf and nan no
@@ -70,6 +70,7 @@ class SplitMaster(Master):
             self.low.masked_fill_((bits == 0) | (bits >= 0x7F80), 0)
         if self.joined:
             self._joined(weight, self.value.detach())
+        return not is_known(weight, self)
 
     def join(self, weight: Tensor) -> None:
         """Let `value` have its memory, and what it stands for."""

@@ -38,8 +38,8 @@ class WriteDetector:
 
     joined = True  # whether the master has its memory
 
-    def adopt(self, weight: Tensor) -> None:
-        """Take over what others have written into the weight."""
+    def adopt(self, weight: Tensor) -> Tensor | bool:
+        """Take over what others have written into the weight; whether they wrote other values."""
         raise NotImplementedError
 
     def join(self, weight: Tensor) -> None:
@@ -54,14 +54,19 @@ def adopt_writes(watched: Iterable[tuple[Tensor, WriteDetector]], *, join: bool 
         join: let each master have its memory, too.
     """
     for weight, last in watched:
-        same = last.address == weight.data_ptr() and last.version == weight._version
-        if same and last.bits is not None:
-            same = torch.equal(_sums(last.words) if last.summed else last.words, last.bits)
-        if not same:
+        if not is_known(weight, last):
             last.adopt(weight)
             mark_known([(weight, last)])
         if join and not last.joined:
             last.join(weight)
+
+
+def is_known(weight: Tensor, last: WriteDetector) -> bool:
+    """Whether nothing else has written the weight since it was marked as known."""
+    same = last.address == weight.data_ptr() and last.version == weight._version
+    if same and last.bits is not None:
+        same = torch.equal(_sums(last.words) if last.summed else last.words, last.bits)
+    return same
 
 
 def mark_known(watched: Iterable[tuple[Tensor, WriteDetector]]) -> None:

@@ -35,10 +35,12 @@ from torch.amp import is_autocast_available
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
+from mpframe.optim.masters.master import master_for
 from mpframe.precision import optimizer_steps
 from mpframe.precision.casting.emulation import half_values, rounded
 from mpframe.precision.casting.plans import (
     HANDS_OFF,
+    NARROW,
     NOT_AUTOCAST,
     PLANS,
     Args,
@@ -256,6 +258,8 @@ class CastMode(TorchFunctionMode):
         """A write through `.data` leaves no trace: the weight's cast is not kept in this block."""
         if not is_compiling() and _is_weight(args[0]):
             self._open_weights[id(args[0])] = args[0]
+            if args[0].dtype == torch.float32 and args[1:] and args[1].dtype in NARROW:
+                master_for(args[0]).current(args[0])  # It turns half: the fp32 value is kept.
             for enabled in (True, False):
                 self._kept_weights.pop((id(args[0]), enabled), None)
         return func(*args, **kwargs)

@@ -32,7 +32,8 @@ def fp32_share(model: nn.Module, policy: Policy, reads: Reads) -> list[str]:
     for why in sorted(parts, key=lambda why: -sizes[why])[:_SHOWN]:
         largest = max(parts[why], key=parts[why].__getitem__)
         more = f" and {len(parts[why]) - 1} more" if len(parts[why]) > 1 else ""
-        where = f"{largest or '(model)'}{more}{_way_out(model, largest, policy)}"
+        way = "" if why.startswith("uncast ") else _way_out(model, largest, policy)
+        where = f"{largest or '(model)'}{more}{way}"
         lines.append(f"  {_percent(sizes[why], total)}: {why}: {where}")
     return lines
 

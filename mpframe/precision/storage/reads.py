@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.overrides import TorchFunctionMode
 
+from mpframe.precision.casting.plans import HANDS_OFF
 from mpframe.precision.op_lists import WITH_STATISTICS
 from mpframe.precision.policy import Compute, Policy
 from mpframe.precision.spellings import op_name
@@ -42,7 +43,7 @@ class Read:
     """An op that reads a weight.
 
     Attributes:
-        op: its name in the lists; empty for a kernel.
+        op: its name in the lists; empty for a kernel; `uncast ...` beside complex or double inputs.
         within: the modules whose call it ran in, the outermost first.
     """
 
@@ -172,8 +173,10 @@ class _Watch(TorchFunctionMode):
         if op in _MOVES:
             self._follow(weights, results)
             return
+        uncast = any(tensor.dtype in HANDS_OFF for tensor in tensors_in(given))
+        read = Read(f"uncast {op}" if uncast else op, tuple(self._within))
         for weight in weights:
-            self._reads.setdefault(weight, set()).add(Read(op, tuple(self._within)))
+            self._reads.setdefault(weight, set()).add(read)
 
     def _follow(self, weights: set[nn.Parameter], copies: list[Tensor]) -> None:
         self._weights |= {address: weights for address in map(_address, copies) if address}

@@ -7,12 +7,6 @@
 `Trainer.evaluate` in trainer.py runs the model over the data.
 """
 
-from mpframe.training.evaluation.evaluation import (
-    LOSS,
-    Evaluation,
-    Metrics,
-    NamedMetric,
-    fp32_weights,
-)
+from mpframe.training.evaluation.evaluation import LOSS, Evaluation, Metrics, NamedMetric
 
-__all__ = ["LOSS", "Evaluation", "Metrics", "NamedMetric", "fp32_weights"]
+__all__ = ["LOSS", "Evaluation", "Metrics", "NamedMetric"]

@@ -1,20 +1,18 @@
 """The result of a validation, its metrics, and the fp32 weights that it may use."""
 
 import math
-from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import UserCodeError
-from mpframe.optim import MasterWeights, MultiOptimizer
-from mpframe.tree import HALF, map_tensors
+from mpframe.tree import map_tensors
 from mpframe.user_code import UserCode, described, name_of
 
 LOSS = "loss"
@@ -204,18 +202,3 @@ def _fresh(code: Any) -> Any:
         return code()
     code.reset()
     return code
-
-
-@contextmanager
-def fp32_weights(
-    optimizer: MasterWeights | MultiOptimizer, model: nn.Module, but: Container[nn.Parameter] = ()
-) -> Iterator[None]:
-    """Within the block half weights are replaced by copies of their fp32 masters, except `but`."""
-    half = {p: p.data for p in model.parameters() if p.dtype in HALF and p not in but}
-    try:
-        for parameter in half:
-            parameter.data = optimizer.master_of(parameter).detach().float().clone()
-        yield
-    finally:
-        for parameter, weight in half.items():
-            parameter.data = weight

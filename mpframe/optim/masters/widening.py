@@ -1,0 +1,146 @@
+"""Half weights that go back to fp32, because other code than an optimizer's step writes them.
+
+Momentum teachers and moving averages move a little after each step, by 0.001 * (a - b), say. In
+half that is less than half a unit in the last place of b, and lost. So these are stored in fp32:
+
+    a frozen weight that is written    from the first time that a step notices it
+    a deep copy of a model             at once, with the values of the masters
+    a weight that turns half           before each step, if a forward pass has set its `.data`
+
+and torch's AveragedModel averages the masters.
+"""
+
+import logging
+from collections.abc import Collection, Container, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mpframe.optim.masters.master import exact_value, master_behind, widen
+from mpframe.optim.masters.write_detector import is_known, mark_known
+from mpframe.tree import HALF
+
+log = logging.getLogger(__name__)
+
+_LOOKS = 4  # Steps at which the values on an accelerator are compared, though the host waits.
+_NAMES: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+_FROZEN: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()  # steps that have looked at it
+_update_parameters = AveragedModel.update_parameters
+
+
+def watch(model: nn.Module, *, widens: bool) -> None:
+    """Know the weights of a model by their names.
+
+    Args:
+        model: prepared.
+        widens: its ops are cast, so that any weight may be fp32: its frozen weights will be where
+            they are written, and so will its copies.
+    """
+    _NAMES.update({weight: name for name, weight in model.named_parameters()})
+    if widens:
+        frozen = [weight for weight in model.parameters() if not weight.requires_grad]
+        _FROZEN.update({weight: 0 for weight in frozen if master_behind(weight) is not None})
+        for module in model.modules():
+            vars(module)["_fp32_in_copies"] = _CopyHook(module)
+        AveragedModel.update_parameters = _update_from_masters  # type: ignore
+
+
+def restore_averaged_model() -> None:
+    """Undo the one change that `prepare` makes to torch here: AveragedModel reads half weights."""
+    AveragedModel.update_parameters = _update_parameters  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def widen_written() -> None:
+    """Store in fp32 the frozen weights that were written since the last step, and say which.
+
+    What is written before the first step was only loaded, and stays half.
+    """
+    names = []
+    for weight, steps in list(_FROZEN.items()):
+        master = master_behind(weight)
+        if master is None or weight.requires_grad:
+            continue
+        _FROZEN[weight] = steps + 1
+        if is_known(weight, master) and (steps >= _LOOKS or master.bits is not None):
+            continue
+        written = master.adopt(weight)
+        mark_known([(weight, master)])
+        if steps and written:
+            widen(weight)
+            names.append(_NAMES[weight])
+    if names:
+        log.warning(
+            "%s: frozen, and written outside of the step: stored in float32 from now on",
+            ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3),
+        )
+
+
+def widen_turned(weight: Tensor) -> None:
+    """Store in fp32 a weight that has turned half since its optimizer was wrapped."""
+    if master_behind(weight) is None:
+        name = _NAMES.get(weight, f"a weight of shape {tuple(weight.shape)}")
+        log.warning("optimizer: %s turned half outside of cast(), and was rounded once", name)
+    widen(weight)
+
+
+def widened(model: nn.Module) -> list[str]:
+    """The names of the frozen weights that are stored in fp32 since they were written."""
+    named = model.named_parameters()
+    return [name for name, weight in named if weight in _FROZEN and weight.dtype not in HALF]
+
+
+def widen_named(model: nn.Module, names: Collection[str]) -> None:
+    """Store in fp32 the weights that `widened` named when a checkpoint was made."""
+    for name, weight in model.named_parameters():
+        if name in names and weight in _FROZEN and weight.dtype in HALF:
+            widen(weight)
+
+
+@contextmanager
+def fp32_weights(model: nn.Module, but: Container[nn.Parameter] = ()) -> Iterator[None]:
+    """Within the block half weights are replaced by copies of their fp32 masters, except `but`."""
+    half = {p: p.data for p in model.parameters() if p.dtype in HALF and p not in but}
+    try:
+        for parameter in half:
+            exact = exact_value(parameter)
+            parameter.data = parameter.detach().float() if exact is None else exact
+        yield
+    finally:
+        for parameter, weight in half.items():
+            parameter.data = weight
+
+
+class _CopyHook:
+    """Kept in a module: a deep copy of the module calls it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_CopyHook":
+        module = self._module()
+        if module is None or id(module) not in memo:  # Only the dict that holds this is copied.
+            return self
+        for weight in module.parameters(recurse=False):
+            copied = memo.get(id(weight), weight)
+            # If its optimizer was copied before it, it has a master already.
+            if master_behind(weight) is not None and master_behind(copied) is None:
+                copied.data = exact_value(weight)
+        return _CopyHook(memo[id(module)])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _CopyHook)  # It is no state of the module.
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # A pickled model is loaded without mpframe.
+
+
+def _update_from_masters(averaged: AveragedModel, model: nn.Module) -> None:
+    pairs = zip(averaged.parameters(), model.parameters(), strict=False)
+    with fp32_weights(model, {own for average, own in pairs if average.dtype in HALF}):
+        _update_parameters(averaged, model)
