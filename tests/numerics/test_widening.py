@@ -3,7 +3,7 @@
 import copy
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,16 +18,10 @@ from mpframe import Backoff, MasterWeights, Precision, Trainer
 from mpframe.objectives import StepOutput
 from mpframe.optim import MultiOptimizer, fp32_weights
 from mpframe.optim.ema import Ema
-from mpframe.optim.masters import widening, write_detector
+from mpframe.optim.masters import write_detector
 
 IN_HALF = [(mode, half) for mode in ("amp", "mixed") for half in HALVES]
 in_half = pytest.mark.parametrize(("mode", "half"), IN_HALF)
-
-
-@pytest.fixture(autouse=True)
-def plain_averaged_model() -> Iterator[None]:
-    yield
-    widening.restore_averaged_model()
 
 
 def batches(count: int, features: int = 16) -> list[tuple[Tensor, Tensor]]:
@@ -417,16 +411,6 @@ class TestAveragedModel:
 
         train(model, optimizer, precision, after, 6)
         assert same_bits(averaged.module.parameters(), expected.module.parameters())
-
-    def test_torch_is_as_it_was_after_a_call(self) -> None:
-        plain = AveragedModel.update_parameters
-        for mode in ("fp32", "amp"):
-            Precision(mode).prepare(*pair())
-            assert AveragedModel.update_parameters is plain
-        Precision("mixed").prepare(*pair())
-        assert AveragedModel.update_parameters is not plain
-        widening.restore_averaged_model()
-        assert AveragedModel.update_parameters is plain
 
 
 def pair() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -7,18 +7,18 @@ half that is less than half a unit in the last place of b, and lost. So these ar
     a deep copy of a model             at once, with the values of the masters
     a weight that turns half           before each step, if a forward pass has set its `.data`
 
-and torch's AveragedModel averages the masters.
+and torch's AveragedModel averages the masters: `update_from_masters` stands for its method while
+there are blocks that cast (precision/casting/recomputation.py).
 """
 
 import logging
-from collections.abc import Collection, Container, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Container, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpframe.optim.masters.master import exact_value, master_behind, widen
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 _LOOKS = 4  # Steps at which the values on an accelerator are compared, though the host waits.
 _NAMES: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
 _FROZEN: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()  # steps that have looked at it
-_update_parameters = AveragedModel.update_parameters
 
 
 def watch(model: nn.Module, *, widens: bool) -> None:
@@ -47,12 +46,6 @@ def watch(model: nn.Module, *, widens: bool) -> None:
         _FROZEN.update({weight: 0 for weight in frozen if master_behind(weight) is not None})
         for module in model.modules():
             vars(module)["_fp32_in_copies"] = _CopyHook(module)
-        AveragedModel.update_parameters = _update_from_masters  # type: ignore
-
-
-def restore_averaged_model() -> None:
-    """Undo the one change that `prepare` makes to torch here: AveragedModel reads half weights."""
-    AveragedModel.update_parameters = _update_parameters  # type: ignore[method-assign]
 
 
 @torch.no_grad()
@@ -140,7 +133,11 @@ class _CopyHook:
         return type(None), ()  # A pickled model is loaded without mpframe.
 
 
-def _update_from_masters(averaged: AveragedModel, model: nn.Module) -> None:
+def update_from_masters(update: Callable[..., None], averaged: nn.Module, model: nn.Module) -> None:
+    """Run torch's `AveragedModel.update_parameters` on the masters of a model.
+
+    Where an average is half itself, it is given the half weight.
+    """
     pairs = zip(averaged.parameters(), model.parameters(), strict=False)
-    with fp32_weights(model, {own for average, own in pairs if average.dtype in HALF}):
-        _update_parameters(averaged, model)
+    with fp32_weights(model, {weight for average, weight in pairs if average.dtype in HALF}):
+        update(averaged, model)

@@ -14,8 +14,9 @@ So a `backward` that meets half and fp32 is cast as its `forward` was. torch.aut
 for functions marked with `torch.amp.custom_bwd`.
 
 Torch has no hooks for this: `_REPLACED` names what is replaced, from the first block that casts
-until the last precision with such a block is released or gone. The rest of that list are ops which
-no mode sees, and which torch would cast as a block turns torch.autocast on.
+until the last precision with such a block is released or gone. Of the rest of that list most are
+ops that no mode sees, and that torch would cast as a block turns torch.autocast on. The last one is
+torch's average of a model, which is to read the masters.
 """
 
 import functools
@@ -28,7 +29,9 @@ from typing import Any
 import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling
+from torch.optim.swa_utils import AveragedModel
 
+from mpframe.optim.masters.widening import update_from_masters
 from mpframe.precision.casting.blocks import block, casts_here
 from mpframe.precision.casting.cast import Casts
 
@@ -102,4 +105,5 @@ _REPLACED: list[tuple[Any, str, Callable[..., Any]]] = [
     (torch.autograd, "_engine_run_backward", _run_without_autocast),
     (torch._C.ScriptMethod, "__call__", _run_without_autocast),
     (torch._C.ScriptFunction, "__call__", _run_without_autocast),
+    (AveragedModel, "update_parameters", update_from_masters),
 ]
