@@ -64,7 +64,8 @@ def test_what_is_replaced_is_what_the_page_names(before: Replaced) -> None:
     with Precision("amp").cast():
         now = functions()
     changed = {name for (_, name), function in now.items() if before[_, name] is not function}
-    assert changed == {"__init__", "apply", "_engine_run_backward", "__call__"}
+    others = {"_engine_run_backward", "update_parameters"}
+    assert changed == {"__init__", "apply", "__call__"} | others
 
 
 @pytest.mark.parametrize("mode", ["fp32", "amp", "mixed"])
