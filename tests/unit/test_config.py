@@ -138,12 +138,13 @@ ACT = {
     *("dtype.products", "dtype.recipes"),
     *("ops.allow", "ops.deny", "ops.infer", "ops.modules", "ops.move"),
     *("optimizer.groups", "optimizer.lr"),
-    *("dataset.batch_size", "dataset.worker_timeout", "dataset.workers"),
+    *("dataset.batch_size", "dataset.eval_batch_size"),
+    *("dataset.worker_timeout", "dataset.workers"),
     *(
         f"trainer.{name}"
         for name in (
-            *("accumulate", "bad_micro_batch", "channels_last", "clip_norm", "compile"),
-            *("ema_decay", "epochs", "eval_dtype", "loss_spike_factor", "max_steps"),
+            *("accumulate", "bad_micro_batch", "channels_last", "clip_norm", "clip_value"),
+            *("compile", "ema_decay", "epochs", "eval_dtype", "loss_spike_factor", "max_steps"),
             *("on_loss_spike", "reduce", "sync_batchnorm"),
         )
     ),
