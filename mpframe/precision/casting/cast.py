@@ -226,14 +226,16 @@ class CastMode(TorchFunctionMode):
         with self:  # A compiler wants to see the first change of its stack outside the op.
             if func.__name__ == "invoke_subgraph" and not _is_graph(args[0]):
                 return args[0](*args[1:], **kwargs)
-        return func(*(self._inside(value) for value in args), **kwargs)
+        on = is_autocast_enabled(self._device_type)
+        with self.autocast(False):  # Some ops trace their backward pass here.
+            return func(*(self._inside(value, on) for value in args), **kwargs)
 
-    def _inside(self, value: Any) -> Any:
+    def _inside(self, value: Any, on: bool) -> Any:
         if isinstance(value, (Tensor, type)) or _is_graph(value) or not callable(value):
             return value
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
+            with self, self.autocast(on):
                 return value(*args, **kwargs)
 
         return run
