@@ -7,6 +7,7 @@ The reference below is written in plain fp32 torch with explicit roundings; it s
 the package.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,3 +139,77 @@ def test_a_whole_network_is_emulated(half: str) -> None:
         hidden = conv(x.to(dtype).float()).to(dtype).relu().flatten(1)
         expected = linear(hidden.float()).to(dtype)
     assert same_bits([result], [expected])
+
+
+class TestAWeightUsedAgain:
+    """The gradients of its uses add in half, one after another, as they do on a device."""
+
+    @pytest.mark.parametrize("mode", ["amp", "mixed"])
+    def test_its_gradients_add_as_native_ones_do(self, mode: str) -> None:
+        """300 ones: in bfloat16 the running sum stops at 256, for 256 + 1 rounds to 256."""
+        ones = [1.0] * 300
+        emulated, native = (_gradient(mode, "bfloat16", c, ones) for c in ("emulated", "native"))
+        assert emulated == native == 256
+
+    @pytest.mark.parametrize("mode", ["amp", "mixed"])
+    def test_their_sum_overflows(self, mode: str) -> None:
+        """Each gradient is within float16, and so is their sum, 0; a sum on the way is not."""
+        gradient = _gradient(mode, "float16", "emulated", [6e4, 6e4, -6e4, -6e4])
+        assert not math.isfinite(gradient)
+
+    @pytest.mark.parametrize("uses", [1, 2, 40])
+    @pytest.mark.parametrize("half", HALVES)
+    def test_each_gradient_is_rounded_before_it_is_added(self, half: str, uses: int) -> None:
+        torch.manual_seed(0)
+        weight, inputs = nn.Parameter(torch.randn(3, 5)), torch.randn(uses, 4, 5)
+        with Precision("amp", half, compute="emulated").cast():
+            (torch.stack([nn.functional.linear(x, weight) for x in inputs])).float().sum().backward()
+        # The engine runs the last use first.
+        ones, total = torch.ones(3, 4), torch.zeros(3, 5, dtype=HALVES[half])
+        for x in reversed(inputs.to(HALVES[half])):
+            total = total + (ones @ x.float()).to(HALVES[half])
+        assert weight.grad is not None
+        assert same_bits([weight.grad], [total.float()])
+
+    def test_all_uses_share_its_memory(self) -> None:
+        weight, seen = nn.Parameter(torch.ones(3, 3)), []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t),
+            Precision("amp", compute="emulated").cast(),
+        ):
+            x = torch.ones(1, 3, requires_grad=True)
+            for _ in range(5):
+                x = nn.functional.linear(x, weight)
+        widened = {t.data_ptr() for t in seen if t.shape == (3, 3)}
+        assert len(widened) == 1
+
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, in forward mode
+    def test_transforms_of_functions_see_every_use(self) -> None:
+        """Values and derivatives that float16 holds exactly: f(w) = (w w x)^T 1 + (w x)^T 1."""
+        x, ones = torch.tensor([[1.0, 2.0]]), torch.ones(1, 2)
+
+        def total(weight: Tensor) -> Tensor:
+            with Precision("amp", compute="emulated").cast():
+                once = nn.functional.linear(x, weight)
+                return (nn.functional.linear(once, weight) + once).float().sum()
+
+        def exactly(weight: Tensor) -> Tensor:
+            return ((x @ weight.T @ weight.T + x @ weight.T) * ones).sum()
+
+        weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        for transform in (torch.func.grad, torch.func.hessian, torch.func.jacfwd):
+            assert torch.equal(transform(total)(weight), transform(exactly)(weight))
+        many = torch.stack([weight, -weight])
+        by_row = [torch.func.vmap(torch.func.grad(f))(many) for f in (total, exactly)]
+        assert torch.equal(*by_row)
+
+
+def _gradient(mode: str, half: str, compute: str, gradients: list[float]) -> float:
+    """The gradient of a weight of one number, each use of which has one of `gradients`."""
+    model = nn.Linear(1, 1, bias=False)
+    precision = Precision(mode, half, compute=compute)
+    model, _ = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with precision.cast():
+        torch.stack([model(torch.full((1, 1), x)) for x in gradients]).float().sum().backward()
+    assert model.weight.grad is not None
+    return model.weight.grad.item()

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpframe.optim.masters.master import master_for
 from mpframe.precision import optimizer_steps
-from mpframe.precision.casting.emulation import half_values, rounded
+from mpframe.precision.casting.emulation import half_values, rounded, used_again
 from mpframe.precision.casting.plans import (
     HANDS_OFF,
     NARROW,
@@ -124,7 +124,7 @@ class CastMode(TorchFunctionMode):
         self.casts, self.policy = casts, casts.policy
         self.enabled = True
         self._device_type, self._half = casts.device_type, torch.float64
-        self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor]] = {}
+        self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor, Tensor]] = {}
         self._compute_in(self.policy.half_dtype)
         self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
         self._steps = -1  # Not the present number: a compiler would guard on it.
@@ -271,7 +271,7 @@ class CastMode(TorchFunctionMode):
         if tensor.dtype not in self._to_half:
             return tensor
         if is_compiling():
-            return self._halved(tensor)
+            return self._operand(tensor.to(dtype=self._half))
         if self._steps != optimizer_steps.taken():
             self._steps = optimizer_steps.taken()
             self._kept_weights.clear()
@@ -279,18 +279,19 @@ class CastMode(TorchFunctionMode):
         key = (id(tensor), torch.is_grad_enabled())
         kept = self._kept_weights.get(key)
         if kept is not None and kept[1] == tensor._version:
-            return kept[2]
-        halved = self._halved(tensor)
+            return used_again(kept[2], kept[3])
+        half = tensor.to(dtype=self._half)  # By name it is parsed in half the time.
+        operand = self._operand(half)
         keeps = self.casts.keeps_weights and id(tensor) not in self._open_weights
         if keeps and _is_weight(tensor):
             # The weight is kept beside its cast: an id is only unique while its object lives.
-            self._kept_weights[key] = (tensor, tensor._version, halved)
-        return halved
+            self._kept_weights[key] = (tensor, tensor._version, half, operand)
+        return operand
 
-    def _halved(self, tensor: Tensor) -> Tensor:
-        if self._emulates and tensor.device.type == "cpu":
-            return half_values(tensor, self._half)
-        return tensor.to(dtype=self._half)  # By name it is parsed in half the time.
+    def _operand(self, half: Tensor) -> Tensor:
+        """What a half op is given: `half` itself, or its values in fp32 where it is emulated."""
+        emulated = self._emulates and half.device.type == "cpu"
+        return half_values(half, self._half) if emulated else half
 
     def _round(self, tensor: Tensor) -> Tensor:
         return rounded(tensor, self._half) if tensor.device.type == "cpu" else tensor

@@ -7,7 +7,8 @@ A tensor core takes half inputs, multiplies and accumulates in fp32, and rounds 
 Here the same is done in three steps, each of which autograd differentiates: inputs are rounded to
 half and widened (`half_values`), the op runs in fp32, its result is rounded (`rounded`). The
 backward pass is then emulated as well: the incoming gradient is half, the op's gradients are
-computed in fp32, and each is rounded once on its way out.
+computed in fp32, and each is rounded once on its way out. A device adds the gradients of a weight's
+uses in half, so each use rounds its own, and half tensors are added (`used_again`).
 
 It runs at about the speed of fp32; torch's own float16 kernels on a CPU are 40 to 160 times
 slower than that.
@@ -30,6 +31,42 @@ def half_values(tensor: Tensor, half: torch.dtype) -> Tensor:
 def rounded(tensor: Tensor, half: torch.dtype) -> Tensor:
     """A float32 result rounded once to `half`; other formats are returned as they are."""
     return _convert(tensor, half) if tensor.dtype == torch.float32 else tensor
+
+
+def used_again(half: Tensor, operand: Tensor) -> Tensor:
+    """Return the operand of one more use of a weight, whose gradients then add in half.
+
+    Args:
+        half: the weight in half, in which the gradients of its uses meet.
+        operand: what its first use was given: `half` itself, or its values in float32.
+
+    Returns:
+        `operand` itself where it is half or has no gradient; else float32 values that share its
+        memory and pass their gradient on to `half`, rounded.
+    """
+    if operand is half or not operand.requires_grad:
+        return operand
+    return _UsedAgain.apply(half, operand)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _UsedAgain(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(half: Tensor, operand: Tensor) -> Tensor:
+        return operand.view_as(operand)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.half = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.half), None
+
+    @staticmethod
+    def jvp(ctx: Any, half: Tensor, operand: Tensor) -> Tensor:
+        return operand.view_as(operand)
 
 
 def _convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
