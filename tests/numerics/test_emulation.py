@@ -163,7 +163,9 @@ class TestAWeightUsedAgain:
         torch.manual_seed(0)
         weight, inputs = nn.Parameter(torch.randn(3, 5)), torch.randn(uses, 4, 5)
         with Precision("amp", half, compute="emulated").cast():
-            (torch.stack([nn.functional.linear(x, weight) for x in inputs])).float().sum().backward()
+            (
+                torch.stack([nn.functional.linear(x, weight) for x in inputs])
+            ).float().sum().backward()
         # The engine runs the last use first.
         ones, total = torch.ones(3, 4), torch.zeros(3, 5, dtype=HALVES[half])
         for x in reversed(inputs.to(HALVES[half])):

@@ -115,6 +115,10 @@ A3, B3, C = made(4, 64, 32), made(4, 32, 96, seed=1), made(64, 96, seed=3)
         (lambda a, b: torch.einsum(a, [0, 1], b, [1, 2]), (A, B)),
         (lambda a, b: torch.einsum("bij,bjk->kbi", a, b), (A3, B3)),
         (lambda a, b: torch.einsum("bij,ajk->ik", a, b), (A3, B3)),
+        # An axis of length 1 stands for any length.
+        (lambda a, b: torch.einsum("bij,bjk->bik", a, b), (A3[:1], B3)),
+        (lambda a, b: torch.einsum("bij,bjk->bik", a, b), (A3, B3[:1])),
+        (lambda a, b: torch.einsum("bij,bjk->ik", a, b), (A3[..., :1], B3[:1])),
         (lambda x, w: F.linear(x, w), (A3, B.t())),
         (F.linear, (V, B.t(), C[0])),
     ],
@@ -327,6 +331,24 @@ def test_attention_equals_torchs(options: dict[str, Any]) -> None:
         assert (own - other).abs().max() <= 2**-6 * other.abs().max()
 
 
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_row_that_is_masked_altogether_gives_0(kind: str) -> None:
+    """As torch does, forward and backward: padding makes such rows."""
+    q, k, v = (made(2, 4, 8, 16, seed=s) for s in range(3))
+    seen = torch.ones(8, 8, dtype=torch.bool).tril(-1)  # The first row sees nothing.
+    mask = seen if kind == "bool" else torch.zeros(8, 8).masked_fill(~seen, -math.inf)
+
+    def attention(*tensors: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+
+    y, *ours = run(attention, q, k, v, products=with_attention())
+    _, *theirs = run(attention, q, k, v, products="none")
+    assert not y[:, :, 0].any()
+    assert y[:, :, 1:].all()
+    for own, other in zip(ours, theirs, strict=True):
+        assert (own - other).abs().max() <= 2**-6 * other.abs().max()  # as above
+
+
 CONVOLUTIONS = [
     (nn.Conv1d(32, 64, 3, padding=1, stride=2), made(32, 32, 9)),
     (nn.Conv2d(32, 64, 3, padding=1), made(32, 32, 5, 5)),
@@ -416,6 +438,7 @@ class TestInHalf:
             (F.linear, (made(32, 33), made(32, 33))),  # no multiple of 32 inputs
             (lambda x, w: torch.einsum("i,j->ij", x, w), (V, V)),
             (lambda a, b: torch.einsum("...ij,jk->...ik", a, b), (A3, B)),
+            (lambda a, b: torch.einsum("...ij,...jk", a, b), (A3[:1], B3)),
             (lambda a: torch.einsum("ij->j", a), (A,)),
             (lambda a, b, c: torch.einsum("ij,jk,k->i", a, b, c), (A, B, made(96))),
             (lambda x, w: F.conv2d(x, w), (made(32, 3, 5, 5), made(32, 3, 3, 3))),

@@ -189,11 +189,16 @@ def einsum(call: Call, equation: str, *operands: Any) -> Tensor:
     summed = "".join(k for k in left if k in right and k not in result)
     rows = "".join(k for k in left if k not in right and k in result)
     columns = "".join(k for k in right if k not in left and k in result)
+    size: dict[str, int] = {}
+    for k, length in zip(left + right, (*first.shape, *second.shape), strict=True):
+        size[k] = length if size.get(k, 1) == 1 else size[k]
+    first, second = (
+        t.expand([size[k] for k in own]) for t, own in ((first, left), (second, right))
+    )
     y = call.matmul(
         _arranged(first, left, (batch, rows, summed)),
         _arranged(second, right, (batch, summed, columns)),
     )
-    size = dict(zip(left + right, (*first.shape, *second.shape), strict=True))
     kept = batch + rows + columns
     return y.view([size[k] for k in kept]).permute([kept.index(k) for k in result])
 
@@ -312,7 +317,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Scores and their softmax in fp32, between the two products."""
+    """Scores and their softmax in fp32, between the two products; a row that sees nothing is 0."""
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
@@ -323,7 +328,9 @@ def attention(
     if attn_mask is not None:
         hidden = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
-    shares = torch.dropout(scores.softmax(-1), dropout_p, dropout_p > 0)
+    # Only a mask may hide a whole row: without one, scores of -inf are an overflow, and give nan.
+    softmax: Any = torch.softmax if attn_mask is None else torch._safe_softmax
+    shares = torch.dropout(softmax(scores, -1), dropout_p, dropout_p > 0)
     return _matmul(call, shares, value)
 
 
