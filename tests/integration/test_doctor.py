@@ -129,6 +129,10 @@ CASES = [
          r"error: loss_scaling\.scale=1024: too large, the first batch overflows at it; fix: loss_scaling\.scale=\d+"),
     Case(scaling.check_small_scale, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9", f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9 dtype=mixed_bf16",
          r"warning: loss_scaling\.scale=1024: too small, 99\.\d% of the first batch's gradients become 0 \(\d\.\d% at [\d.e+]+\); fix: loss_scaling\.scale=\d+"),
+    Case(scaling.check_small_scale, f"{NET} {DIGITS} dataset.gain=1e-9", f"{NET} {DIGITS} dataset.gain=1e-4",
+         r"warning: loss_scaling\.init_scale=65536: too small, \d+\.\d% of the first batch's gradients become 0 \(\d\.\d% at [\d.e+]+\); fix: loss_scaling=Backoff loss_scaling\.init_scale=(\d+) loss_scaling\.max_scale=\1"),
+    Case(scaling.check_small_scale, f"{NET} {DIGITS} dataset.gain=1e-6 loss_scaling=LogMax loss_scaling.init_scale=1", f"{NET} {DIGITS} loss_scaling=LogMax",
+         r"warning: loss_scaling\.init_scale=1: too small, \d+\.\d% of the first batch's gradients become 0 \(\d\.\d% at [\d.e+]+\); fix: loss_scaling\.init_scale=(\d+) loss_scaling\.max_scale=\1"),
     Case(scaling.check_overflow, f"{NET} {DIGITS} dataset.gain=1e3", f"{NET} {DIGITS}",
          r"note: loss_scaling\.init_scale=65536: the first batch overflows, and steps are skipped until the scale is down to about \d+; fix: loss_scaling=Backoff loss_scaling\.init_scale=probe"),
     Case(scaling.check_overflow, f"{NET} {DIGITS} dataset.gain=1e4 loss_scaling=LogMax loss_scaling.min_scale=1024", f"{NET} {DIGITS} loss_scaling=LogMax",
@@ -264,6 +268,15 @@ def test_what_no_format_holds_is_said_in_any_mode(dtype: str) -> None:
         "error: model, dataset: the first batch is not finite in fp32 either (first the loss, op "
         "mul, forward pass); look for a division by zero, a logarithm of zero, or first weights "
         "that are too large"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp_bf16"])
+def test_gradients_that_are_0_in_fp32_too(dtype: str) -> None:
+    (finding,) = found(scaling.check_small_scale, f"{NET} {DIGITS} dataset.gain=0 dtype={dtype}")
+    assert str(finding) == (
+        "warning: model, dataset: all gradients of the first batch are 0, in fp32 too, and nothing "
+        "is learnt from it; look at the loss"
     )
 
 

@@ -144,3 +144,26 @@ def test_a_run_that_ends_much_worse_says_so(
     )
     steps = [step_of(path) for path in checkpoint.all_in(tmp_path)]
     assert not keep_best or summary.best_step in steps
+
+
+FAINT = ["objective=own", "objective._target_=planted.faint"]
+FAINT += ["loss_scaling=static", "loss_scaling.scale=1"]
+ZEROS = (
+    "warning: all gradients of step {} are 0 at loss scale 1, and nothing is learnt; mpframe "
+    "doctor with the same options says whether the format loses them"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "step"), [([], 11), (["trainer.verbosity=verbose", "trainer.log_every=5"], 5)]
+)
+def test_gradients_that_are_all_0_are_said_once(
+    tmp_path: Path, options: list[str], step: int
+) -> None:
+    _, logged = run(tmp_path, *FAINT, "dtype=mixed", *options)
+    assert [line for line in logged if "all gradients" in line] == [ZEROS.format(step)]
+
+
+def test_small_gradients_are_no_zeros(tmp_path: Path) -> None:
+    _, logged = run(tmp_path, *FAINT, "dtype=fp32")
+    assert not [line for line in logged if "all gradients" in line]

@@ -478,15 +478,18 @@ def test_a_scale_that_would_lose_the_other_gradients_is_not_the_way_out() -> Non
 def test_a_quarter_of_the_gradients_may_be_lost(mode: str) -> None:
     case = case_of(net(nn.Linear(16, 16)), mode)
     full = replay(case, Setting(fp32=True))
-    kinds = set()
+    kinds, lost = set(), 0
     for exponent in range(6, -14, -1):
         lower = replace(case, scales={"": 2.0**exponent})
         underflow = underflow_share(replay(lower, Setting()), full)
         diagnosis = diagnose(lower)
         assert diagnosis.underflow == underflow
+        assert diagnosis.zeros <= underflow
+        lost += underflow > diagnosis.zeros > 0
         assert diagnosis.kind is (LOW if underflow > 0.25 else Kind.NO_FAULT)
         kinds.add((diagnosis.kind, underflow > 0))
     assert kinds == {(Kind.NO_FAULT, False), (Kind.NO_FAULT, True), (LOW, True)}
+    assert lost  # Some are 0 where others are only small.
 
 
 @pytest.mark.parametrize(("mode", "compute"), MODES)
@@ -541,3 +544,32 @@ def test_a_replay_draws_the_random_numbers_of_the_step() -> None:
     torch.rand(7)
     assert replay(case, Setting()).loss == float(loss.detach())
     assert replay(case, Setting(fp32=True)).loss == float(loss.detach())
+
+
+@pytest.mark.parametrize("mode", ["mixed", "amp"])
+def test_gradients_that_are_all_0_are_an_underflow(mode: str) -> None:
+    """The loss itself is in fp32, so the size of its gradient does not bound the scale."""
+    diagnosis = diagnose(_with_loss_times(1e-9, case_of(net(nn.Linear(16, 16)), mode, scale=1.0)))
+    assert diagnosis.kind is LOW
+    assert diagnosis.underflow == diagnosis.zeros == 1.0
+    assert diagnosis.underflow_then < 0.1
+
+
+def test_gradients_that_are_0_in_fp32_too() -> None:
+    case = _with_loss_times(0.0, case_of(net(nn.Identity()), scale=1.0))
+    diagnosis = diagnose(case)
+    assert diagnosis.kind is Kind.NO_FAULT
+    step = Evidence(1, "asked", [], [], 0, 0, {"": 1.0}, {}, "none")
+    assert dict(report_on(diagnosis, case, step).facts)["do"] == (
+        "no format helps: all gradients are 0 in fp32 too; look at the loss"
+    )
+
+
+def _with_loss_times(factor: float, case: Case) -> Case:
+    (whole,) = case.objectives
+
+    def objective(model: nn.Module, batch: Any) -> StepOutput:
+        output = whole.objective(model, batch)
+        return replace(output, loss=output.loss.float() * factor)
+
+    return replace(case, objectives=[NamedObjective("", objective)])

@@ -73,10 +73,16 @@ def test_a_scale_that_is_too_high(scaling: str, floor: float, said: str) -> None
 )
 def test_a_scale_that_is_too_low(scaling: str, said: str) -> None:
     made = report(
-        Kind.UNDERFLOW, scaling, octaves=3, underflow=0.9, underflow_then=0.02, proven=True
+        Kind.UNDERFLOW,
+        scaling,
+        octaves=3,
+        underflow=0.9,
+        underflow_then=0.02,
+        zeros=0.4,
+        proven=True,
     )
     assert advice(made).startswith(said)
-    assert "90% of all gradients are below it" in dict(made.facts)["value"]
+    assert "90% of all gradients are below it, and 40% are 0" in dict(made.facts)["value"]
 
 
 def test_a_remedy_that_does_not_help_is_not_sold_as_one() -> None:

@@ -32,6 +32,7 @@ from mpframe.numerics.autopsy.underflow import (
     culprit_of_underflow,
     largest_gradient,
     underflow_share,
+    zero_share,
 )
 from mpframe.numerics.autopsy.watch import OUTSIDE
 from mpframe.precision.spellings import known_ops
@@ -68,6 +69,7 @@ class Diagnosis:
             gradients to underflow (> 0); 0 if that does not help.
         underflow: share of half gradients below half's normal range at the present scale, and
             `underflow_then` at the changed one; nan if unknown.
+        zeros: share of half gradients that are 0 here and not in fp32; nan if unknown.
         saturation: the operand that is cut off; None unless that is what is wrong.
         replays: all of them, in order.
     """
@@ -79,6 +81,7 @@ class Diagnosis:
     octaves: int = 0
     underflow: float = math.nan
     underflow_then: float = math.nan
+    zeros: float = math.nan
     saturation: Saturation | None = None
     replays: tuple[Replay, ...] = ()
 
@@ -134,7 +137,8 @@ class _Examination:
         )
 
     def _of_finite(self, own: Replay, full: Replay) -> Diagnosis:
-        underflow, up = underflow_share(own, full), self._octaves_up(full)
+        underflow, zeros = underflow_share(own, full), zero_share(own, full)
+        up = self._octaves_up(own, full)
         if underflow > UNDERFLOW_LIMIT and up > 0:
             then = underflow_share(self._replay(Setting(octaves=up)), full)
             if then < underflow * _GAIN:
@@ -145,11 +149,12 @@ class _Examination:
                     octaves=up,
                     underflow=underflow,
                     underflow_then=then,
+                    zeros=zeros,
                     proven=True,
                 )
         saturation = saturation_in(self._case)
         kind = Kind.SATURATED if saturation else Kind.NO_FAULT
-        return self._diagnosis(kind, None, underflow=underflow, saturation=saturation)
+        return self._diagnosis(kind, None, underflow=underflow, zeros=zeros, saturation=saturation)
 
     def _octaves_down(self) -> int:
         """The least number of octaves that make the step finite; 0 if no allowed number does."""
@@ -164,10 +169,10 @@ class _Examination:
                 low = middle
         return high
 
-    def _octaves_up(self, full: Replay) -> int:
+    def _octaves_up(self, own: Replay, full: Replay) -> int:
         """By how many octaves the scale could grow, with one to spare; 0 if it cannot."""
         scale = max(self._case.scales.values())
-        octaves = math.log2(safe_scale(largest_gradient(full) * scale, self._case.half) or 1.0)
+        octaves = math.log2(safe_scale(largest_gradient(own, full) * scale, self._case.half) or 1.0)
         up = min(int(octaves), 126 - math.ceil(math.log2(scale)))
         while up > 0 and not self._replay(Setting(octaves=up)).finite:
             up -= 1

@@ -14,6 +14,7 @@ from mpframe.numerics.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.numerics.autopsy.evidence import Evidence
 from mpframe.numerics.autopsy.replay import Replay, Setting
 from mpframe.numerics.autopsy.saturation import Saturation
+from mpframe.numerics.autopsy.underflow import without_gradient
 from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
 from mpframe.numerics.remedies import deny_words, pin_words
 from mpframe.precision.policy import NO_PRODUCTS
@@ -134,7 +135,7 @@ def value_of(culprit: Culprit, diagnosis: Diagnosis) -> str:
         return (
             f"its largest gradient is {culprit.value:.3g} at this scale; {culprit.half} has full "
             f"precision down to {culprit.limit:.3g}; {diagnosis.underflow:.0%} of all gradients "
-            "are below it"
+            f"are below it, and {diagnosis.zeros:.0%} are 0"
         )
     if not math.isfinite(culprit.value):
         return f"its {culprit.what} is {_number(culprit.value)} in float32"
@@ -180,6 +181,8 @@ def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> list[str]:
             "lower optimizer.lr or set trainer.clip_norm: in fp32 too the loss is "
             f"{loss:.3g}, and it was {step.first_loss:.3g} at the first step"
         ]
+    if without_gradient(diagnosis.replays[0]):
+        return ["no format helps: all gradients are 0 in fp32 too; look at the loss"]
     return ["nothing: the step replays with finite gradients, and its scale loses few of them"]
 
 

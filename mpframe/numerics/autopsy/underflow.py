@@ -22,8 +22,12 @@ def underflow_share(own: Replay, full: Replay) -> float:
     Gradients of op results and of weights count alike, each element once; 0 to 1. Only gradients
     that are stored in half count.
     """
-    nonzero, kept = _kept(own.passes, full.passes)
-    return 1.0 - sum(kept.values()) / sum(nonzero.values()) if sum(nonzero.values()) else 0.0
+    return _lost_share(*_kept(own.passes, full.passes))
+
+
+def zero_share(own: Replay, full: Replay) -> float:
+    """The share of half gradients that are exactly 0, counted as in `underflow_share`."""
+    return _lost_share(*_kept(own.passes, full.passes, "nonzero"))
 
 
 def culprit_of_underflow(case: Case, own: Replay, full: Replay) -> Culprit | None:
@@ -45,14 +49,30 @@ def culprit_of_underflow(case: Case, own: Replay, full: Replay) -> Culprit | Non
     return Culprit(call, "backward", value, "gradient", info.smallest_normal, dtype_name(case.half))
 
 
-def largest_gradient(full: Replay) -> float:
-    """The largest unscaled gradient of any result or weight, in fp32."""
-    observations = [seen for one in full.passes for seen in one.trace.backward.values()]
-    return max((max(s.inputs.largest, s.outputs.largest) for s in observations), default=0.0)
+def largest_gradient(own: Replay, full: Replay) -> float:
+    """The largest unscaled gradient, in fp32, of those that the run stores in half."""
+    found = [0.0]
+    for narrow, wide in zip(own.passes, full.passes, strict=True):
+        there = wide.trace.gradients
+        held = (key for key, count in narrow.trace.gradients.items() if count.narrow)
+        found += [there[key].largest for key in held if key in there]
+    return max(found)
 
 
-def _kept(own: Sequence[Pass], full: Sequence[Pass]) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """By module: gradients that fp32 has, and how many of them are in half's normal range."""
+def without_gradient(full: Replay) -> bool:
+    """Whether the gradients of all weights are exactly 0 in the fp32 replay."""
+    counts = [one.trace.gradients.items() for one in full.passes]
+    return not any(count.nonzero for items in counts for key, count in items if key[1] == "weight")
+
+
+def _lost_share(nonzero: Mapping[str, int], kept: Mapping[str, int]) -> float:
+    return 1.0 - sum(kept.values()) / sum(nonzero.values()) if sum(nonzero.values()) else 0.0
+
+
+def _kept(
+    own: Sequence[Pass], full: Sequence[Pass], kind: str = "normal"
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """By module: gradients that fp32 has, and how many of them half has as one of its `kind`."""
     nonzero: dict[str, int] = {}
     kept: dict[str, int] = {}
     for one, wide in zip(own, full, strict=True):
@@ -62,5 +82,5 @@ def _kept(own: Sequence[Pass], full: Sequence[Pass]) -> tuple[Mapping[str, int],
                 continue
             module = key[0].rpartition(".")[0] if key[1] == "weight" else key[0]
             nonzero[module] = nonzero.get(module, 0) + there.nonzero
-            kept[module] = kept.get(module, 0) + min(count.normal, there.nonzero)
+            kept[module] = kept.get(module, 0) + min(getattr(count, kind), there.nonzero)
     return nonzero, kept

@@ -83,11 +83,13 @@ class Count:
 
     Attributes:
         narrow: the gradient is stored in half.
+        largest: the largest finite |element|.
     """
 
     nonzero: int
     normal: int
     narrow: bool
+    largest: float
 
 
 @dataclass
@@ -226,6 +228,7 @@ class Watch(TorchFunctionMode):
             int(values.count_nonzero()),
             int((values.abs() >= smallest).sum()),
             values.dtype == self._half,
+            magnitudes_of(values).largest,
         )
 
 

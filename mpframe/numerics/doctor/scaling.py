@@ -12,6 +12,7 @@ from mpframe.loss_scaling.powers import safe_scale
 from mpframe.numerics.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.numerics.autopsy.report import value_of, where_of
 from mpframe.numerics.doctor.finding import Finding, error, note, warning
+from mpframe.numerics.doctor.hints import ADAPTIVE
 from mpframe.numerics.doctor.subject import Subject
 from mpframe.numerics.remedies import deny_words, pin_words
 
@@ -34,19 +35,36 @@ def check_overflow(subject: Subject) -> Iterator[Finding]:
 
 
 def check_small_scale(subject: Subject) -> Iterator[Finding]:
-    """A static scale at which more gradients become 0 than at another."""
-    half, scale = subject.half, subject.options.get("loss_scaling.scale")
-    if half is None or scale is None or not math.isfinite(subject.gradients.amax):
-        return
-    gradients = subject.gradients
-    best = safe_scale(gradients.amax, half) or DEFAULT_SCALE
-    lost, least = (gradients.lost_fraction(s, half) for s in (float(scale), best))
-    if lost > _MANY_LOST and least < lost / 2:
+    """Gradients that become 0 at the first scale and not at another, or that are all 0."""
+    half, gradients = subject.half, subject.gradients
+    if gradients.amax == 0:
         yield warning(
-            f"loss_scaling.scale={scale:g}: too small, {lost:.1%} of the first batch's gradients "
-            f"become 0 ({least:.1%} at {best:.3g})",
-            f"loss_scaling.scale={_exactly(best)}",
+            "model, dataset: all gradients of the first batch are 0, in fp32 too, and nothing is "
+            "learnt from it; look at the loss"
         )
+    known = subject.scaling in ("static", *ADAPTIVE)
+    if half is None or not known or not 0 < gradients.amax < math.inf:
+        return
+    scale = min(subject.first_scale(own) for own in subject.trainer.scalers.values())
+    best = safe_scale(gradients.amax, half) or DEFAULT_SCALE
+    lost, least = (gradients.lost_fraction(s, half) for s in (scale, best))
+    if lost > _MANY_LOST and least < lost / 2:
+        option, fix = _raised(subject, best)
+        yield warning(
+            f"{option}={scale:g}: too small, {lost:.1%} of the first batch's gradients "
+            f"become 0 ({least:.1%} at {best:.3g})",
+            *fix,
+        )
+
+
+def _raised(subject: Subject, scale: float) -> tuple[str, tuple[str, ...]]:
+    """The option that sets the first scale, and the words that raise it to `scale`."""
+    if subject.scaling == "static":
+        return "loss_scaling.scale", (f"loss_scaling.scale={_exactly(scale)}",)
+    words = (*_named(subject), f"loss_scaling.init_scale={_exactly(scale)}")
+    if scale > float(subject.options.get("loss_scaling.max_scale", 2.0**24)):  # Backoff's own
+        words = (*words, f"loss_scaling.max_scale={_exactly(scale)}")
+    return "loss_scaling.init_scale", words
 
 
 def _beyond(diagnosis: Diagnosis) -> str:

@@ -46,7 +46,7 @@ def used_again(half: Tensor, operand: Tensor) -> Tensor:
     """
     if operand is half or not operand.requires_grad:
         return operand
-    return _UsedAgain.apply(half, operand)  # type: ignore[no-any-return, no-untyped-call]
+    return _UsedAgain.apply(half, operand)  # type: ignore[no-any-return]
 
 
 class _UsedAgain(torch.autograd.Function):

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 class LogLines(Callback):
     """Logs a line at every validation, and a debug line at every so many steps.
 
+    Once it warns beside such a line that all gradients of the last step are 0.
+
     The time left is that of the steps left, at the pace of this start of the run so far,
     validations included.
 
@@ -28,6 +30,8 @@ class LogLines(Callback):
 
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every
+        self._last: StepResult | None = None
+        self._warned = False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Note when and where this start of the run began."""
@@ -36,10 +40,12 @@ class LogLines(Callback):
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Log the step if it is due."""
+        self._last = result
         if self._due(trainer):
             loss = "" if result.loss is None else f"loss {float(result.loss):.4g}, "
             norm = f"gradient norm {float(result.grad_norm):.4g}"
             log.debug("%s: %s%s, %s", self._place(trainer), loss, norm, _state(trainer))
+            self._warn_of_zeros(trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Let a step that is due be logged before the trainer moves on."""
@@ -58,6 +64,18 @@ class LogLines(Callback):
         left = self._time_left(trainer)
         words += [] if left is None else [f"{left} left"]
         log.info("%s: %s", self._place(trainer), ", ".join(words))
+        self._warn_of_zeros(trainer)
+
+    def _warn_of_zeros(self, trainer: Trainer) -> None:
+        if self._warned or self._last is None or float(self._last.amax) != 0:
+            return
+        self._warned = True
+        log.warning(
+            "warning: all gradients of step %d are 0 at loss scale %g, and nothing is learnt; "
+            "mpframe doctor with the same options says whether the format loses them",
+            trainer.progress.global_step,
+            float(self._last.scale),
+        )
 
     def _due(self, trainer: Trainer) -> bool:
         due = trainer.progress.global_step % self._log_every == 0
