@@ -8,7 +8,10 @@ the package.
 """
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +20,11 @@ from op_table import TABLE, Spelling
 from test_cast_ops import LISTS
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from vocabulary import HALVES, same_bits, tensors
+from vocabulary import HALVES, Kernel, Kernels, same_bits, tensors
 
 from mpframe import Precision
-from mpframe.precision.casting.emulation import half_values, rounded
+from mpframe.precision.casting.emulation import FAULTY_IN, half_values, is_faulty, rounded
+from mpframe.precision.policy import has_native_half
 
 ALLOWED = sorted(set().union(*(lists.allow for lists in LISTS.values())))
 # 1; small enough for subnormal results; large enough for results beyond the range of float16.
@@ -215,3 +219,95 @@ def _gradient(mode: str, half: str, compute: str, gradients: list[float]) -> flo
         torch.stack([model(torch.full((1, 1), x)) for x in gradients]).float().sum().backward()
     assert model.weight.grad is not None
     return model.weight.grad.item()
+
+
+# Along some axis the kernel lies wholly inside at no position; by op, shapes and settings.
+FAULTY_CALLS = [
+    ("conv3d", (2, 6, 6), (3, 3, 3), {"padding": 1}),
+    ("conv3d", (4, 6, 6), (5, 1, 1), {"padding": (2, 0, 0)}),
+    ("conv3d", (6, 1, 6), (1, 5, 1), {"padding": (0, 2, 0)}),
+    ("conv3d", (5, 4, 4), (5, 2, 2), {"padding": (1, 0, 0), "stride": (2, 1, 1)}),
+    ("conv3d", (4, 6, 6), (3, 3, 3), {"padding": (2, 1, 1), "dilation": (2, 1, 1)}),
+    ("conv_transpose3d", (2, 5, 5), (7, 2, 5), {"padding": (3, 1, 2), "stride": (2, 2, 1)}),
+    ("conv2d", (1, 6), (5, 3), {"padding": (2, 1), "stride": 2}),
+    ("conv_transpose2d", (7, 1), (2, 7), {"padding": (1, 3), "stride": (3, 2)}),
+    ("conv1d", (2,), (7,), {"padding": 3, "stride": 3}),
+    ("conv_transpose1d", (2,), (3,), {"padding": 2, "stride": 3}),
+]
+SOUND_CALLS = [
+    ("conv3d", (3, 6, 6), (3, 3, 3), {"padding": 1}),
+    ("conv3d", (8, 6, 6), (7, 3, 3), {"padding": (3, 1, 1), "stride": (2, 1, 1)}),
+    ("conv3d", (4, 4, 4), (3, 3, 3), {"padding": "same"}),
+    ("conv_transpose3d", (2, 3, 3), (2, 2, 2), {"stride": 2}),
+    ("conv2d", (4, 4), (3, 3), {"padding": 1, "stride": 2}),
+    ("conv1d", (5,), (3,), {"padding": 2, "dilation": 2}),
+]
+NATIVE = pytest.mark.skipif(
+    not has_native_half("bfloat16"), reason="needs a CPU with bfloat16 instructions"
+)
+Conv = tuple[str, tuple[int, ...], tuple[int, ...], dict[str, Any]]
+
+
+def convolve(call: Conv, compute: str) -> tuple[list[Tensor], list[Kernel]]:
+    """Result and gradients of a convolution in bfloat16, and the kernels that ran."""
+    op, size, kernel, settings = call
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, *size, requires_grad=True)
+    weight, bias = nn.Parameter(torch.randn(16, 16, *kernel)), nn.Parameter(torch.randn(16))
+    kernels = Kernels()
+    with kernels, Precision("amp", "bfloat16", compute=compute).cast():
+        y = getattr(nn.functional, op)(x, weight, bias, **settings)
+        y.backward(torch.randn(y.shape).to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in (x, weight, bias))], kernels.ran
+
+
+class TestKernelsThatAreWrong:
+    """`auto` emulates them, `native` leaves them to torch."""
+
+    @pytest.mark.parametrize("call", FAULTY_CALLS, ids=str)
+    def test_auto_emulates_them(self, call: Conv) -> None:
+        assert same_bits(convolve(call, "auto")[0], convolve(call, "emulated")[0])
+
+    @NATIVE
+    @pytest.mark.parametrize("call", SOUND_CALLS, ids=str)
+    def test_others_run_natively(self, call: Conv) -> None:
+        (auto, ran), (native, _) = convolve(call, "auto"), convolve(call, "native")
+        assert same_bits(auto, native)
+        formats = {k.given for k in ran if k.name.startswith("convolution")}
+        assert formats == {frozenset({torch.bfloat16})}
+
+    def test_native_leaves_them_to_torch(self) -> None:
+        """Transposed, for the forward pass of it is sound; nothing runs backward."""
+        kernels, x = Kernels(), torch.ones(1, 16, 2, 5, 5)
+        with torch.no_grad(), kernels, Precision("amp", "bfloat16", compute="native").cast():
+            nn.functional.conv3d(x, torch.ones(16, 16, 3, 3, 3), padding=1)
+        assert kernels.ran[-1].given == {torch.bfloat16}
+
+    def test_an_input_without_a_batch(self) -> None:
+        weight = torch.ones(16, 16, 3, 3, 3, dtype=torch.bfloat16)
+        assert is_faulty("conv3d", torch.ones(16, 2, 6, 6), weight, None, 1, (1, 1, 1))
+        assert not is_faulty("conv3d", torch.ones(16, 3, 6, 6), weight, None, 1, (1, 1, 1))
+        assert is_faulty("conv3d", torch.ones(16, 4, 6, 6), weight, None, 1, 2, 2)
+        assert not is_faulty("conv3d", torch.ones(16, 2, 6, 6), weight.half(), None, 1, 1)
+        assert not is_faulty("conv_transpose3d", torch.ones(16, 1, 1, 1), weight, None, 2, 0, 1)
+
+    @NATIVE
+    def test_they_are_still_wrong(self) -> None:
+        """In a process of its own, because they write beyond the end of their memory."""
+        native = "\n".join(
+            [
+                "import torch, test_emulation as t",
+                "for call in t.FAULTY_CALLS[:3]:",
+                "    ours, theirs = (t.convolve(call, c)[0][2] for c in ('emulated', 'native'))",
+                "    error = (ours - theirs).norm() / ours.norm()",
+                "    assert error < 2**-6, float(error)",
+            ]
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", native], cwd=Path(__file__).parent, capture_output=True
+        )
+        seen_in = tuple(map(int, FAULTY_IN.split(".")))
+        now = tuple(map(int, torch.__version__.partition("+")[0].split(".")[:3]))
+        assert done.returncode or now <= seen_in, (
+            f"torch {torch.__version__} has mended them: emulate only torch <= {FAULTY_IN}"
+        )

@@ -21,6 +21,10 @@ from torch import Tensor
 
 # Ops that follow their inputs and have no half kernel in torch's CPU build: emulated there, always.
 WITHOUT_HALF_KERNEL = frozenset({"avg_pool3d", "rrelu"})
+# Ops whose bfloat16 kernel on a CPU is wrong for the shapes that `is_faulty` tells; and the newest
+# torch in which that was seen. With `compute=auto` they are emulated there.
+FAULTY = frozenset(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
+FAULTY_IN = "2.15.0"
 
 
 def half_values(tensor: Tensor, half: torch.dtype) -> Tensor:
@@ -31,6 +35,41 @@ def half_values(tensor: Tensor, half: torch.dtype) -> Tensor:
 def rounded(tensor: Tensor, half: torch.dtype) -> Tensor:
     """A float32 result rounded once to `half`; other formats are returned as they are."""
     return _convert(tensor, half) if tensor.dtype == torch.float32 else tensor
+
+
+def is_faulty(
+    op: str,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    *rest: Any,
+    **named: Any,
+) -> bool:
+    """Whether torch computes this call of one of `FAULTY` wrongly.
+
+    If along some axis the kernel lies wholly inside nowhere, oneDNN leaves a part of the weight's
+    gradient unwritten, and writes beyond its end. Arguments are those of the op.
+    """
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+        return False
+    transposed, count = "transpose" in op, weight.dim() - 2
+    order = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+    more = {"output_padding": 0, "dilation": 1, **dict(zip(order, rest, strict=False)), **named}
+    padding = 0 if isinstance(padding, str) else padding
+    settings = (stride, padding, more["dilation"], more["output_padding"])
+    numbers = (each_axis(value, count) for value in settings)
+    return any(
+        -p % s > ((n - 1) * s - 2 * p + o if transposed else n - d * (k - 1) - 1)
+        for n, k, s, p, d, o in zip(input.shape[-count:], weight.shape[2:], *numbers, strict=True)
+    )
+
+
+def each_axis(value: Any, count: int) -> list[int]:
+    """Return a convolution's setting for each axis; one number, or one in a list, is for all."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * count if len(values) == 1 else values
 
 
 def used_again(half: Tensor, operand: Tensor) -> Tensor:

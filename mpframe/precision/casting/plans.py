@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpframe.precision.casting.emulation import WITHOUT_HALF_KERNEL, rounded
+from mpframe.precision.casting.emulation import FAULTY, WITHOUT_HALF_KERNEL, is_faulty, rounded
 from mpframe.precision.op_lists import WITH_STATISTICS
 from mpframe.precision.policy import CASTABLE, Compute
 from mpframe.tree import call_with, is_simple, map_tensors, tensors_in, widened
@@ -67,6 +67,8 @@ def plan_name(op: str, compute: Compute) -> str:
     plan = "into" if op in WRITES_ONE_FORMAT else _PLAN_OF_COMPUTE[compute]
     if plan == "widest" and op in WITHOUT_HALF_KERNEL:
         return "widest rounded"
+    if plan == "half" and op in FAULTY:
+        return f"half {op}"
     if plan in ("half", "fp32") and op in WITH_STATISTICS:
         return f"{plan} data"
     return f"{plan} held" if op in WRITES_A_NUMBER else plan
@@ -110,6 +112,16 @@ def holding_numbers(plan: Plan) -> Plan:
         return plan(partial(_call_with_held_numbers, func), args, kwargs)
 
     return run
+
+
+def without_fault(op: str, plan: Plan) -> Plan:
+    """`plan`; where the half kernel of `op` is wrong, in fp32 with one rounding."""
+
+    def call(func: Any, *args: Any, **kwargs: Any) -> Any:
+        run = _run_widest_rounded if is_faulty(op, *args, **kwargs) else _run_as_is
+        return run(func, args, kwargs)
+
+    return lambda func, args, kwargs: plan(partial(call, func), args, kwargs)
 
 
 def _run_as_is(func: Any, args: Args, kwargs: Kwargs) -> Any:

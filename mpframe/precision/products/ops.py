@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from mpframe.errors import ConfigError
-from mpframe.precision.casting.emulation import half_values, rounded
+from mpframe.precision.casting.emulation import each_axis, half_values, rounded
 from mpframe.precision.casting.plans import HANDS_OFF, NARROW, Args, Kwargs, formats_of
 from mpframe.precision.policy import CASTABLE, Policy
 from mpframe.precision.products.kernels import Quantizer, convolution, matmul
@@ -236,12 +236,6 @@ def _arranged(values: Tensor, names: str, parts: tuple[str, str, str]) -> Tensor
     return values.reshape(sizes)
 
 
-def _each(value: Any, count: int) -> list[int]:
-    """A setting of a convolution for each dimension; one number, or one in a list, is for all."""
-    values = [value] if isinstance(value, int) else list(value)
-    return values * count if len(values) == 1 else values
-
-
 def _convolution(
     call: Call,
     input: Tensor,
@@ -257,7 +251,7 @@ def _convolution(
     """As aten's convolution; a number stands for every dimension, and there may be no batch."""
     space = weight.dim() - 2
     batched = input if input.dim() == weight.dim() else input[None]
-    numbers = [_each(value, space) for value in (stride, padding, dilation, output_padding)]
+    numbers = [each_axis(value, space) for value in (stride, padding, dilation, output_padding)]
     y = call.convolution(batched, weight, *numbers[:3], transposed, numbers[3], groups)
     if bias is not None:
         y = y + bias.view(-1, *[1] * space)
@@ -277,7 +271,7 @@ def conv(
     if padding == "same":
         total = [
             d * (k - 1)
-            for d, k in zip(_each(dilation, weight.dim() - 2), weight.shape[2:], strict=True)
+            for d, k in zip(each_axis(dilation, weight.dim() - 2), weight.shape[2:], strict=True)
         ]
         # What is left over by 2 goes to the end, as PyTorch has it.
         input = F.pad(input, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
