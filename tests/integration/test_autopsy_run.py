@@ -58,6 +58,18 @@ def test_the_line_to_type_mends_the_run(tmp_path: Path, start_run: StartRun) -> 
     assert not (tmp_path / "autopsy").exists()
 
 
+def test_the_last_line_says_what_the_autopsy_found(tmp_path: Path, start_run: StartRun) -> None:
+    """The backward pass of sqrt at 0 is not finite in any format: no scale and no pin helps."""
+    with pytest.raises(DivergedError) as error:
+        start_run(tmp_path, "model._target_=overflowing.Root", *SHORT, STOPS)
+    report_of = evidence.all_in(tmp_path)[0] / "report.md"
+    assert str(error.value) == (
+        "trainer.max_consecutive_skips=4 reached: not finite in fp32 too: model, data or learning "
+        f"rate; see {report_of}"
+    )
+    assert json.loads((tmp_path / "summary.json").read_text())["reason"] == str(error.value)
+
+
 def test_the_program_says_the_same_again(failed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = report(failed)
     autopsy_command.main([f"run={failed}", OWN])
@@ -253,7 +265,7 @@ def test_a_failing_autopsy_does_not_end_the_run(
     ("scale", "verdict", "advice"),
     [
         ("1024", "no fault found", "nothing"),
-        ("1e-6", "underflow: scale too low", "loss_scaling.scale=16384"),
+        ("1e-6", "underflow: scale too low", "loss_scaling.scale=262144"),
     ],
 )
 def test_on_demand_the_next_step_of_a_checkpoint_is_examined(

@@ -77,6 +77,25 @@ def test_a_run_that_applied_no_step_is_diverged(
     assert not checkpoint.all_in(tmp_path)
 
 
+@pytest.mark.parametrize("scaler", ["Backoff", "LogMax"])
+def test_a_first_search_that_the_run_is_too_short_for_is_no_divergence(
+    start_run: StartRun, tmp_path: Path, scaler: str
+) -> None:
+    """The scale goes down from 65536, and would fit after ten steps; its floor is 1."""
+    options = ["model._target_=overflowing.Steep", "dtype=mixed", f"loss_scaling={scaler}"]
+    short = [*options, "dataset.batch_size=512", "trainer.epochs=1", "trainer.autopsy=off"]
+    done = start_run(tmp_path / "ended", *short)
+    assert (done.status, done.steps, done.skipped_steps) == ("finished", 0, 2)
+    assert done.reason is not None
+    assert done.reason.startswith("0 steps applied, 2 skipped: most of the run was in vain; start")
+    with pytest.raises(DivergedError) as error:
+        start_run(tmp_path / "limited", *short, "trainer.max_consecutive_skips=2")
+    assert str(error.value) == (
+        "trainer.max_consecutive_skips=2 reached: the loss is finite and its gradients overflow at "
+        "scale 32768, from where it still goes down: lower loss_scaling.init_scale"
+    )
+
+
 def test_a_run_that_ended_in_skips_is_diverged(start_run: StartRun, tmp_path: Path) -> None:
     options = [*LINEAR, "dataset._target_=faulty.nan_after", "trainer.epochs=2"]
     said = "^the last 2 steps were skipped: the loss itself is not finite"

@@ -23,7 +23,7 @@ from mpframe.errors import DivergedError, MpframeError, first_line
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.autopsy import evidence as evidence_of
 from mpframe.numerics.autopsy.case import RandomState
-from mpframe.numerics.autopsy.diagnosis import diagnose
+from mpframe.numerics.autopsy.diagnosis import Kind, diagnose
 from mpframe.numerics.autopsy.evidence import Evidence
 from mpframe.numerics.autopsy.report import Report, report_on
 from mpframe.optim.step_result import StepResult
@@ -48,13 +48,14 @@ class Autopsy(Callback):
         limit: skipped steps in a row that end the run: the last of them is examined, too.
 
     Attributes:
-        written: the report on the present row of skipped steps; None if there is none.
+        written: the report on the present row of skipped steps, and its diagnosis, empty if that
+            is no fault; None if there is no report.
     """
 
     _context: RunContext
 
     def __init__(self, when: str, after: int, limit: int) -> None:
-        self.written: Path | None = None
+        self.written: tuple[Path, str] | None = None
         self._enabled, self._after = when != "off", min(after, limit)
         self._device: torch.device | None = None
         self._step: tuple[Sequence[Batch], RandomState, int, int] | None = None
@@ -66,9 +67,11 @@ class Autopsy(Callback):
         self._context = context
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Let the error that ended the run name the report."""
+        """Let the error that ended the run name the report, and its diagnosis for the cause."""
         if isinstance(error, DivergedError) and self.written is not None:
-            error.args = (f"{error}; see {self.written}",)
+            path, diagnosis = self.written
+            what = f"{str(error).partition(': ')[0]}: {diagnosis}" if diagnosis else str(error)
+            error.args = (f"{what}; see {path}",)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Keep what the step starts from."""
@@ -129,7 +132,7 @@ class Autopsy(Callback):
         written = self._reported(step, trainer) if trainer.world.is_main else None
         self.written = trainer.world.broadcast_object(written)
 
-    def _reported(self, step: Evidence, trainer: Trainer) -> Path | None:
+    def _reported(self, step: Evidence, trainer: Trainer) -> tuple[Path, str] | None:
         try:
             folder = evidence_of.save(
                 self._context.folder, step, trainer.weights(), self._context.config
@@ -144,7 +147,8 @@ class Autopsy(Callback):
             log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
             return None
         log.warning("warning: %s\n%s", step.reason, report.text(written))
-        return written
+        diagnosis = report.title.partition(": ")[2]
+        return written, "" if diagnosis == Kind.NO_FAULT.value else diagnosis
 
     def _evidence(self, trainer: Trainer, result: StepResult, reason: str) -> Evidence:
         if self._step is None:

@@ -36,13 +36,15 @@ class SkipGuard(Callback):
         """Raise if the model learnt nothing, or did not learn until the end.
 
         Raises:
-            DivergedError: no step was applied, the last ones were all skipped, or the last one was
-                applied at a loss that is not finite, as an optimizer with a closure does.
+            DivergedError: no step was applied, though no scaler still searched for its first
+                scale; the last ones were all skipped; or the last one was applied at a loss that is
+                not finite, as an optimizer with a closure does.
         """
         in_a_row, global_step = trainer.progress.skipped_in_a_row, trainer.progress.global_step
         if 0 < in_a_row == global_step:
-            raise self._diverged(trainer, f"no step was applied, {in_a_row} were skipped")
-        if in_a_row > self._tried:
+            if not _still_searches(trainer, self._last):
+                raise self._diverged(trainer, f"no step was applied, {in_a_row} were skipped")
+        elif in_a_row > self._tried:
             raise self._diverged(trainer, f"the last {in_a_row} steps were skipped")
         loss = None if self._last is None else self._last.loss
         if not in_a_row and loss is not None and not bool(torch.isfinite(loss)):
@@ -66,14 +68,25 @@ def _cause(trainer: Trainer, result: StepResult) -> str:
             "steps: lower optimizer.lr, raise trainer.loss_spike_factor, or resume from an older "
             "checkpoint"
         )
-    if result.loss is not None and not bool(torch.isfinite(result.loss)):
+    if not _finite(result):
         return (
             "the loss itself is not finite, so scaling cannot help: lower optimizer.lr, look at "
             "the data, or pin the overflowing module to fp32 in ops.modules"
         )
+    said = f"the loss is finite and its gradients overflow at scale {float(result.scale):g}"
+    if _still_searches(trainer, result):
+        return f"{said}, from where it still goes down: lower loss_scaling.init_scale"
     static = any(isinstance(scaler, Static) for scaler in trainer.scalers.values())
     option = "loss_scaling.scale" if static else "loss_scaling.min_scale"
-    return (
-        f"the loss is finite and its gradients overflow at scale {float(result.scale):g}: "
-        f"lower {option} or pin the overflowing module to fp32 in ops.modules"
-    )
+    return f"{said}: lower {option} or pin the overflowing module to fp32 in ops.modules"
+
+
+def _still_searches(trainer: Trainer, result: StepResult | None) -> bool:
+    """Whether every scaler may still go down to a scale at which nothing overflows."""
+    floors = [(own.scale, getattr(own, "floor", torch.inf)) for own in trainer.scalers.values()]
+    above = bool(floors) and all(float(scale) > floor for scale, floor in floors)
+    return above and result is not None and _finite(result)
+
+
+def _finite(result: StepResult) -> bool:
+    return result.loss is None or bool(torch.isfinite(result.loss))
