@@ -34,6 +34,9 @@ class DataError(MpframeError):
 class UserCodeError(MpframeError):
     """A user's dataset, model, loss, metric or optimizer raised, or gave what nothing can use."""
 
+    row: tuple[int, int] | None = None
+    """The place in the batch of the sample to blame, and of how many; None if unknown."""
+
 
 class CheckpointError(MpframeError):
     """A checkpoint is missing, damaged, or made for something else."""

@@ -12,6 +12,7 @@ mpframe's own errors pass unchanged. SystemExit is an error like any other: if a
 
 import functools
 import importlib
+import re
 import sys
 import traceback
 from contextlib import suppress
@@ -27,6 +28,7 @@ from mpframe.errors import MpframeError, UserCodeError, first_line
 
 _PACKAGES = (torch.__file__, hydra.__file__, importlib.__file__, __file__)
 _NOT_THEIRS = ("<frozen importlib", *(str(Path(file).parent) for file in _PACKAGES))
+_OUT_OF_BOUNDS = re.compile(r"Target (-?\d+) is out of bounds")
 _LONGEST = 200
 """How many characters of a user's error are repeated."""
 
@@ -67,11 +69,13 @@ def blame(option: str, code: Any, **given: Any) -> NoReturn:
     if not isinstance(error, Exception | SystemExit) or isinstance(error, MpframeError):
         raise
     described_ones = " and ".join(f"{name} {described(own)}" for name, own in given.items())
-    raise UserCodeError(
+    blamed = UserCodeError(
         f"{option} {name_of(code)} raised {raised(error)}"
         + (f", given {described_ones}" if given else "")
         + f"; {_advice(error, given)}"
-    ) from error
+    )
+    blamed.row = _row_of_label(error, given.get("targets"))
+    raise blamed from error
 
 
 class InBatch:
@@ -82,10 +86,13 @@ class InBatch:
         epoch: its number.
         number: the batch's number in it.
         count: how many batches a step has.
+        loader: whose `batch_ids`, if it has any, are the samples' indices.
     """
 
-    def __init__(self, split: str, epoch: int, number: int, count: int = 1) -> None:
-        self._place = (split, epoch, number, count)
+    def __init__(
+        self, split: str, epoch: int, number: int, count: int = 1, loader: Any = None
+    ) -> None:
+        self._place, self._loader = (split, epoch, number, count), loader
 
     def __enter__(self) -> None: ...
 
@@ -95,6 +102,9 @@ class InBatch:
         if isinstance(error, UserCodeError):
             split, epoch, number, count = self._place
             last = f" to {number + count - 1}" if count > 1 else ""
+            if error.row is not None and count == 1 and hasattr(self._loader, "batch_ids"):
+                (row, rows), ids = error.row, self._loader.batch_ids(epoch, number)
+                last = f", sample {ids[row]}" if len(ids) == rows else ""
             error.args = (f"{error} ({split}, epoch {epoch}, batch {number}{last})",)
 
 
@@ -158,7 +168,19 @@ def _advice(error: BaseException, given: dict[str, Any]) -> str:
             f"the targets name {classes} classes, the outputs have {outputs.shape[1]}: set "
             f"model.classes={classes}, or correct the labels"
         )
+    label = _OUT_OF_BOUNDS.search(str(error))
+    if label:
+        return f"{label[1]} is no class: correct the label, or use -100, which is left out"
     return "HYDRA_FULL_ERROR=1 shows the traceback"
+
+
+def _row_of_label(error: BaseException, targets: Any) -> tuple[int, int] | None:
+    """The first row that holds the label which torch says is out of bounds, of how many rows."""
+    label = _OUT_OF_BOUNDS.search(str(error))
+    if label is None or not isinstance(targets, Tensor) or not targets.dim():
+        return None
+    rows = (targets == int(label[1])).nonzero()
+    return (int(rows[0, 0]), len(targets)) if len(rows) else None
 
 
 def _classes_wanted(outputs: Any, targets: Any) -> int | None:

@@ -266,7 +266,7 @@ class Trainer:
             self.model.eval()
             for number, batch in enumerate(loader.epoch(0)):
                 self._call("on_prediction_step")
-                with InBatch(split, 0, number):
+                with InBatch(split, 0, number, loader=loader):
                     sums += self._evaluate_batch(batch, metrics)
         return metrics.evaluation(sums)
 
@@ -458,7 +458,8 @@ class Trainer:
         batches = train.epoch(self.progress.epoch, start=self.progress.batch)
         for window in _windows(batches, self.plan.accumulate):
             self._call("on_step_begin", window)
-            place = InBatch("training", self.progress.epoch, self.progress.batch, len(window))
+            at = self.progress.epoch, self.progress.batch
+            place = InBatch("training", *at, len(window), train)
             self.progress.count_batches(len(window), len(train))
             with place:
                 self.train_step(*window)

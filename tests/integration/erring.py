@@ -38,6 +38,7 @@ class Samples(Dataset[Any]):
         }
         targets = {
             "classes": CLASSES if index == 37 else target,
+            "negative": -3 if index == 37 else target,
             "float": float(target),
             "row": torch.tensor([target]),
             "text": "abc"[target],

@@ -149,7 +149,7 @@ def test_a_run_that_ends_much_worse_says_so(
 FAINT = ["objective=own", "objective._target_=planted.faint"]
 FAINT += ["loss_scaling=static", "loss_scaling.scale=1"]
 ZEROS = (
-    "warning: all gradients of step {} are 0 at loss scale 1, and nothing is learnt; mpframe "
+    "warning: all gradients of step {} are 0, and nothing is learnt; mpframe "
     "doctor with the same options says whether the format loses them"
 )
 

@@ -555,16 +555,6 @@ def test_gradients_that_are_all_0_are_an_underflow(mode: str) -> None:
     assert diagnosis.underflow_then < 0.1
 
 
-def test_gradients_that_are_0_in_fp32_too() -> None:
-    case = _with_loss_times(0.0, case_of(net(nn.Identity()), scale=1.0))
-    diagnosis = diagnose(case)
-    assert diagnosis.kind is Kind.NO_FAULT
-    step = Evidence(1, "asked", [], [], 0, 0, {"": 1.0}, {}, "none")
-    assert dict(report_on(diagnosis, case, step).facts)["do"] == (
-        "no format helps: all gradients are 0 in fp32 too; look at the loss"
-    )
-
-
 def _with_loss_times(factor: float, case: Case) -> Case:
     (whole,) = case.objectives
 

@@ -32,7 +32,6 @@ from mpframe.numerics.autopsy.underflow import (
     culprit_of_underflow,
     largest_gradient,
     underflow_share,
-    zero_share,
 )
 from mpframe.numerics.autopsy.watch import OUTSIDE
 from mpframe.precision.spellings import known_ops
@@ -137,7 +136,7 @@ class _Examination:
         )
 
     def _of_finite(self, own: Replay, full: Replay) -> Diagnosis:
-        underflow, zeros = underflow_share(own, full), zero_share(own, full)
+        underflow, zeros = (underflow_share(own, full, kept) for kept in ("normal", "nonzero"))
         up = self._octaves_up(own, full)
         if underflow > UNDERFLOW_LIMIT and up > 0:
             then = underflow_share(self._replay(Setting(octaves=up)), full)

@@ -14,7 +14,6 @@ from mpframe.numerics.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.numerics.autopsy.evidence import Evidence
 from mpframe.numerics.autopsy.replay import Replay, Setting
 from mpframe.numerics.autopsy.saturation import Saturation
-from mpframe.numerics.autopsy.underflow import without_gradient
 from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
 from mpframe.numerics.remedies import deny_words, pin_words
 from mpframe.precision.policy import NO_PRODUCTS
@@ -181,8 +180,6 @@ def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> list[str]:
             "lower optimizer.lr or set trainer.clip_norm: in fp32 too the loss is "
             f"{loss:.3g}, and it was {step.first_loss:.3g} at the first step"
         ]
-    if without_gradient(diagnosis.replays[0]):
-        return ["no format helps: all gradients are 0 in fp32 too; look at the loss"]
     return ["nothing: the step replays with finite gradients, and its scale loses few of them"]
 
 

@@ -16,18 +16,14 @@ from mpframe.numerics.autopsy.watch import OpCall
 from mpframe.tree import dtype_name
 
 
-def underflow_share(own: Replay, full: Replay) -> float:
+def underflow_share(own: Replay, full: Replay, kept_as: str = "normal") -> float:
     """The share of half gradients below half's normal range, among those that fp32 has.
 
     Gradients of op results and of weights count alike, each element once; 0 to 1. Only gradients
-    that are stored in half count.
+    that are stored in half count. With `kept_as="nonzero"` it is the share of those that are 0.
     """
-    return _lost_share(*_kept(own.passes, full.passes))
-
-
-def zero_share(own: Replay, full: Replay) -> float:
-    """The share of half gradients that are exactly 0, counted as in `underflow_share`."""
-    return _lost_share(*_kept(own.passes, full.passes, "nonzero"))
+    nonzero, kept = _kept(own.passes, full.passes, kept_as)
+    return 1.0 - sum(kept.values()) / sum(nonzero.values()) if sum(nonzero.values()) else 0.0
 
 
 def culprit_of_underflow(case: Case, own: Replay, full: Replay) -> Culprit | None:
@@ -59,20 +55,10 @@ def largest_gradient(own: Replay, full: Replay) -> float:
     return max(found)
 
 
-def without_gradient(full: Replay) -> bool:
-    """Whether the gradients of all weights are exactly 0 in the fp32 replay."""
-    counts = [one.trace.gradients.items() for one in full.passes]
-    return not any(count.nonzero for items in counts for key, count in items if key[1] == "weight")
-
-
-def _lost_share(nonzero: Mapping[str, int], kept: Mapping[str, int]) -> float:
-    return 1.0 - sum(kept.values()) / sum(nonzero.values()) if sum(nonzero.values()) else 0.0
-
-
 def _kept(
-    own: Sequence[Pass], full: Sequence[Pass], kind: str = "normal"
+    own: Sequence[Pass], full: Sequence[Pass], kept_as: str = "normal"
 ) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """By module: gradients that fp32 has, and how many of them half has as one of its `kind`."""
+    """By module: gradients that fp32 has, and how many of them half keeps, as `Count` says."""
     nonzero: dict[str, int] = {}
     kept: dict[str, int] = {}
     for one, wide in zip(own, full, strict=True):
@@ -82,5 +68,5 @@ def _kept(
                 continue
             module = key[0].rpartition(".")[0] if key[1] == "weight" else key[0]
             nonzero[module] = nonzero.get(module, 0) + there.nonzero
-            kept[module] = kept.get(module, 0) + min(getattr(count, kind), there.nonzero)
+            kept[module] = kept.get(module, 0) + min(getattr(count, kept_as), there.nonzero)
     return nonzero, kept

@@ -49,22 +49,16 @@ def check_small_scale(subject: Subject) -> Iterator[Finding]:
     best = safe_scale(gradients.amax, half) or DEFAULT_SCALE
     lost, least = (gradients.lost_fraction(s, half) for s in (scale, best))
     if lost > _MANY_LOST and least < lost / 2:
-        option, fix = _raised(subject, best)
+        static = subject.scaling == "static"
+        option = "loss_scaling.scale" if static else "loss_scaling.init_scale"
+        ceiling = float(subject.options.get("loss_scaling.max_scale", 2.0**24))  # Backoff's own
         yield warning(
             f"{option}={scale:g}: too small, {lost:.1%} of the first batch's gradients "
             f"become 0 ({least:.1%} at {best:.3g})",
-            *fix,
+            *(() if static else _named(subject)),
+            f"{option}={_exactly(best)}",
+            *([] if static or best <= ceiling else [f"loss_scaling.max_scale={_exactly(best)}"]),
         )
-
-
-def _raised(subject: Subject, scale: float) -> tuple[str, tuple[str, ...]]:
-    """The option that sets the first scale, and the words that raise it to `scale`."""
-    if subject.scaling == "static":
-        return "loss_scaling.scale", (f"loss_scaling.scale={_exactly(scale)}",)
-    words = (*_named(subject), f"loss_scaling.init_scale={_exactly(scale)}")
-    if scale > float(subject.options.get("loss_scaling.max_scale", 2.0**24)):  # Backoff's own
-        words = (*words, f"loss_scaling.max_scale={_exactly(scale)}")
-    return "loss_scaling.init_scale", words
 
 
 def _beyond(diagnosis: Diagnosis) -> str:

@@ -136,7 +136,7 @@ class CastMode(TorchFunctionMode):
             "half": self._run_half,
             "half data": on_data_only(self._run_half),
             "half held": holding_numbers(self._run_half),
-            **{f"half {op}": self._sound_half(op) for op in FAULTY},
+            **{f"half {op}": without_fault(op, self._run_half) for op in FAULTY},
             "higher order": self._run_higher_order,
             "data": self._run_data,
         }
@@ -257,11 +257,6 @@ class CastMode(TorchFunctionMode):
             return func(*args, **kwargs)
         result = call_with(self._as_half, func, args, kwargs)
         return map_tensors(self._round, result) if self._emulates else result
-
-    def _sound_half(self, op: str) -> Plan:
-        return (
-            without_fault(op, self._run_half) if self.policy.compute == "auto" else self._run_half
-        )
 
     def _run_data(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """A write through `.data` leaves no trace: the weight's cast is not kept in this block."""

@@ -21,10 +21,13 @@ from torch import Tensor
 
 # Ops that follow their inputs and have no half kernel in torch's CPU build: emulated there, always.
 WITHOUT_HALF_KERNEL = frozenset({"avg_pool3d", "rrelu"})
-# Ops whose bfloat16 kernel on a CPU is wrong for the shapes that `is_faulty` tells; and the newest
-# torch in which that was seen. With `compute=auto` they are emulated there.
-FAULTY = frozenset(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
-FAULTY_IN = "2.15.0"
+FAULTY_IN = "2.15.0"  # The newest torch whose kernels for `FAULTY` were seen to be wrong.
+# Ops whose bfloat16 kernel on a CPU is wrong for some shapes (`is_faulty`), with the arguments that
+# follow the bias. These calls are always emulated.
+FAULTY = {
+    **{f"conv{n}d": "stride padding dilation groups" for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": "stride padding output_padding groups dilation" for n in (1, 2, 3)},
+}
 
 
 def half_values(tensor: Tensor, half: torch.dtype) -> Tensor:
@@ -38,32 +41,24 @@ def rounded(tensor: Tensor, half: torch.dtype) -> Tensor:
 
 
 def is_faulty(
-    op: str,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    *rest: Any,
-    **named: Any,
+    op: str, input: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **named: Any
 ) -> bool:
-    """Whether torch computes this call of one of `FAULTY` wrongly.
+    """Whether torch's own kernel is wrong for a call of an op of `FAULTY`, with its arguments.
 
     If along some axis the kernel lies wholly inside nowhere, oneDNN leaves a part of the weight's
-    gradient unwritten, and writes beyond its end. Arguments are those of the op.
+    gradient unwritten, and writes beyond its end.
     """
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return False
-    transposed, count = "transpose" in op, weight.dim() - 2
-    order = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
-    more = {"output_padding": 0, "dilation": 1, **dict(zip(order, rest, strict=False)), **named}
-    padding = 0 if isinstance(padding, str) else padding
-    settings = (stride, padding, more["dilation"], more["output_padding"])
-    numbers = (each_axis(value, count) for value in settings)
-    return any(
-        -p % s > ((n - 1) * s - 2 * p + o if transposed else n - d * (k - 1) - 1)
-        for n, k, s, p, d, o in zip(input.shape[-count:], weight.shape[2:], *numbers, strict=True)
-    )
+    given = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, **named}
+    given |= zip(FAULTY[op].split(), rest, strict=False)
+    given["padding"] = 0 if isinstance(given["padding"], str) else given["padding"]
+    names = ("stride", "padding", "output_padding", "dilation")
+    numbers = [each_axis(given[name], weight.dim() - 2) for name in names]
+    sizes = zip(input.shape[2 - weight.dim() :], weight.shape[2:], *numbers, strict=True)
+    if "transpose" in op:
+        return any(-p % s > (n - 1) * s - 2 * p + more for n, _, s, p, more, _ in sizes)
+    return any(-p % s > n - d * (k - 1) - 1 for n, k, s, p, _, d in sizes)
 
 
 def each_axis(value: Any, count: int) -> list[int]:
@@ -73,15 +68,9 @@ def each_axis(value: Any, count: int) -> list[int]:
 
 
 def used_again(half: Tensor, operand: Tensor) -> Tensor:
-    """Return the operand of one more use of a weight, whose gradients then add in half.
+    """Return `operand`, which is `half` or its values in fp32, for one more use of a weight.
 
-    Args:
-        half: the weight in half, in which the gradients of its uses meet.
-        operand: what its first use was given: `half` itself, or its values in float32.
-
-    Returns:
-        `operand` itself where it is half or has no gradient; else float32 values that share its
-        memory and pass their gradient on to `half`, rounded.
+    In fp32 it gets a gradient of its own, which is rounded and added in `half`, as on a device.
     """
     if operand is half or not operand.requires_grad:
         return operand

@@ -3,6 +3,7 @@
 import logging
 import time
 
+from torch import Tensor
 from tqdm import tqdm
 
 from mpframe.optim.step_result import StepResult
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 class LogLines(Callback):
     """Logs a line at every validation, and a debug line at every so many steps.
 
-    Once it warns beside such a line that all gradients of the last step are 0.
+    Beside the first line after a step whose gradients are all 0 it warns of that.
 
     The time left is that of the steps left, at the pace of this start of the run so far,
     validations included.
@@ -30,7 +31,7 @@ class LogLines(Callback):
 
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every
-        self._last: StepResult | None = None
+        self._amax: Tensor | None = None
         self._warned = False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
@@ -40,7 +41,7 @@ class LogLines(Callback):
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Log the step if it is due."""
-        self._last = result
+        self._amax = result.amax
         if self._due(trainer):
             loss = "" if result.loss is None else f"loss {float(result.loss):.4g}, "
             norm = f"gradient norm {float(result.grad_norm):.4g}"
@@ -67,15 +68,13 @@ class LogLines(Callback):
         self._warn_of_zeros(trainer)
 
     def _warn_of_zeros(self, trainer: Trainer) -> None:
-        if self._warned or self._last is None or float(self._last.amax) != 0:
-            return
-        self._warned = True
-        log.warning(
-            "warning: all gradients of step %d are 0 at loss scale %g, and nothing is learnt; "
-            "mpframe doctor with the same options says whether the format loses them",
-            trainer.progress.global_step,
-            float(self._last.scale),
-        )
+        if not self._warned and self._amax is not None and float(self._amax) == 0:
+            self._warned = True
+            log.warning(
+                "warning: all gradients of step %d are 0, and nothing is learnt; mpframe doctor "
+                "with the same options says whether the format loses them",
+                trainer.progress.global_step,
+            )
 
     def _due(self, trainer: Trainer) -> bool:
         due = trainer.progress.global_step % self._log_every == 0
