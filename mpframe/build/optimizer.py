@@ -2,22 +2,27 @@
 
 import inspect
 import logging
+import os
+import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from mpframe.build.metrics import monitored
 from mpframe.build.target import found, make
+from mpframe.config.check import flatten
 from mpframe.config.planned import filled_in
+from mpframe.config.redaction import hide, secrets_of
 from mpframe.config.schema import Config, Group, GroupOptions, PartOptions
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError
 from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.optim.ema import Ema
-from mpframe.optim.schedules import CountedSchedule, Schedule
+from mpframe.optim.schedules import PlannedSchedule, Schedule
 from mpframe.optim.selection import Selection, divided, grouped
 from mpframe.training.trainer import AnyOptimizer
 
@@ -135,6 +140,16 @@ def build_schedule(
         node.setdefault("total_steps", plan["total_steps"])
     if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
         _set_direction(node, *monitored(metrics, config.trainer.monitor))
+        return _schedule(node, optimizer)
+    secrets = secrets_of(sys.argv, os.environ)  # A checkpoint holds the arguments.
+    arguments = {name: hide(str(value), secrets) for name, value in flatten(node).items()}
+    make_again = partial(_schedule, node, optimizer)
+    planned = PlannedSchedule(make_again, optimizer, arguments, plan["steps_per_epoch"])
+    _refuse_overrun(planned.schedule, plan["total_steps"])
+    return planned
+
+
+def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Any:
     schedule = make("scheduler", node, optimizer)
     missing = [name for name in _OF_A_SCHEDULE if not callable(getattr(schedule, name, None))]
     if missing:
@@ -142,9 +157,17 @@ def build_schedule(
             f"scheduler._target_={node['_target_']}: has no {' and no '.join(missing)}; see "
             "docs/optimizer.md"
         )
-    if hasattr(schedule, "step_update"):
-        return CountedSchedule(schedule, plan["steps_per_epoch"])
-    return schedule  # type: ignore[no-any-return]
+    return schedule
+
+
+def _refuse_overrun(schedule: Any, steps: int) -> None:
+    """Refuse a schedule that would raise before the run has come to its end."""
+    if isinstance(schedule, OneCycleLR) and schedule.total_steps < steps:
+        raise ConfigError(
+            f"scheduler.total_steps={schedule.total_steps}: OneCycleLR cannot go on after it, and "
+            f"the run is planned for {steps} steps; leave it out, or set trainer.epochs or "
+            "trainer.max_steps to fit it"
+        )
 
 
 def _set_direction(node: dict[str, Any], name: str, higher: bool | None) -> None:

@@ -213,7 +213,6 @@ class Run:
         resume = Resume(options.resume, self.folder, self.config_text)
         identity = resume.into(trainer, self._renew_callbacks)
         refuse_other_start(trainer, options.resume)
-        trainer.refuse_overrun(len(train))
         self.run_folder.take()
         for moved in retention.set_aside_after(self.own_folder, trainer.progress.global_step):
             log.warning("warning: newer than where the run goes on, now %s", moved)

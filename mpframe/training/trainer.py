@@ -29,7 +29,7 @@ from mpframe.optim import MasterWeights, MultiOptimizer, fp32_weights
 from mpframe.optim.ema import Ema
 from mpframe.optim.gradients import as_count
 from mpframe.optim.masters.widening import widen_named, widened
-from mpframe.optim.schedules import Schedule, refuse_overrun
+from mpframe.optim.schedules import Schedule
 from mpframe.optim.step_result import StepResult, any_of, largest, with_verdicts
 from mpframe.precision import Precision
 from mpframe.training.buffers import Buffers, ExtraState
@@ -209,14 +209,6 @@ class Trainer:
             reason: one line, for the summary of the run.
         """
         self.stop_reason = reason
-
-    def refuse_overrun(self, batches: int) -> None:
-        """Refuse a schedule that ends before the plan does, at `batches` micro-batches an epoch.
-
-        Raises:
-            ConfigError: the schedule would fail in the middle of the run.
-        """
-        refuse_overrun(self._schedules.values(), self.plan.total_steps(batches))
 
     def probe(self, batch: Batch) -> None:
         """Let scalers take their first scale from one backward pass in fp32; all else stays."""

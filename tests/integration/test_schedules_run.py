@@ -1,5 +1,6 @@
 """Schedules of torch's own, by their `_target_`: what steps them, how they are resumed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -76,15 +77,16 @@ def test_a_1cycle_schedule_is_not_outrun(start_run: StartRun, tmp_path: Path) ->
     """Before it trains, and not at the step in which torch raises."""
     start_run(tmp_path, *SMALL, *ONECYCLE, "trainer.epochs=1")
     with pytest.raises(ConfigError) as error:
-        start_run(tmp_path, *SMALL, *ONECYCLE, "trainer.epochs=2", "resume=auto")
+        start_run(tmp_path, *SMALL, *ONECYCLE, "trainer.epochs=2", "scheduler.total_steps=22",
+                  "resume=auto")  # fmt: skip
     assert str(error.value) == (
         "scheduler.total_steps=22: OneCycleLR cannot go on after it, and the run is planned for "
-        "44 steps; set trainer.epochs or trainer.max_steps to fit it, or start a new run with init_from"
+        "44 steps; leave it out, or set trainer.epochs or trainer.max_steps to fit it"
     )
     assert checkpoint.read(tmp_path).global_step == 22
     assert Summary.read(tmp_path).status == "finished"  # the record of the run that was
-    again = start_run(tmp_path, *SMALL, *ONECYCLE, "trainer.epochs=1", "resume=auto")
-    assert (again.status, again.steps) == ("finished", 22)
+    again = start_run(tmp_path, *SMALL, *ONECYCLE, "trainer.epochs=2", "resume=auto")
+    assert (again.status, again.steps) == ("finished", 44)
 
 
 def test_lbfgs_trains_and_resumes_bit_for_bit(start_run: StartRun, tmp_path: Path) -> None:
@@ -241,6 +243,127 @@ def test_a_shipped_schedule_gets_the_numbers_of_the_plan_and_resumes(name: str) 
         seen.append(optimizers[0].param_groups[0]["lr"])
     assert seen == wanted
     assert len(set(wanted)) > 1
+
+
+LONGER = {"total_steps": 44, "epochs": 4, "steps_per_epoch": 11}
+SIZED = {
+    "warmup_cosine": [],
+    "warmup_cosine to a tenth": ["scheduler.min_factor=0.1"],
+    "onecycle": [],
+    "poly": ["scheduler.power=2"],
+    "exponential": ["scheduler.unit=${plan:total_steps}"],
+    "inverse_square_root": [],
+    "transformer": ["scheduler.d_model=4"],
+    "piecewise_constant": ["scheduler.boundaries=[0.3,0.6]", "scheduler.unit=${plan:total_steps}"],
+    "CosineAnnealingLR": ["scheduler.T_max=${plan:total_steps}"],
+    "LinearLR": ["scheduler.total_iters=${plan:total_steps}"],
+    "OneCycleLR": ["scheduler.max_lr=0.1", "scheduler.cycle_momentum=true"],
+    "transformers.get_cosine_schedule_with_warmup": [
+        "scheduler.num_warmup_steps=2", "scheduler.num_training_steps=${plan:total_steps}"
+    ],
+    "timm.scheduler.CosineLRScheduler": [
+        "scheduler.t_initial=${plan:total_steps}", "scheduler.t_in_epochs=false"
+    ],
+}  # fmt: skip
+
+
+def planned(
+    name: str, words: list[str], plan: dict[str, int], lr: float = 0.1
+) -> tuple[torch.optim.Optimizer, schedules.Schedule]:
+    """A schedule as a run makes it: a shipped one, one of torch's, or any by its path."""
+    name = name.split()[0]
+    if "." in name:
+        pytest.importorskip(name.split(".")[0])
+    path = name if "." in name else f"torch.optim.lr_scheduler.{name}"
+    chosen = (
+        f"scheduler={name}" if name.islower() and "." not in name else f"scheduler._target_={path}"
+    )
+    config = checked(without_hydra(compose_named([chosen, *words])[1]))
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr, momentum=0.9)
+    schedule = build_schedule(config, optimizer, plan, {})
+    assert schedule is not None
+    return optimizer, schedule
+
+
+def settings(
+    optimizer: torch.optim.Optimizer, schedule: schedules.Schedule, steps: int
+) -> list[object]:
+    """What the group is set to in each of the next steps."""
+    seen = []
+    for _ in range(steps):
+        seen.append({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
+        optimizer.step()
+        schedule.step()
+    return seen
+
+
+@pytest.mark.parametrize("name", SIZED)
+@pytest.mark.parametrize("done", [9, 22])
+def test_a_longer_plan_has_its_own_schedule_from_the_present_step_on(
+    name: str, done: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bit for bit the rates of a run that was planned so from the beginning; momenta, too."""
+    wanted = settings(*planned(name, SIZED[name], LONGER), 44)
+    optimizer, schedule = planned(name, SIZED[name], PLAN)
+    assert settings(optimizer, schedule, done) != wanted[:done]
+    resumed, longer = planned(name, SIZED[name], LONGER, lr=0.7)  # The saved rate counts.
+    resumed.load_state_dict(optimizer.state_dict())
+    longer.load_state_dict(schedule.state_dict())
+    assert settings(resumed, longer, 44 - done) == wanted[done:]
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        rf"warning: scheduler\.\w+=(44|4) \(was (22|2)\): from step {done} on the learning rate "
+        "follows this schedule", line
+    ), line  # fmt: skip
+
+
+def test_a_schedule_that_was_made_longer_is_saved_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer, schedule = planned("onecycle", [], PLAN)
+    settings(optimizer, schedule, 9)
+    second, longer = planned("onecycle", [], LONGER, lr=0.7)
+    second.load_state_dict(optimizer.state_dict())
+    longer.load_state_dict(schedule.state_dict())
+    settings(second, longer, 9)
+    caplog.clear()
+    third, again = planned("onecycle", [], LONGER)
+    third.load_state_dict(second.state_dict())
+    again.load_state_dict(longer.state_dict())
+    assert settings(third, again, 26) == settings(second, longer, 26)
+    assert caplog.messages == []
+
+
+def test_a_longer_run_says_what_its_schedule_does(
+    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint of the cosine's end, where its rate is 0."""
+    start_run(tmp_path, *SMALL, "trainer.max_steps=11")
+    assert rates(tmp_path)[-1] < 1e-9
+    start_run(tmp_path, *SMALL, "trainer.max_steps=22", "resume=auto")
+    wanted = by_hand(lambda optimizer: schedules.warmup_cosine(optimizer, 22), 22)
+    assert rates(tmp_path)[11:] == pytest.approx(wanted[11:], rel=1e-6)
+    (line,) = (line for line in caplog.messages if "learning rate follows" in line)
+    assert line == (
+        "warning: scheduler.total_steps=22 (was 11): from step 11 on the learning rate follows this "
+        "schedule"
+    )
+
+
+def test_no_secret_of_a_schedules_arguments_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "correct-horse-battery")
+    words = ["scheduler.step_size=3", "+scheduler.gamma=0.5"]
+    _, schedule = planned("StepLR", words, PLAN)
+    assert "correct-horse" not in str(schedule.state_dict())
+    _, schedule = planned(
+        "test_schedules_run.Watched", ["scheduler.key=correct-horse-battery"], PLAN
+    )
+    assert "correct-horse" not in str(schedule.state_dict())
+
+
+class Watched(torch.optim.lr_scheduler.ConstantLR):
+    """Takes what should not be stored."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, key: str) -> None:
+        super().__init__(optimizer)
 
 
 class Stepless:

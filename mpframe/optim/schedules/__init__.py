@@ -3,8 +3,8 @@
 Each is a function that makes a schedule of torch's for an optimizer, and has a file in
 conf/scheduler/. It is stepped once after every optimizer step that was not skipped. Any other
 class of torch, timm or Hugging Face does as well: torch's `ReduceLROnPlateau` is stepped once after
-every validation, with the metric if that has a direction, else with the loss, and
-`CountedSchedule` tells those of timm how many updates and epochs there were.
+every validation, with the metric if that has a direction, else with the loss. `PlannedSchedule`
+holds all others, and lets a resumed run follow the schedule of its own plan.
 
     cycles.py       constant, warmup_cosine, onecycle
     decays.py       poly, exponential, inverse_square_root, transformer, piecewise_constant
@@ -19,10 +19,10 @@ from mpframe.optim.schedules.decays import (
     poly,
     transformer,
 )
-from mpframe.optim.schedules.interface import CountedSchedule, Schedule, refuse_overrun
+from mpframe.optim.schedules.interface import PlannedSchedule, Schedule
 
 __all__ = [
-    "CountedSchedule",
+    "PlannedSchedule",
     "Schedule",
     "constant",
     "exponential",
@@ -30,7 +30,6 @@ __all__ = [
     "onecycle",
     "piecewise_constant",
     "poly",
-    "refuse_overrun",
     "transformer",
     "warmup_cosine",
 ]

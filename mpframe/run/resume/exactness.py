@@ -18,7 +18,8 @@ Options = Mapping[str, Any]
 # A resumed run takes no first weights. The checkpoint's facts name the device it was made on.
 _ELSEWHERE = ELSEWHERE | {"init_from", "init_from_names", "init_from_except"}
 _LENGTH = {"trainer.epochs", "trainer.max_steps"}
-_CARRIED = ("optimizer", "scheduler")
+_STATES = ("optimizer", "scheduler")
+_PLATEAU = "ReduceLROnPlateau"  # Fed by validations, and sized by nothing.
 
 
 def refuse_other_parts(then: Options, now: Options) -> None:
@@ -33,7 +34,7 @@ def refuse_other_parts(then: Options, now: Options) -> None:
         CheckpointError: a `_target_` differs.
     """
     for path, (old, new) in _changes(then, now).items():
-        if path.startswith(_CARRIED) and path.endswith("_target_"):
+        if path.startswith(_STATES) and path.endswith("_target_"):
             raise CheckpointError(
                 f"made with {path}={old}, and this run has {new}; "
                 "resume with the same, or take the weights alone with init_from"
@@ -50,12 +51,22 @@ def differences(then: Options, now: Options) -> list[str]:
         `option=value (was value)` each.
     """
     changes = _changes(then, now)
-    passed_over = _passed_over(str(flatten(now).get("scheduler._target_", "")))
+    schedule = _schedule_of(now)
+    passed_over, saved = _passed_over(schedule), _in_saved_state(schedule)
     return [
         f"{path}={new} (was {old})"
         for path, (old, new) in changes.items()
-        if path not in passed_over and not path.startswith(_CARRIED) and not _aside(path)
+        if path not in passed_over and not path.startswith(saved) and not _aside(path)
     ]
+
+
+def _schedule_of(options: Options) -> str:
+    return str(flatten(options).get("scheduler._target_", ""))
+
+
+def _in_saved_state(schedule: str) -> tuple[str, ...]:
+    """The sections whose options a saved state brings along; others follow the new options."""
+    return _STATES if schedule.endswith(_PLATEAU) else ("optimizer",)
 
 
 def _aside(path: str) -> bool:
@@ -67,22 +78,22 @@ def _aside(path: str) -> bool:
 
 def _passed_over(schedule: str) -> set[str]:
     """The options that change none of a run's numbers under its schedule, a `_target_` or ""."""
-    if schedule.endswith("ReduceLROnPlateau"):  # Fed by validations, and sized by nothing.
+    if schedule.endswith(_PLATEAU):
         return (watching() | _ELSEWHERE | _LENGTH) - {"trainer.eval_every", "trainer.monitor"}
     return watching() | _ELSEWHERE | (set() if schedule else _LENGTH)
 
 
 def carried_over(then: Options, now: Options) -> list[str]:
-    """The options of optimizer and schedule that do not count: the saved state has its own.
+    """The options that do not count, because the saved state has its own.
 
     Returns:
         `option=value (goes on with value)` each.
     """
-    changes = _changes(then, now)
+    changes, saved = _changes(then, now), _in_saved_state(_schedule_of(now))
     return [
         f"{path}={new} (goes on with {old})"
         for path, (old, new) in changes.items()
-        if path.startswith(_CARRIED)
+        if path.startswith(saved)
     ]
 
 
