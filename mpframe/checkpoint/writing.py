@@ -24,7 +24,7 @@ from mpframe.checkpoint.parts import divided
 from mpframe.checkpoint.snapshot import Snapshot
 from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError
-from mpframe.files.durable import sync_file, sync_folder
+from mpframe.files.durable import sync_file, sync_folder, sync_paths
 
 T = TypeVar("T")
 Entry = dict[str, Any]  # of a file in the manifest
@@ -46,15 +46,20 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
         CheckpointError: it could not be written, or not be loaded again; the older ones are
             complete.
     """
-    return save_as(path_of(folder, snapshot.global_step), snapshot)
+    return save_as(path_of(folder, snapshot.global_step), snapshot, folder)
 
 
-def save_as(final: Path, snapshot: Snapshot) -> Path:
-    """Save a snapshot as the folder `final`, whose parent may be missing; raises as `save`."""
+def save_as(final: Path, snapshot: Snapshot, run: Path | None = None) -> Path:
+    """Save a snapshot as the folder `final`, whose parent may be missing; raises as `save`.
+
+    The records that its facts name, in the folder `run`, are on the disk before it counts as made.
+    """
     try:
         with _told_of(final):
             new = _begun(final)
             _write(new, snapshot, {})
+            if run is not None:
+                _sync_records(run, snapshot)
             _put_in_place(new, final)
     except CheckpointError:
         _give_up(final)
@@ -82,6 +87,7 @@ def save_together(folder: Path, snapshot: Snapshot, world: World) -> Path:
 
     def finish(files: Files) -> None:
         _write(new, replace(snapshot, state=state), files)
+        _sync_records(folder, snapshot)
         _put_in_place(new, final)
 
     _on_rank_0(world, final, lambda: _begun(final))
@@ -193,6 +199,10 @@ def _write(folder: Path, snapshot: Snapshot, others: Files) -> None:
     manifest = Manifest(files, snapshot.facts).text().encode()
     _written(folder / MANIFEST, lambda file: file.write(manifest))
     sync_folder(folder)
+
+
+def _sync_records(run: Path, snapshot: Snapshot) -> None:
+    sync_paths([run / name for name in snapshot.facts.get("records", ())])
 
 
 def _refuse_unreadable(path: Path) -> None:

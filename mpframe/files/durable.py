@@ -5,8 +5,8 @@ A file is on the disk only after fsync, and its name only after fsync of its fol
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -104,6 +104,19 @@ def sync_file(file: IO[Any]) -> None:
     """Wait until what was written to an open file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def sync_paths(paths: Collection[Path]) -> None:
+    """Wait until files that are closed are on the disk, and their names; one that is gone is not.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    for path in paths:
+        with suppress(FileNotFoundError), open_regular(path, "r+b") as file:
+            os.fsync(file.fileno())
+    for folder in {path.parent for path in paths}:
+        sync_folder(folder)
 
 
 def sync_folder(folder: Path) -> None:

@@ -9,6 +9,22 @@ Begin with tracker.py, which writes TensorBoard's event file, and summary.py.
     summary                summary.json: how a run ended
     environment, memory    versions, hardware, command line; the most memory in use
 
-May import config, files and errors; knows no trainer. Nothing is exported here, because
+`RECORDS` are the files that grow while a run goes on. A checkpoint counts as made once they are on
+the disk up to its step, and remembers their sizes.
+
+May import config, files and errors; knows no trainer. Nothing else is here, because
 summary.py is imported by programs that do not need torch.
 """
+
+from pathlib import Path
+
+RECORDS = (
+    *("events.out.tfevents.*", "metrics.csv", "log2_amax.txt"),
+    *("numerics/ranges.bin", "numerics/products.csv"),
+)
+
+
+def record_sizes(folder: Path) -> dict[str, int]:
+    """The bytes in each of a run's `RECORDS` that are there, by its path in the folder."""
+    found = [path for pattern in RECORDS for path in sorted(folder.glob(pattern))]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in found}

@@ -1,5 +1,7 @@
 """When checkpoints are made and which stay; and what a disk that fails does to a run."""
 
+import errno
+import os
 import re
 import subprocess
 import time
@@ -13,7 +15,7 @@ from conftest import StartRun, scalars
 from sameness import differing
 
 from mpframe import checkpoint
-from mpframe.checkpoint import retention
+from mpframe.checkpoint import retention, writing
 from mpframe.errors import CheckpointError, MpframeError
 from mpframe.numerics.range_record import read_ranges
 from mpframe.tracking import event_file
@@ -217,3 +219,84 @@ def test_a_folder_gone_read_only_is_named(start_run: StartRun, small_disk: Path)
     with pytest.raises(CheckpointError, match=r"could not be written \(Read-only file system\)"):
         start_run(small_disk, *OPTIONS, "trainer.max_steps=4", "resume=auto")
     assert checkpoint.load(small_disk)["trainer"]["progress"]["steps"] == 2
+
+
+RECORDS = {"metrics.csv", "log2_amax.txt", "numerics/ranges.bin", "numerics/products.csv"}
+WATCHED = [*OPTIONS, "dtype=mixed_bf16",
+           "dtype.products=fp8_tensorwise", "numerics=on", "numerics.every=2", "trainer.checkpoint_every=4"]
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_curves_are_on_the_disk_before_a_checkpoint_counts(
+    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: str
+) -> None:
+    """A power cut keeps what was synced. Of each file, the bytes at its last fsync."""
+    synced: dict[str, int] = {}
+    made = []
+    sync, put_in_place = os.fsync, writing._put_in_place
+
+    def fsync(descriptor: int) -> None:
+        sync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced[str(path)] = path.stat().st_size
+
+    def place(new: Path, final: Path) -> None:
+        made.append((final.name, dict(synced)))
+        put_in_place(new, final)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(writing, "_put_in_place", place)
+    start_run(tmp_path, *WATCHED, f"trainer.async_save={background}", "trainer.keep_last=9")
+    assert [name for name, _ in made] == ["step_00000004", "step_00000008", "step_00000010"]
+    for name, on_disk in made:
+        sizes = checkpoint.read(tmp_path / "checkpoints" / name).facts["records"]
+        events = [record for record in sizes if record.startswith("events")]
+        assert set(sizes) - set(events) == RECORDS
+        assert len(events) == 1
+        for record, size in sizes.items():
+            assert on_disk[str(tmp_path / record)] >= size > 0, (name, record)
+        assert str(tmp_path) in on_disk  # The names of new files, too.
+    assert len(read_amax(tmp_path)) == 10
+
+
+def test_a_record_that_cannot_be_synced_makes_no_checkpoint(
+    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(paths: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(writing, "sync_paths", fail)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        start_run(tmp_path, *OPTIONS)
+    assert checkpoint.all_in(tmp_path) == []
+
+
+def test_a_resume_says_which_curves_have_lost_rows(
+    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_run(tmp_path, *WATCHED)
+    start_run(tmp_path, *WATCHED, "resume=auto")
+    assert [line for line in caplog.messages if "shorter" in line] == []
+    sizes = checkpoint.read(tmp_path).facts["records"]
+    for name, size in sizes.items():
+        os.truncate(tmp_path / name, size - 40 if name != "metrics.csv" else 0)
+    start_run(tmp_path, *WATCHED, "resume=auto", "trainer.max_steps=12")
+    (line,) = (line for line in caplog.messages if "shorter" in line)
+    said = ", ".join(
+        f"{name} ({size - 40 if name != 'metrics.csv' else 0} of {size} bytes)"
+        for name, size in sizes.items()
+    )
+    assert line == (
+        f"warning: shorter than when step_00000010 was made: {said}; what was lost stays missing "
+        "from the curves"
+    )
+    start_run(tmp_path, *WATCHED, "resume=auto", "trainer.max_steps=14")  # It is said once.
+    assert len([line for line in caplog.messages if "shorter" in line]) == 1
+
+
+def test_a_run_that_goes_on_elsewhere_has_lost_no_rows(
+    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_run(tmp_path / "first", *OPTIONS)
+    start_run(tmp_path / "second", *OPTIONS, f"resume={tmp_path / 'first'}", "trainer.max_steps=12")
+    assert [line for line in caplog.messages if "shorter" in line] == []

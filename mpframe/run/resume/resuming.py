@@ -21,6 +21,7 @@ from mpframe.run.resume.exactness import (
     other_arithmetic,
     refuse_other_parts,
 )
+from mpframe.tracking import record_sizes
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of
@@ -93,6 +94,8 @@ class Resume:
         then, now = _options(snapshot.config, path), _options(self.config, self.folder)
         _apply(snapshot, (then, now), path, trainer)
         _say_what_differs(snapshot, then, now, trainer)
+        if path.absolute().parents[1] == self.folder.absolute():
+            _say_what_is_short(snapshot, path)
         log.info("resumed from %s at step %d", path, trainer.progress.global_step)
         return checkpoint.identity_of(snapshot.facts) or checkpoint.new_identity()
 
@@ -124,6 +127,25 @@ def _say_what_differs(
             "warning: not used, because the checkpoint holds its own: %s; "
             "start a new run with init_from to change it",
             ", ".join(carried),
+        )
+
+
+def _say_what_is_short(snapshot: Snapshot, path: Path) -> None:
+    """Name the records of the run that have lost rows since the checkpoint was made."""
+    then, now = snapshot.facts.get("records"), record_sizes(path.parents[1])
+    if not isinstance(then, dict):
+        return  # A checkpoint may hold anything there.
+    short = [
+        f"{name} ({now.get(name, 0)} of {size} bytes)"
+        for name, size in then.items()
+        if isinstance(size, int) and now.get(name, 0) < size
+    ]
+    if short:
+        log.warning(
+            "warning: shorter than when %s was made: %s; what was lost stays missing from the "
+            "curves",
+            path.name,
+            ", ".join(short),
         )
 
 

@@ -26,6 +26,7 @@ from mpframe.checkpoint import Snapshot, retention
 from mpframe.checkpoint.writing import Background
 from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError, RunInterrupted
+from mpframe.tracking import record_sizes
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.callback import Callback, call, states_of
 from mpframe.training.evaluation import LOSS, Evaluation
@@ -192,6 +193,7 @@ class Checkpoints(Callback):
                 "validation": self._validation_at(global_step),
                 "made_on": arithmetic(device_of(trainer.model), trainer.world),
                 "run": self._context.identity,
+                "records": record_sizes(self._context.folder),
             },
         )
 
