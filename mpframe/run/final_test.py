@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mpframe import checkpoint
-from mpframe.checkpoint import Snapshot
+from mpframe.checkpoint import Snapshot, retention
+from mpframe.checkpoint.layout import step_of
 from mpframe.checkpoint.saved_weights import averages_of, extra_state_of, weights_of
+from mpframe.training.evaluation.best import Best
 from mpframe.training.loader import Loader
 from mpframe.training.trainer import Trainer
 
@@ -35,6 +37,27 @@ def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
     with weights_taken_from(trainer, best):
         _log(f"the weights of {best.name}", trainer, loader)
     return "best"
+
+
+def best_checkpoint(folder: Path, keep_best: int, best: Best) -> Path | None:
+    """The checkpoint of a run's best validation; if it is not there, None, and a warning says so.
+
+    Args:
+        folder: the run's.
+        keep_best: `trainer.keep_best`; with 0 there is none, and nothing is said.
+        best: the best validation.
+    """
+    kept = retention.best_in(folder, min(1, keep_best))
+    if not keep_best or best.step is None or best.step in map(step_of, kept):
+        return kept[0] if kept else None
+    log.warning(
+        "warning: trainer.keep_best=%d: the best validation, %s %s, has no checkpoint in this "
+        "folder; it could not be written or was deleted, so the last weights are tested",
+        keep_best,
+        best.name,
+        best,
+    )
+    return None
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from mpframe.files.stored_yaml import parsed
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.console import RESULT, console
 from mpframe.run.description import announce, describe
-from mpframe.run.final_test import final_test
+from mpframe.run.final_test import best_checkpoint, final_test
 from mpframe.run.first_weights import take_first_weights
 from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.lock import RunLock
@@ -230,11 +230,13 @@ class Run:
         """Test what the training came to, if the dataset has a test part."""
         if loaders.test is None:
             return
+        assert self.callbacks is not None
         loaders.train.close()  # The workers of the test take their place.
         loaders.val.close()
-        kept = retention.best_in(self.folder, min(1, self.config.trainer.keep_best))
-        best = self.world.broadcast_object(kept[0] if kept else None)
-        self.tested = final_test(trainer, loaders.test, best)
+        keep_best, best = self.config.trainer.keep_best, self.callbacks.results.best
+        path = best_checkpoint(self.folder, keep_best, best)
+        path = self.world.broadcast_object(path)
+        self.tested = final_test(trainer, loaders.test, path)
 
     @contextmanager
     def _said_to_others(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from mpframe import build, checkpoint
 from mpframe.checkpoint import retention
 from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
-from mpframe.errors import ConfigError, DataError, DivergedError, RunInterrupted
+from mpframe.errors import CheckpointError, ConfigError, DataError, DivergedError, RunInterrupted
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
+from mpframe.training.evaluation import Evaluation
 from mpframe.training.trainer import Trainer
 
 # The learning rate is too high on purpose: the last weights are not the best ones.
@@ -137,6 +139,73 @@ def test_the_last_line_begins_with_the_test(
         f"finished: test_accuracy {summary.test_metric:.4f} (last weights), "
         f"val_accuracy {summary.val_metric:.4f}, 2 steps"
     )
+
+
+# Best weights that are gone
+
+LOST = (
+    "warning: trainer.keep_best=1: the best validation, accuracy {} (step {}), has no checkpoint "
+    "in this folder; it could not be written or was deleted, so the last weights are tested"
+)
+
+
+def validated_with(monkeypatch: pytest.MonkeyPatch, accuracies: dict[int, float]) -> None:
+    """Let the validation of each step have this accuracy."""
+    evaluate = Trainer.evaluate
+
+    def planned(trainer: Trainer, loader: Any, split: str = "validation") -> Evaluation:
+        done = evaluate(trainer, loader, split)
+        if split == "test":
+            return done
+        return replace(
+            done, metrics={"accuracy": accuracies.get(trainer.progress.global_step, 0.25)}
+        )
+
+    monkeypatch.setattr(Trainer, "evaluate", planned)
+
+
+@pytest.mark.parametrize("way", ["deleted", "not written"])
+def test_best_weights_that_are_gone_are_not_said_to_be_tested(
+    start_run: StartRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    way: str,
+) -> None:
+    """Others are left, which would be taken for the best ones."""
+    written = checkpoint.save
+
+    def save(folder: Path, snapshot: checkpoint.Snapshot) -> Path:
+        if way == "not written" and snapshot.global_step == 4:
+            raise CheckpointError("checkpoint could not be written (No space left on device)")
+        path = written(folder, snapshot)
+        if way == "deleted" and snapshot.global_step == 6:
+            shutil.rmtree(path.with_name("step_00000004"))
+        return path
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    validated_with(monkeypatch, {2: 0.5, 4: 0.75, 6: 0.25})
+    options = [*OPTIONS, "trainer.on_save_error=warn", "trainer.keep_last=9"]
+    summary = start_run(tmp_path, *options)
+    assert len(checkpoint.all_in(tmp_path)) == 2
+    assert (summary.tested, summary.best, summary.best_step) == ("last", 0.75, 4)
+    assert summary.searched == 0.25  # A search goes by the weights that were tested.
+    assert LOST.format(0.75, 4) in caplog.messages
+    assert evaluate(tmp_path, []).evaluation.loss == summary.test_loss
+
+
+def test_best_weights_are_saved_after_a_skipped_step(
+    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the best validation would have no checkpoint."""
+    validated_with(monkeypatch, {2: 0.75, 4: 0.5, 6: 0.25})
+    options = [*OPTIONS, "loss_scaling=Backoff", "loss_scaling.init_scale=1e30"]
+    options += ["loss_scaling.max_scale=1e30", "loss_scaling.backoff_factor=1e-4"]
+    summary = start_run(tmp_path, *options)
+    assert (
+        checkpoint.load(tmp_path / "checkpoints/step_00000002")["trainer"]["progress"]["steps"] == 0
+    )
+    assert (summary.tested, summary.best_step, summary.searched) == ("best", 2, 0.75)
 
 
 # Runs that are not finished

@@ -86,10 +86,13 @@ class Checkpoints(Callback):
         self._validation = trainer.progress.global_step, self._facts_of(evaluation)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Save if it is due, but never after a skipped step: the last good checkpoint stays."""
+        """Save if it is due.
+
+        After a skipped step only one of the best is saved: the last good checkpoint stays.
+        """
         if self._due(trainer):
             trainer.read_verdicts()
-            if not trainer.progress.skipped_in_a_row:
+            if not trainer.progress.skipped_in_a_row or self._among_the_best(trainer):
                 self.save(trainer)
 
     def state_dict(self) -> dict[str, Any]:
