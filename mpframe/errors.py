@@ -1,16 +1,20 @@
 """Errors that a user can fix, in one line: the option, its value, what is allowed, the way out."""
 
 import difflib
+import errno
 import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
 
 _NEAR = 0.5  # The least likeness of a name that is offered.
 _AS_NEAR = 0.85  # Of the likeness of the nearest one: those that are offered beside it.
 _LONGEST = 1000  # characters; comparing takes their number squared
 _PART = 0.75  # The likeness of a name that has what was written as a part, as of a typing error.
+_UNREACHABLE = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 class MpframeError(Exception):
@@ -112,6 +116,35 @@ def printable(text: str, keep: str = "") -> str:
         else letter.encode("unicode_escape", "backslashreplace").decode()
         for letter in text
     )
+
+
+@contextmanager
+def unreachable_in_one_line() -> Iterator[None]:
+    """Give one line if a path cannot be reached: it is too long, or a folder may not be entered.
+
+    Raises:
+        ConfigError: the block raised an OSError of that kind.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNREACHABLE or not isinstance(error.filename, str):
+            raise
+        word = _word_with(Path(error.filename).absolute()) or error.filename
+        raise ConfigError(
+            f"{word}: {error.strerror}; name a path that you may enter, each name in it at most "
+            "255 bytes long"
+        ) from error
+
+
+def _word_with(path: Path) -> str | None:
+    """The word of the command line that names a path, or one above or below it."""
+    words = {}
+    for flag, word in pairwise(sys.argv):
+        named = Path(word.partition("=")[2] or word).absolute()
+        if path.is_relative_to(named) or named.is_relative_to(path):
+            words[len(str(named))] = f"{flag} {word}" if flag.startswith("--") else word
+    return words[max(words)] if words else None
 
 
 @contextmanager

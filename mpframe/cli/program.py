@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from mpframe.config.redaction import hide, secrets_of
-from mpframe.errors import ConfigError, MpframeError, UserCodeError, nearest, one_line_exit
+from mpframe.errors import (
+    ConfigError,
+    MpframeError,
+    UserCodeError,
+    nearest,
+    one_line_exit,
+    unreachable_in_one_line,
+)
 
 
 @contextmanager
@@ -18,7 +25,8 @@ def program() -> Iterator[None]:
     current_folder_importable()
     with one_line_exit():
         try:
-            yield
+            with unreachable_in_one_line():
+                yield
         except SystemExit as error:
             from mpframe.user_code import raised  # It imports torch.
 

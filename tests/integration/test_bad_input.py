@@ -1,16 +1,26 @@
 """Every mistake ends in exit code 1, one line that says the way out, and nothing left behind."""
 
+import errno
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import programs
 import pytest
 import torch
+
+from mpframe.cli.commands.evaluate import main as evaluate_main
+from mpframe.cli.commands.export import main as export_main
+from mpframe.cli.commands.predict import main as predict_main
+from mpframe.cli.commands.report import main as report_main
+from mpframe.cli.commands.train import main as train_main
+from mpframe.errors import unreachable_in_one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -302,3 +312,62 @@ def _leads_to(link: Path, folder: Path) -> bool:
         return link.readlink() == folder
     except OSError:  # The process has ended.
         return False
+
+
+# Paths that cannot be reached
+
+
+LONG = "x" * 300
+TRAINING = ["hydra.run.dir={}", "resume={}", "init_from={}", "--config-dir {}",
+            "--config-dir={}"]  # fmt: skip
+COMMANDS = [(train_main, words) for words in TRAINING] + [
+    (evaluate_main, "checkpoint={}"), (predict_main, "checkpoint={} input=a.csv"),
+    (export_main, "checkpoint={} out=w.safetensors"), (report_main, "{}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), COMMANDS, ids=[f"{c.__module__[21:]} {w}" for c, w in COMMANDS]
+)
+@pytest.mark.parametrize(
+    ("path", "said"), [(LONG, "File name too long"), ("d/x", "Permission denied")],
+    ids=["too long", "forbidden"],
+)  # fmt: skip
+def test_a_path_that_cannot_be_reached_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: Callable[[], None],
+    words: str,
+    path: str,
+    said: str,
+) -> None:
+    """A folder that one may not enter is faked: root enters all."""
+    stat = os.stat
+
+    def forbidden(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith("d/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.chdir(tmp_path)
+    given = words.format(path).split(" ")
+    monkeypatch.setattr(sys, "argv", ["mpframe", *given])
+    if path == "d/x":
+        monkeypatch.setattr(os, "stat", forbidden)
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 1
+    named = words.format(path) if "--" in words else given[0]
+    assert capsys.readouterr().err == (
+        f"mpframe: {named}: {said}; name a path that you may enter, each name in it at most 255 bytes "
+        "long\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_errors_of_the_system_keep_their_traceback() -> None:
+    with pytest.raises(FileNotFoundError), unreachable_in_one_line():
+        raise FileNotFoundError(errno.ENOENT, "No such file", "x")
+    with pytest.raises(PermissionError), unreachable_in_one_line():
+        raise PermissionError(errno.EACCES, "Permission denied")  # Of a socket, say.

@@ -222,8 +222,14 @@ def test_a_folder_gone_read_only_is_named(start_run: StartRun, small_disk: Path)
 
 
 RECORDS = {"metrics.csv", "log2_amax.txt", "numerics/ranges.bin", "numerics/products.csv"}
-WATCHED = [*OPTIONS, "dtype=mixed_bf16",
-           "dtype.products=fp8_tensorwise", "numerics=on", "numerics.every=2", "trainer.checkpoint_every=4"]
+WATCHED = [
+    *OPTIONS,
+    "dtype=mixed_bf16",
+    "dtype.products=fp8_tensorwise",
+    "numerics=on",
+    "numerics.every=2",
+    "trainer.checkpoint_every=4",
+]
 
 
 @pytest.mark.parametrize("background", ["true", "false"])

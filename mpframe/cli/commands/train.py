@@ -39,7 +39,7 @@ from mpframe.config.composition.source import (
 from mpframe.config.locations import CONF
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.distributed.launch import place
-from mpframe.errors import MpframeError
+from mpframe.errors import MpframeError, unreachable_in_one_line
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -52,7 +52,8 @@ def main() -> None:
     current_folder_importable()
     full = os.environ.get(_FULL_ERROR) == "1"
     try:
-        _train()
+        with unreachable_in_one_line():
+            _train()
     except MpframeError as error:
         if full:
             raise
