@@ -10,18 +10,21 @@ main process alone: workers ignore it, and are killed when their loader or the p
 """
 
 import ctypes
+import errno
 import logging
 import math
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
 from time import monotonic, sleep
 from typing import Any
@@ -35,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _NONE = -1
 _SIGKILLED = -9
+_FEWER = "use fewer, or allow more open files (ulimit -n)"
 _STOPPING = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
@@ -150,14 +154,19 @@ class WorkerPool:
             DataError: the system starts no more processes, or they cannot be sent the dataset.
         """
         try:
-            with _child_handler_kept(), _signals_blocked(), warnings.catch_warnings():
-                # torch's advice on what cannot be pickled; the error that follows says it here.
-                warnings.filterwarnings("ignore", "Got pickle error")
+            with (
+                _killed_on_error(),
+                _child_handler_kept(),
+                _signals_blocked(),
+                warnings.catch_warnings(),
+            ):
+                # torch's advice; the error that follows, and require_workers, say it here.
+                warnings.filterwarnings("ignore", "Got pickle error|This DataLoader will create")
                 answers = iter(batches)
         except OSError as error:
             raise DataError(
                 f"dataset.workers={len(self._current)}: a worker cannot be started "
-                f"({error.strerror}); use fewer"
+                f"({error.strerror}); {_FEWER}"
             ) from error
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise DataError(
@@ -192,7 +201,9 @@ class WorkerPool:
                 return answer
             except (RuntimeError, OSError, EOFError) as error:  # The last two: a broken pipe.
                 timed_out = "timed out" in str(error)
-                failure = None if self._aborted else self._death(order, timed_out)
+                failure = self._too_many_files(error)
+                if failure is None and not self._aborted:
+                    failure = self._death(order, timed_out)
                 failure = failure or self._timeout_error(deadline, order)
                 if failure is None and not timed_out:
                     raise
@@ -232,6 +243,13 @@ class WorkerPool:
                 )
         return None
 
+    def _too_many_files(self, error: Exception) -> str | None:
+        """The error text if a batch cannot be received because of the limit on open files."""
+        said = os.strerror(errno.EMFILE)
+        if said not in str(error):
+            return None
+        return f"dataset.workers={len(self._current)}: {said.lower()}; {_FEWER}"
+
     def _timeout_error(self, deadline: float, order: EpochOrder) -> str | None:
         """The error text if the deadline has passed."""
         if monotonic() < deadline:
@@ -260,11 +278,21 @@ def _watch(pool_of: Callable[[], WorkerPool | None]) -> None:
 
 
 def ignore_signals(worker: int) -> None:
-    """Called in a new worker: only the main process answers the signals that stop a run."""
+    """Called in a new worker: only the main process answers signals that stop a run, and reports."""
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):  # Those that came while they were blocked are gone now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    sys.excepthook = _print_but_open_files
+    Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
+        lambda error, _: _print_but_open_files(type(error), error, error.__traceback__)
+    )
+
+
+def _print_but_open_files(kind: Any, error: Any, trace: Any) -> None:
+    """In a worker: its limit of open files fails each batch anew, and the main process says it."""
+    if os.strerror(errno.EMFILE) not in str(error):
+        sys.__excepthook__(kind, error, trace)
 
 
 @contextmanager
@@ -297,6 +325,17 @@ def _kill(processes: list[Any], done: Any) -> None:
             process.join()
     if done is not None:
         done._cond = threading.Condition()
+
+
+@contextmanager
+def _killed_on_error() -> Iterator[None]:
+    """Kill what workers were started in the block if not all can be: they ignore SIGTERM."""
+    before = multiprocessing.active_children()
+    try:
+        yield
+    except BaseException:
+        _kill([p for p in multiprocessing.active_children() if p not in before], None)
+        raise
 
 
 def _ending(code: int) -> str:

@@ -4,6 +4,9 @@ import sys
 
 import torch
 
+if sys.platform != "win32":  # Imported now: later a process may have no file left to open.
+    import resource
+
 
 def peak_memory() -> int:
     """The most memory in use at once so far, in bytes.
@@ -15,7 +18,5 @@ def peak_memory() -> int:
         return torch.cuda.max_memory_allocated()
     if sys.platform == "win32":
         return 0
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes elsewhere than on macOS

@@ -4,6 +4,7 @@ import errno
 import gc
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
@@ -57,6 +58,7 @@ def signal_oneself(*signals: signal.Signals) -> None:
 
 
 SPRUNG: dict[str, Callable[[], Any]] = {
+    "never": lambda: None,
     "killed": lambda: signal_oneself(signal.SIGKILL),
     "ended": lambda: os._exit(3),
     "exit": lambda: sys.exit(4),
@@ -293,8 +295,56 @@ def test_a_system_that_starts_no_process_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(multiprocessing.Process, "start", refuse)
     assert message(Loader(Trap(""), 3, shuffle=False, workers=2)) == (
         "dataset.workers=2: a worker cannot be started (Resource temporarily unavailable); "
-        "use fewer"
+        "use fewer, or allow more open files (ulimit -n)"
     )
+
+
+STARTED = "dataset.workers=2: a worker cannot be started (Too many open files); "
+RECEIVED = "dataset.workers=2: too many open files; "
+FEWER = "use fewer, or allow more open files (ulimit -n)"
+
+
+# torch's iterator that was made in half fails when it is collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_too_few_open_files_are_named_and_leave_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+    """At whichever file the limit is met: no traceback, of a worker's threads neither."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    free = [number for number in range(limits[0]) if number not in used]
+    met = set()
+    for more in range(5, 80, 5):
+        loader = Loader(Trap("never"), 3, shuffle=False, workers=2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[more], limits[1]))
+        try:
+            met.add(message(loader))
+        except AssertionError:
+            met.add("")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        loader.close()
+        del loader
+        gc.collect()
+        assert multiprocessing.active_children() == []
+    assert met == {STARTED + FEWER, RECEIVED + FEWER, ""}
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_worker_that_is_started_before_another_cannot_be_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ignores the SIGTERM of a program's end, which would wait for it for ever."""
+    start, started = multiprocessing.Process.start, []
+
+    def once(process: Any) -> None:
+        if started:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        start(process)
+        started.append(process)
+
+    monkeypatch.setattr(multiprocessing.Process, "start", once)
+    assert message(Loader(Trap("never"), 3, shuffle=False, workers=2)) == STARTED + FEWER
+    assert [process.exitcode for process in started] == [-signal.SIGKILL]
 
 
 def test_a_dataset_that_cannot_be_sent_is_named() -> None:
