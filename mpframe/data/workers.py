@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _NONE = -1
 _SIGKILLED = -9
+_OPEN_FILES = os.strerror(errno.EMFILE)
 _FEWER = "use fewer, or allow more open files (ulimit -n)"
 _STOPPING = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
@@ -201,7 +202,7 @@ class WorkerPool:
                 return answer
             except (RuntimeError, OSError, EOFError) as error:  # The last two: a broken pipe.
                 timed_out = "timed out" in str(error)
-                failure = self._too_many_files(error)
+                failure = self._too_many_files() if _OPEN_FILES in str(error) else None
                 if failure is None and not self._aborted:
                     failure = self._death(order, timed_out)
                 failure = failure or self._timeout_error(deadline, order)
@@ -231,6 +232,8 @@ class WorkerPool:
         for number, process in enumerate(self._processes):
             process.join(0.0 if timed_out else POLL_SECONDS)
             code = process.exitcode
+            if code == errno.EMFILE:
+                return self._too_many_files()
             if code is not None:
                 hint = (
                     "the system kills what uses too much memory: try fewer dataset.workers"
@@ -243,12 +246,8 @@ class WorkerPool:
                 )
         return None
 
-    def _too_many_files(self, error: Exception) -> str | None:
-        """The error text if a batch cannot be received because of the limit on open files."""
-        said = os.strerror(errno.EMFILE)
-        if said not in str(error):
-            return None
-        return f"dataset.workers={len(self._current)}: {said.lower()}; {_FEWER}"
+    def _too_many_files(self) -> str:
+        return f"dataset.workers={len(self._current)}: {_OPEN_FILES.lower()}; {_FEWER}"
 
     def _timeout_error(self, deadline: float, order: EpochOrder) -> str | None:
         """The error text if the deadline has passed."""
@@ -278,21 +277,25 @@ def _watch(pool_of: Callable[[], WorkerPool | None]) -> None:
 
 
 def ignore_signals(worker: int) -> None:
-    """Called in a new worker: only the main process answers signals that stop a run, and reports."""
+    """Called in a new worker: only the main process answers the signals that stop a run.
+
+    It also reports that a worker can open no more files, which ends the worker.
+    """
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):  # Those that came while they were blocked are gone now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-    sys.excepthook = _print_but_open_files
+    sys.excepthook = _report
     Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
-        lambda error, _: _print_but_open_files(type(error), error, error.__traceback__)
+        lambda error, _: _report(type(error), error, error.__traceback__)
     )
 
 
-def _print_but_open_files(kind: Any, error: Any, trace: Any) -> None:
-    """In a worker: its limit of open files fails each batch anew, and the main process says it."""
-    if os.strerror(errno.EMFILE) not in str(error):
-        sys.__excepthook__(kind, error, trace)
+def _report(kind: Any, error: Any, trace: Any) -> None:
+    """In a thread of a worker: end it if it can open no more files, as no batch would arrive."""
+    if _OPEN_FILES in str(error):
+        os._exit(errno.EMFILE)
+    sys.__excepthook__(kind, error, trace)
 
 
 @contextmanager

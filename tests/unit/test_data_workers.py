@@ -309,11 +309,11 @@ FEWER = "use fewer, or allow more open files (ulimit -n)"
 def test_too_few_open_files_are_named_and_leave_nobody(capfd: pytest.CaptureFixture[str]) -> None:
     """At whichever file the limit is met: no traceback, of a worker's threads neither."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = set(map(int, os.listdir("/proc/self/fd")))
-    free = [number for number in range(limits[0]) if number not in used]
     met = set()
     for more in range(5, 80, 5):
         loader = Loader(Trap("never"), 3, shuffle=False, workers=2)
+        used = set(map(int, os.listdir("/proc/self/fd")))
+        free = [number for number in range(limits[0]) if number not in used]
         resource.setrlimit(resource.RLIMIT_NOFILE, (free[more], limits[1]))
         try:
             met.add(message(loader))
