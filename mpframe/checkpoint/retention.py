@@ -19,14 +19,14 @@ def prune(folder: Path, keep_last: int, keep_best: int) -> None:
 
     Args:
         folder: the run's folder.
-        keep_last: how many of the newest to keep, >= 1.
+        keep_last: how many of the newest to keep, >= 0.
         keep_best: how many of the best by validation to keep as well, >= 0.
 
     Raises:
         OSError: a checkpoint could not be deleted.
     """
     found = all_in(folder)
-    kept = {*found[-keep_last:], *best_in(folder, keep_best)}
+    kept = {*found[len(found) - keep_last :], *best_in(folder, keep_best)}
     for path in found:
         if path not in kept:
             dropped = hidden(path, "dropped")

@@ -151,7 +151,11 @@ class TrainerOptions:
         None, "Save whenever so much time has passed.", unit="minutes", above=0.0, watches=True
     )
     keep_last: int = option(
-        2, "Checkpoints kept, the newest ones.", unit="checkpoints", low=1, watches=True
+        2,
+        "Checkpoints kept, the newest ones. 0: only the best are saved, and with keep_best=0 none.",
+        unit="checkpoints",
+        low=0,
+        watches=True,
     )
     keep_best: int = option(
         1,

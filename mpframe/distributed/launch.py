@@ -39,6 +39,15 @@ def place() -> Place:
     return Place(rank, size, local_rank) if size > 1 else Place()
 
 
+def _tasks_of_srun() -> int:
+    """How many processes srun has started beside this one, itself included.
+
+    SLURM_NTASKS does not say it: a batch script without srun has it, too.
+    """
+    rank = int(os.environ.get("SLURM_PROCID", 0))
+    return max(int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)), rank + 1)
+
+
 def refuse_misfit(parallel: str | None) -> None:
     """Refuse a kind of parallelism that does not fit how this process was started.
 
@@ -46,9 +55,17 @@ def refuse_misfit(parallel: str | None) -> None:
         parallel: `none`, `ddp`, `fsdp`, or None for the one that fits.
 
     Raises:
-        ConfigError: `ddp` or `fsdp` with one process, or `none` with several.
+        ConfigError: `ddp` or `fsdp` with one process, `none` with several, or srun has started
+            several without torchrun.
     """
     size = place().size
+    tasks = _tasks_of_srun()
+    if parallel != "none" and size == 1 and tasks > 1:
+        raise ConfigError(
+            f"srun has started {tasks} processes, and each would train by itself; let it start one "
+            f"torchrun on each machine: srun --ntasks-per-node 1 {START}; or, for runs of their "
+            "own, set trainer.parallel=none"
+        )
     if parallel in ("ddp", "fsdp") and size == 1:
         raise ConfigError(
             f"trainer.parallel={parallel}: needs several processes; start it as {START}"

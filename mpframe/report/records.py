@@ -1,5 +1,6 @@
 """Reads a run's folder: its options, how it ended, its curves and its pictures."""
 
+import logging
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -164,11 +165,21 @@ def _curves(folder: Path) -> dict[str, Curve]:
             raise OSError(f"{path.name} is no regular file")
     sizes = {"scalars": 0, "images": 1, "tensors": 1}
     events = event_accumulator.EventAccumulator(str(folder), size_guidance=sizes)
-    events.Reload()
+    reader = logging.getLogger("tensorboard")
+    reader.addFilter(_is_no_resume)
+    try:
+        events.Reload()
+    finally:
+        reader.removeFilter(_is_no_resume)
     return {
         printable(tag): [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
+
+
+def _is_no_resume(record: logging.LogRecord) -> bool:
+    """Not TensorBoard's warning of steps that a resumed run has repeated and hides."""
+    return "out of order" not in str(record.msg)
 
 
 def _pictures(folder: Path) -> Iterator[tuple[str, bytes]]:

@@ -16,6 +16,7 @@ It also keeps a sweep in one folder, even if `hydra.sweep.dir` contains the time
 import atexit
 import csv
 import io
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from mpframe.config.composition.overrides import word_of
 from mpframe.config.redaction import as_yaml, secrets_of, values_of
 from mpframe.config.sweep.again import say_on_signal
+from mpframe.config.sweep.values import axes
 from mpframe.errors import printable
 from mpframe.files.durable import write_atomically
 from mpframe.files.turns import turn_in
@@ -45,10 +47,12 @@ class SweepTable(Callback):
 
     def __init__(self) -> None:
         self._folder = Path()
+        self._planned = 0
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         _pin_sweep_dir(config)
         self._folder = Path(config.hydra.sweep.dir).absolute()
+        self._planned = _planned(config)
         # Hydra does not call on_multirun_end if a job failed, but then the table is needed, too.
         atexit.register(self._report)
         if config.hydra.runtime.choices["hydra/launcher"] != "basic":
@@ -69,7 +73,7 @@ class SweepTable(Callback):
     def _report(self) -> None:
         jobs = write_table(self._folder)
         if jobs:
-            print(as_text(self._folder, jobs))
+            print(as_text(self._folder, jobs, self._planned))
 
 
 def write_table(folder: Path) -> list[JobRow]:
@@ -88,13 +92,26 @@ def write_table(folder: Path) -> list[JobRow]:
     return jobs
 
 
-def as_text(folder: Path, jobs: Sequence[JobRow]) -> str:
-    """The table as aligned plain text."""
+def as_text(folder: Path, jobs: Sequence[JobRow], planned: int = 0) -> str:
+    """The table as aligned plain text; the last line counts the planned jobs, if they are known."""
     title, rows = _readable(jobs)
     finished = sum(job.summary is not None and job.summary.status == "finished" for job in jobs)
     where = os.path.relpath(folder / "sweep.md")
-    last = f"{finished} of {len(jobs)} jobs finished; this table: {where} and sweep.csv beside it"
+    missing = max(0, planned - len(jobs))
+    never = f", {missing} never began" if missing else ""
+    last = f"{finished} of {len(jobs) + missing} jobs finished{never}; "
+    last += f"this table: {where} and sweep.csv beside it"
     return f"\n{title}{_aligned(rows)}\n{_reasons(jobs, '')}{last}"
+
+
+def _planned(config: DictConfig) -> int:
+    """How many jobs the sweep has; 0 if its sweeper decides."""
+    if config.hydra.runtime.choices["hydra/sweeper"] != "basic":
+        return 0
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+    words = [f"{key}={value}" for key, value in params.items()]
+    words += config.hydra.overrides.task
+    return math.prod(map(len, axes(words, list(config.hydra.overrides.hydra))))
 
 
 def _pin_sweep_dir(config: DictConfig) -> None:

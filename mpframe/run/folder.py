@@ -30,7 +30,7 @@ from mpframe.tracking.summary import Summary
 HYDRA = ".hydra"
 _FOLDERS = (checkpoint.FOLDER, HYDRA, "numerics", "profile", "autopsy")
 _FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # EIO may be of a terminal or of the data.
 _RECORDS = 10_000  # lines of the log, kept until the folder is the run's
 
 

@@ -165,6 +165,8 @@ class Run:
         self._finish(Status.INTERRUPTED, str(RunInterrupted(received)))
         if self.config.trainer.requeue and self.world.is_main:
             requeue(received)
+        if not self.config.trainer.keep_last:
+            return RunInterrupted(received, "trainer.keep_last=0: where it stopped is not saved")
         place = shlex.quote(word_of("hydra.run.dir", str(self.folder)))
         return RunInterrupted(received, f"continue with resume=auto {place}")
 
@@ -403,3 +405,5 @@ def _refuse_to_forget(config: Config) -> None:
             f"trainer.requeue=true: needs resume=auto, not resume={config.run.resume}, and a fixed "
             "hydra.run.dir, so that the job goes on from its checkpoint"
         )
+    if config.trainer.requeue and not config.trainer.keep_last:
+        raise ConfigError("trainer.keep_last=0: trainer.requeue=true needs checkpoints; use 1")

@@ -24,6 +24,10 @@ _NUMBERS = itertools.count()
 class EventFile:
     """A new event file in a folder, named after the second it was made in.
 
+    If there is one of this second or, by a clock that went back, of a later one, the name has the
+    second after that: files are read in the order of their names, and a START record that is read
+    too early hides nothing.
+
     Args:
         folder: exists.
         first_step: what older files hold from this step on is hidden.
@@ -34,7 +38,9 @@ class EventFile:
 
     def __init__(self, folder: Path, first_step: int) -> None:
         unique = f"{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
-        self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{unique}"
+        older = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")]
+        second = max([int(time.time()), *(other + 1 for other in older)])
+        self._path = folder / f"events.out.tfevents.{second:010d}.{unique}"
         self._waiting = io.BytesIO()
         self._records = RecordWriter(self._waiting)
         self._add(Event(file_version="brain.Event:2"))

@@ -14,7 +14,6 @@ the curve of what was repeated is replaced and every tag's steps strictly increa
 
 import base64
 import logging
-import time
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +50,6 @@ _PLUGINS = {
     "histo": ("histograms", DATA_CLASS_TENSOR),
 }
 _COLOURS = 4  # red, green, blue and opacity
-LONGEST_WAIT = 5.0  # seconds a resumed run waits for the clock to pass its older event files
 
 
 class Tracker:
@@ -64,7 +62,7 @@ class Tracker:
         on_error: `stop` if the disk is full, or `warn` and write what waits once there is room.
 
     Raises:
-        MpframeError: the folder cannot be written, or its newest event file lies in the future.
+        MpframeError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None, on_error: str = "stop") -> None:
@@ -73,7 +71,6 @@ class Tracker:
         self._warns = self._warned = False
         with self._unwritable():
             folder.mkdir(parents=True, exist_ok=True)
-        _wait_for_a_later_name(folder)
         with self._unwritable():
             self._events = EventFile(folder, self._first_step)
         self._warns = on_error == "warn"
@@ -325,20 +322,3 @@ def _charts(metrics: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
 def _size_of_png(png: bytes) -> tuple[int, int]:
     """Width and height in pixels, from the header's fixed place."""
     return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
-
-
-def _wait_for_a_later_name(folder: Path) -> None:
-    """Wait until a new event file sorts after the old ones; their names begin with the second.
-
-    Two files of one second would be read in the order of host and process number, and a START
-    record that is read too early hides nothing.
-    """
-    older = folder.glob("events.out.tfevents.*")
-    newest = max((int(path.name.split(".")[3]) for path in older), default=0)
-    ahead = newest + 1 - time.time()
-    if ahead > LONGEST_WAIT:
-        raise MpframeError(
-            f"run folder {folder}: its newest event file is dated {ahead:.0f} s after this "
-            "machine's clock, so the curves would mix; set the clock or move that file away"
-        )
-    time.sleep(max(ahead, 0.0))

@@ -91,6 +91,20 @@ def test_the_result_is_printed_and_written(
     assert f"val_loss {summary['val_loss']:.6g}, val_accuracy {summary['val_accuracy']:.6g}" in line
 
 
+def test_changed_options_leave_the_runs_own_evaluation_as_it_is(run_copy: Path) -> None:
+    own = run_copy / "evaluation_val_step_00000044.json"
+    main([f"checkpoint={run_copy}", "split=val"])
+    before = own.read_bytes()
+    main([f"checkpoint={run_copy}", "split=val", "dtype=fp32"])
+    main([f"checkpoint={run_copy}", "split=val", "weights=trained", "trainer.eval_dtype=fp32"])
+    assert own.read_bytes() == before
+    names = {path.name for path in run_copy.glob("evaluation_*")} - {own.name}
+    assert names == {
+        "evaluation_val_step_00000044,dtype=fp32.json",
+        "evaluation_val_step_00000044,trainer.eval_dtype=fp32,weights=trained.json",
+    }
+
+
 def test_options_may_be_changed(run_copy: Path) -> None:
     as_run = evaluate(run_copy, [])
     assert evaluate(run_copy, ["dtype=fp32"]).precision == "fp32"

@@ -1,7 +1,9 @@
 """What a run says while it goes on: on the console, in train.log, in the bar."""
 
 import logging
+import os
 import re
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -167,3 +169,15 @@ def test_gradients_that_are_all_0_are_said_once(
 def test_small_gradients_are_no_zeros(tmp_path: Path) -> None:
     _, logged = run(tmp_path, *FAINT, "dtype=fp32")
     assert not [line for line in logged if "all gradients" in line]
+
+
+def test_a_reader_of_stderr_that_has_gone_does_not_end_the_run(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [*SMALL, "trainer.progress=on", f"hydra.run.dir={tmp_path}"]
+    command = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "train.py"), *words]
+    try:
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=writing, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, Summary.read(tmp_path).status) == (0, "finished")

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from sameness import differing
 
 from mpframe import checkpoint
 from mpframe.checkpoint import retention, writing
-from mpframe.errors import CheckpointError, MpframeError
+from mpframe.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.numerics.range_record import read_ranges
 from mpframe.tracking import event_file
 from mpframe.tracking.amax_record import read_amax
@@ -145,7 +146,7 @@ def test_a_full_disk_may_be_warned_of_only(
 ) -> None:
     options = ["trainer.on_save_error=warn", f"trainer.async_save={background}"]
     assert start_run(small_disk, *OPTIONS, *FAILING, *options).status == "finished"
-    said = [line for line in caplog.messages if "could not be written" in line]
+    said = [line for line in caplog.messages if line.startswith("warning: checkpoint ")]
     tried = [int(line.split(" could")[0].split("step_")[1]) for line in said]
     assert tried == [4, 6, 8, 10, 10]  # The last step's once more at the end.
     assert checkpoint.load(small_disk)["trainer"]["progress"]["steps"] == 2
@@ -219,6 +220,63 @@ def test_a_folder_gone_read_only_is_named(start_run: StartRun, small_disk: Path)
     with pytest.raises(CheckpointError, match=r"could not be written \(Read-only file system\)"):
         start_run(small_disk, *OPTIONS, "trainer.max_steps=4", "resume=auto")
     assert checkpoint.load(small_disk)["trainer"]["progress"]["steps"] == 2
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_full_disk_may_be_warned_of_while_the_best_are_saved(
+    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: str
+) -> None:
+    """Before a best one is ranked the save under way ends, whose error must not end the run."""
+
+    def fail(*_: object) -> None:
+        raise CheckpointError("checkpoint could not be written (No space left on device)")
+
+    monkeypatch.setattr(checkpoint, "save", fail)
+    options = [*OPTIONS, "trainer.on_save_error=warn", f"trainer.async_save={background}"]
+    assert start_run(tmp_path, *options, "trainer.eval_every=1").steps == 10
+
+
+@pytest.mark.parametrize(("best", "kept"), [(0, 0), (2, 2)])
+def test_a_run_that_keeps_none_of_the_newest(
+    start_run: StartRun, tmp_path: Path, best: int, kept: int
+) -> None:
+    options = ["trainer.keep_last=0", f"trainer.keep_best={best}", "trainer.eval_every=1"]
+    summary = start_run(tmp_path, *OPTIONS, *options, "trainer.checkpoint_every=2")
+    assert (summary.status, summary.steps) == ("finished", 10)
+    assert checkpoint.all_in(tmp_path) == sorted(retention.best_in(tmp_path, 2))
+    assert len(checkpoint.all_in(tmp_path)) == kept
+
+
+def test_a_run_that_saves_nothing_says_so_if_it_is_stopped(
+    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Checkpoints, "on_evaluate", stop)
+    with pytest.raises(RunInterrupted) as stopped:
+        start_run(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.eval_every=3")
+    assert str(stopped.value) == (
+        "stopped by SIGTERM; trainer.keep_last=0: where it stopped is not saved"
+    )
+    assert checkpoint.all_in(tmp_path) == []
+    with pytest.raises(ConfigError) as refused:
+        start_run(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.requeue=true", "resume=auto")
+    assert str(refused.value) == (
+        "trainer.keep_last=0: trainer.requeue=true needs checkpoints; use 1"
+    )
+
+
+def test_an_error_of_a_terminal_or_of_the_data_is_not_blamed_on_the_runs_folder(
+    start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Checkpoints, "on_evaluate", fail)
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        start_run(tmp_path, *OPTIONS)
+    assert "hydra.run.dir" not in str(raised.value)
 
 
 RECORDS = {"metrics.csv", "log2_amax.txt", "numerics/ranges.bin", "numerics/products.csv"}

@@ -7,7 +7,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mpframe.build import resolve_device
 from mpframe.distributed import saying
-from mpframe.distributed.launch import Place, place
+from mpframe.distributed.launch import Place, place, refuse_misfit
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError
 from mpframe.objectives import supervised
@@ -121,3 +121,29 @@ def test_rank_0_that_meets_an_error_late_does_not_repeat_it(
         monkeypatch.setenv("RANK", rank)
         lines.append(saying.line_of(ConfigError(text)))
     assert lines == ["rank 1: late", None, "early", None]
+
+
+def test_processes_that_srun_has_started_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "2")  # In a batch script, too, whose one process may train.
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    refuse_misfit(None)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(ConfigError) as refused:
+        refuse_misfit(None)
+    assert str(refused.value) == (
+        "srun has started 2 processes, and each would train by itself; let it start one torchrun "
+        "on each machine: srun --ntasks-per-node 1 torchrun --nproc-per-node 2 scripts/train.py "
+        "...; or, for runs of their own, set trainer.parallel=none"
+    )
+    refuse_misfit("none")
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(ConfigError, match="srun has started 2 processes"):
+        refuse_misfit("ddp")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    refuse_misfit(None)  # torchrun's, of which srun has started one on each machine.

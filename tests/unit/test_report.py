@@ -629,3 +629,16 @@ def test_a_slip_is_one_line(
 ) -> None:
     assert run(*words) == 1
     assert capsys.readouterr().err == line
+
+
+def test_the_repeated_steps_of_a_resumed_run_are_not_warned_of(
+    make_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_run("resumed")
+    for first in (1, 2):
+        with Tracker(folder, purge_step=first) as tracker:
+            tracker.scalars(first, {Tag.LOSS_TRAIN: 1.0})
+            tracker.scalars(first + 1, {Tag.LOSS_TRAIN: 1.0})
+    _, (record,) = find_runs([folder])
+    assert [step for step, _ in record.curves[Tag.LOSS_TRAIN]] == [1, 2, 3]
+    assert caplog.messages == []

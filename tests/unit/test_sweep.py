@@ -362,6 +362,8 @@ from test_sweep import SUMMARY
 def main(config):
     if config.seed == 3:
         raise ValueError("seed 3 fails")
+    if config.seed == 99:
+        raise SystemExit("stopped")
     folder = pathlib.Path(HydraConfig.get().runtime.output_dir)
     dataclasses.replace(SUMMARY, seed=config.seed).write(folder)
 
@@ -398,6 +400,12 @@ def test_a_sweep_ends_with_its_table(tmp_path: Path) -> None:
     assert lines[-1] == last + " beside it"
     assert [int(line.split()[0]) for line in lines[-12:-1]] == list(range(11))
     assert done.stdout.count("val metric") == 1
+
+
+def test_a_sweep_that_is_cut_short_counts_the_jobs_that_never_began(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "seed=1,2,99,4,5")
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("2 of 5 jobs finished, 2 never began; this table: ")
 
 
 def test_a_sweep_with_a_failing_job_has_its_table_too(tmp_path: Path) -> None:

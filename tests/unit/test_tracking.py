@@ -406,13 +406,23 @@ def test_a_record_cut_short_by_a_full_disk_is_taken_back(tmp_path: Path) -> None
     assert path.read_bytes() == b"whole"
 
 
-def test_event_files_from_the_future_are_refused(tmp_path: Path) -> None:
-    (tmp_path / f"events.out.tfevents.{time.time() + 1000:.0f}.host.1.0").touch()
-    with pytest.raises(MpframeError) as error:
-        Tracker(tmp_path)
-    text = str(error.value)
-    assert text.startswith(f"run folder {tmp_path}: its newest event file is dated 100")
-    assert text.endswith("the curves would mix; set the clock or move that file away")
+@pytest.mark.parametrize("ahead", [0, 10, 10**6])
+def test_a_clock_that_went_back_does_not_mix_the_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    """Files are read in the order of their names, and the newer one hides what is repeated."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + ahead)
+    with Tracker(tmp_path) as tracker:
+        for step in (1, 2, 3):
+            tracker.scalars(step, {Tag.LOSS_TRAIN: 1.0})
+    monkeypatch.setattr(time, "time", lambda: now)
+    for first in (3, 2):
+        with Tracker(tmp_path, purge_step=first) as tracker:
+            tracker.scalars(first, {Tag.LOSS_TRAIN: float(first)})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars(Tag.LOSS_TRAIN)] == [(1, 1.0), (2, 2.0)]
 
 
 def test_the_last_step_is_written_again(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ Options:
                           that was tested, and with split=val for its newest one
     split=val|test        default: test, or val if the dataset has no test part
     weights=trained|ema   default: as the run was validated
-    out=FILE.json         default: evaluation_SPLIT_step_N.json in the run's folder
+    out=FILE.json         default: evaluation_SPLIT_step_N.json in the run's folder; with options
+                          that are not the run's own they are part of the name
     option=value          an option of the run to change; GROUP=CHOICE, too
     --config-dir=FOLDER, --config-name=NAME    as for mpframe train
 
@@ -24,6 +25,7 @@ says so.
 # with the thread count it had, so is every bit. config/stored.py says how little a stored
 # configuration is trusted.
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,8 @@ from mpframe.checkpoint.saved_weights import KINDS
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
 from mpframe.config.composition.command_line import refuse_unwritable
+from mpframe.config.redaction import secrets_of
+from mpframe.config.sweep.job_name import name_of
 from mpframe.data import Loader
 from mpframe.errors import ConfigError, printable, take_options
 from mpframe.files.durable import write_atomically
@@ -118,10 +122,17 @@ def _main(arguments: list[str]) -> None:
     if "out" in own:
         refuse_unwritable("out", Path(own["out"]).parent)
     done = evaluate(path, given, kind, own.get("split"))
-    name = f"evaluation_{done.split}_step_{done.step:08d}.json"
-    out = Path(own.get("out") or run_folder(path) / name)
+    changed = [word for word in given if not word.startswith("-")]
+    changed += [f"weights={kind}"] if kind else []
+    out = Path(own.get("out") or run_folder(path) / _file_name(done, changed))
     _write(out, path, done)
     print(printable(_text(path, done, out)))
+
+
+def _file_name(done: Evaluated, changed: list[str]) -> str:
+    """Named after the options that are not the run's own, so the run's evaluation stays."""
+    how = name_of(changed, [], "", secrets_of([*sys.argv, *changed], os.environ))
+    return f"evaluation_{done.split}_step_{done.step:08d}{',' * bool(how)}{how}.json"
 
 
 def _described(run: Restored, evaluation: Evaluation, split: str, loader: Loader) -> Evaluated:

@@ -45,7 +45,7 @@ class SavePlan:
     Attributes:
         every: steps between two checkpoints; None: `minutes` decides, or else each epoch.
         minutes: time between two checkpoints; None: time does not count.
-        keep_last: how many of the newest are kept, >= 1.
+        keep_last: how many of the newest are kept, >= 0; with 0 only the best are saved.
         keep_best: how many of the best by validation are kept, too; if this is not 0, a step is
             saved as soon as its validation is among the best.
         background: write while the training continues.
@@ -147,18 +147,27 @@ class Checkpoints(Callback):
 
     @contextmanager
     def around(self, trainer: Trainer) -> Iterator[None]:
-        """Save at the end of the block, also if a signal ended it, and wait for all writing."""
+        """Save at the end of the block, also if a signal ended it, and wait for all writing.
+
+        If none of the newest checkpoints is kept, the end is not saved.
+        """
         try:
             yield
-            self.save(trainer)
+            self._save_end(trainer)
         except RunInterrupted:
-            self.save(trainer)
+            self._save_end(trainer)
             raise
         finally:
             self.close()
 
+    def _save_end(self, trainer: Trainer) -> None:
+        if self._plan.keep_last:
+            self.save(trainer)
+
     def _due(self, trainer: Trainer) -> bool:
         plan, progress = self._plan, trainer.progress
+        if not plan.keep_last:
+            return self._among_the_best(trainer)
         waited = time.monotonic() - self._saved_at
         if plan.minutes is not None and trainer.world.any(waited >= 60 * plan.minutes):
             return True
@@ -175,7 +184,8 @@ class Checkpoints(Callback):
             return False
         if not trainer.world.is_main:  # The others have no checkpoints to compare with.
             return trainer.world.any(False)
-        self._background.wait()  # A checkpoint that is being written counts, too.
+        with self._reported():
+            self._background.wait()  # A checkpoint that is being written counts, too.
         beaten = retention.rank_to_beat(self._context.folder, self._plan.keep_best)
         return trainer.world.any(place < beaten)
 

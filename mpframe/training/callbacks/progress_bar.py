@@ -1,7 +1,10 @@
 """The progress bar."""
 
+import os
+import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -37,20 +40,24 @@ class ProgressBar(Callback):
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Draw the bar; that of a resumed run begins at its step."""
         self._results, self._batches = context.results, len(context.train)
-        self._bar = tqdm(
-            total=self._total(trainer),
-            initial=trainer.progress.global_step,
-            unit="step",
-            disable=self._disabled,
-            dynamic_ncols=True,
-            leave=False,
-        )
+        self._bar = tqdm(disable=True)
+        with self._disabled_on_error():
+            self._bar = tqdm(
+                total=self._total(trainer),
+                initial=trainer.progress.global_step,
+                unit="step",
+                disable=self._disabled,
+                dynamic_ncols=True,
+                leave=False,
+            )
         if not self._bar.disable:
             self._redirected.enter_context(logging_redirect_tqdm())
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Move the bar on; its texts change only as often as it is drawn."""
-        drawn = self._bar.update(1)
+        drawn = None
+        with self._disabled_on_error():
+            drawn = self._bar.update(1)
         if drawn and result.loss is not None:
             words = {"loss": f"{float(result.loss):.4g}", "scale": f"{float(result.scale):g}"}
             words["skipped"] = str(trainer.progress.skipped)
@@ -73,7 +80,19 @@ class ProgressBar(Callback):
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
         """Take the bar off the screen."""
         self._redirected.close()
-        self._bar.close()
+        with self._disabled_on_error():
+            self._bar.close()
+
+    @contextmanager
+    def _disabled_on_error(self) -> Iterator[None]:
+        """Draw no more if whoever read stderr has gone, or its terminal; the run goes on."""
+        try:
+            yield
+        except OSError:
+            self._bar.disable = True
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()
+            )  # Python writes the rest.
 
     def _total(self, trainer: Trainer) -> int:
         left = trainer.plan.steps_left(trainer.progress, self._batches)
