@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mpframe.distributed.in_backward import InBackward
 from mpframe.distributed.launch import Place
 from mpframe.distributed.pieces import pieces
-from mpframe.distributed.store import store_at
+from mpframe.distributed.store import answer_within, store_at
 from mpframe.distributed.sync_batchnorm import synchronize
 from mpframe.distributed.world import World
 from mpframe.errors import LostRankError
@@ -215,6 +215,10 @@ class ProcessGroup(World):
 
     def _why_lost(self, error: RuntimeError) -> str:
         """What the rank that ended said, or which ranks say nothing."""
+        why = answer_within(2 * _LISTEN, partial(self._ask_why, error))
+        return why or self._gave_no_answer("0")
+
+    def _ask_why(self, error: RuntimeError) -> str:
         store, others = self._store, [r for r in range(self.size) if r != self.rank]
         with suppress(RuntimeError, AttributeError):  # The store is gone, or was never there.
             store.set(f"alive/{self.rank}", "")
@@ -225,11 +229,14 @@ class ProcessGroup(World):
                 time.sleep(_LISTEN / 20)
             gone = [str(rank) for rank in others if not store.check([f"alive/{rank}"])]
             if gone:
-                return (
-                    f"rank {', '.join(gone)}: was killed, or gave no answer for "
-                    f"{self._timeout:g} s (trainer.rank_timeout); continue with resume=auto"
-                )
+                return self._gave_no_answer(", ".join(gone))
         return f"rank {self.rank}: lost the other ranks ({str(error).splitlines()[0]:.200})"
+
+    def _gave_no_answer(self, ranks: str) -> str:
+        return (
+            f"rank {ranks}: was killed, or gave no answer for {self._timeout:g} s "
+            "(trainer.rank_timeout); continue with resume=auto"
+        )
 
 
 def _without_nan(magnitude: Tensor) -> Tensor:

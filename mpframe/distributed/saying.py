@@ -5,7 +5,6 @@ they have joined, too, and after one of them has ended.
 """
 
 import time
-from contextlib import suppress
 
 from mpframe.distributed.launch import place
 from mpframe.errors import LostRankError, MpframeError
@@ -23,15 +22,16 @@ def line_of(error: MpframeError) -> str | None:
     if own.size == 1:
         return text
     line = text if own.rank == 0 or isinstance(error, LostRankError) else f"rank {own.rank}: {text}"
-    with suppress(RuntimeError, ValueError):  # The store may be gone: then it is said twice.
-        if _said(text, line, wait=own.rank > 0):
-            return None
-    return line
+    from mpframe.distributed.store import answer_within  # torch comes in here.
+
+    # The store may be gone: then it is said twice.
+    said = answer_within(3 * _WAIT, lambda: _said(text, line, wait=own.rank > 0))
+    return None if said else line
 
 
 def _said(text: str, line: str, wait: bool) -> bool:
     """Whether another rank prints it; if not, this one tells the others that it does."""
-    from mpframe.distributed.store import store_at  # torch comes in here.
+    from mpframe.distributed.store import store_at
 
     store = store_at(place(), _WAIT, "said")
     known = (text, line, text.removeprefix("rank 0: "))

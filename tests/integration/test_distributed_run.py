@@ -361,6 +361,21 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_others(
     assert (summary["status"], summary["reason"]) == ("failed", said)
 
 
+def test_a_rank_0_that_hangs_is_named_where_it_keeps_the_store_itself(tmp_path: Path) -> None:
+    """No agent of torchrun does; questions to the store have no end then."""
+    trouble = ["+callbacks.trouble._target_=ranked.Trouble", "+callbacks.trouble.rank=0",
+               "+callbacks.trouble.step=2", "+callbacks.trouble.name=SIGSTOP"]  # fmt: skip
+    with ranks(2) as own:
+        own.begin(ranked.run, tmp_path / "run", *OWN, *trouble, "trainer.rank_timeout=3")
+        kind, said = own.results_of(1)
+        own.processes[0].kill()
+    assert (kind, said) == (
+        "LostRankError",
+        "rank 0: was killed, or gave no answer for 3 s (trainer.rank_timeout); continue with "
+        "resume=auto",
+    )
+
+
 def test_numerics_count_the_samples_of_all_ranks(two: Ranks, tmp_path: Path) -> None:
     fast = ["numerics.layers=[none]", "trainer.rank_timeout=20"]
     two(ranked.run, tmp_path / "run", *OWN, "numerics=on", "numerics.every=4", *fast)

@@ -96,7 +96,6 @@ class PlannedSchedule:
 
     def _replay(self, updates: int) -> None:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            group.pop("initial_lr", None)  # torch's and timm's would begin there.
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         self.schedule, self._updates = self._make(), 0
         with warnings.catch_warnings():
