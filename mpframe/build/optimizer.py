@@ -140,8 +140,7 @@ def build_schedule(
         node.setdefault("total_steps", plan["total_steps"])
     if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
         _set_direction(node, *monitored(metrics, config.trainer.monitor))
-        plateau: Schedule = _schedule(node, optimizer)
-        return plateau
+        return _schedule(node, optimizer)  # type: ignore[no-any-return]
     secrets = secrets_of(sys.argv, os.environ)  # A checkpoint holds the arguments.
     arguments = {name: hide(str(value), secrets) for name, value in flatten(node).items()}
     make_again = partial(_schedule, node, optimizer)

@@ -30,14 +30,7 @@ from mpframe.config.sweep.again import stopped
 from mpframe.config.sweep.earlier import holds_this_run, resolved_text
 from mpframe.distributed.launch import place
 from mpframe.distributed.saying import line_of
-from mpframe.errors import (
-    ConfigError,
-    DivergedError,
-    MpframeError,
-    RunInterrupted,
-    printable,
-    unreachable_in_one_line,
-)
+from mpframe.errors import ConfigError, DivergedError, MpframeError, RunInterrupted, printable
 from mpframe.files.turns import turn_in
 from mpframe.tracking.summary import Status, Summary
 
@@ -64,8 +57,7 @@ class Jobs:
             raise SystemExit(1) from sweep_of_ranks("hydra.mode=MULTIRUN", place().size)
         current_folder_importable(own.runtime.cwd)
         try:
-            with unreachable_in_one_line():
-                return _trained(composed, own)
+            return _trained(composed, own)
         except Exception as error:
             _hide_secrets(error, composed)
             self._fail(error, own)

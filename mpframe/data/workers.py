@@ -154,17 +154,14 @@ class WorkerPool:
         Raises:
             DataError: the system starts no more processes, or they cannot be sent the dataset.
         """
+        before = multiprocessing.active_children()
         try:
-            with (
-                _killed_on_error(),
-                _child_handler_kept(),
-                _signals_blocked(),
-                warnings.catch_warnings(),
-            ):
+            with _child_handler_kept(), _signals_blocked(), warnings.catch_warnings():
                 # torch's advice; the error that follows, and require_workers, say it here.
                 warnings.filterwarnings("ignore", "Got pickle error|This DataLoader will create")
                 answers = iter(batches)
-        except OSError as error:
+        except OSError as error:  # Those that were started ignore the SIGTERM of the end.
+            _kill([p for p in multiprocessing.active_children() if p not in before], None)
             raise DataError(
                 f"dataset.workers={len(self._current)}: a worker cannot be started "
                 f"({error.strerror}); {_FEWER}"
@@ -328,17 +325,6 @@ def _kill(processes: list[Any], done: Any) -> None:
             process.join()
     if done is not None:
         done._cond = threading.Condition()
-
-
-@contextmanager
-def _killed_on_error() -> Iterator[None]:
-    """Kill what workers were started in the block if not all can be: they ignore SIGTERM."""
-    before = multiprocessing.active_children()
-    try:
-        yield
-    except BaseException:
-        _kill([p for p in multiprocessing.active_children() if p not in before], None)
-        raise
 
 
 def _ending(code: int) -> str:

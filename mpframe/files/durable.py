@@ -107,11 +107,7 @@ def sync_file(file: IO[Any]) -> None:
 
 
 def sync_paths(paths: Collection[Path]) -> None:
-    """Wait until files that are closed are on the disk, and their names; one that is gone is not.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Wait until closed files, and their names, are on the disk; one that is gone is left out."""
     for path in paths:
         with suppress(FileNotFoundError), open_regular(path, "r+b") as file:
             os.fsync(file.fileno())

@@ -9,15 +9,13 @@ Begin with tracker.py, which writes TensorBoard's event file, and summary.py.
     summary                summary.json: how a run ended
     environment, memory    versions, hardware, command line; the most memory in use
 
-`RECORDS` are the files that grow while a run goes on. A checkpoint counts as made once they are on
-the disk up to its step, and remembers their sizes.
-
 May import config, files and errors; knows no trainer. Nothing else is here, because
 summary.py is imported by programs that do not need torch.
 """
 
 from pathlib import Path
 
+# They grow while a run goes on, and are on the disk before a checkpoint counts as made.
 RECORDS = (
     *("events.out.tfevents.*", "metrics.csv", "log2_amax.txt"),
     *("numerics/ranges.bin", "numerics/products.csv"),

@@ -50,9 +50,8 @@ def differences(then: Options, now: Options) -> list[str]:
     Returns:
         `option=value (was value)` each.
     """
-    changes = _changes(then, now)
-    schedule = _schedule_of(now)
-    passed_over, saved = _passed_over(schedule), _in_saved_state(schedule)
+    changes, saved = _changes(then, now), _in_saved_state(now)
+    passed_over = _passed_over(_schedule_of(now))
     return [
         f"{path}={new} (was {old})"
         for path, (old, new) in changes.items()
@@ -64,9 +63,9 @@ def _schedule_of(options: Options) -> str:
     return str(flatten(options).get("scheduler._target_", ""))
 
 
-def _in_saved_state(schedule: str) -> tuple[str, ...]:
-    """The sections whose options a saved state brings along; others follow the new options."""
-    return _STATES if schedule.endswith(_PLATEAU) else ("optimizer",)
+def _in_saved_state(now: Options) -> tuple[str, ...]:
+    """The sections whose saved options count; other schedules follow the new ones."""
+    return _STATES if _schedule_of(now).endswith(_PLATEAU) else _STATES[:1]
 
 
 def _aside(path: str) -> bool:
@@ -89,7 +88,7 @@ def carried_over(then: Options, now: Options) -> list[str]:
     Returns:
         `option=value (goes on with value)` each.
     """
-    changes, saved = _changes(then, now), _in_saved_state(_schedule_of(now))
+    changes, saved = _changes(then, now), _in_saved_state(now)
     return [
         f"{path}={new} (goes on with {old})"
         for path, (old, new) in changes.items()

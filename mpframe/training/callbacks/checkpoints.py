@@ -153,16 +153,14 @@ class Checkpoints(Callback):
         """
         try:
             yield
-            self._save_end(trainer)
+            if self._plan.keep_last:
+                self.save(trainer)
         except RunInterrupted:
-            self._save_end(trainer)
+            if self._plan.keep_last:
+                self.save(trainer)
             raise
         finally:
             self.close()
-
-    def _save_end(self, trainer: Trainer) -> None:
-        if self._plan.keep_last:
-            self.save(trainer)
 
     def _due(self, trainer: Trainer) -> bool:
         plan, progress = self._plan, trainer.progress
