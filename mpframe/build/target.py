@@ -50,8 +50,13 @@ def options_of(section: str, node: dict[str, Any]) -> dict[str, Any]:
     return dict(make(section, {**_check_arguments(section, node), "_target_": "builtins.dict"}))
 
 
-def _check_arguments(section: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a node whose arguments fit the signature of its target, and nested ones theirs."""
+def _check_arguments(
+    section: str, node: Mapping[str, Any], *, nested: bool = False
+) -> dict[str, Any]:
+    """Return a node whose arguments fit the signature of its target.
+
+    A nested node's may have other names, as classes exist that take more than their signature says.
+    """
     try:
         parameters = inspect.signature(found(section, node["_target_"])).parameters
     except ValueError:
@@ -61,7 +66,7 @@ def _check_arguments(section: str, node: Mapping[str, Any]) -> dict[str, Any]:
         path = f"{section}.{name}"
         if name in parameters:
             checked[name] = _check_truth(path, node[name], parameters[name])
-        elif not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        elif not nested and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             hint = nearest(str(name), parameters) or "it takes " + ", ".join(parameters)
             raise ConfigError(
                 f"{path}={node[name]}: {node['_target_']} takes no such argument; {hint}"
@@ -77,7 +82,7 @@ def _check_nested(path: str, value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if isinstance(value.get("_target_"), str):
-        return _check_arguments(path, value)
+        return _check_arguments(path, value, nested=True)
     return {key: _check_nested(f"{path}.{key}", item) for key, item in value.items()}
 
 

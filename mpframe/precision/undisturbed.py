@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -15,7 +15,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # Parameters, buffers, submodules, hooks, the mode.
-_CONTAINERS = (dict, list, set, deque)
+# Exactly these: a subclass may refuse to be changed, as the frozen dicts of configurations do.
+_CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
 
 
 @contextmanager
@@ -42,7 +43,7 @@ class State:
     def __init__(self, homes: Iterable[Any] = ()) -> None:
         self._kept = [(home, entries(home)) for home in homes]
         values = [value for _, kept in self._kept for value in kept.values()]
-        self._items = [(v, copy.copy(v)) for v in values if isinstance(v, _CONTAINERS)]
+        self._items = [(v, copy.copy(v)) for v in values if type(v) in _CONTAINERS]
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:

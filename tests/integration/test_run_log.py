@@ -51,7 +51,7 @@ def run(folder: Path, *overrides: str) -> tuple[Summary, list[str]]:
             "overrides": {"task": []},
             "mode": "RUN",
             "sweep": {"dir": "."},
-            "runtime": {"cwd": "."},
+            "runtime": {"cwd": ".", "config_sources": [], "choices": {}},
         }
     )
     with pytest.MonkeyPatch.context() as patched:

@@ -251,6 +251,17 @@ class TestDryRun:
         assert model.scale.data_ptr() == address
         assert not model.filled
 
+    def test_leaves_containers_alone_that_refuse_a_change(self) -> None:
+        class Frozen(dict[str, int]):
+            def clear(self) -> None:
+                raise TypeError("frozen")
+
+        model = net(next(iter(KINDS)))
+        model.config = Frozen(width=4)
+        with undisturbed(model):
+            model(batch(5)[0])
+        assert model.config == {"width": 4}
+
     def test_mixed_has_the_positions_that_fp32_has(self) -> None:
         """Its trace filled the cache; the first step has to fill it again."""
         trainer = trainer_of("rotary", "mixed")

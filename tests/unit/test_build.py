@@ -117,6 +117,17 @@ def test_what_a_signature_leaves_open_stays_as_it_is() -> None:
     assert make("model", {"_target_": HERE, "nested": partial})["nested"]()["annotated"] is False
 
 
+class Narrow(dict[str, Any]):
+    """Takes more than its signature says, as configurations of transformers do."""
+
+    __signature__ = inspect.Signature()
+
+
+def test_a_nested_target_may_take_more_than_its_signature_says() -> None:
+    inner = {"_target_": f"{__name__}.Narrow", "labels": 5}
+    assert make("model", {"_target_": HERE, "nested": inner})["nested"] == {"labels": 5}
+
+
 @pytest.mark.parametrize(
     ("path", "target"),
     [
