@@ -11,7 +11,9 @@ import pytest
 import torch
 from comparison import MODES, compare
 from example import Example, loss_of
+from other_libraries import LIBRARIES
 from torch import nn
+from twenty_steps import differences
 
 SHORT = (
     "torchvision/vit",
@@ -33,6 +35,14 @@ def test_models(name: str) -> None:
     assert not row.failures
     assert row.modes.keys() >= MODES.keys()
     assert row.modes["fp32"] == 0.0
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_twenty_steps(name: str) -> None:
+    pytest.importorskip(name, reason=f'{name} is not installed: pip install -e ".[zoo]"')
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert differences(name) == []
 
 
 class Refuses(nn.Module):
