@@ -55,14 +55,12 @@ class InBackward:
     Args:
         world: of these ranks.
         half: the format to send gradients in; None: fp32, or wider where they are.
-
-    Attributes:
-        weight: 0-d fp32, multiplies this rank's gradients before they are sent; see `World.weight`.
     """
 
     def __init__(self, world: "ProcessGroup", half: torch.dtype | None) -> None:
         self._world, self._half = world, half
-        self.weight = torch.ones(())
+        self._weight, self._count, self._total = torch.ones(()), torch.ones(()), torch.ones(())
+        self._work: Any = None
         self._trained: list[Tensor] = []
         self._pieces: list[list[Tensor]] = []
         self._places: dict[Tensor, _Place] = {}
@@ -70,6 +68,24 @@ class InBackward:
         self._sent: list[_Sent] = []
         self._amaxes: list[Tensor] = []
         self._scale: Tensor | None = None
+
+    def weigh(self, count: Tensor) -> None:
+        """Start to find the weight of this rank's gradients, from the counts of all ranks.
+
+        Args:
+            count: 0-d float64, how many samples the loss is the mean of.
+        """
+        self._count, self._total = count, count.clone()
+        self._work = self._world.start(self._total)
+
+    @property
+    def weight(self) -> Tensor:
+        """`World.weight` of the count, 0-d fp32; waited for when the first gradients are sent."""
+        if self._work is not None:
+            self._world.wait(self._work)
+            mean = self._total / self._world.size
+            self._work, self._weight = None, (self._count / mean).float()
+        return self._weight
 
     @contextmanager
     def summing(self, trained: Sequence[Tensor], scale: Tensor | None) -> Iterator[None]:

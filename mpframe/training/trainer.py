@@ -325,16 +325,18 @@ class Trainer:
     def _forward_backward(self, batch: Batch, ranks: "InBackward | None" = None) -> CountedLoss:
         """Forward and scaled backward; the unscaled loss, detached, and its count."""
         loss, count = self._forward(self.objective, self._on_device(batch))
-        summing = ranks or self.world.sharding
-        if summing is not None:
-            summing.weight = self.world.weight(as_count(count_of(count, batch), loss.device))
+        sharding = self.world.sharding
+        if ranks is not None:
+            ranks.weigh(as_count(count_of(count, batch), loss.device))
+        elif sharding is not None:
+            sharding.weight = self.world.weight(as_count(count_of(count, batch), loss.device))
         scaler: Any = self.scaler
         try:
             (loss if scaler is None else loss * scaler.scale).backward()
         except BaseException:
             blame("model: the backward pass of", self.model)
-        if self.world.sharding is not None:
-            self.world.sharding.refuse_unused()
+        if sharding is not None:
+            sharding.refuse_unused()
         return loss.detach(), count
 
     def _forward_backward_together(self, batch: Batch, ranks: "InBackward") -> Tensor:
