@@ -26,7 +26,7 @@ def prune(folder: Path, keep_last: int, keep_best: int) -> None:
         OSError: a checkpoint could not be deleted.
     """
     found = all_in(folder)
-    kept = {*found[len(found) - keep_last :], *best_in(folder, keep_best)}
+    kept = {*found[max(0, len(found) - keep_last) :], *best_in(folder, keep_best)}
     for path in found:
         if path not in kept:
             dropped = hidden(path, "dropped")

@@ -110,8 +110,8 @@ def _planned(config: DictConfig) -> int:
         return 0
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     words = [f"{key}={value}" for key, value in params.items()]
-    words += config.hydra.overrides.task
-    return math.prod(map(len, axes(words, list(config.hydra.overrides.hydra))))
+    given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+    return math.prod(map(len, axes([*words, *given["task"]], given["hydra"])))
 
 
 def _pin_sweep_dir(config: DictConfig) -> None:

@@ -131,7 +131,7 @@ EXACT = [
     ("trainer.accumulate=0", "trainer.accumulate=0: must be a whole number batches >= 1"),
     ("trainer.eval_every=0", "trainer.eval_every=0: must be a whole number or null steps >= 1"),
     ("trainer.checkpoint_every=2.5", "trainer.checkpoint_every=2.5: must be a whole number or null steps >= 1"),
-    ("trainer.keep_last=0", "trainer.keep_last=0: must be a whole number checkpoints >= 1"),
+    ("trainer.keep_last=-1", "trainer.keep_last=-1: must be a whole number checkpoints >= 0"),
     ("trainer.log_every=0", "trainer.log_every=0: must be a whole number steps >= 1"),
     ("trainer.max_consecutive_skips=0", "trainer.max_consecutive_skips=0: must be a whole number steps >= 1"),
     # what a step does
@@ -363,7 +363,8 @@ def test_a_path_that_cannot_be_reached_is_one_line(
         f"mpframe: {named}: {said}; name a path that you may enter, each name in it at most 255 bytes "
         "long\n"
     )
-    assert list(tmp_path.iterdir()) == []
+    failed = words.startswith(("resume=", "init_from="))  # What is wrong is known to the run alone.
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"] * failed
 
 
 def test_other_errors_of_the_system_keep_their_traceback() -> None:

@@ -199,12 +199,13 @@ def test_best_weights_are_saved_after_a_skipped_step(
 ) -> None:
     """Else the best validation would have no checkpoint."""
     validated_with(monkeypatch, {2: 0.75, 4: 0.5, 6: 0.25})
-    options = [*OPTIONS, "loss_scaling=Backoff", "loss_scaling.init_scale=1e30"]
-    options += ["loss_scaling.max_scale=1e30", "loss_scaling.backoff_factor=1e-4"]
+    # Each second step is skipped.
+    options = [*OPTIONS, "loss_scaling=Backoff", "loss_scaling.init_scale=1"]
+    options += ["loss_scaling.growth_interval=1", "loss_scaling.growth_factor=1e30"]
+    options += ["loss_scaling.max_scale=1e30", "loss_scaling.backoff_factor=1e-30"]
     summary = start_run(tmp_path, *options)
-    assert (
-        checkpoint.load(tmp_path / "checkpoints/step_00000002")["trainer"]["progress"]["steps"] == 0
-    )
+    progress = checkpoint.load(tmp_path / "checkpoints/step_00000002")["trainer"]["progress"]
+    assert (progress["steps"], progress["skipped_in_a_row"]) == (1, 1)
     assert (summary.tested, summary.best_step, summary.searched) == ("best", 2, 0.75)
 
 

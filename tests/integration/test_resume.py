@@ -168,7 +168,9 @@ def test_nothing_that_is_saved_could_be_left_out(
         i
         for i in found
         # What metrics.csv holds of the last step decides what is written again, not how a run ends.
+        # And this run is far from `max_consecutive_skips`.
         if i[:2] != ("callbacks", "csv")
+        and i[-1] != "skipped_in_a_row"
         and any(differing(without(s.state, fresh, i), s.state) for s in saved)
     ]
     words = {word for item in telling for word in item}

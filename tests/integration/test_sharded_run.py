@@ -86,6 +86,8 @@ def test_a_checkpoint_is_that_of_any_number_of_processes(
     two(ranked.run, tmp_path / "two", *NET, FSDP, stop, f"resume={tmp_path}/one")
     for folder in (tmp_path / "one", tmp_path / "two"):
         found = differing(state_of(middle)["trainer"], state_of(folder)["trainer"])
+        # The plan is shorter, and so is the schedule.
+        found = [path for path in found if not path.startswith("/schedule") and path[-3:] != "/lr"]
         assert found == ["/progress/validated"]  # The runs end here.
     new = [f"init_from={middle}", "init_from_except=[head.*]", "optimizer.lr=1e-9"]
     first, _ = two(ranked.run, tmp_path / "new", *NET, FSDP, *new, "trainer.max_steps=1")

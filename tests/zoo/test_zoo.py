@@ -13,6 +13,7 @@ from comparison import MODES, compare
 from example import Example, loss_of
 from other_libraries import LIBRARIES
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from twenty_steps import differences
 
 SHORT = (
@@ -54,7 +55,7 @@ class Refuses(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
-        if y.dtype != torch.float32 and not torch.is_autocast_enabled("cpu"):
+        if y.dtype != torch.float32 and _get_current_function_mode_stack():
             raise RuntimeError("half")
         return y
 
@@ -64,7 +65,7 @@ class Coarse(Refuses):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
-        if y.dtype != torch.float32 and not torch.is_autocast_enabled("cpu"):
+        if y.dtype != torch.float32 and _get_current_function_mode_stack():
             y = y + (y * 16).round().detach() - (y * 16).detach()
         return y
 

@@ -35,6 +35,7 @@ from mpframe.checkpoint.saved_weights import KINDS
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
 from mpframe.config.composition.command_line import refuse_unwritable
+from mpframe.config.composition.source import take_source
 from mpframe.config.redaction import secrets_of
 from mpframe.config.sweep.job_name import name_of
 from mpframe.data import Loader
@@ -122,7 +123,7 @@ def _main(arguments: list[str]) -> None:
     if "out" in own:
         refuse_unwritable("out", Path(own["out"]).parent)
     done = evaluate(path, given, kind, own.get("split"))
-    changed = [word for word in given if not word.startswith("-")]
+    _, changed = take_source(given)
     changed += [f"weights={kind}"] if kind else []
     out = Path(own.get("out") or run_folder(path) / _file_name(done, changed))
     _write(out, path, done)

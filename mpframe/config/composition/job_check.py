@@ -29,7 +29,7 @@ from mpframe.config.redaction import SECRET_NAME, hide, secrets_of
 from mpframe.config.sweep.earlier import holds_this_run, resolved_text
 from mpframe.config.sweep.job_name import leave_out
 from mpframe.config.sweep.values import axes, first_job, refuse_unfit_choices
-from mpframe.errors import ConfigError, MpframeError
+from mpframe.errors import ConfigError, MpframeError, unreachable_in_one_line
 
 
 class JobCheck(Callback):
@@ -61,7 +61,8 @@ class JobCheck(Callback):
 @contextmanager
 def _ended() -> Iterator[None]:
     try:
-        yield
+        with unreachable_in_one_line():
+            yield
     except MpframeError as error:
         raise SystemExit(error.exit_code) from error
 

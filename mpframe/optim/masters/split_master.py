@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mpframe.errors import ConfigError
 from mpframe.optim.masters.master import Master
-from mpframe.optim.masters.write_detector import adopt_writes, is_known, mark_known
+from mpframe.optim.masters.write_detector import adopt_writes, find_written, mark_known
 
 _END = torch.finfo(torch.bfloat16).max
 _PIECE = 2**17  # values
@@ -70,7 +70,7 @@ class SplitMaster(Master):
             self.low.masked_fill_((bits == 0) | (bits >= 0x7F80), 0)
         if self.joined:
             self._joined(weight, self.value.detach())
-        return not is_known(weight, self)
+        return bool(find_written([(weight, self)]))
 
     def join(self, weight: Tensor) -> None:
         """Let `value` have its memory, and what it stands for."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpframe.optim.masters.master import exact_value, master_behind, widen
-from mpframe.optim.masters.write_detector import is_known, mark_known
+from mpframe.optim.masters.write_detector import find_written, mark_known
 from mpframe.tree import HALF
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,8 @@ def widen_written() -> None:
         if master is None or weight.requires_grad:
             continue
         _FROZEN[weight] = steps + 1
-        if is_known(weight, master) and (steps >= _LOOKS or master.bits is not None):
+        seen = steps >= _LOOKS or master.bits is not None
+        if seen and not find_written([(weight, master)]):
             continue
         written = master.adopt(weight)
         mark_known([(weight, master)])

@@ -53,20 +53,27 @@ def adopt_writes(watched: Iterable[tuple[Tensor, WriteDetector]], *, join: bool 
         watched: weights with their masters.
         join: let each master have its memory, too.
     """
-    for weight, last in watched:
-        if not is_known(weight, last):
-            last.adopt(weight)
-            mark_known([(weight, last)])
-        if join and not last.joined:
+    watched = list(watched)
+    for weight, last in find_written(watched):
+        last.adopt(weight)
+        mark_known([(weight, last)])
+    for weight, last in watched if join else ():
+        if not last.joined:
             last.join(weight)
 
 
-def is_known(weight: Tensor, last: WriteDetector) -> bool:
-    """Whether nothing else has written the weight since it was marked as known."""
-    same = last.address == weight.data_ptr() and last.version == weight._version
-    if same and last.bits is not None:
-        same = torch.equal(_sums(last.words) if last.summed else last.words, last.bits)
-    return same
+def find_written(
+    watched: Iterable[tuple[Tensor, WriteDetector]],
+) -> list[tuple[Tensor, WriteDetector]]:
+    """Return those whose weight something else has written since it was marked as known."""
+    written = []
+    for weight, last in watched:
+        same = last.address == weight.data_ptr() and last.version == weight._version
+        if same and last.bits is not None:
+            same = torch.equal(_sums(last.words) if last.summed else last.words, last.bits)
+        if not same:
+            written.append((weight, last))
+    return written
 
 
 def mark_known(watched: Iterable[tuple[Tensor, WriteDetector]]) -> None:

@@ -88,11 +88,14 @@ class Checkpoints(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         """Save if it is due.
 
-        After a skipped step only one of the best is saved: the last good checkpoint stays.
+        After a skipped step only one of the best is saved, if any step was applied: the last good
+        checkpoint stays.
         """
         if self._due(trainer):
             trainer.read_verdicts()
-            if not trainer.progress.skipped_in_a_row or self._among_the_best(trainer):
+            progress = trainer.progress
+            worth = bool(progress.steps) and self._among_the_best(trainer)
+            if not progress.skipped_in_a_row or worth:
                 self.save(trainer)
 
     def state_dict(self) -> dict[str, Any]:
