@@ -336,11 +336,14 @@ def sent_before_the_first_layer(large: int) -> int:
         return counts[0]
 
 
-@pytest.mark.parametrize(("large", "pieces_sent"), [(1, 4), (2**22, 0)])
+@pytest.mark.parametrize(("large", "pieces_sent"), [(1, 5), (2**22, 1)])
 def test_gradients_are_sent_while_the_backward_pass_runs(
     two: Ranks, large: int, pieces_sent: int
 ) -> None:
-    """Weight and bias of the two later layers, each alone; or all at the end, as one piece."""
+    """Weight and bias of the two later layers, each alone; or all at the end, as one piece.
+
+    Before them goes the count, by which the ranks weigh.
+    """
     assert two(sent_before_the_first_layer, large) == [pieces_sent, pieces_sent]
 
 

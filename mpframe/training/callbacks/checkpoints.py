@@ -94,8 +94,8 @@ class Checkpoints(Callback):
         if self._due(trainer):
             trainer.read_verdicts()
             progress = trainer.progress
-            worth = bool(progress.steps) and self._among_the_best(trainer)
-            if not progress.skipped_in_a_row or worth:
+            good = not progress.skipped_in_a_row
+            if good or (progress.steps and self._among_the_best(trainer)):
                 self.save(trainer)
 
     def state_dict(self) -> dict[str, Any]:
