@@ -314,3 +314,12 @@ class TestKernelsThatAreWrong:
         assert done.returncode or now <= seen_in, (
             f"torch {torch.__version__} has mended them: emulate only torch <= {FAULTY_IN}"
         )
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_what_a_compiled_graph_rounds_is_never_its_input(half: torch.dtype) -> None:
+    """An op of torch.library must not return what it was given, rounded already or not."""
+    given = torch.ones(3, dtype=half)
+    result = torch.ops.mpframe.convert(given, half)
+    assert torch.equal(result, given)
+    assert result.data_ptr() != given.data_ptr()
