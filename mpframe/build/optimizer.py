@@ -20,8 +20,9 @@ from mpframe.config.redaction import hide, secrets_of
 from mpframe.config.schema import Config, Group, GroupOptions, PartOptions
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError
-from mpframe.optim import MasterWeights, MultiOptimizer
+from mpframe.optim import MasterWeights
 from mpframe.optim.ema import Ema
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.optim.schedules import PlannedSchedule, Schedule
 from mpframe.optim.selection import Selection, divided, grouped
 from mpframe.training.trainer import AnyOptimizer

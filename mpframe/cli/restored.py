@@ -11,7 +11,7 @@ from mpframe.checkpoint.export.sidecar import facts_of
 from mpframe.checkpoint.saved_weights import averages_of, extra_state_of, steps_tried, weights_of
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
-from mpframe.data import Task
+from mpframe.data.task import Task
 from mpframe.errors import ConfigError
 from mpframe.run.preprocessing import refuse_other_preprocessing
 from mpframe.tracking.summary import Summary

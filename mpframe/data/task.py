@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from mpframe.data.fetch import Collate
-from mpframe.data.metrics import Accuracy
+from mpframe.data.metrics.accuracy import Accuracy
 from mpframe.errors import DataError
 from mpframe.objectives import Objective, Supervised
 from mpframe.objectives.supervised import Loss

@@ -7,23 +7,11 @@ mentions precision.
 """
 
 from mpframe.models.cnn import cnn
-from mpframe.models.gan import gan
-from mpframe.models.gpt import gpt
-from mpframe.models.lstm import lstm
 from mpframe.models.mlp import mlp
 from mpframe.models.resnet18 import resnet18
-from mpframe.models.ssd import ssd
-from mpframe.models.tabular import tabular
-from mpframe.models.unet import unet
 
 __all__ = [
     "cnn",
-    "gan",
-    "gpt",
-    "lstm",
     "mlp",
     "resnet18",
-    "ssd",
-    "tabular",
-    "unet",
 ]

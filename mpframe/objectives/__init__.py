@@ -14,26 +14,18 @@ precision, and it imports nothing that trains.
 """
 
 from mpframe.objectives.compute import compute, count_of, require_objective, samples_in
-from mpframe.objectives.ctc import ctc
-from mpframe.objectives.detection import detection
-from mpframe.objectives.dice_cross_entropy import dice_cross_entropy
-from mpframe.objectives.log_regression import LogRegression
 from mpframe.objectives.losses import cross_entropy, mse
 from mpframe.objectives.model_loss import model_loss
 from mpframe.objectives.step_output import Objective, StepOutput
 from mpframe.objectives.supervised import Supervised, outside_casts, supervised
 
 __all__ = [
-    "LogRegression",
     "Objective",
     "StepOutput",
     "Supervised",
     "compute",
     "count_of",
     "cross_entropy",
-    "ctc",
-    "detection",
-    "dice_cross_entropy",
     "model_loss",
     "mse",
     "outside_casts",

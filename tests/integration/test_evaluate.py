@@ -203,7 +203,7 @@ HOSTILE: list[tuple[str, dict[Any, Any], str]] = [
     ("model", {"other": BERT}, "model.other._target_ is refused"),
     ("dataset", {"config": BERT}, "dataset.config._target_ is refused"),
     ("model", {"config": {**BERT, "vocab_size": BERT}}, "config.vocab_size._target_ is refused"),
-    ("model", {"config": BERT}, "model.config={.*}: mpframe.models.cnn takes no such argument"),
+    ("model", {"config": BERT}, "model.config={.*}: mpframe.models.cnn.cnn takes no such argument"),
     ("model", {"_args_": [1]}, "model._args_ is refused"),
     ("model", {"_partial_": True}, "model._partial_ is refused"),
     ("model", {"_recursive_": False}, "model._recursive_ is refused"),

@@ -10,11 +10,22 @@ from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 
 from mpframe import Backoff, OpLists, Precision, Trainer
 from mpframe.config.locations import CONF
-from mpframe.models import cnn, gan, gpt, lstm, mlp, resnet18, ssd, tabular, unet
-from mpframe.objectives import ctc, detection, dice_cross_entropy, supervised
+from mpframe.models.cnn import cnn
+from mpframe.models.gan import gan
+from mpframe.models.gpt import gpt
+from mpframe.models.lstm import lstm
+from mpframe.models.mlp import mlp
+from mpframe.models.resnet18 import resnet18
+from mpframe.models.ssd import ssd
+from mpframe.models.tabular import tabular
+from mpframe.models.unet import unet
+from mpframe.objectives import supervised
 from mpframe.objectives.adversarial import discriminator_objective, generator_objective
+from mpframe.objectives.ctc import ctc
+from mpframe.objectives.detection import detection
+from mpframe.objectives.dice_cross_entropy import dice_cross_entropy
 from mpframe.objectives.log_regression import LogRegression
-from mpframe.optim import MultiOptimizer
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
 

@@ -11,8 +11,9 @@ from vocabulary import HALVES, Kernels
 from mpframe import Precision
 from mpframe.data.datasets.speech.phonemes import padded
 from mpframe.errors import ConfigError, UserCodeError
-from mpframe.models import lstm
-from mpframe.objectives import compute, ctc
+from mpframe.models.lstm import lstm
+from mpframe.objectives import compute
+from mpframe.objectives.ctc import ctc
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
 FEATURES, CLASSES = 6, 5

@@ -12,7 +12,8 @@ from mpframe.build import make
 from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
 from mpframe.objectives import supervised
-from mpframe.optim import LARC, buckets, gradients
+from mpframe.optim import buckets, gradients
+from mpframe.optim.larc import LARC
 from mpframe.training.callbacks.step_hooks import LayerwiseRates, Penalty
 from mpframe.training.plan import Plan
 

@@ -14,14 +14,9 @@ from vocabulary import HALVES
 
 from mpframe import Backoff, Precision, Trainer
 from mpframe.errors import ConfigError, UserCodeError
-from mpframe.objectives import (
-    LogRegression,
-    StepOutput,
-    compute,
-    dice_cross_entropy,
-    model_loss,
-    supervised,
-)
+from mpframe.objectives import StepOutput, compute, model_loss, supervised
+from mpframe.objectives.dice_cross_entropy import dice_cross_entropy
+from mpframe.objectives.log_regression import LogRegression
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
 

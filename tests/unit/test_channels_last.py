@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from mpframe import Backoff, Precision, Trainer
 from mpframe.errors import ConfigError
-from mpframe.models import resnet18, unet
+from mpframe.models.resnet18 import resnet18
+from mpframe.models.unet import unet
 from mpframe.objectives import supervised
 from mpframe.training.channels_last import to_channels_last
 from mpframe.training.plan import Plan

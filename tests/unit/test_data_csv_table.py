@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from mpframe.data import Task, csv_table
+from mpframe.data import Task
 from mpframe.data.datasets.tabular import csv_file
+from mpframe.data.datasets.tabular.csv_table import csv_table
 from mpframe.data.datasets.tabular.splits import split_rows
 from mpframe.errors import ConfigError, DataError
-from mpframe.objectives import LogRegression
+from mpframe.objectives.log_regression import LogRegression
 
 ROWS = 40
 Table = Callable[..., Task]

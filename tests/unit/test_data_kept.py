@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.data import Task, phonemes, scenes, shapes
+from mpframe.data import Task
+from mpframe.data.datasets.detection.scenes import scenes
 from mpframe.data.datasets.kept import Kept
+from mpframe.data.datasets.segmentation.shapes import shapes
+from mpframe.data.datasets.speech.phonemes import phonemes
 from mpframe.errors import ConfigError
 from mpframe.tree import tensors_in
 

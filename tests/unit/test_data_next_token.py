@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.data import Loader, Task, next_token
-from mpframe.data.datasets.text.next_token import token_loss
+from mpframe.data import Loader, Task
+from mpframe.data.datasets.text.next_token import next_token, token_loss
 from mpframe.errors import ConfigError, DataError
 
 LENGTH = 60  # tokens in each of the 100 stretches of `numbered`

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.data import Loader, phonemes
-from mpframe.data.datasets.speech.phonemes import padded
+from mpframe.data import Loader
+from mpframe.data.datasets.speech.phonemes import padded, phonemes
 from mpframe.errors import ConfigError
 
 SMALL: dict[str, Any] = {"train": 20, "val": 5, "test": 6}

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torchvision.ops import box_iou
 
-from mpframe.data import Loader, scenes
+from mpframe.data import Loader
+from mpframe.data.datasets.detection.scenes import scenes
 from mpframe.errors import ConfigError
 
 SMALL: dict[str, Any] = {"train": 20, "val": 5, "test": 6, "image_size": 48}

@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from mpframe.data import Task, mask_folder, shapes
-from mpframe.data.datasets.segmentation.mask_folder import _starts
+from mpframe.data import Task
+from mpframe.data.datasets.segmentation.mask_folder import _starts, mask_folder
+from mpframe.data.datasets.segmentation.shapes import shapes
 from mpframe.data.fetch import at_epoch
 from mpframe.data.keyed_random import keyed_uniform
 from mpframe.errors import ConfigError, DataError

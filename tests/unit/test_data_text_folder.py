@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.data import Loader, text_folder
+from mpframe.data import Loader
+from mpframe.data.datasets.text.text_folder import text_folder
 from mpframe.errors import ConfigError, DataError
 
 pytest.importorskip("tokenizers", reason="needs pip install mpframe[text]")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.data import Loader, tweet_spans
+from mpframe.data import Loader
+from mpframe.data.datasets.text.tweet_spans import tweet_spans
 from mpframe.data.datasets.text.tweets import made_tweets, read_tweets
 from mpframe.errors import ConfigError, DataError
 

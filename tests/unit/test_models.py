@@ -8,7 +8,11 @@ import torchvision
 from torch import nn
 
 from mpframe.errors import ConfigError
-from mpframe.models import cnn, mlp, resnet18, tabular, unet
+from mpframe.models.cnn import cnn
+from mpframe.models.mlp import mlp
+from mpframe.models.resnet18 import resnet18
+from mpframe.models.tabular import tabular
+from mpframe.models.unet import unet
 
 
 def size(net: nn.Module) -> int:

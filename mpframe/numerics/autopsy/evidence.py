@@ -24,7 +24,7 @@ from mpframe.loss_scaling.interface import name_of
 from mpframe.numerics.autopsy.case import Case, RandomState
 from mpframe.numerics.autopsy.plain_batch import as_in, is_plain, plain
 from mpframe.numerics.optimizer_numbers import rounded_numbers
-from mpframe.optim import MultiOptimizer
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.optim.step_result import StepResult
 from mpframe.training.loader import Batch
 from mpframe.training.trainer import Trainer

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.models import gpt, resnet18, unet
+from mpframe.models.gpt import gpt
+from mpframe.models.resnet18 import resnet18
+from mpframe.models.unet import unet
 
 
 @dataclass(frozen=True)

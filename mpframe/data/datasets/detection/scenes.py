@@ -16,10 +16,10 @@ from torch.utils.data import Dataset
 from mpframe.data.datasets.kept import Kept
 from mpframe.data.facts import require_facts, require_whole
 from mpframe.data.keyed_random import keyed_uniform
-from mpframe.data.metrics import MeanAveragePrecision
+from mpframe.data.metrics.mean_average_precision import MeanAveragePrecision
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError
-from mpframe.objectives import detection
+from mpframe.objectives.detection import detection
 
 CLASSES = ["background", "rectangle", "ellipse", "triangle"]
 _TRIES = 4  # places that are tried for each shape

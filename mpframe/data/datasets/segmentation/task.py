@@ -5,9 +5,10 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from mpframe.data.metrics import Dice, IoU
+from mpframe.data.metrics.dice import Dice
+from mpframe.data.metrics.iou import IoU
 from mpframe.data.task import Task
-from mpframe.objectives import dice_cross_entropy
+from mpframe.objectives.dice_cross_entropy import dice_cross_entropy
 
 
 def segmentation(

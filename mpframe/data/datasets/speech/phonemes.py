@@ -19,10 +19,10 @@ from torch.utils.data import Dataset
 from mpframe.data.datasets.kept import Kept
 from mpframe.data.facts import require_whole
 from mpframe.data.keyed_random import keyed_uniform
-from mpframe.data.metrics import LabelErrorRate
+from mpframe.data.metrics.label_error_rate import LabelErrorRate
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError
-from mpframe.objectives import ctc
+from mpframe.objectives.ctc import ctc
 
 _SHORTEST, _LONGEST, _PAUSE = 3, 8, 4  # frames of a label, and of the longest silence
 _WIDTH = 0.06  # standard deviation of a bump, as a share of all features

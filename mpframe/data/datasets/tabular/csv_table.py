@@ -22,7 +22,8 @@ from mpframe.data.datasets.tabular.csv_file import Table, read_csv
 from mpframe.data.datasets.tabular.joining import joined
 from mpframe.data.datasets.tabular.splits import split_rows
 from mpframe.data.facts import require_facts
-from mpframe.data.metrics import RMSE, RMSPE
+from mpframe.data.metrics.rmse import RMSE
+from mpframe.data.metrics.rmspe import RMSPE
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError, DataError
 from mpframe.objectives.log_regression import LogRegression

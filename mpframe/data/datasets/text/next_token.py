@@ -20,7 +20,8 @@ from torch.utils.data import Dataset
 from mpframe.data.datasets.text.token_files import DTYPES, Tokens, read_tokens
 from mpframe.data.facts import require_whole
 from mpframe.data.keyed_random import keyed_uniform
-from mpframe.data.metrics import BitsPerByte, Perplexity
+from mpframe.data.metrics.bits_per_byte import BitsPerByte
+from mpframe.data.metrics.perplexity import Perplexity
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError, DataError
 

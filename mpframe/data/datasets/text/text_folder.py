@@ -13,7 +13,7 @@ from mpframe.data.datasets.hold_out import hold_out
 from mpframe.data.datasets.text.padding import padded
 from mpframe.data.datasets.text.wordpiece import word_piece
 from mpframe.data.facts import require_facts, require_whole
-from mpframe.data.metrics import Accuracy
+from mpframe.data.metrics.accuracy import Accuracy
 from mpframe.data.task import Task
 from mpframe.errors import DataError
 from mpframe.files import read_regular

@@ -14,7 +14,7 @@ from mpframe.data.datasets.text.padding import padded
 from mpframe.data.datasets.text.tweets import Tweet, made_tweets, read_tweets
 from mpframe.data.datasets.text.wordpiece import WordPiece, word_piece
 from mpframe.data.facts import require_whole
-from mpframe.data.metrics import WordJaccard
+from mpframe.data.metrics.word_jaccard import WordJaccard
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError, DataError
 from mpframe.objectives import model_loss
