@@ -6,7 +6,7 @@ from mpframe.build.device import resolve_device
 from mpframe.build.objective import with_objective
 from mpframe.build.target import make
 from mpframe.config.schema import Config
-from mpframe.data.loader import Loader
+from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
 from mpframe.distributed.world import ALONE, World

@@ -17,7 +17,7 @@ from mpframe.build.precision import build_eval_precision, build_precision
 from mpframe.build.scaling import build_scalers
 from mpframe.build.sharding import refuse_beside_sharding, shard
 from mpframe.config.schema import Config
-from mpframe.data.loader import Loader
+from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, RunInterrupted, first_line

@@ -1,6 +1,6 @@
 """Which targets of a stored configuration may be built: those the user's own words or files name.
 
-    conf/model/cnn.yaml              trusts mpframe.models.cnn.cnn, as a model
+    conf/model/cnn.yaml              trusts mpframe.models.cnn, as a model
     a file of the user's own folder  trusts what it names, at the place where it names it
     model._target_=my_pkg.Net        on the command line trusts my_pkg.Net
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from mpframe.config.locations import CONF
 from mpframe.config.redaction import hide, redacted
 from mpframe.config.schema import Config
-from mpframe.data.loader import Loader
+from mpframe.data.loading import Loader
 from mpframe.numerics.autopsy.evidence import scaling_of
 from mpframe.numerics.doctor import Subject, hints_on
 from mpframe.precision import OpLists

@@ -28,7 +28,7 @@ from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config, only_watches
 from mpframe.config.sweep.earlier import ELSEWHERE, changes
-from mpframe.data.loader import Loader
+from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.distributed.joining import joined
 from mpframe.distributed.launch import place, refuse_misfit

@@ -15,8 +15,8 @@ from mpframe.config.composition.command_line import checked, compose_named, prep
 from mpframe.config.locations import CONF
 from mpframe.errors import DataError, MpframeError
 from mpframe.objectives import Objective, Supervised, cross_entropy, model_loss
-from mpframe.objectives.adversarial import discriminator_objective
 from mpframe.tracking.summary import Summary
+from mpframe.workloads.gan import discriminator_objective
 
 PAGE = (CONF.parent / "docs" / "objectives.md").read_text()
 SHORT = ["model=mlp", "model.hidden=16", "trainer.epochs=1"]
@@ -59,7 +59,7 @@ def test_the_other_shipped_objectives() -> None:
     )
     assert isinstance(nested.loss, torch.nn.HuberLoss)
     assert nested.loss.delta == 0.5
-    target = "objective._target_=mpframe.objectives.adversarial.discriminator_objective"
+    target = "objective._target_=mpframe.workloads.gan.discriminator_objective"
     assert objective_of(target) is discriminator_objective
 
 

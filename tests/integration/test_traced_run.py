@@ -19,10 +19,10 @@ from mpframe.cli.commands.evaluate import evaluate
 from mpframe.config.composition.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.errors import RunInterrupted, UserCodeError
-from mpframe.objectives.adversarial import discriminator_objective, generator_objective
 from mpframe.precision import Precision
 from mpframe.tracking.tags import Tag
 from mpframe.training.trainer import Trainer
+from mpframe.workloads.gan import discriminator_objective, generator_objective
 
 FOREIGN = ["model._target_=foreign.Foreign", "dtype=mixed", "trainer.checkpoint_every=4"]
 HALF = {f"{layer}.{name}" for layer in ("first", "head") for name in ("weight", "bias")}

@@ -205,7 +205,9 @@ def test_a_glob_matches_choices_of_ones_own(own_folder: Path, started: Started) 
 def other_mlp(own_folder: Path) -> Path:
     """The same folder with a model and an experiment that have the names of shipped ones."""
     (own_folder / "model").mkdir()
-    (own_folder / "model" / "mlp.yaml").write_text("_target_: mpframe.models.mlp.mlp\nhidden: 7\n")
+    (own_folder / "model" / "mlp.yaml").write_text(
+        "_target_: mpframe.models.mlp\nhidden: 7\n"
+    )
     (own_folder / "experiment").mkdir()
     text = "# @package _global_\ndefaults: [override /model: mlp]\nseed: 5\n"
     (own_folder / "experiment" / "digits_mlp.yaml").write_text(text)
@@ -243,7 +245,7 @@ def test_a_users_file_stands_for_the_shipped_one_of_its_name(
         assert sorted(said) == sorted(lines)
         said.clear()
         (config,) = started(*words, *more, "model=cnn")
-        assert (config.model._target_, said) == ("mpframe.models.cnn.cnn", [])
+        assert (config.model._target_, said) == ("mpframe.models.cnn", [])
     (config,) = started("model=mlp")
     assert (config.model.hidden, said) == (256, [])
     (job,) = jobs([*words, "model=mlp"])

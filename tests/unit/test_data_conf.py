@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import mpframe.data
 import mpframe.models
-from mpframe.data.datasets.images.augment import AUGMENTATIONS
+from mpframe.data.images import AUGMENTATIONS
 
 CONF = Path(__file__).parents[2] / "conf"
 LOADING = {"batch_size"}

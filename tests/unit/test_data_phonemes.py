@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mpframe.data import Loader
-from mpframe.data.datasets.speech.phonemes import padded, phonemes
 from mpframe.errors import ConfigError
+from mpframe.workloads.speech import padded, phonemes
 
 SMALL: dict[str, Any] = {"train": 20, "val": 5, "test": 6}
 

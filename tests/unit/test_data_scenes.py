@@ -8,8 +8,8 @@ import torch
 from torchvision.ops import box_iou
 
 from mpframe.data import Loader
-from mpframe.data.datasets.detection.scenes import scenes
 from mpframe.errors import ConfigError
+from mpframe.workloads.detection.data import scenes
 
 SMALL: dict[str, Any] = {"train": 20, "val": 5, "test": 6, "image_size": 48}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mpframe.data import Loader
-from mpframe.data.datasets.text.text_folder import text_folder
 from mpframe.errors import ConfigError, DataError
+from mpframe.workloads.text.classification import text_folder
 
 pytest.importorskip("tokenizers", reason="needs pip install mpframe[text]")
 

@@ -230,7 +230,7 @@ def test_a_worker_that_died_while_it_looked_at_torchs_event_is_not_waited_for() 
 
 
 def test_a_wait_longer_than_a_poll_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpframe.data.loader.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("mpframe.data.loading.POLL_SECONDS", 0.05)
 
     loader = Loader(Trap("slow"), 3, shuffle=False, workers=2)
     for epoch in range(2):

@@ -8,11 +8,9 @@ import torchvision
 from torch import nn
 
 from mpframe.errors import ConfigError
-from mpframe.models.cnn import cnn
-from mpframe.models.mlp import mlp
-from mpframe.models.resnet18 import resnet18
-from mpframe.models.tabular import tabular
-from mpframe.models.unet import unet
+from mpframe.models import cnn, mlp, resnet18
+from mpframe.workloads.segmentation.model import unet
+from mpframe.workloads.tables.model import tabular
 
 
 def size(net: nn.Module) -> int:

@@ -9,7 +9,7 @@ from mpframe import build
 from mpframe.config.composition.command_line import checked
 from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
-from mpframe.models.mlp import mlp
+from mpframe.models import mlp
 from mpframe.optim.selection import Selection, divided
 
 

@@ -27,7 +27,7 @@ from mpframe.cli.program import program
 from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
-from mpframe.data.loader import Loader
+from mpframe.data.loading import Loader
 from mpframe.errors import (
     CheckpointError,
     ConfigError,

@@ -38,7 +38,7 @@ from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.config.composition.source import take_source
 from mpframe.config.redaction import secrets_of
 from mpframe.config.sweep.job_name import name_of
-from mpframe.data.loader import Loader
+from mpframe.data.loading import Loader
 from mpframe.errors import ConfigError, printable, take_options
 from mpframe.files.durable import write_atomically
 from mpframe.tracking.summary import strict_json

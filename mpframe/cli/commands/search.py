@@ -39,7 +39,7 @@ from mpframe import build
 from mpframe.cli.program import program
 from mpframe.config.composition.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
-from mpframe.data.loader import Loader
+from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError, DivergedError, take_options
 from mpframe.files.durable import write_atomically

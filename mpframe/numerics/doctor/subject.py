@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpframe.data.loader import Loader
+from mpframe.data.loading import Loader
 from mpframe.loss_scaling.interface import LossScaler, wants_probe
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.diagnosis import Diagnosis, diagnose

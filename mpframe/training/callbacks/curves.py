@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpframe.data.loader import Loader
+from mpframe.data.loading import Loader
 from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.optim.step_result import StepResult
 from mpframe.tracking.memory import peak_memory

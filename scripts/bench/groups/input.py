@@ -23,7 +23,7 @@ from bench.table import Claim, Table
 from mpframe.build import build_loaders, build_task, build_trainer
 from mpframe.config.composition.command_line import checked, compose_named
 from mpframe.config.schema import Config
-from mpframe.data.loader import Loader
+from mpframe.data.loading import Loader
 from mpframe.training.trainer import Trainer
 
 THERE = "batches that are there"

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.models.gpt import gpt
-from mpframe.models.resnet18 import resnet18
-from mpframe.models.unet import unet
+from mpframe.models import resnet18
+from mpframe.workloads.segmentation.model import unet
+from mpframe.workloads.text.language_model import gpt
 
 
 @dataclass(frozen=True)
