@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
 
 from mpframe.data import Loader
-from mpframe.data import loader as loader_module
+from mpframe.data import loading as loader_module
 from mpframe.data.workers import CurrentSamples, WorkerPool, ignore_signals, require_workers
 from mpframe.errors import ConfigError, DataError
 
