@@ -23,9 +23,7 @@ from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, RunInterrupted, first_line
 from mpframe.precision import Precision
 from mpframe.training.channels_last import to_channels_last
-from mpframe.training.closure_trainer import ClosureTrainer
 from mpframe.training.loss_spike import LossSpikes
-from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
 from mpframe.training.ranks import refuse_other_weights
 from mpframe.training.recompute import recompute
@@ -92,10 +90,16 @@ def build_trainer(config: Config, task: Task, batches: int, world: World = ALONE
 
 
 def _kind_of(task: Task, optimizer: AnyOptimizer) -> type[Trainer]:
-    """The trainer for these objectives and this optimizer."""
+    """The trainer for these objectives and this optimizer; only that one is imported."""
     if isinstance(task.objective, Mapping):
+        from mpframe.training.multi_objective import MultiObjectiveTrainer
+
         return MultiObjectiveTrainer
-    return ClosureTrainer if optimizer.needs_closure else Trainer
+    if optimizer.needs_closure:
+        from mpframe.training.closure_trainer import ClosureTrainer
+
+        return ClosureTrainer
+    return Trainer
 
 
 def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -> None:

@@ -47,7 +47,6 @@ from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.console import RESULT, console
 from mpframe.run.description import announce, describe
 from mpframe.run.final_test import best_checkpoint, final_test
-from mpframe.run.first_weights import take_first_weights
 from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.lock import RunLock
 from mpframe.run.outcome import summary_of, worsening_of
@@ -212,6 +211,9 @@ class Run:
         """Load first weights or a checkpoint, then take the folder; returns the run's identity."""
         options = self.config.run
         if options.init_from is not None:
+            # Readers of others' files: most runs need none.
+            from mpframe.run.first_weights import take_first_weights
+
             take_first_weights(trainer, options)
         resume = Resume(options.resume, self.folder, self.config_text)
         identity = resume.into(trainer, self._renew_callbacks)

@@ -205,9 +205,7 @@ def test_a_glob_matches_choices_of_ones_own(own_folder: Path, started: Started) 
 def other_mlp(own_folder: Path) -> Path:
     """The same folder with a model and an experiment that have the names of shipped ones."""
     (own_folder / "model").mkdir()
-    (own_folder / "model" / "mlp.yaml").write_text(
-        "_target_: mpframe.models.mlp\nhidden: 7\n"
-    )
+    (own_folder / "model" / "mlp.yaml").write_text("_target_: mpframe.models.mlp\nhidden: 7\n")
     (own_folder / "experiment").mkdir()
     text = "# @package _global_\ndefaults: [override /model: mlp]\nseed: 5\n"
     (own_folder / "experiment" / "digits_mlp.yaml").write_text(text)

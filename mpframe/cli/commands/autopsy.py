@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mpframe import build, checkpoint
+from mpframe.checkpoint.random_state import RandomState
 from mpframe.checkpoint.saved_weights import extra_state_of, steps_tried, weights_of
 from mpframe.cli.program import program
 from mpframe.config.composition.command_line import refuse_unwritable
@@ -36,9 +37,8 @@ from mpframe.errors import (
 )
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.autopsy import evidence
-from mpframe.numerics.autopsy.callback import examine, write_report
-from mpframe.numerics.autopsy.case import RandomState
 from mpframe.numerics.autopsy.evidence import Evidence
+from mpframe.numerics.autopsy.examination import examine, write_report
 from mpframe.numerics.autopsy.report import Report
 from mpframe.training.plan import Progress
 from mpframe.training.trainer import Trainer
