@@ -8,6 +8,7 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
+from mpframe.config.moved import MOVED
 from mpframe.errors import ConfigError, MpframeError, UserCodeError, first_line, nearest
 from mpframe.user_code import raised
 
@@ -110,6 +111,7 @@ def found(section: str, target: str) -> Any:
         named = get_object(target)
     except (Exception, SystemExit) as error:  # Importing the user's module may raise anything.
         said = raised(error) if isinstance(error, SystemExit) else first_line(error)
+        said = f"is now {MOVED[target]}" if target in MOVED else said
         raise ConfigError(f"{section}._target_={target}: {said}") from error
     if not callable(named):
         raise ConfigError(
