@@ -11,7 +11,7 @@
 Begin with exponents.py, then ranges.py. optimizer_numbers.py knows which of an optimizer's numbers
 a format loses; remedies.py puts pins and moved ops into words for the command line.
 
-Imports `training` and all below it; `build` and the programs in `cli` use it. Nothing of it is
+Imports `training` and all below it; `assembly` and the programs in `cli` use it. Nothing of it is
 loaded before it is used; hints.py is what every run uses.
 """
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from mpframe import build
+from mpframe import assembly
 from mpframe.checkpoint import retention
 from mpframe.config.composition.composing import checked
 from mpframe.config.composition.overrides import word_of
@@ -89,7 +89,7 @@ class Run:
         self, config: Config, composed: DictConfig, folder: Path, hydra: DictConfig | None = None
     ) -> None:
         self.config = _of_this_rank(config)
-        self.scaling = build.scaling_name(config)  # Refused before the folder is taken.
+        self.scaling = assembly.scaling_name(config)  # Refused before the folder is taken.
         given = [*values_of(composed), *(values_of(hydra) if hydra else ())]
         self.secrets = secrets_of(given, os.environ)
         self.folder = folder
@@ -114,7 +114,7 @@ class Run:
             RunInterrupted: a signal stopped it; checkpoint and summary are written.
         """
         options = self.config.trainer
-        device = partial(build.resolve_device, self.config.run.device)
+        device = partial(assembly.resolve_device, self.config.run.device)
         with (
             self._scratch,
             hidden_from_logs(self.secrets),
@@ -172,26 +172,26 @@ class Run:
 
     def _fit(self) -> None:
         config = self.config
-        build.seed_everything(config.run.seed)
-        task = build.build_task(config)
-        loaders = build.build_loaders(config, task, self.world)
+        assembly.seed_everything(config.run.seed)
+        task = assembly.build_task(config)
+        loaders = assembly.build_loaders(config, task, self.world)
         with ExitStack() as stack:
             for loader in filter(None, loaders):
                 stack.callback(loader.close)
             self._fit_with(task, loaders)
 
-    def _fit_with(self, task: Task, loaders: build.Loaders) -> None:
+    def _fit_with(self, task: Task, loaders: assembly.Loaders) -> None:
         config, train = self.config, loaders.train
         # Again, because the first import of a dataset's modules may draw random numbers.
-        build.seed_everything(config.run.seed)
-        trainer = self.trainer = build.build_trainer(config, task, len(train), self.world)
+        assembly.seed_everything(config.run.seed)
+        trainer = self.trainer = assembly.build_trainer(config, task, len(train), self.world)
         for line in stand_ins(self.hydra) if self.hydra else ():
             log.info("%s", line)
         announce(config, trainer, train, self.folder)
         if config.trainer.max_steps == 0:
             return
         if self.world.rank:  # Ranks with the same dropout would see less of it.
-            build.seed_everything(config.run.seed + self.world.rank)
+            assembly.seed_everything(config.run.seed + self.world.rank)
         identity = self._start(trainer, train)
         keep_vocabulary(task, self.own_folder, resumed=trainer.progress.global_step > 0)
         usage = redacted(usage_of(task, trainer), self.secrets)
@@ -223,7 +223,7 @@ class Run:
             log.warning("warning: newer than where the run goes on, now %s", moved)
         return identity
 
-    def _train_with(self, trainer: Trainer, loaders: build.Loaders, context: RunContext) -> None:
+    def _train_with(self, trainer: Trainer, loaders: assembly.Loaders, context: RunContext) -> None:
         assert self.callbacks is not None
         with set_up(trainer, context):
             with self.callbacks.checkpoints.around(trainer), _errors_dated(trainer):
@@ -231,7 +231,7 @@ class Run:
             with _errors_dated(trainer):
                 self._test(trainer, loaders)
 
-    def _test(self, trainer: Trainer, loaders: build.Loaders) -> None:
+    def _test(self, trainer: Trainer, loaders: assembly.Loaders) -> None:
         """Test what the training came to, if the dataset has a test part."""
         if loaders.test is None:
             return

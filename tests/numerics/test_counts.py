@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpframe import MasterWeights, Precision, Static
-from mpframe.build.sharding import shard
+from mpframe.assembly.trainer import shard
 from mpframe.distributed.joining import joined
 from mpframe.distributed.shards import is_sharded
 from mpframe.distributed.world import ALONE, World

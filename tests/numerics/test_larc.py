@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from mpframe import MasterWeights, Precision, Static, Trainer
-from mpframe.build import make
+from mpframe.assembly import make
 from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
 from mpframe.objectives import supervised

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mpframe import build, checkpoint
+from mpframe import assembly, checkpoint
 from mpframe.checkpoint.random_state import RandomState
 from mpframe.checkpoint.saved_weights import extra_state_of, steps_tried, weights_of
 from mpframe.cli.program import program
@@ -136,10 +136,10 @@ def _examined(step: Evidence, trainer: Trainer, path: Path) -> Report:
 
 
 def _rebuilt(config: Config) -> tuple[Trainer, Loader]:
-    build.seed_everything(config.run.seed)
-    task = build.build_task(config)
-    train = build.build_loaders(config, task).train
-    return build.build_trainer(config, task, 1), train
+    assembly.seed_everything(config.run.seed)
+    task = assembly.build_task(config)
+    train = assembly.build_loaders(config, task).train
+    return assembly.build_trainer(config, task, 1), train
 
 
 def _next_step(state: dict[str, Any], steps: int, trainer: Trainer, train: Loader) -> Evidence:

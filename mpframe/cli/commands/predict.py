@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from mpframe import build
+from mpframe import assembly
 from mpframe.checkpoint.saved_weights import KINDS
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
@@ -134,7 +134,7 @@ def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = No
     Raises:
         MpframeError: the outputs are not of this kind, or the file cannot be written.
     """
-    loader = build.evaluation_loader(run.config, run.task, samples.dataset, samples.source)
+    loader = assembly.evaluation_loader(run.config, run.task, samples.dataset, samples.source)
     bar = _Bar(len(loader))
     try:
         with writing(out) as write:

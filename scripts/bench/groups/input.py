@@ -20,7 +20,7 @@ from typing import Any
 from bench.measure import Clock, Competitor, Spread, race, threads
 from bench.photographs import make_photographs
 from bench.table import Claim, Table
-from mpframe.build import build_loaders, build_task, build_trainer
+from mpframe.assembly import build_loaders, build_task, build_trainer
 from mpframe.config.composition.command_line import checked, compose_named
 from mpframe.config.schema import Config
 from mpframe.data.loading import Loader

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
-from mpframe.build.metrics import monitored
-from mpframe.build.target import found, make
+from mpframe.assembly.parts import monitored
+from mpframe.assembly.target import found, make
 from mpframe.config.check import flatten
 from mpframe.config.planned import filled_in
 from mpframe.config.redaction import hide, secrets_of
