@@ -1,10 +1,12 @@
 """The state of every random generator a step may draw from, loadable without unpickling code."""
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def rng_state() -> dict[str, Any]:
@@ -26,3 +28,28 @@ def restore_rng(state: dict[str, Any]) -> None:
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, keys.numpy(), int(position), int(has_gauss), gauss))
     random.setstate(state["python"])
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The states of torch's generators, from which models draw.
+
+    Attributes:
+        cpu: state of the CPU's generator.
+        device: state of the model's CUDA device's, or None.
+    """
+
+    cpu: Tensor
+    device: Tensor | None = None
+
+    @classmethod
+    def now(cls, device: torch.device) -> "RandomState":
+        """The present states; does not wait for the device."""
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), on_device)
+
+    def restore(self, device: torch.device) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self.cpu)
+        if self.device is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.device, device)

@@ -7,6 +7,7 @@ checked, job.py runs it. The other commands take `option=value` words and compos
     main           `mpframe COMMAND ...`, its help and version; completion: for the shell
     program        what every command does first and last: errors of ours end in one line
     job            the function that Hydra calls for each job of `train`
+    sweep          keeps the table of a sweep while it runs
     restored       a checkpoint's model, which evaluate and predict begin with
 
 May import everything.

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpframe import build, checkpoint
+from mpframe import assembly, checkpoint
 from mpframe.checkpoint import retention
 from mpframe.checkpoint.export.sidecar import facts_of
 from mpframe.checkpoint.saved_weights import averages_of, extra_state_of, steps_tried, weights_of
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
-from mpframe.data import Task
+from mpframe.data.task import Task
 from mpframe.errors import ConfigError
 from mpframe.run.preprocessing import refuse_other_preprocessing
 from mpframe.tracking.summary import Summary
@@ -79,12 +79,12 @@ def restored(
     state, config = snapshot.state, config_of(snapshot.config, source / "config.yaml", given, data)
     trained = weights_of(state, "trained", path)
     kind = weights or ("ema" if config.trainer.ema_decay is not None else "trained")
-    build.seed_everything(config.run.seed)
+    assembly.seed_everything(config.run.seed)
     facts = facts_of(snapshot, source)
-    task = task_of(facts) if task_of else build.build_task(config)
+    task = task_of(facts) if task_of else assembly.build_task(config)
     if data:
         refuse_other_preprocessing(task, facts["preprocessing"], run_folder(path))
-    trainer = build.build_trainer(config, task, 1)
+    trainer = assembly.build_trainer(config, task, 1)
     trainer.extra_state.load_state_dict(extra_state_of(state, path))
     trainer.load_weights(trained)
     _use(trainer, kind, state, path)

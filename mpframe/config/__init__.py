@@ -10,5 +10,5 @@ compares a composed configuration with it. Hydra composes; around it stand
     redaction.py     keeps secrets out                 options_page.py  writes docs/options.md
 
 This package imports only files/ and errors.py, and never torch, so that a mistake is answered at
-once. Only config, build, run and cli know the options.
+once. Only config, assembly, run and cli know the options.
 """

@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.config.composition.source import take_source
 from mpframe.config.locations import CONF
+from mpframe.config.moved import renamed
 from mpframe.config.schema import OPEN, Config
 from mpframe.config.trust import Trusted, refuse_unnamed
 from mpframe.errors import CheckpointError, ConfigError
@@ -64,7 +65,7 @@ def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Con
         ConfigError: the command line, or the two together, are not allowed.
     """
     source, words = take_source(given)
-    read, trusted = parsed(text, path), Trusted(source)
+    read, trusted = renamed(parsed(text, path), path), Trusted(source)
     stored = {k: v for k, v in read.items() if k not in _UNUSED}
     joint = _parts(read.get("optimizer"))
     overrides, composed = compose_named([*_choices_of(stored, words, trusted), *given])

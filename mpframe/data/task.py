@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from mpframe.data.fetch import Collate
+from mpframe.data.loading import Collate
 from mpframe.data.metrics import Accuracy
 from mpframe.errors import DataError
 from mpframe.objectives import Objective, Supervised

@@ -44,7 +44,7 @@ class RangeWatch(Callback):
     """Reports every so many steps.
 
     Args:
-        every: steps between two reports, >= 1; None: there are none.
+        every: steps between two reports, >= 1.
         worst: layers of each kind that scalars are written for.
         layers: patterns of the layers drawn over time; empty: the one nearest to overflow.
         on_error: `stop` if the disk is full, or `warn` and write and draw once there is room.
@@ -60,7 +60,7 @@ class RangeWatch(Callback):
 
     def __init__(
         self,
-        every: int | None,
+        every: int,
         worst: int = 3,
         layers: Sequence[str] = (),
         on_error: str = "stop",
@@ -77,8 +77,6 @@ class RangeWatch(Callback):
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Open the record; reports of steps that a resumed run takes again are cut off."""
-        if self._every is None:
-            return
         self._folder, self._tracker = context.folder, context.tracker
         self._policy = trainer.precision.policy
         self._half = self._policy.half_dtype
@@ -92,7 +90,7 @@ class RangeWatch(Callback):
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Attach to the model if a report is due; not earlier, because others may run the model."""
         self._probe = None
-        if self._every is not None and (trainer.progress.global_step + 1) % self._every == 0:
+        if (trainer.progress.global_step + 1) % self._every == 0:
             trainer.read_verdicts()  # After this the next step that is reported is this one.
             self._probe = RangeProbe(trainer, self._half)
             if self._policy.recipes:

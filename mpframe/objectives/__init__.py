@@ -4,36 +4,26 @@
 
 Begin with step_output.py, which holds the interface. `supervised(loss)` is for batches of inputs
 and targets (`cross_entropy` and `mse` are made by it), `model_loss` is for models that return their
-own loss, `ctc` is for sequences without an alignment, log_regression.py for positive numbers,
-dice_cross_entropy.py for pixels, `detection` is for detectors that return several losses, and
-adversarial.py has the objectives of a generator and a discriminator. Everything that runs an
-objective (trainer, probe, autopsy, doctor) calls `compute`, which checks the result.
+own loss. Those of other tasks are in mpframe/workloads. Everything that runs an objective (trainer,
+probe, autopsy, doctor) calls `compute`, which checks the result.
 
 An objective is called inside the cast block of the run's precision. The package may import
 precision, and it imports nothing that trains.
 """
 
 from mpframe.objectives.compute import compute, count_of, require_objective, samples_in
-from mpframe.objectives.ctc import ctc
-from mpframe.objectives.detection import detection
-from mpframe.objectives.dice_cross_entropy import dice_cross_entropy
-from mpframe.objectives.log_regression import LogRegression
 from mpframe.objectives.losses import cross_entropy, mse
 from mpframe.objectives.model_loss import model_loss
 from mpframe.objectives.step_output import Objective, StepOutput
 from mpframe.objectives.supervised import Supervised, outside_casts, supervised
 
 __all__ = [
-    "LogRegression",
     "Objective",
     "StepOutput",
     "Supervised",
     "compute",
     "count_of",
     "cross_entropy",
-    "ctc",
-    "detection",
-    "dice_cross_entropy",
     "model_loss",
     "mse",
     "outside_casts",

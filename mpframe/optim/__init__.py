@@ -15,10 +15,8 @@ The package imports torch, `loss_scaling`, `tree` and `errors`.
 """
 
 from mpframe.optim.ema import Ema
-from mpframe.optim.larc import LARC
 from mpframe.optim.master_weights import MasterWeights
 from mpframe.optim.masters.widening import fp32_weights
-from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.optim.step_result import StepResult
 
-__all__ = ["LARC", "Ema", "MasterWeights", "MultiOptimizer", "StepResult", "fp32_weights"]
+__all__ = ["Ema", "MasterWeights", "StepResult", "fp32_weights"]

@@ -11,10 +11,3 @@ are escaped wherever they are shown, and no code in it is run.
 
 Imports `tracking`, `config` and `files`.
 """
-
-from mpframe.report.groups import RunGroup, compared
-from mpframe.report.markdown import as_markdown
-from mpframe.report.page import as_page
-from mpframe.report.records import Record, find_runs
-
-__all__ = ["Record", "RunGroup", "as_markdown", "as_page", "compared", "find_runs"]

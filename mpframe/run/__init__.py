@@ -14,5 +14,5 @@ Begin with `Run` in run.py: what a run does, in order.
     usage                     what a stranger must know to use its weights
     outcome, requeue          what its summary says; back into Slurm's queue
 
-This package may import build and what is below it. Only cli starts runs.
+This package may import assembly and what is below it. Only cli starts runs.
 """

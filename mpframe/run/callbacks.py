@@ -10,7 +10,7 @@ The run's own callbacks are no entries of the group, so that they cannot be left
 writes a summary and checkpoints, can be stopped, and ends if it only skips.
 """
 
-from mpframe import build
+from mpframe import assembly
 from mpframe.config.schema import Config
 from mpframe.errors import ConfigError
 from mpframe.training.callback import Callback
@@ -51,7 +51,7 @@ class RunCallbacks:
             "checkpoints": self.checkpoints,
             "stop_on_signal": StopOnSignal(interruption),
         }
-        group = build.build_callbacks(config)
+        group = assembly.build_callbacks(config)
         for name in group.keys() & (first.keys() | last.keys()):
             raise ConfigError(
                 f"callbacks.{name}: is one of the run's own callbacks, which every run has; "

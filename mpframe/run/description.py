@@ -11,9 +11,8 @@ from torch.nn.parameter import is_lazy
 from mpframe.config.locations import CONF
 from mpframe.config.redaction import hide, redacted
 from mpframe.config.schema import Config
-from mpframe.data import Loader
-from mpframe.numerics.autopsy.evidence import scaling_of
-from mpframe.numerics.doctor import Subject, hints_on
+from mpframe.data.loading import Loader
+from mpframe.numerics.hints import PlannedRun, hints_on, scaling_of
 from mpframe.precision import OpLists
 from mpframe.run.hparams import called, hparams, precision_in_words, varied
 from mpframe.tracking.environment import environment_text
@@ -42,7 +41,7 @@ def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> N
     log.info("%s", trainer.precision.describe(trainer.model))
     for line in trainer.precision.warnings():
         log.warning("warning: %s", line)
-    for hint in hints_on(Subject(trainer, train, config.flat)):
+    for hint in hints_on(PlannedRun(trainer, train, config.flat)):
         log.warning("%s", hint)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mpframe import build
+from mpframe import assembly
 from mpframe.config.schema import Config
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.tracking.memory import peak_memory
@@ -62,7 +62,7 @@ def summary_of(
         loss_scaling=scaling,
         final_scale=_final_scale(trainer) if trainer else None,
         seed=config.run.seed,
-        device=str(build.resolve_device(config.run.device)) if trainer else config.run.device,
+        device=str(assembly.resolve_device(config.run.device)) if trainer else config.run.device,
         torch=torch.__version__,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpframe.data import Task
+from mpframe.data.task import Task
 from mpframe.errors import DataError
 
 VOCABULARY = "vocab.txt"

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from mpframe.build import resolve_device
+from mpframe.assembly import resolve_device
 from mpframe.config.schema import Config
 from mpframe.run.threads import advice_on_threads
 from mpframe.training.allocator import keep_freed_memory

@@ -19,7 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from mpframe import build
+from mpframe import assembly
 from mpframe.checkpoint import retention
 from mpframe.config.composition.composing import checked
 from mpframe.config.composition.overrides import word_of
@@ -28,7 +28,8 @@ from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config, only_watches
 from mpframe.config.sweep.earlier import ELSEWHERE, changes
-from mpframe.data import Loader, Task
+from mpframe.data.loading import Loader
+from mpframe.data.task import Task
 from mpframe.distributed.joining import joined
 from mpframe.distributed.launch import place, refuse_misfit
 from mpframe.distributed.world import ALONE, World
@@ -46,7 +47,6 @@ from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.console import RESULT, console
 from mpframe.run.description import announce, describe
 from mpframe.run.final_test import best_checkpoint, final_test
-from mpframe.run.first_weights import take_first_weights
 from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.run.lock import RunLock
 from mpframe.run.outcome import summary_of, worsening_of
@@ -89,7 +89,7 @@ class Run:
         self, config: Config, composed: DictConfig, folder: Path, hydra: DictConfig | None = None
     ) -> None:
         self.config = _of_this_rank(config)
-        self.scaling = build.scaling_name(config)  # Refused before the folder is taken.
+        self.scaling = assembly.scaling_name(config)  # Refused before the folder is taken.
         given = [*values_of(composed), *(values_of(hydra) if hydra else ())]
         self.secrets = secrets_of(given, os.environ)
         self.folder = folder
@@ -114,7 +114,7 @@ class Run:
             RunInterrupted: a signal stopped it; checkpoint and summary are written.
         """
         options = self.config.trainer
-        device = partial(build.resolve_device, self.config.run.device)
+        device = partial(assembly.resolve_device, self.config.run.device)
         with (
             self._scratch,
             hidden_from_logs(self.secrets),
@@ -172,26 +172,26 @@ class Run:
 
     def _fit(self) -> None:
         config = self.config
-        build.seed_everything(config.run.seed)
-        task = build.build_task(config)
-        loaders = build.build_loaders(config, task, self.world)
+        assembly.seed_everything(config.run.seed)
+        task = assembly.build_task(config)
+        loaders = assembly.build_loaders(config, task, self.world)
         with ExitStack() as stack:
             for loader in filter(None, loaders):
                 stack.callback(loader.close)
             self._fit_with(task, loaders)
 
-    def _fit_with(self, task: Task, loaders: build.Loaders) -> None:
+    def _fit_with(self, task: Task, loaders: assembly.Loaders) -> None:
         config, train = self.config, loaders.train
         # Again, because the first import of a dataset's modules may draw random numbers.
-        build.seed_everything(config.run.seed)
-        trainer = self.trainer = build.build_trainer(config, task, len(train), self.world)
+        assembly.seed_everything(config.run.seed)
+        trainer = self.trainer = assembly.build_trainer(config, task, len(train), self.world)
         for line in stand_ins(self.hydra) if self.hydra else ():
             log.info("%s", line)
         announce(config, trainer, train, self.folder)
         if config.trainer.max_steps == 0:
             return
         if self.world.rank:  # Ranks with the same dropout would see less of it.
-            build.seed_everything(config.run.seed + self.world.rank)
+            assembly.seed_everything(config.run.seed + self.world.rank)
         identity = self._start(trainer, train)
         keep_vocabulary(task, self.own_folder, resumed=trainer.progress.global_step > 0)
         usage = redacted(usage_of(task, trainer), self.secrets)
@@ -211,6 +211,9 @@ class Run:
         """Load first weights or a checkpoint, then take the folder; returns the run's identity."""
         options = self.config.run
         if options.init_from is not None:
+            # Readers of others' files: most runs need none.
+            from mpframe.run.first_weights import take_first_weights
+
             take_first_weights(trainer, options)
         resume = Resume(options.resume, self.folder, self.config_text)
         identity = resume.into(trainer, self._renew_callbacks)
@@ -220,7 +223,7 @@ class Run:
             log.warning("warning: newer than where the run goes on, now %s", moved)
         return identity
 
-    def _train_with(self, trainer: Trainer, loaders: build.Loaders, context: RunContext) -> None:
+    def _train_with(self, trainer: Trainer, loaders: assembly.Loaders, context: RunContext) -> None:
         assert self.callbacks is not None
         with set_up(trainer, context):
             with self.callbacks.checkpoints.around(trainer), _errors_dated(trainer):
@@ -228,7 +231,7 @@ class Run:
             with _errors_dated(trainer):
                 self._test(trainer, loaders)
 
-    def _test(self, trainer: Trainer, loaders: build.Loaders) -> None:
+    def _test(self, trainer: Trainer, loaders: assembly.Loaders) -> None:
         """Test what the training came to, if the dataset has a test part."""
         if loaders.test is None:
             return

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpframe.checkpoint.export.sidecar import versions
-from mpframe.data import Loader, Task
+from mpframe.data.loading import Loader
+from mpframe.data.task import Task
 from mpframe.errors import RunInterrupted
 from mpframe.objectives import Objective
 from mpframe.precision.undisturbed import undisturbed

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mpframe.data import Task
+from mpframe.data.task import Task
 from mpframe.files import read_regular, write_atomically
 from mpframe.run.preprocessing import VOCABULARY, as_mapping, refuse_other_preprocessing
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from mpframe.errors import ConfigError
 from mpframe.loss_scaling.interface import LossScaler, scale_of
 from mpframe.objectives import Objective, count_of, require_objective
-from mpframe.optim import MultiOptimizer
-from mpframe.optim.multi_optimizer import joined
+from mpframe.optim.multi_optimizer import MultiOptimizer, joined
 from mpframe.optim.step_result import StepResult, largest
 from mpframe.training.buffers import Buffers
 from mpframe.training.loader import Batch

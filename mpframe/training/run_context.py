@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpframe.data.loader import Loader
+from mpframe.data.loading import Loader
 from mpframe.tracking.tracker import Tracker
 
 if TYPE_CHECKING:

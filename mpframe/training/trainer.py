@@ -25,10 +25,11 @@ from mpframe.distributed.world import ALONE, World, weighted
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.loss_scaling.interface import LossScaler, Scaling, scale_of, wants_probe
 from mpframe.objectives import Objective, compute, count_of, require_objective
-from mpframe.optim import MasterWeights, MultiOptimizer, fp32_weights
+from mpframe.optim import MasterWeights, fp32_weights
 from mpframe.optim.ema import Ema
 from mpframe.optim.gradients import as_count
 from mpframe.optim.masters.widening import widen_named, widened
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.optim.schedules import Schedule
 from mpframe.optim.step_result import StepResult, any_of, largest, with_verdicts
 from mpframe.precision import Precision

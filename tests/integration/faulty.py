@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.data.datasets.images.digits import digits
+from mpframe.data.images import digits
 from mpframe.data.task import Task
 from mpframe.objectives import supervised
 

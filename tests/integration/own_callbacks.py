@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import Trainer
-from mpframe.data.datasets.images.digits import digits
+from mpframe.data.images import digits
 from mpframe.data.task import Task
 from mpframe.training.callback import Callback
 from mpframe.training.run_context import RunContext

@@ -254,7 +254,7 @@ def test_a_failing_autopsy_does_not_end_the_run(
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory\nand more")
 
-    monkeypatch.setattr("mpframe.numerics.autopsy.callback.diagnose", fail)
+    monkeypatch.setattr("mpframe.numerics.autopsy.examination.diagnose", fail)
     with caplog.at_level(logging.WARNING), pytest.raises(DivergedError) as error:
         start_run(tmp_path, OWN, *SHORT, STOPS)
     assert "the autopsy of a failed step failed: out of memory" in caplog.text

@@ -14,14 +14,13 @@ from tiny_experiments import EXPERIMENTS, TINY, tiny
 from mpframe.cli.commands import doctor as doctor_command
 from mpframe.cli.commands.doctor import subject_of
 from mpframe.config.composition.command_line import jobs
+from mpframe.numerics import hints
 from mpframe.numerics.doctor import (
     CHECKS,
     Finding,
     Severity,
     Subject,
     examine,
-    hints,
-    hints_on,
     numbers,
     ops,
     products,
@@ -250,14 +249,14 @@ def test_shipped_configurations_start_without_a_hint_and_have_no_errors(
 ) -> None:
     words = " ".join(tiny(name, tiny_data))
     shipped = subject(f"device=cpu dtype={dtype} {words}")
-    assert hints_on(shipped) == []
+    assert hints.hints_on(shipped) == []
     if name and dtype in ("fp32", "mixed"):
         assert [str(f) for f in examine(shipped) if f.severity is Severity.ERROR] == []
 
 
 @pytest.mark.parametrize("scaling", ["static", "Backoff", "LogMax"])
 def test_shipped_scalers_start_without_a_hint(scaling: str) -> None:
-    assert hints_on(subject(f"loss_scaling={scaling}")) == []
+    assert hints.hints_on(subject(f"loss_scaling={scaling}")) == []
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp_bf16"])
@@ -299,7 +298,7 @@ def test_a_run_says_at_its_start_what_the_doctor_says(
     words = "model=mlp loss_scaling=none trainer.max_steps=1 trainer.clip_norm=1e-9"
     start_run(tmp_path, *words.split())
     said = [record.getMessage() for record in caplog.records if "fix:" in record.getMessage()]
-    assert said == [str(hint) for hint in hints_on(subject(words))]
+    assert said == [str(hint) for hint in hints.hints_on(subject(words))]
     assert len(said) == 2
 
 

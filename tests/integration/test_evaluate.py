@@ -194,7 +194,7 @@ HOSTILE: list[tuple[str, dict[Any, Any], str]] = [
     ("model", {"_target_": "os.system"}, "model._target_=os.system is not mpframe's own"),
     ("dataset", {"_target_": "os.system"}, "dataset._target_=os.system is not mpframe's own"),
     ("model", {"_target_": ["os.system"]}, "is not mpframe's own"),
-    ("model", {"_target_": "mpframe.models.cnn.torch.load"}, "is not mpframe's own"),
+    ("model", {"_target_": "mpframe.models.torch.load"}, "is not mpframe's own"),
     ("model", {"_target_": "torch.load"}, "model._target_=torch.load is not mpframe's own"),
     ("model", {"width": TOUCH}, "model.width._target_ is refused"),
     ("model", {"width": [1, [TOUCH]]}, "model.width._target_ is refused"),

@@ -13,7 +13,7 @@ import pytest
 from conftest import StartRun, scalars, train
 from sameness import differing
 
-from mpframe import build, checkpoint
+from mpframe import assembly, checkpoint
 from mpframe.checkpoint import retention
 from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
@@ -302,9 +302,9 @@ def test_an_empty_test_part_is_refused_before_the_first_step(
     (tmp_path / "own_parts.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     run = run_of(tmp_path / "run", *OPTIONS, *FACTS, "dataset._target_=own_parts.empty")
-    task = build.build_task(run.config)
+    task = assembly.build_task(run.config)
     with pytest.raises(DataError, match=r"^dataset: list has no samples; give at least one$"):
-        build.build_loaders(run.config, task)
+        assembly.build_loaders(run.config, task)
 
 
 def test_an_unknown_split_is_refused(

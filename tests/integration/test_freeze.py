@@ -13,7 +13,7 @@ from test_param_groups import batches
 from test_resume import cut
 from torch import Tensor
 
-from mpframe import build
+from mpframe import assembly
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.errors import ConfigError
 from mpframe.training.callbacks.freeze import Freeze
@@ -30,8 +30,8 @@ KINDS = ["foreach", "fused"]
 def cnn(*words: str) -> Trainer:
     _, composed = compose_named([*CNN, "optimizer.lr=0.01", *words])
     config = checked(without_hydra(composed))
-    build.seed_everything(0)
-    return build.build_trainer(config, build.build_task(config), batches=4)
+    assembly.seed_everything(0)
+    return assembly.build_trainer(config, assembly.build_task(config), batches=4)
 
 
 def with_optimizer(name: str, kind: str) -> list[str]:

@@ -16,7 +16,7 @@ from conftest import StartRun, scalars, train
 from processes import exit_code, start, training, wait_until
 from sameness import assert_same_run
 
-from mpframe import build, checkpoint
+from mpframe import assembly, checkpoint
 from mpframe.errors import ConfigError, MpframeError, RunInterrupted
 from mpframe.run.lock import RunLock
 from mpframe.tracking.summary import Summary
@@ -132,7 +132,7 @@ def test_further_signals_do_not_tear_the_checkpoint(
 def test_before_there_is_anything_to_save_a_signal_stops_at_once(
     start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "build_loaders", at_call(1, send, build.build_loaders))
+    monkeypatch.setattr(assembly, "build_loaders", at_call(1, send, assembly.build_loaders))
     with pytest.raises(RunInterrupted):
         start_run(tmp_path, *OPTIONS)
     assert Summary.read(tmp_path).status == "interrupted"

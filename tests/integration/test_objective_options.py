@@ -9,14 +9,14 @@ import torch
 from conftest import StartRun
 from hydra import compose, initialize_config_dir
 
-from mpframe import build
+from mpframe import assembly
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.config.composition.command_line import checked, compose_named, prepare
 from mpframe.config.locations import CONF
 from mpframe.errors import DataError, MpframeError
 from mpframe.objectives import Objective, Supervised, cross_entropy, model_loss
-from mpframe.objectives.adversarial import discriminator_objective
 from mpframe.tracking.summary import Summary
+from mpframe.workloads.gan import discriminator_objective
 
 PAGE = (CONF.parent / "docs" / "objectives.md").read_text()
 SHORT = ["model=mlp", "model.hidden=16", "trainer.epochs=1"]
@@ -26,7 +26,7 @@ def objective_of(*overrides: str) -> Any:
     arguments = prepare(list(overrides))
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
         config = checked(compose("config", overrides=arguments))
-    return build.build_task(config).objective
+    return assembly.build_task(config).objective
 
 
 def test_the_default_is_the_datasets_own() -> None:
@@ -59,7 +59,7 @@ def test_the_other_shipped_objectives() -> None:
     )
     assert isinstance(nested.loss, torch.nn.HuberLoss)
     assert nested.loss.delta == 0.5
-    target = "objective._target_=mpframe.objectives.adversarial.discriminator_objective"
+    target = "objective._target_=mpframe.workloads.gan.discriminator_objective"
     assert objective_of(target) is discriminator_objective
 
 
@@ -95,7 +95,7 @@ def test_what_is_no_objective_is_one_line(overrides: list[str], line: str) -> No
 
 def test_weights_of_classes_follow_the_model_to_its_device() -> None:
     own: Objective = cross_entropy([1.0, 2.0])
-    build.objective.to_device(own, torch.device("meta"))
+    assembly.objective.to_device(own, torch.device("meta"))
     assert own.loss.weight.device.type == "meta"  # type: ignore[attr-defined]
 
 
@@ -135,7 +135,7 @@ def test_a_task_may_leave_the_objective_to_the_options(
     assert objective_of(*words, "objective=model_loss") is model_loss
     config = checked(compose_named(words)[1])
     with pytest.raises(DataError, match=r"^dataset: its Task has no objective; give it one"):
-        build.build_trainer(config, build.build_task(config), batches=4)
+        assembly.build_trainer(config, assembly.build_task(config), batches=4)
 
 
 def test_a_users_collate_makes_the_batches_of_a_task_without_a_metric(

@@ -9,7 +9,7 @@ from conftest import StartRun, scalars
 from sameness import assert_same_run
 from test_resume import cut
 
-from mpframe import build, checkpoint
+from mpframe import assembly, checkpoint
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.training.trainer import Trainer
@@ -24,8 +24,8 @@ GROUPS = [NO_DECAY, HEAD, "optimizer.weight_decay=0.1", "optimizer.lr=0.01"]
 def trainer_of(*overrides: str) -> Trainer:
     _, composed = compose_named([*SMALL, "device=cpu", *overrides])
     config = checked(without_hydra(composed))
-    build.seed_everything(0)
-    return build.build_trainer(config, build.build_task(config), batches=4)
+    assembly.seed_everything(0)
+    return assembly.build_trainer(config, assembly.build_task(config), batches=4)
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -68,7 +68,7 @@ def test_of_a_metric_that_does_not_say_which_is_better_the_loss_decides(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.delattr("mpframe.data.metrics.accuracy.Accuracy.higher_is_better")
+    monkeypatch.delattr("mpframe.data.metrics.Accuracy.higher_is_better")
     start_run(tmp_path, *OPTIONS, "trainer.eval_every=2", "optimizer.lr=0.03")
     curve = scalars(tmp_path)["loss/val"]
     best, _ = min(curve, key=lambda point: (point[1], point[0]))

@@ -10,7 +10,7 @@ from sameness import assert_same_run
 from test_resume import cut
 
 from mpframe import checkpoint
-from mpframe.build.optimizer import build_schedule
+from mpframe.assembly.optimizer import build_schedule
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.config.planned import filled_in
 from mpframe.errors import ConfigError

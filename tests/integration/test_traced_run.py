@@ -14,15 +14,15 @@ from sameness import assert_same_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_resume import cut
 
-from mpframe import build
+from mpframe import assembly
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.config.composition.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.errors import RunInterrupted, UserCodeError
-from mpframe.objectives.adversarial import discriminator_objective, generator_objective
 from mpframe.precision import Precision
 from mpframe.tracking.tags import Tag
 from mpframe.training.trainer import Trainer
+from mpframe.workloads.gan import discriminator_objective, generator_objective
 
 FOREIGN = ["model._target_=foreign.Foreign", "dtype=mixed", "trainer.checkpoint_every=4"]
 HALF = {f"{layer}.{name}" for layer in ("first", "head") for name in ("weight", "bias")}
@@ -32,10 +32,10 @@ def built(*overrides: str) -> Trainer:
     arguments = prepare(list(overrides))
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
         config = checked(compose("config", overrides=arguments))
-    build.seed_everything(0)
-    task = build.build_task(config)
-    build.seed_everything(0)
-    return build.build_trainer(config, task, 4)
+    assembly.seed_everything(0)
+    task = assembly.build_task(config)
+    assembly.seed_everything(0)
+    return assembly.build_trainer(config, task, 4)
 
 
 def half_weights(trainer: Trainer) -> set[str]:

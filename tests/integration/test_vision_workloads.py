@@ -10,7 +10,7 @@ from test_resume import cut
 from torch import Tensor
 
 from mpframe import checkpoint
-from mpframe.build import build_task, build_trainer
+from mpframe.assembly import build_task, build_trainer
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.config.locations import CONF
 

@@ -10,13 +10,17 @@ from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 
 from mpframe import Backoff, OpLists, Precision, Trainer
 from mpframe.config.locations import CONF
-from mpframe.models import cnn, gan, gpt, lstm, mlp, resnet18, ssd, tabular, unet
-from mpframe.objectives import ctc, detection, dice_cross_entropy, supervised
-from mpframe.objectives.adversarial import discriminator_objective, generator_objective
-from mpframe.objectives.log_regression import LogRegression
-from mpframe.optim import MultiOptimizer
+from mpframe.models import cnn, mlp, resnet18
+from mpframe.objectives import supervised
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
+from mpframe.workloads.detection.model import detection, ssd
+from mpframe.workloads.gan import discriminator_objective, gan, generator_objective
+from mpframe.workloads.segmentation.model import dice_cross_entropy, unet
+from mpframe.workloads.speech import ctc, lstm
+from mpframe.workloads.tables.model import LogRegression, tabular
+from mpframe.workloads.text.language_model import gpt
 
 FP32 = torch.float32
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpframe import MasterWeights, Precision, Static
-from mpframe.build.sharding import shard
+from mpframe.assembly.trainer import shard
 from mpframe.distributed.joining import joined
 from mpframe.distributed.shards import is_sharded
 from mpframe.distributed.world import ALONE, World
 from mpframe.objectives import StepOutput, compute, count_of, model_loss, supervised
-from mpframe.optim import MultiOptimizer
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer

@@ -9,10 +9,9 @@ from torch.nn import functional as F
 from vocabulary import HALVES, Kernels
 
 from mpframe import Precision
-from mpframe.data.datasets.speech.phonemes import padded
 from mpframe.errors import ConfigError, UserCodeError
-from mpframe.models import lstm
-from mpframe.objectives import compute, ctc
+from mpframe.objectives import compute
+from mpframe.workloads.speech import ctc, lstm, padded
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
 FEATURES, CLASSES = 6, 5

@@ -14,9 +14,17 @@ from vocabulary import HALVES, Kernels
 from mpframe import Precision
 from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError, UserCodeError
-from mpframe.models import ssd
-from mpframe.models.ssd import decoded, default_boxes, encoded, hardest, losses, match
-from mpframe.objectives import compute, detection
+from mpframe.objectives import compute
+from mpframe.workloads.detection.model import (
+    decoded,
+    default_boxes,
+    detection,
+    encoded,
+    hardest,
+    losses,
+    match,
+    ssd,
+)
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
 DEFAULTS = torch.tensor(

@@ -14,10 +14,11 @@ from mpframe import LogMax, Precision
 from mpframe.data import Loader
 from mpframe.distributed.joining import joined
 from mpframe.distributed.world import ALONE, World
-from mpframe.models import gpt, resnet18
+from mpframe.models import resnet18
 from mpframe.objectives import supervised
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
+from mpframe.workloads.text.language_model import gpt
 
 SAMPLES = 16
 

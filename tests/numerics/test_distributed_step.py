@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from mpframe import LogMax, MasterWeights, Precision
 from mpframe.data import Loader
-from mpframe.data.metrics.accuracy import Accuracy
+from mpframe.data.metrics import Accuracy
 from mpframe.distributed import pieces
 from mpframe.distributed.in_backward import InBackward
 from mpframe.distributed.joining import joined

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpframe import Backoff, LogMax, Precision, Static, StepResult, Trainer
 from mpframe.numerics.autopsy.callback import Autopsy
 from mpframe.objectives import StepOutput, supervised
-from mpframe.optim import MultiOptimizer
 from mpframe.optim.ema import Ema
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.optim.schedules import warmup_cosine
 from mpframe.training.callback import Callback
 from mpframe.training.multi_objective import MultiObjectiveTrainer

@@ -8,11 +8,12 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from mpframe import MasterWeights, Precision, Static, Trainer
-from mpframe.build import make
+from mpframe.assembly import make
 from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
 from mpframe.objectives import supervised
-from mpframe.optim import LARC, buckets, gradients
+from mpframe.optim import buckets, gradients
+from mpframe.optim.larc import LARC
 from mpframe.training.callbacks.step_hooks import LayerwiseRates, Penalty
 from mpframe.training.plan import Plan
 

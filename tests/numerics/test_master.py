@@ -11,10 +11,10 @@ from vocabulary import HALVES, same_bits
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.errors import ConfigError
-from mpframe.optim import MultiOptimizer
 from mpframe.optim.ema import Ema
 from mpframe.optim.masters import write_detector
 from mpframe.optim.masters.write_detector import _LARGE as LARGE
+from mpframe.optim.multi_optimizer import MultiOptimizer
 
 
 def sgd(params: Any, lr: float = 0.5) -> torch.optim.SGD:

@@ -14,8 +14,8 @@ from vocabulary import HALVES, formats, same_bits, tensors
 
 from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.optim import MultiOptimizer
 from mpframe.optim import gradients as optim_gradients
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
 
 FP32, HALF = torch.float32, torch.float16

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.models import gan
 from mpframe.objectives import Objective, StepOutput, supervised
-from mpframe.objectives.adversarial import discriminator_objective, generator_objective
-from mpframe.optim import MultiOptimizer
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.training.loader import Batch
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
+from mpframe.workloads.gan import discriminator_objective, gan, generator_objective
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 INF = float("inf")

@@ -14,16 +14,11 @@ from vocabulary import HALVES
 
 from mpframe import Backoff, Precision, Trainer
 from mpframe.errors import ConfigError, UserCodeError
-from mpframe.objectives import (
-    LogRegression,
-    StepOutput,
-    compute,
-    dice_cross_entropy,
-    model_loss,
-    supervised,
-)
+from mpframe.objectives import StepOutput, compute, model_loss, supervised
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
+from mpframe.workloads.segmentation.model import dice_cross_entropy
+from mpframe.workloads.tables.model import LogRegression
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
 WORDS, LENGTH = 17, 6

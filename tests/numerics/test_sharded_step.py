@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from mpframe import LogMax, Precision
-from mpframe.build.sharding import shard
+from mpframe.assembly.trainer import shard
 from mpframe.data import Loader
 from mpframe.distributed.joining import joined
 from mpframe.distributed.shards import is_sharded, part_of

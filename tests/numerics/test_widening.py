@@ -16,9 +16,10 @@ from vocabulary import HALVES, same_bits
 
 from mpframe import Backoff, MasterWeights, Precision, Trainer
 from mpframe.objectives import StepOutput
-from mpframe.optim import MultiOptimizer, fp32_weights
+from mpframe.optim import fp32_weights
 from mpframe.optim.ema import Ema
 from mpframe.optim.masters import write_detector
+from mpframe.optim.multi_optimizer import MultiOptimizer
 
 IN_HALF = [(mode, half) for mode in ("amp", "mixed") for half in HALVES]
 in_half = pytest.mark.parametrize(("mode", "half"), IN_HALF)

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 
 from mpframe import Backoff, MasterWeights, Precision, Static
 from mpframe.errors import ConfigError
-from mpframe.optim import MultiOptimizer
+from mpframe.optim.multi_optimizer import MultiOptimizer
 
 INF, NAN = float("inf"), float("nan")
 FORMATS = ("fp32", "float16", "bfloat16")

@@ -21,7 +21,7 @@ from bench.table import Claim, Table, as_json, as_markdown
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from mpframe.data import Loader, loader
+from mpframe.data import Loader, loading
 from mpframe.errors import MpframeError
 from mpframe.numerics.range_record import read_ranges
 from mpframe.tracking.tracker import Tracker
@@ -400,7 +400,7 @@ def test_a_slow_dataset_is_a_large_share_of_the_step(
     load: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow: Any = Clockwork(load)
-    monkeypatch.setattr(loader, "perf_counter", slow)
+    monkeypatch.setattr(loading, "perf_counter", slow)
     own = Loader(slow, batch_size=1, shuffle=True)
     turn = input.Turn(slow, input._endless(own), own, 4, slow)
     assert [turn(), turn()] == [1.0 + load] * 2

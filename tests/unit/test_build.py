@@ -8,8 +8,8 @@ import pytest
 import torch
 from hydra.utils import get_class
 
-from mpframe.build import build_loaders, make, resolve_device
-from mpframe.build.target import options_of
+from mpframe.assembly import build_loaders, make, resolve_device
+from mpframe.assembly.target import options_of
 from mpframe.errors import ConfigError
 
 
@@ -61,9 +61,9 @@ def test_batches_are_pinned_for_a_cuda_device(
 ) -> None:
     made: list[bool] = []
     monkeypatch.setattr(
-        "mpframe.build.data.Loader", lambda *_, **options: made.append(options["pin"])
+        "mpframe.assembly.parts.Loader", lambda *_, **options: made.append(options["pin"])
     )
-    monkeypatch.setattr("mpframe.build.data.resolve_device", torch.device)
+    monkeypatch.setattr("mpframe.assembly.parts.resolve_device", torch.device)
     data = SimpleNamespace(batch_size=2, eval_batch_size=None, workers=0, worker_timeout=None)
     config: Any = SimpleNamespace(data=data, run=SimpleNamespace(seed=0, device=device))
     task: Any = SimpleNamespace(train=[], val=[], test=[], collate=None)

@@ -9,7 +9,7 @@ from run_context import context
 from torch import nn
 
 from mpframe import Precision, Trainer, checkpoint
-from mpframe.build import build_callbacks
+from mpframe.assembly import build_callbacks
 from mpframe.errors import CheckpointError, ConfigError, UserCodeError
 from mpframe.objectives import supervised
 from mpframe.run.resume.callback_states import restore

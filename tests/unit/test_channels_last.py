@@ -6,10 +6,11 @@ from torch import Tensor, nn
 
 from mpframe import Backoff, Precision, Trainer
 from mpframe.errors import ConfigError
-from mpframe.models import resnet18, unet
+from mpframe.models import resnet18
 from mpframe.objectives import supervised
 from mpframe.training.channels_last import to_channels_last
 from mpframe.training.plan import Plan
+from mpframe.workloads.segmentation.model import unet
 
 
 def trained(mode: str, half: str, reordered: bool) -> Trainer:

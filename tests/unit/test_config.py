@@ -295,7 +295,7 @@ def test_values_arrive_typed() -> None:
 
 
 def test_the_scaling_that_fits_is_chosen() -> None:
-    from mpframe.build import scaling_name
+    from mpframe.assembly import scaling_name
 
     chosen = {
         d: scaling_name(composed(f"dtype={d}")) for d in ("fp32", "mixed", "amp", "mixed_bf16")

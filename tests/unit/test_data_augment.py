@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.data.datasets.images.augment import (
+from mpframe.data.images import (
     AUGMENTATIONS,
     DRAWS,
     augment,
@@ -12,7 +12,7 @@ from mpframe.data.datasets.images.augment import (
     require_augmentation,
     shifted_crop,
 )
-from mpframe.data.keyed_random import keyed_uniform
+from mpframe.data.loading import keyed_uniform
 from mpframe.errors import ConfigError
 
 

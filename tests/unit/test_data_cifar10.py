@@ -12,10 +12,9 @@ import pytest
 import torch
 from time_limit import time_limit
 
-from mpframe.data import ArrayImages, Normalize, cifar10
-from mpframe.data.datasets.hold_out import hold_out
-from mpframe.data.datasets.images import cifar_files
-from mpframe.data.datasets.images.cifar_files import read_binary, read_python
+from mpframe.data import ArrayImages, Normalize, cifar10, cifar_files
+from mpframe.data.cifar_files import read_binary, read_python
+from mpframe.data.samples import hold_out
 from mpframe.errors import DataError
 
 COUNT = 20

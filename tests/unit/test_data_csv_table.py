@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from mpframe.data import Task, csv_table
-from mpframe.data.datasets.tabular import csv_file
-from mpframe.data.datasets.tabular.splits import split_rows
+from mpframe.data import Task
 from mpframe.errors import ConfigError, DataError
-from mpframe.objectives import LogRegression
+from mpframe.workloads.tables import data
+from mpframe.workloads.tables.data import csv_table, split_rows
+from mpframe.workloads.tables.model import LogRegression
 
 ROWS = 40
 Table = Callable[..., Task]
@@ -261,7 +261,7 @@ def test_a_damaged_file(tmp_path: Path) -> None:
 
     def text_of(content: bytes) -> str:
         file.write_bytes(content)
-        return refused(lambda: csv_file.read_csv(file, ["a"]))
+        return refused(lambda: data.read_csv(file, ["a"]))
 
     assert text_of(b"a,b\n1,2\n1\n") == (
         f"{file}: row 3 has 1 cells and the header 2; correct the row"
@@ -277,19 +277,19 @@ def test_a_damaged_file(tmp_path: Path) -> None:
 
 
 def test_a_file_of_too_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csv_file, "_MOST_ROWS", 2)
+    monkeypatch.setattr(data, "_MOST_ROWS", 2)
     (tmp_path / "t.csv").write_text("a\n1\n2\n3\n")
-    assert "has more than 2 rows" in refused(lambda: csv_file.read_csv(tmp_path / "t.csv"))
+    assert "has more than 2 rows" in refused(lambda: data.read_csv(tmp_path / "t.csv"))
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a\n1\n")
     (tmp_path / "link.csv").symlink_to("t.csv")
     assert "(A link, which is not followed)" in refused(
-        lambda: csv_file.read_csv(tmp_path / "link.csv")
+        lambda: data.read_csv(tmp_path / "link.csv")
     )
 
 
 def test_a_byte_order_mark_and_quotes(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(b'\xef\xbb\xbf"a","b"\r\n" x, y",2\r\n')
-    assert csv_file.read_csv(tmp_path / "t.csv").columns == {"a": ["x, y"], "b": ["2"]}
+    assert data.read_csv(tmp_path / "t.csv").columns == {"a": ["x, y"], "b": ["2"]}

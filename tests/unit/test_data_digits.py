@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpframe.data import ArrayImages, Task, digits
-from mpframe.data.datasets.hold_out import hold_out
+from mpframe.data.samples import hold_out
 from mpframe.errors import ConfigError, DataError
 
 
@@ -46,7 +46,7 @@ def test_they_are_read_without_scikit_learns_slow_reader(monkeypatch: pytest.Mon
 
 
 def test_without_scikit_learn_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpframe.data.datasets.images.digits.find_spec", lambda name: None)
+    monkeypatch.setattr("mpframe.data.images.find_spec", lambda name: None)
     with pytest.raises(DataError) as error:
         digits()
     assert str(error.value) == (

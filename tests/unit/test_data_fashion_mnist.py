@@ -12,8 +12,8 @@ from torch import Tensor
 from torchvision.datasets import FashionMNIST
 
 from mpframe.data import ArrayImages, Normalize, fashion_mnist
-from mpframe.data.datasets.hold_out import hold_out
-from mpframe.data.datasets.images.idx import read_idx
+from mpframe.data.images import read_idx
+from mpframe.data.samples import hold_out
 from mpframe.errors import DataError
 
 SPLITS = {"train": 30, "t10k": 10}

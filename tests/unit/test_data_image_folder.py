@@ -14,8 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from mpframe.data import ArrayImages, Images, Loader, Task, image_folder
-from mpframe.data.datasets.images.image_files import decode
-from mpframe.data.datasets.images.image_folder import FileImages
+from mpframe.data.image_files import FileImages, decode
 from mpframe.errors import ConfigError, DataError
 
 CLASSES = ("ant", "bee", "cat")

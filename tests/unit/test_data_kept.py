@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.data import Task, phonemes, scenes, shapes
-from mpframe.data.datasets.kept import Kept
+from mpframe.data import Task
+from mpframe.data.samples import Kept
 from mpframe.errors import ConfigError
 from mpframe.tree import tensors_in
+from mpframe.workloads.detection.data import scenes
+from mpframe.workloads.segmentation.data import shapes
+from mpframe.workloads.speech import phonemes
 
 SMALL: dict[Any, dict[str, Any]] = {
     shapes: {"image_size": 16, "images": 10},

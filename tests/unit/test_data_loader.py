@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 from mpframe.data import ArrayImages, Loader, Normalize
-from mpframe.data import loader as data_loader
+from mpframe.data import loading as data_loader
 from mpframe.errors import ConfigError, DataError
 
 # From Python 3.12 on, starting a worker by fork beside torch's own threads warns; it is torch's

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.data import Loader, Task, next_token
-from mpframe.data.datasets.text.next_token import token_loss
+from mpframe.data import Loader, Task
 from mpframe.errors import ConfigError, DataError
+from mpframe.workloads.text.language_model import next_token, token_loss
 
 LENGTH = 60  # tokens in each of the 100 stretches of `numbered`
 

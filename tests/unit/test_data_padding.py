@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpframe.data.datasets.text.padding import padded
+from mpframe.workloads.text.classification import padded
 
 SAMPLES = [
     {"input_ids": torch.tensor([2, 7, 3], dtype=torch.int32), "labels": torch.tensor(1)},

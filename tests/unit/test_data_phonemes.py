@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.data import Loader, phonemes
-from mpframe.data.datasets.speech.phonemes import padded
+from mpframe.data import Loader
 from mpframe.errors import ConfigError
+from mpframe.workloads.speech import padded, phonemes
 
 SMALL: dict[str, Any] = {"train": 20, "val": 5, "test": 6}
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from mpframe.data import Task, mask_folder, shapes
-from mpframe.data.datasets.segmentation.mask_folder import _starts
-from mpframe.data.fetch import at_epoch
-from mpframe.data.keyed_random import keyed_uniform
+from mpframe.data import Task
+from mpframe.data.loading import at_epoch, keyed_uniform
 from mpframe.errors import ConfigError, DataError
+from mpframe.workloads.segmentation.data import _starts, mask_folder, shapes
 
 
 def refused(call: Callable[[], Any], error: type[Exception] = DataError) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.data import Loader, text_folder
+from mpframe.data import Loader
 from mpframe.errors import ConfigError, DataError
+from mpframe.workloads.text.classification import text_folder
 
 pytest.importorskip("tokenizers", reason="needs pip install mpframe[text]")
 

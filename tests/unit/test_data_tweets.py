@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.data import Loader, tweet_spans
-from mpframe.data.datasets.text.tweets import made_tweets, read_tweets
+from mpframe.data import Loader
 from mpframe.errors import ConfigError, DataError
+from mpframe.workloads.text.tweets import made_tweets, read_tweets, tweet_spans
 
 HEAD = ["textID", "text", "selected_text", "sentiment"]
 

@@ -11,7 +11,7 @@ from mpframe.errors import ConfigError, DataError
 
 pytest.importorskip("tokenizers", reason="needs pip install mpframe[text]")
 
-from mpframe.data.datasets.text.wordpiece import word_piece
+from mpframe.workloads.text.classification import word_piece
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "a naïve fox, boxes of foxes and Boxers; 3 taxis! wax, mixes, fixed vexed taxes axes exits"
@@ -27,7 +27,7 @@ def vocabulary(path: Path, *pieces: str) -> str:
 def test_the_same_texts_give_the_same_pieces_in_every_process() -> None:
     code = (
         "from test_data_wordpiece import TEXTS; "
-        "from mpframe.data.datasets.text.wordpiece import word_piece; "
+        "from mpframe.workloads.text.classification import word_piece; "
         "print(word_piece(TEXTS, None, 200, 16).pieces)"
     )
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "unit")])

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
 
 from mpframe.data import Loader
-from mpframe.data import loader as loader_module
+from mpframe.data import loading as loader_module
 from mpframe.data.workers import CurrentSamples, WorkerPool, ignore_signals, require_workers
 from mpframe.errors import ConfigError, DataError
 
@@ -230,7 +230,7 @@ def test_a_worker_that_died_while_it_looked_at_torchs_event_is_not_waited_for() 
 
 
 def test_a_wait_longer_than_a_poll_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpframe.data.loader.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("mpframe.data.loading.POLL_SECONDS", 0.05)
 
     loader = Loader(Trap("slow"), 3, shuffle=False, workers=2)
     for epoch in range(2):

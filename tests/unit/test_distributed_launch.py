@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from mpframe.build import resolve_device
+from mpframe.assembly import resolve_device
 from mpframe.distributed import saying
 from mpframe.distributed.launch import Place, place, refuse_misfit
 from mpframe.distributed.world import ALONE, World

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.data import LabelErrorRate
-from mpframe.data.metrics.label_error_rate import collapsed, edit_distance
+from mpframe.workloads.speech import LabelErrorRate, collapsed, edit_distance
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -8,7 +8,9 @@ import torchvision
 from torch import nn
 
 from mpframe.errors import ConfigError
-from mpframe.models import cnn, mlp, resnet18, tabular, unet
+from mpframe.models import cnn, mlp, resnet18
+from mpframe.workloads.segmentation.model import unet
+from mpframe.workloads.tables.model import tabular
 
 
 def size(net: nn.Module) -> int:

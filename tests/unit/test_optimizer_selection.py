@@ -5,7 +5,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import nn
 
-from mpframe import build
+from mpframe import assembly
 from mpframe.config.composition.command_line import checked
 from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
@@ -51,10 +51,10 @@ def test_what_divides_nothing_is_refused(selections: dict[str, Selection], line:
         divided(mlp(4, classes=2, hidden=8), selections)
 
 
-def trainer_of(*overrides: str) -> "build.Trainer":
+def trainer_of(*overrides: str) -> "assembly.Trainer":
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = checked(compose("config", overrides=["device=cpu", *overrides]))
-    return build.build_trainer(config, build.build_task(config), batches=4)
+    return assembly.build_trainer(config, assembly.build_task(config), batches=4)
 
 
 def test_muon_gets_the_matrices() -> None:

@@ -8,7 +8,7 @@ import yaml
 from torch import nn
 
 from mpframe import OpLists, Precision
-from mpframe.build.precision import build_precision, in_fp32
+from mpframe.assembly.parts import build_precision, in_fp32
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.config.locations import CONF
 from mpframe.config.schema import Config

@@ -3,7 +3,7 @@
 import pytest
 from hydra import compose, initialize_config_dir
 
-from mpframe.build import build_precision
+from mpframe.assembly import build_precision
 from mpframe.config.composition.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.config.schema import Config

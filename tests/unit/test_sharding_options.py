@@ -3,7 +3,7 @@
 import pytest
 from torch import Tensor
 
-from mpframe.build.sharding import refuse_beside_sharding
+from mpframe.assembly.trainer import refuse_beside_sharding
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.data.task import Task
 from mpframe.distributed.launch import refuse_misfit

@@ -351,7 +351,7 @@ run_name: plain
 seed: 0
 hydra:
   sweep: {dir: "runs/${run_name}", subdir: "${hydra.job.num}"}
-  callbacks: {sweep_table: {_target_: mpframe.report.sweep_table.SweepTable}}
+  callbacks: {sweep_table: {_target_: mpframe.cli.sweep.SweepTable}}
 """
 PROGRAM = """
 import dataclasses, pathlib, hydra

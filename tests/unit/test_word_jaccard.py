@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from mpframe.data import WordJaccard
-from mpframe.data.metrics.word_jaccard import best_spans, jaccard
+from mpframe.workloads.text.tweets import WordJaccard, best_spans, jaccard
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -21,13 +21,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mpframe import build, checkpoint
+from mpframe import assembly, checkpoint
+from mpframe.checkpoint.random_state import RandomState
 from mpframe.checkpoint.saved_weights import extra_state_of, steps_tried, weights_of
 from mpframe.cli.program import program
 from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
-from mpframe.data.loader import Loader
+from mpframe.data.loading import Loader
 from mpframe.errors import (
     CheckpointError,
     ConfigError,
@@ -36,9 +37,8 @@ from mpframe.errors import (
 )
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.autopsy import evidence
-from mpframe.numerics.autopsy.callback import examine, write_report
-from mpframe.numerics.autopsy.case import RandomState
 from mpframe.numerics.autopsy.evidence import Evidence
+from mpframe.numerics.autopsy.examination import examine, write_report
 from mpframe.numerics.autopsy.report import Report
 from mpframe.training.plan import Progress
 from mpframe.training.trainer import Trainer
@@ -136,10 +136,10 @@ def _examined(step: Evidence, trainer: Trainer, path: Path) -> Report:
 
 
 def _rebuilt(config: Config) -> tuple[Trainer, Loader]:
-    build.seed_everything(config.run.seed)
-    task = build.build_task(config)
-    train = build.build_loaders(config, task).train
-    return build.build_trainer(config, task, 1), train
+    assembly.seed_everything(config.run.seed)
+    task = assembly.build_task(config)
+    train = assembly.build_loaders(config, task).train
+    return assembly.build_trainer(config, task, 1), train
 
 
 def _next_step(state: dict[str, Any], steps: int, trainer: Trainer, train: Loader) -> Evidence:

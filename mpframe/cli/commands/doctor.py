@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mpframe import build
+from mpframe import assembly
 from mpframe.cli.program import program, without_secrets
 from mpframe.config.composition.command_line import jobs
 from mpframe.config.schema import Config
@@ -54,10 +54,10 @@ def subject_of(config: Config, words: Sequence[str] = ()) -> Subject:
     """
     # A compiled graph is the same numbers, after minutes of compiling.
     config = replace(config, trainer=replace(config.trainer, compile=False))
-    build.seed_everything(config.run.seed)
-    task = build.build_task(config)
-    train = build.build_loaders(config, task).train
-    trainer = build.build_trainer(config, task, len(train))
+    assembly.seed_everything(config.run.seed)
+    task = assembly.build_task(config)
+    train = assembly.build_loaders(config, task).train
+    trainer = assembly.build_trainer(config, task, len(train))
     trained_in = None if config.run.init_from is None else take_first_weights(trainer, config.run)
     added = {word.lstrip("+").partition("=")[0] for word in words if word.startswith("+")}
     return Subject(trainer, train, config.flat, added, trained_in)

@@ -30,7 +30,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpframe import build
+from mpframe import assembly
 from mpframe.checkpoint.saved_weights import KINDS
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
@@ -38,7 +38,7 @@ from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.config.composition.source import take_source
 from mpframe.config.redaction import secrets_of
 from mpframe.config.sweep.job_name import name_of
-from mpframe.data import Loader
+from mpframe.data.loading import Loader
 from mpframe.errors import ConfigError, printable, take_options
 from mpframe.files.durable import write_atomically
 from mpframe.tracking.summary import strict_json
@@ -99,12 +99,12 @@ def evaluate(
     """
     path = checkpoint_of(path, split)
     run = restored(path, given, weights)
-    split, loader = _chosen(split, build.build_loaders(run.config, run.task))
+    split, loader = _chosen(split, assembly.build_loaders(run.config, run.task))
     evaluation = run.trainer.evaluate(loader)
     return _described(run, evaluation, split, loader)
 
 
-def _chosen(split: str | None, loaders: build.Loaders) -> tuple[str, Loader]:
+def _chosen(split: str | None, loaders: assembly.Loaders) -> tuple[str, Loader]:
     if split == "val" or (split is None and loaders.test is None):
         return "val", loaders.val
     if loaders.test is None:

@@ -34,7 +34,7 @@ from typing import Any
 
 from torch import nn
 
-from mpframe import build, checkpoint
+from mpframe import assembly, checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.export.files import (
     FORMATS,
@@ -157,7 +157,7 @@ def _content(export: Export, facts: dict[str, Any]) -> bytes:
         return as_safetensors(tensors, _without_secrets(facts))
     config = config_of(export.snapshot.config, export.source / "config.yaml", export.given)
     facts["model"] = model_facts(config.model)
-    model: nn.Module = build.build_model(config)
+    model: nn.Module = assembly.build_model(config)
     facts["inputs"] = without_labels(facts["inputs"], model)
     graph = traced(model, export.weights, export.options["weights_dtype"], facts["inputs"])
     facts["inputs"] = describe_inputs(graph, facts["inputs"])

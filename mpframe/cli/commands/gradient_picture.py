@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mpframe import build, checkpoint
+from mpframe import assembly, checkpoint
 from mpframe.checkpoint.saved_weights import steps_tried, weights_of
 from mpframe.cli.program import program
 from mpframe.cli.restored import run_folder
@@ -95,7 +95,7 @@ def _losses(
 
 def _measured(config: Config, weights: Weights, scale: float, half: torch.dtype) -> Ranges:
     """The ranges of one step in fp32, from the same weights, batch and random numbers each time."""
-    trainer, train = _prepared(build.in_fp32(config), weights, scale)
+    trainer, train = _prepared(assembly.in_fp32(config), weights, scale)
     probe = RangeProbe(trainer, half)
     trainer.train_step(next(iter(train.epoch(0))))
     return probe.ranges()
@@ -108,7 +108,7 @@ def _product_limits(
 
     Delayed scales go on with the checkpoint's histories. Nothing is there without a recipe.
     """
-    if not build.build_precision(config).policy.recipes:
+    if not assembly.build_precision(config).policy.recipes:
         return {}
     trainer, train = _prepared(config, weights, scale)
     trainer.precision.load_state_dict(state["trainer"].get("products", {}))
@@ -119,10 +119,10 @@ def _product_limits(
 
 def _prepared(config: Config, weights: Weights, scale: float) -> tuple[Trainer, Loader]:
     """A fresh trainer with a fixed loss scale, and the training samples."""
-    build.seed_everything(config.run.seed)
-    task = build.build_task(config)
-    train = build.build_loaders(config, task).train
-    trainer = build.build_trainer(config, task, 1)
+    assembly.seed_everything(config.run.seed)
+    task = assembly.build_task(config)
+    train = assembly.build_loaders(config, task).train
+    trainer = assembly.build_trainer(config, task, 1)
     trainer.load_weights(weights)
     return _scaled(trainer, scale), train
 

@@ -37,15 +37,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from mpframe import build
+from mpframe import assembly
 from mpframe.checkpoint.saved_weights import KINDS
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
 from mpframe.config.composition.command_line import refuse_unwritable
-from mpframe.data import Task
-from mpframe.data.datasets.images.arrays import Normalize
-from mpframe.data.datasets.images.image_files import Listing, list_unlabelled
-from mpframe.data.datasets.images.image_folder import FileImages
+from mpframe.data.image_files import FileImages, Listing, list_unlabelled
+from mpframe.data.images import Normalize
+from mpframe.data.task import Task
 from mpframe.errors import ConfigError, printable, take_options
 from mpframe.files.table import refuse_unwritable_kind, writing
 from mpframe.training.callback import Callback
@@ -135,7 +134,7 @@ def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = No
     Raises:
         MpframeError: the outputs are not of this kind, or the file cannot be written.
     """
-    loader = build.evaluation_loader(run.config, run.task, samples.dataset, samples.source)
+    loader = assembly.evaluation_loader(run.config, run.task, samples.dataset, samples.source)
     bar = _Bar(len(loader))
     try:
         with writing(out) as write:

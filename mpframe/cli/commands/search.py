@@ -35,11 +35,11 @@ from typing import Self
 import yaml
 from tqdm import tqdm
 
-from mpframe import build
+from mpframe import assembly
 from mpframe.cli.program import program
 from mpframe.config.composition.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
-from mpframe.data.loader import Loader
+from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError, DivergedError, take_options
 from mpframe.files.durable import write_atomically
@@ -85,7 +85,7 @@ class Aim:
         """The options of the run with every module kept."""
         if self.pin == NO_PRODUCTS:
             return replace(config, dtype=replace(config.dtype, products=NO_PRODUCTS))
-        return build.in_fp32(config)
+        return assembly.in_fp32(config)
 
 
 TARGET = {"float16": 0.1, "bfloat16": 0.3}
@@ -177,7 +177,7 @@ def _trained(config: Config, steps: int, seed: int) -> Evaluation:
     config = replace(config, trainer=limits, run=replace(config.run, seed=seed))
     task, train = _data(config)
     trainer = _trainer(config, task)
-    val = build.build_loaders(config, task).val
+    val = assembly.build_loaders(config, task).val
     trainer.callbacks = {"skip_guard": SkipGuard(limits.max_consecutive_skips)}
     try:
         trainer.fit(train)
@@ -187,14 +187,14 @@ def _trained(config: Config, steps: int, seed: int) -> Evaluation:
 
 
 def _data(config: Config) -> tuple[Task, Loader]:
-    build.seed_everything(config.run.seed)
-    task = build.build_task(config)
-    return task, build.build_loaders(config, task).train
+    assembly.seed_everything(config.run.seed)
+    task = assembly.build_task(config)
+    return task, assembly.build_loaders(config, task).train
 
 
 def _trainer(config: Config, task: Task) -> Trainer:
-    build.seed_everything(config.run.seed)
-    return build.build_trainer(config, task, len(task.train) // config.data.batch_size)  # type: ignore[arg-type]
+    assembly.seed_everything(config.run.seed)
+    return assembly.build_trainer(config, task, len(task.train) // config.data.batch_size)  # type: ignore[arg-type]
 
 
 def _with_products(trainer: Trainer) -> list[str]:

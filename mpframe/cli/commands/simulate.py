@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mpframe.build import build_scaler
+from mpframe.assembly import build_scaler
 from mpframe.cli.program import program
 from mpframe.config.composition.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config

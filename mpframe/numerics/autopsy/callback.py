@@ -13,19 +13,15 @@ step does not change weights or buffers.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mpframe.checkpoint.random_state import RandomState
 from mpframe.distributed.world import World
 from mpframe.errors import DivergedError, MpframeError, first_line
-from mpframe.files.durable import write_atomically
-from mpframe.numerics.autopsy import evidence as evidence_of
-from mpframe.numerics.autopsy.case import RandomState
-from mpframe.numerics.autopsy.diagnosis import Kind, diagnose
-from mpframe.numerics.autopsy.evidence import Evidence
-from mpframe.numerics.autopsy.report import Report, report_on
+from mpframe.numerics.hints import scaling_of
 from mpframe.optim.step_result import StepResult
 from mpframe.training.callback import Callback
 from mpframe.training.loader import Batch
@@ -33,9 +29,11 @@ from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of, map_tensors
 
+if TYPE_CHECKING:
+    from mpframe.numerics.autopsy.evidence import Evidence
+
 log = logging.getLogger(__name__)
 
-REPORT = "report.md"
 _MOST = 3  # reports in a run: if a model fails again and again, a fourth report says nothing new
 
 
@@ -117,9 +115,9 @@ class Autopsy(Callback):
         # The loss of an accumulated step is nan if all micro-batches were dropped, for any reason.
         if result.dropped is None and not _finite(result.loss):
             return f"the loss is {float(result.loss):g}"  # type: ignore[arg-type]
-        floors = evidence_of.floors_of(trainer)
-        skipped = evidence_of.skipped_of(trainer, result)
-        for name, scale in evidence_of.scales_of(trainer, result).items():
+        floors = floors_of(trainer)
+        skipped = skipped_of(trainer, result)
+        for name, scale in scales_of(trainer, result).items():
             if name in skipped and scale <= floors.get(name, scale):
                 what = "at the scaler's floor" if name in floors else "without a loss scaler"
                 return f"the step was skipped {what}"
@@ -132,13 +130,13 @@ class Autopsy(Callback):
         written = self._reported(step, trainer) if trainer.world.is_main else None
         self.written = trainer.world.broadcast_object(written)
 
-    def _reported(self, step: Evidence, trainer: Trainer) -> tuple[Path, str] | None:
+    def _reported(self, step: "Evidence", trainer: Trainer) -> tuple[Path, str] | None:
+        # The replays are loaded when a step has failed: most runs need none.
+        from mpframe.numerics.autopsy.examination import report_beside_evidence
+
+        folder, config = self._context.folder, self._context.config
         try:
-            folder = evidence_of.save(
-                self._context.folder, step, trainer.weights(), self._context.config
-            )
-            report = examine(step, trainer)
-            written = write_report(folder, report)
+            return report_beside_evidence(step, trainer, folder, config)
         except (
             MpframeError,
             OSError,
@@ -146,11 +144,10 @@ class Autopsy(Callback):
         ) as error:  # Most often there is no memory for the replays.
             log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
             return None
-        log.warning("warning: %s\n%s", step.reason, report.text(written))
-        diagnosis = report.title.partition(": ")[2]
-        return written, "" if diagnosis == Kind.NO_FAULT.value else diagnosis
 
-    def _evidence(self, trainer: Trainer, result: StepResult, reason: str) -> Evidence:
+    def _evidence(self, trainer: Trainer, result: StepResult, reason: str) -> "Evidence":
+        from mpframe.numerics.autopsy.evidence import Evidence, zero_eps_of  # Likewise.
+
         if self._step is None:
             raise RuntimeError("the step was not announced")
         batches, random, epoch, batch = self._step
@@ -164,15 +161,43 @@ class Autopsy(Callback):
             samples=[ids.tolist() for _, ids in of_all],
             epoch=epoch,
             batch=batch,
-            scales=evidence_of.scales_of(trainer, result),
-            floors=evidence_of.floors_of(trainer),
-            scaling=evidence_of.scaling_of(trainer),
+            scales=scales_of(trainer, result),
+            floors=floors_of(trainer),
+            scaling=scaling_of(trainer),
             random=random,
             first_loss=first,
-            skipped=evidence_of.skipped_of(trainer, result),
-            zero_eps=evidence_of.zero_eps_of(trainer),
+            skipped=skipped_of(trainer, result),
+            zero_eps=zero_eps_of(trainer),
             world_size=trainer.world.size,
         )
+
+
+def scales_of(trainer: Trainer, result: StepResult) -> dict[str, float]:
+    """The loss scale a step was made with, by the name of the loss."""
+    parts = result.each()
+    return {
+        objective.name: float(parts.get(objective.name, result).scale)
+        for objective in trainer.objectives
+    }
+
+
+def floors_of(trainer: Trainer) -> dict[str, float]:
+    """The scalers' floors, by the name of the loss; without those that have none."""
+    own = {objective.name: objective.scaler for objective in trainer.objectives}
+    shared = trainer.scalers.get("")
+    scalers = {name: trainer.scalers.get(name, shared) for name in own}
+    floors = {name: getattr(scaler, "floor", None) for name, scaler in scalers.items()}
+    return {name: float(floor) for name, floor in floors.items() if floor is not None}
+
+
+def skipped_of(trainer: Trainer, result: StepResult) -> frozenset[str]:
+    """The losses whose step was skipped."""
+    parts = result.each()
+    return frozenset(
+        objective.name
+        for objective in trainer.objectives
+        if bool(parts.get(objective.name, result).skipped)
+    )
 
 
 def _of_all_ranks(world: World, own: list[tuple[Batch, Tensor]]) -> list[tuple[Batch, Tensor]]:
@@ -185,16 +210,3 @@ def _of_all_ranks(world: World, own: list[tuple[Batch, Tensor]]) -> list[tuple[B
 
 def _finite(loss: Tensor | None) -> bool:
     return loss is None or bool(torch.isfinite(loss))
-
-
-def examine(step: Evidence, trainer: Trainer) -> Report:
-    """Replay a step with a trainer that has its weights, and say what is wrong with it."""
-    case = step.case(trainer)
-    return report_on(diagnose(case), case, step)
-
-
-def write_report(folder: Path, report: Report) -> Path:
-    """Write a report beside its evidence; returns its path."""
-    path = folder / REPORT
-    write_atomically(path, report.markdown())
-    return path

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from mpframe.checkpoint.random_state import RandomState
 from mpframe.objectives import samples_in
 from mpframe.precision import Precision
 from mpframe.training.named_objective import NamedObjective
@@ -44,7 +45,7 @@ class Case:
     floors: Mapping[str, float] = field(default_factory=dict)
     scaling: str = "none"
     samples: Sequence[Sequence[int]] = ()
-    random: "RandomState | None" = None
+    random: RandomState | None = None
     first_loss: float | None = None
     skipped: frozenset[str] | None = None
 
@@ -65,28 +66,3 @@ class Case:
         lowest = {name: min(1.0, self.floors.get(name, 1.0)) for name in self.scales}
         rooms = (max(0.0, math.log2(scale / lowest[name])) for name, scale in self.scales.items())
         return int(min(rooms, default=0.0))
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """The states of torch's generators, from which models draw.
-
-    Attributes:
-        cpu: state of the CPU's generator.
-        device: state of the model's CUDA device's, or None.
-    """
-
-    cpu: Tensor
-    device: Tensor | None = None
-
-    @classmethod
-    def now(cls, device: torch.device) -> "RandomState":
-        """The present states; does not wait for the device."""
-        own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), own)
-
-    def restore(self, device: torch.device) -> None:
-        """Set the generators to these states."""
-        torch.set_rng_state(self.cpu)
-        if self.device is not None and device.type == "cuda":
-            torch.cuda.set_rng_state(self.device, device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpframe.data.finite import named_leaves
+from mpframe.data.loading import named_leaves
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.magnitudes import bad_rows, magnitudes_of
 from mpframe.numerics.autopsy.replay import Pass, Replay

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
+from mpframe.checkpoint.random_state import RandomState
 from mpframe.errors import CheckpointError
-from mpframe.loss_scaling.interface import name_of
-from mpframe.numerics.autopsy.case import Case, RandomState
+from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.plain_batch import as_in, is_plain, plain
 from mpframe.numerics.optimizer_numbers import rounded_numbers
-from mpframe.optim import MultiOptimizer
-from mpframe.optim.step_result import StepResult
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.training.loader import Batch
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of, map_tensors, tensors_in
@@ -93,39 +92,6 @@ class Evidence:
             first_loss=self.first_loss,
             skipped=self.skipped,
         )
-
-
-def scales_of(trainer: Trainer, result: StepResult) -> dict[str, float]:
-    """The loss scale a step was made with, by the name of the loss."""
-    parts = result.each()
-    return {
-        objective.name: float(parts.get(objective.name, result).scale)
-        for objective in trainer.objectives
-    }
-
-
-def floors_of(trainer: Trainer) -> dict[str, float]:
-    """The scalers' floors, by the name of the loss; without those that have none."""
-    own = {objective.name: objective.scaler for objective in trainer.objectives}
-    shared = trainer.scalers.get("")
-    scalers = {name: trainer.scalers.get(name, shared) for name in own}
-    floors = {name: getattr(scaler, "floor", None) for name, scaler in scalers.items()}
-    return {name: float(floor) for name, floor in floors.items() if floor is not None}
-
-
-def scaling_of(trainer: Trainer) -> str:
-    """The name of the loss scaling; all losses have the same kind."""
-    return name_of(next(iter(trainer.scalers.values()), None))
-
-
-def skipped_of(trainer: Trainer, result: StepResult) -> frozenset[str]:
-    """The losses whose step was skipped."""
-    parts = result.each()
-    return frozenset(
-        objective.name
-        for objective in trainer.objectives
-        if bool(parts.get(objective.name, result).skipped)
-    )
 
 
 def zero_eps_of(trainer: Trainer) -> str:

@@ -1,9 +1,9 @@
 """Tells before training what will go wrong, and which option corrects it.
 
 Each check examines a `Subject`, a trainer built as for training, and returns findings. Nothing is
-written, and each trial is undone. Begin with subject.py, then any of the checks.
+written, and each trial is undone. Begin with subject.py, then any of the checks. The first are
+numerics/hints.py, which compute nothing: each run reports them.
 
-    hints      options that are allowed, but probably not intended; a run reports them, too
     numbers    eps, learning rate, betas in the optimizer's format
     weights    their range in half, and the format they were trained in
     scaling    does the first step overflow, and at which scale does it not
@@ -14,8 +14,6 @@ written, and each trial is undone. Begin with subject.py, then any of the checks
 
 from collections.abc import Callable, Iterable
 
-from mpframe.numerics.doctor import hints
-from mpframe.numerics.doctor.finding import Finding, Severity
 from mpframe.numerics.doctor.numbers import check_masters, check_numbers
 from mpframe.numerics.doctor.ops import (
     check_binary_cross_entropy,
@@ -31,21 +29,10 @@ from mpframe.numerics.doctor.weights import (
     check_training_format,
     check_weight_range,
 )
+from mpframe.numerics.hints import HINTS, Finding, Severity, findings_of
 
 Check = Callable[[Subject], Iterable[Finding]]
 
-HINTS: tuple[Check, ...] = (
-    hints.check_unscaled,
-    hints.check_needless_scaling,
-    hints.check_growth,
-    hints.check_static_scale,
-    hints.check_learning_rate,
-    hints.check_clip_norm,
-    hints.check_average,
-    hints.check_accumulation,
-    hints.check_classes,
-    hints.check_layers,
-)
 CHECKS: tuple[Check, ...] = (
     check_numbers,
     check_masters,
@@ -63,19 +50,9 @@ CHECKS: tuple[Check, ...] = (
     check_loading,
 )
 
-__all__ = ["CHECKS", "HINTS", "Finding", "Severity", "Subject", "examine", "hints_on"]
+__all__ = ["CHECKS", "Finding", "Severity", "Subject", "examine"]
 
 
 def examine(subject: Subject) -> list[Finding]:
     """The findings of all checks, the worst first."""
-    return _found(CHECKS, subject)
-
-
-def hints_on(subject: Subject) -> list[Finding]:
-    """The findings that need no computation; a run reports them at its start."""
-    return _found(HINTS, subject)
-
-
-def _found(checks: Iterable[Check], subject: Subject) -> list[Finding]:
-    found = [finding for check in checks for finding in check(subject)]
-    return sorted(found, key=lambda finding: finding.severity)
+    return findings_of(CHECKS, subject)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from mpframe.numerics.doctor.finding import Finding, error, warning
 from mpframe.numerics.doctor.subject import Subject
+from mpframe.numerics.hints import Finding, error, warning
 from mpframe.numerics.optimizer_numbers import rounded_numbers
 from mpframe.optim import MasterWeights
 from mpframe.tree import HALF

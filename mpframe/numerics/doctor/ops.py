@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from mpframe.numerics.doctor.finding import Finding, error, few, note, warning
 from mpframe.numerics.doctor.subject import Subject
+from mpframe.numerics.hints import Finding, error, few, note, warning
 from mpframe.numerics.remedies import deny_words, pin_words
 from mpframe.precision.dtype_map import Row
 from mpframe.precision.module_ops import op_of

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from mpframe.numerics.doctor.finding import Finding, few, note, warning
 from mpframe.numerics.doctor.subject import Subject
+from mpframe.numerics.hints import Finding, few, note, warning
 from mpframe.numerics.product_noise import WITHOUT_WEIGHT, Noises, ProductProbe
 from mpframe.numerics.remedies import pin_words
 from mpframe.objectives import compute

@@ -11,9 +11,8 @@ from mpframe.loss_scaling.adaptive import DEFAULT_SCALE
 from mpframe.loss_scaling.powers import safe_scale
 from mpframe.numerics.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.numerics.autopsy.report import value_of, where_of
-from mpframe.numerics.doctor.finding import Finding, error, note, warning
-from mpframe.numerics.doctor.hints import ADAPTIVE
 from mpframe.numerics.doctor.subject import Subject
+from mpframe.numerics.hints import ADAPTIVE, Finding, error, note, warning
 from mpframe.numerics.remedies import deny_words, pin_words
 
 _MANY_LOST = 0.05

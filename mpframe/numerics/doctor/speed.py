@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from mpframe.numerics.doctor.finding import Finding, note, warning
 from mpframe.numerics.doctor.restored import restored
 from mpframe.numerics.doctor.subject import Subject
+from mpframe.numerics.hints import Finding, note, warning
 from mpframe.precision.policy import has_native_half
 
 _MEASURED = 4  # batches

@@ -5,82 +5,41 @@ before it.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpframe.data.loader import Loader
 from mpframe.loss_scaling.interface import LossScaler, wants_probe
+from mpframe.numerics.autopsy.callback import floors_of
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.diagnosis import Diagnosis, diagnose
-from mpframe.numerics.autopsy.evidence import floors_of, scaling_of
 from mpframe.numerics.doctor.dry_run import DryRun, dry_run
 from mpframe.numerics.exponents import ExponentHistogram
-from mpframe.optim import MasterWeights
-from mpframe.optim.multi_optimizer import MultiOptimizer
+from mpframe.numerics.hints import PlannedRun
 from mpframe.precision.dtype_map import Row
-from mpframe.precision.policy import Policy
 from mpframe.training.loader import Batch
 from mpframe.training.probe import probe
-from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of, map_tensors
 
 
 @dataclass
-class Subject:
-    """What the doctor examines.
+class Subject(PlannedRun):
+    """What the doctor examines: a planned run, and trials on it.
 
     Attributes:
-        trainer: as built for the run, `init_from` taken, before its first step.
-        loader: the training data.
-        options: every option of the run by its dotted path.
-        added: the paths that the command line added with `+`.
         trained_in: the precision that trained the weights of `init_from`, e.g. `mixed(bfloat16)`;
             None if there are none.
     """
 
-    trainer: Trainer
-    loader: Loader
-    options: Mapping[str, Any]
-    added: Set[str] = frozenset()
     trained_in: str | None = None
-
-    @property
-    def policy(self) -> Policy:
-        """The run's precision policy."""
-        return self.trainer.precision.policy
-
-    @property
-    def half(self) -> torch.dtype | None:
-        """The half format of the run; None if nothing is half."""
-        return None if self.policy.mode == "fp32" else self.policy.half_dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the model."""
         return device_of(self.trainer.model)
-
-    @property
-    def scaling(self) -> str:
-        """The name of the loss scaling."""
-        return scaling_of(self.trainer)
-
-    @property
-    def optimizers(self) -> dict[str, MasterWeights]:
-        """The optimizers by the path of their options."""
-        optimizer = self.trainer.optimizer
-        if isinstance(optimizer, MultiOptimizer):
-            return {f"optimizer.parts.{name}": part for name, part in optimizer.parts.items()}
-        return {"optimizer": optimizer}
-
-    def typed(self, path: str, value: object) -> str:
-        """The word that sets an option of an open section, as it must be typed."""
-        known = path in self.options and path not in self.added
-        return f"{'' if known else '++'}{path}={value}"
 
     @cached_property
     def rows(self) -> list[Row]:

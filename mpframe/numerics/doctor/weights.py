@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mpframe.numerics.doctor.finding import Finding, error, few, warning
 from mpframe.numerics.doctor.subject import Subject
+from mpframe.numerics.hints import Finding, error, few, warning
 from mpframe.numerics.remedies import pin_words
 
 _MANY_SUBNORMAL = 0.05

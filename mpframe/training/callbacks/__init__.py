@@ -13,5 +13,17 @@ Begin with training/callback.py, the interface, and conf/callbacks/default.yaml,
     early_stopping, skip_guard, stop_on_signal    end a run
 
 The autopsy and the ranges are callbacks, too, and are in numerics/. A configuration names each by
-`_target_`, so nothing is exported here. This package may import what training may import.
+`_target_`, and nothing is exported here. This package may import what training may import.
 """
+
+from mpframe.training.callback import Callback
+
+
+def record_profile(enabled: bool = False) -> Callback:
+    """The callback `Profile`, or one that does nothing if it is not enabled."""
+    if not enabled:
+        return Callback()
+    # The profiler and what reads its trace are loaded when they are used.
+    from mpframe.training.callbacks.profile import Profile
+
+    return Profile()

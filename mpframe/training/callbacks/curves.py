@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mpframe.data.loader import Loader
-from mpframe.optim import MultiOptimizer
+from mpframe.data.loading import Loader
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.optim.step_result import StepResult
 from mpframe.tracking.memory import peak_memory
 from mpframe.tracking.tags import Tag, metric_tag

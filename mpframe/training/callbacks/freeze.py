@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from mpframe.errors import ConfigError
-from mpframe.optim import MultiOptimizer
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.optim.selection import hint
 from mpframe.training.callback import Callback
 from mpframe.training.loader import Batch

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mpframe.errors import ConfigError
-from mpframe.optim import LARC, MultiOptimizer, StepResult
+from mpframe.optim import StepResult
+from mpframe.optim.larc import LARC
+from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.optim.selection import Selection, hint
 from mpframe.training.callback import Callback
 from mpframe.training.run_context import RunContext

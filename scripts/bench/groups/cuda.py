@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bench.measure import Competitor, race, timed
 from bench.table import Table
 from mpframe.loss_scaling import Backoff
-from mpframe.models.resnet18 import resnet18
+from mpframe.models import resnet18
 from mpframe.objectives import supervised
 from mpframe.precision import Precision
 from mpframe.training.plan import Plan

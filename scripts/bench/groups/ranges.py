@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from bench.measure import Competitor, Spread, Times, race, ratio, threads, timed
 from bench.table import Claim, Table
 from mpframe.loss_scaling import Backoff
-from mpframe.models import mlp
-from mpframe.models.resnet18 import resnet18
+from mpframe.models import mlp, resnet18
 from mpframe.numerics.range_watch import RangeWatch
 from mpframe.objectives import supervised
 from mpframe.precision import Precision

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bench.measure import Competitor, Times, race, threads, timed
 from bench.table import Claim, Table
 from mpframe.loss_scaling import Backoff
-from mpframe.models.resnet18 import resnet18
+from mpframe.models import resnet18
 from mpframe.objectives import supervised
 from mpframe.precision import Precision
 from mpframe.precision.policy import has_native_half

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.models import gpt, resnet18, unet
+from mpframe.models import resnet18
+from mpframe.workloads.segmentation.model import unet
+from mpframe.workloads.text.language_model import gpt
 
 
 @dataclass(frozen=True)

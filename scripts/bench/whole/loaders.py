@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
 from bench.whole.workloads import Workload
-from mpframe.data.loader import shuffled
+from mpframe.data.loading import shuffled
 
 SEED = 0
 

@@ -28,15 +28,12 @@ class Profile(Callback):
     The trace goes into the run's folder, the largest costs by module and format into the log and
     into TensorBoard's text. A validation in between ends the recording. A compiled model has no
     modules to attribute costs to: it counts as one.
-
-    Args:
-        enabled: False records nothing.
     """
 
     _context: RunContext
 
-    def __init__(self, enabled: bool = False) -> None:
-        self._pending = enabled
+    def __init__(self) -> None:
+        self._pending = True
         self._profiler: profile | None = None
         self._around = ExitStack()
         self._first_step = self._began_at = self._recorded = 0

@@ -1,0 +1,194 @@
+"""Optimizers, learning-rate schedules and the average of the weights."""
+
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+
+from mpframe.assembly.parts import monitored
+from mpframe.assembly.target import found, make
+from mpframe.config.check import flatten
+from mpframe.config.planned import filled_in
+from mpframe.config.redaction import hide, secrets_of
+from mpframe.config.schema import Config, Group, GroupOptions, PartOptions
+from mpframe.data.task import Task
+from mpframe.errors import ConfigError
+from mpframe.optim import MasterWeights
+from mpframe.optim.ema import Ema
+from mpframe.optim.multi_optimizer import MultiOptimizer
+from mpframe.optim.schedules import PlannedSchedule, Schedule
+from mpframe.optim.selection import Selection, divided, grouped
+from mpframe.training.trainer import AnyOptimizer
+
+log = logging.getLogger(__name__)
+
+_OF_A_SCHEDULE = ("step", "state_dict", "load_state_dict")
+
+
+def build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
+    """The optimizers by name; the only one is named ""."""
+    if config.joint is None:
+        own = _with_groups(config, model) if config.groups else model.parameters()
+        return {"": _optimizer("optimizer", config.optimizer, own)}
+    selections = {name: _selection(part.options) for name, part in config.joint.parts.items()}
+    parameters = divided(model, selections)
+    return {
+        name: _optimizer(f"optimizer.parts.{name}", part.node, parameters[name])
+        for name, part in config.joint.parts.items()
+    }
+
+
+def _selection(options: PartOptions | GroupOptions) -> Selection:
+    return Selection(options.parameters, options.without, options.ndim)
+
+
+def _with_groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
+    """The parameters by group, each group with its name and settings, without frozen parameters."""
+    selections = {name: _selection(group.options) for name, group in config.groups.items()}
+    selected = grouped(model, selections)
+    groups = []
+    for name, parameters in selected.items():
+        group = config.groups.get(name)
+        settings = {} if group is None else _settings(config, name, group, parameters)
+        frozen = group is not None and group.options.frozen
+        shown = ["frozen"] if frozen else [f"{key} {value}" for key, value in settings.items()]
+        log.info("optimizer group %s", ", ".join([_counted(name, parameters), *shown]))
+        if frozen:
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+        else:
+            groups.append({"params": parameters, "name": name, **settings})
+    if not groups:
+        raise ConfigError("optimizer.groups: freeze every parameter; leave some to train")
+    return groups
+
+
+def _counted(name: str, parameters: list[nn.Parameter]) -> str:
+    return f"{name}: {len(parameters)} tensors of {sum(p.numel() for p in parameters):,} values"
+
+
+def _settings(
+    config: Config, name: str, group: Group, parameters: list[nn.Parameter]
+) -> dict[str, Any]:
+    """What the group sets, checked by making an optimizer with it.
+
+    torch itself takes any name and any value from a group.
+    """
+    path, settings = f"optimizer.groups.{name}", dict(group.settings)
+    if group.options.lr is not None:
+        settings["lr"] = group.options.lr
+    if group.options.lr_scale is not None:
+        if "lr" not in config.optimizer:
+            raise ConfigError(f"{path}.lr_scale: is a factor on optimizer.lr; set that, too")
+        settings["lr"] = config.optimizer["lr"] * group.options.lr_scale
+    if settings:
+        made = _optimizer(path, {**config.optimizer, **settings}, parameters)
+        for key in settings:
+            if key not in made.defaults:
+                known = ", ".join(made.defaults)
+                raise ConfigError(
+                    f"{path}.{key}={settings[key]}: is the same for all parameters; a group may "
+                    f"set {known}"
+                )
+        return {key: made.defaults[key] for key in settings}
+    return settings
+
+
+def _optimizer(path: str, node: dict[str, Any], parameters: Any) -> Optimizer:
+    optimizer = make(path, node, parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"{path}._target_={node['_target_']}: must return a torch.optim.Optimizer, got "
+            f"{type(optimizer).__name__}"
+        )
+    return optimizer
+
+
+def joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> AnyOptimizer:
+    """One optimizer over all of them; if there is only one, that one."""
+    if config.joint is not None:
+        several = isinstance(task.objective, Mapping)
+        return MultiOptimizer(masters, skip=config.joint.skip, own_losses=several)
+    return masters[""]
+
+
+def build_schedule(
+    config: Config, optimizer: Optimizer, plan: Mapping[str, int], metrics: Mapping[str, Any]
+) -> Schedule | None:
+    """The schedule; None if there is none.
+
+    Args:
+        config: the options.
+        optimizer: whose groups are scheduled.
+        plan: how long the run is planned: `total_steps`, `epochs`, `steps_per_epoch`.
+        metrics: by name; a `ReduceLROnPlateau` watches the monitored one.
+
+    Raises:
+        ConfigError: an argument is not allowed, or what is made is not a schedule.
+    """
+    if config.scheduler is None:
+        return None
+    node = filled_in(config.scheduler, plan)
+    target = found("scheduler", node["_target_"])
+    if "total_steps" in inspect.signature(target).parameters:
+        node.setdefault("total_steps", plan["total_steps"])
+    if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
+        _set_direction(node, *monitored(metrics, config.trainer.monitor))
+        return _schedule(node, optimizer)  # type: ignore[no-any-return]
+    secrets = secrets_of(sys.argv, os.environ)  # A checkpoint holds the arguments.
+    arguments = {name: hide(str(value), secrets) for name, value in flatten(node).items()}
+    make_again = partial(_schedule, node, optimizer)
+    planned = PlannedSchedule(make_again, optimizer, arguments, plan["steps_per_epoch"])
+    _refuse_overrun(planned.schedule, plan["total_steps"])
+    return planned
+
+
+def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Any:
+    schedule = make("scheduler", node, optimizer)
+    missing = [name for name in _OF_A_SCHEDULE if not callable(getattr(schedule, name, None))]
+    if missing:
+        raise ConfigError(
+            f"scheduler._target_={node['_target_']}: has no {' and no '.join(missing)}; see "
+            "docs/optimizer.md"
+        )
+    return schedule
+
+
+def _refuse_overrun(schedule: Any, steps: int) -> None:
+    """Refuse a schedule that would raise before the run has come to its end."""
+    if isinstance(schedule, OneCycleLR) and schedule.total_steps < steps:
+        raise ConfigError(
+            f"scheduler.total_steps={schedule.total_steps}: OneCycleLR cannot go on after it, and "
+            f"the run is planned for {steps} steps; leave it out, or set trainer.epochs or "
+            "trainer.max_steps to fit it"
+        )
+
+
+def _set_direction(node: dict[str, Any], name: str, higher: bool | None) -> None:
+    """Let a schedule that watches validation look for the better values of what is monitored.
+
+    Raises:
+        ConfigError: it was told to look for the worse ones.
+    """
+    watched = "val_loss" if higher is None else f"val_{name}"
+    mode = "max" if higher else "min"
+    if node.setdefault("mode", mode) != mode:
+        raise ConfigError(
+            f"scheduler.mode={node['mode']}: the schedule watches {watched}, where "
+            f"{'more' if higher else 'less'} is better; use scheduler.mode={mode}"
+        )
+
+
+def build_ema(config: Config, model: nn.Module, optimizer: AnyOptimizer) -> Ema | None:
+    decay = config.trainer.ema_decay
+    if decay is None:
+        return None
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return Ema({p: optimizer.master_of(p) for p in trained}, decay)

@@ -1,0 +1,121 @@
+"""Makes the object that a `_target_` names, or says in one line why it cannot."""
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+
+from mpframe.config.moved import MOVED
+from mpframe.errors import ConfigError, MpframeError, UserCodeError, first_line, nearest
+from mpframe.user_code import raised
+
+_TRUTHS = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
+_NOT_A_TYPE = {"class", "None", "NoneType", "Optional", "Union", "typing"}
+_NUMBERS = {"int", "float", "torch", "Tensor"}
+
+
+def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
+    """Call an open section's `_target_` with its options.
+
+    Where the signature says bool, the words on, yes, true, off, no and false stand for one.
+
+    Raises:
+        ConfigError: there is no such target, or it does not take these options.
+    """
+    target, node = node["_target_"], _check_arguments(section, node)
+    try:
+        return instantiate(node, _partial_=True, _convert_="all")(*arguments)
+    except MpframeError:
+        raise
+    except InstantiationException as error:
+        if isinstance(error.__cause__, MpframeError):
+            raise error.__cause__ from None
+        raise ConfigError(f"{section}: {str(error).splitlines()[0]}") from error
+    except (TypeError, ValueError, RuntimeError, LookupError) as error:
+        raise ConfigError(
+            f"{section}: {target} refused its options: {first_line(error)}"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise UserCodeError(f"{section}: {target} raised {raised(error)}") from error
+
+
+def options_of(section: str, node: dict[str, Any]) -> dict[str, Any]:
+    """An open section's options, those with a `_target_` made, for a target that is not called.
+
+    Raises:
+        ConfigError: the target does not take these options, or one cannot be made.
+    """
+    return dict(make(section, {**_check_arguments(section, node), "_target_": "builtins.dict"}))
+
+
+def _check_arguments(
+    section: str, node: Mapping[str, Any], *, nested: bool = False
+) -> dict[str, Any]:
+    """Return a node whose arguments fit the signature of its target.
+
+    A nested node's may have other names, as classes exist that take more than their signature says.
+    """
+    try:
+        parameters = inspect.signature(found(section, node["_target_"])).parameters
+    except ValueError:
+        return dict(node)  # A C function does not tell its parameters.
+    checked = dict(node)
+    for name in (name for name in node if not str(name).startswith("_")):
+        path = f"{section}.{name}"
+        if name in parameters:
+            checked[name] = _check_truth(path, node[name], parameters[name])
+        elif not nested and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            hint = nearest(str(name), parameters) or "it takes " + ", ".join(parameters)
+            raise ConfigError(
+                f"{path}={node[name]}: {node['_target_']} takes no such argument; {hint}"
+            )
+        if node.get("_recursive_") is not False:
+            checked[name] = _check_nested(path, checked[name])
+    return checked
+
+
+def _check_nested(path: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_check_nested(path, item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if isinstance(value.get("_target_"), str):
+        return _check_arguments(path, value, nested=True)
+    return {key: _check_nested(f"{path}.{key}", item) for key, item in value.items()}
+
+
+def _check_truth(path: str, value: Any, parameter: inspect.Parameter) -> Any:
+    """Return a truth for a bool's word: Python takes any word for true, and true for 1."""
+    kind = parameter.annotation
+    known = str(type(parameter.default) if kind is parameter.empty else kind)
+    kinds = set(re.findall(r"\w+", known)) - _NOT_A_TYPE
+    if isinstance(value, bool) and kinds and kinds <= _NUMBERS:
+        raise ConfigError(f"{path}={str(value).lower()}: must be a number")
+    if kinds != {"bool"} or isinstance(value, bool | None):
+        return value
+    if str(value).lower() not in _TRUTHS:
+        raise ConfigError(f"{path}={value}: must be true or false")
+    return _TRUTHS[str(value).lower()]
+
+
+def found(section: str, target: str) -> Any:
+    """The class or function that a `_target_` names.
+
+    Raises:
+        ConfigError: there is none, or it is something else, as a module is.
+    """
+    try:
+        named = get_object(target)
+    except (Exception, SystemExit) as error:  # Importing the user's module may raise anything.
+        said = raised(error) if isinstance(error, SystemExit) else first_line(error)
+        said = f"is now {MOVED[target]}" if target in MOVED else said
+        raise ConfigError(f"{section}._target_={target}: {said}") from error
+    if not callable(named):
+        raise ConfigError(
+            f"{section}._target_={target}: is a {type(named).__name__}; name a class or function, "
+            f"as in {target}.Name"
+        )
+    return named

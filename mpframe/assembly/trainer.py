@@ -1,0 +1,247 @@
+"""The trainer, in which everything is put together.
+
+With `trainer.parallel=fsdp` the model's weights are divided among the ranks, or what cannot be
+divided is refused by name.
+"""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from mpframe.assembly.optimizer import build_ema, build_optimizers, build_schedule, joined
+from mpframe.assembly.parts import (
+    build_eval_precision,
+    build_metrics,
+    build_model,
+    build_precision,
+    build_scalers,
+    resolve_device,
+    to_device,
+)
+from mpframe.config.schema import Config
+from mpframe.data.loading import Loader
+from mpframe.data.task import Task
+from mpframe.distributed.world import ALONE, World
+from mpframe.errors import ConfigError, RunInterrupted, first_line
+from mpframe.loss_scaling.adaptive import PROBE
+from mpframe.precision import Precision
+from mpframe.training.channels_last import to_channels_last
+from mpframe.training.loss_spike import LossSpikes
+from mpframe.training.plan import Plan
+from mpframe.training.ranks import refuse_other_weights
+from mpframe.training.recompute import recompute
+from mpframe.training.trainer import AnyOptimizer, Trainer
+from mpframe.tree import device_of, map_tensors
+
+_NEEDED = {  # What needs whole weights on each rank is off.
+    "trainer.compile": "false",
+    "trainer.channels_last": "false",
+    "trainer.reduce": "in_backward",
+    "trainer.eval_dtype": "null",
+    "trainer.async_save": "false",
+    "dtype.master_weights": "on",
+    "dtype.products": "none",
+    "numerics.every": "null",
+}
+_WITHOUT = ("Freeze", "LayerwiseRates", "Penalty")  # callbacks
+
+# They treat each value by itself, so a rank steps its part alone.
+_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
+_BY_VALUE = {getattr(torch.optim, name) for name in _NAMES.split()}
+
+
+def refuse_beside_sharding(config: Config, task: Task) -> None:
+    """Refuse what needs whole weights on each rank.
+
+    Raises:
+        ConfigError: names the option, and the way out.
+    """
+    for option, needed in _NEEDED.items():
+        section, _, name = option.partition(".")
+        value = _word(getattr(getattr(config, section), name))
+        if value != needed:
+            raise _does_not_go(f"{option}={value}", f"use {option}={needed}")
+    for name, node in config.callbacks.items():
+        if node and str(node.get("_target_", "")).endswith(_WITHOUT):
+            raise _does_not_go(f"callbacks.{name}", f"use callbacks.{name}=null")
+    if config.joint is not None or isinstance(task.objective, Mapping):
+        raise _does_not_go("several optimizers or losses", "use one of each")
+    if config.loss_scaling.get("init_scale") == PROBE:
+        raise _does_not_go(f"loss_scaling.init_scale={PROBE}", "give it a number")
+
+
+def _word(value: object) -> str:
+    """A value as it is typed."""
+    return {"None": "null"}.get(str(value), str(value)).lower()
+
+
+def _does_not_go(option: str, way_out: str) -> ConfigError:
+    return ConfigError(
+        f"{option}: does not go with trainer.parallel=fsdp; {way_out}, or trainer.parallel=ddp"
+    )
+
+
+def shard(
+    model: nn.Module,
+    optimizers: Mapping[str, Optimizer],
+    precision: Precision,
+    world: World,
+    device: torch.device,
+) -> None:
+    """Divide the weights among the ranks, and let the optimizers step the parts.
+
+    Raises:
+        ConfigError: an optimizer looks at more than single values, or a weight cannot be divided.
+    """
+    for optimizer in optimizers.values():
+        kind = type(optimizer)
+        if kind not in _BY_VALUE:
+            raise ConfigError(
+                f"optimizer={kind.__name__}: may look at a whole weight, of which a rank has a "
+                "part with trainer.parallel=fsdp; use trainer.parallel=ddp, or one of torch.optim: "
+                + ", ".join(_NAMES.split())
+            )
+    replaced = precision.shard(model, world, device)
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["params"] = [replaced[own] for own in group["params"]]
+
+
+log = logging.getLogger(__name__)
+
+
+def build_trainer(config: Config, task: Task, batches: int, world: World = ALONE) -> Trainer:
+    """Model, optimizer, schedule and scaler, in the dtype mode and on the device.
+
+    Args:
+        config: the options.
+        task: gives the objective and metrics.
+        batches: micro-batches per epoch, for the schedule.
+        world: the ranks that train together.
+    """
+    _refuse_compiled(config)
+    device = resolve_device(config.run.device)
+    sharded = config.trainer.parallel == "fsdp" and world.size > 1  # Other commands are alone.
+    if sharded:
+        refuse_beside_sharding(config, task)
+    # A model to be divided may be too large for one device: its blocks go there one by one.
+    home = torch.device("cpu") if sharded else device
+    model = build_model(config).to(home)
+    if config.trainer.sync_batchnorm:
+        world.synchronize_batchnorm(model)
+    optimizers = build_optimizers(config, model)
+    plan = build_plan(config)
+    numbers, metrics = plan.numbers(batches), build_metrics(config, task)
+    schedules = {
+        name: build_schedule(config, own, numbers, metrics) for name, own in optimizers.items()
+    }
+    precision = build_precision(config)
+    for objective in task.objectives.values():
+        to_device(objective, home)
+    _trace(config, task, model, precision)
+    if sharded:
+        refuse_other_weights(world, model.named_parameters())
+        shard(model, optimizers, precision, world, device)
+        for objective in task.objectives.values():
+            to_device(objective, device)
+    recompute(model, config.trainer.recompute)
+    if config.trainer.channels_last:
+        to_channels_last(model)
+    masters = {name: precision.prepare(model, own)[1] for name, own in optimizers.items()}
+    optimizer = joined(config, masters, task)
+    return _kind_of(task, optimizer)(
+        model=model,
+        optimizer=optimizer,
+        objective=task.objective,  # type: ignore[arg-type]  # Several go to the kind for several.
+        precision=precision,
+        scaler=build_scalers(config, task, device),
+        schedule={name: own for name, own in schedules.items() if own is not None},
+        ema=build_ema(config, model, optimizer),
+        plan=plan,
+        metrics=metrics,
+        monitor=config.trainer.monitor,
+        eval_precision=build_eval_precision(config),
+        spikes=_build_spikes(config),
+        world=world,
+    )
+
+
+def _kind_of(task: Task, optimizer: AnyOptimizer) -> type[Trainer]:
+    """The trainer for these objectives and this optimizer; only that one is imported."""
+    if isinstance(task.objective, Mapping):
+        from mpframe.training.multi_objective import MultiObjectiveTrainer
+
+        return MultiObjectiveTrainer
+    if optimizer.needs_closure:
+        from mpframe.training.closure_trainer import ClosureTrainer
+
+        return ClosureTrainer
+    return Trainer
+
+
+def _trace(config: Config, task: Task, model: nn.Module, precision: Precision) -> None:
+    """Show `precision` each objective on the first batch of training: the same in every command.
+
+    Lazy layers get their shapes from it, in every mode.
+    """
+    if not precision.policy.stores_by_op and not any(map(is_lazy, model.parameters())):
+        return
+    train = Loader(
+        task.train, config.data.batch_size, seed=config.run.seed, shuffle=True, collate=task.collate
+    )
+    device = device_of(model)
+    model.train()
+    try:
+        batch = map_tensors(lambda tensor: tensor.to(device), next(train.epoch(0)))
+        for objective in task.objectives.values():
+            precision.trace(model, partial(objective, batch=batch))
+    except (RunInterrupted, ConfigError):  # No first step would take such options.
+        raise
+    except (Exception, SystemExit) as error:  # The first step meets the same error, and says more.
+        log.warning(
+            "warning: the first batch could not be traced (%s): weights of classes that are not "
+            "torch.nn's stay fp32",
+            first_line(error.__cause__ or error),
+        )
+
+
+def _refuse_compiled(config: Config) -> None:
+    """What needs a model's modules one by one: a compiled model is one graph."""
+    if not config.trainer.compile:
+        return
+    if config.numerics.every is not None:
+        raise ConfigError(
+            f"numerics.every={config.numerics.every}: a compiled model has no modules to watch; "
+            "use trainer.compile=false or numerics=off"
+        )
+    if config.trainer.recompute:
+        raise ConfigError(
+            f"trainer.recompute={config.trainer.recompute}: a compiler chooses itself what it "
+            "computes again; use trainer.compile=false or trainer.recompute=[]"
+        )
+
+
+def build_plan(config: Config) -> Plan:
+    """How long to train and how often to look."""
+    options = config.trainer
+    return Plan(
+        epochs=options.epochs,
+        max_steps=options.max_steps,
+        accumulate=options.accumulate,
+        clip_norm=options.clip_norm,
+        clip_value=options.clip_value,
+        eval_every=options.eval_every,
+        skip_if_dropped=options.bad_micro_batch == "skip",
+        compile=options.compile,
+        reduce=options.reduce,
+    )
+
+
+def _build_spikes(config: Config) -> LossSpikes | None:
+    policy, factor = config.trainer.on_loss_spike, config.trainer.loss_spike_factor
+    return None if policy == "off" else LossSpikes(policy, factor)

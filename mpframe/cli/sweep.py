@@ -1,0 +1,93 @@
+"""Keeps the table of a sweep: a Hydra callback, wired in the config as
+
+    hydra:
+      callbacks:
+        sweep_table:
+          _target_: mpframe.cli.sweep.SweepTable
+
+It also keeps a sweep in one folder, even if `hydra.sweep.dir` contains the time; any
+`hydra.sweep.subdir` will do.
+"""
+
+import atexit
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, read_write
+
+from mpframe.config.composition.overrides import word_of
+from mpframe.config.redaction import as_yaml, secrets_of, values_of
+from mpframe.config.sweep.again import say_on_signal
+from mpframe.config.sweep.values import axes
+from mpframe.files.durable import write_atomically
+
+
+class SweepTable(Callback):
+    """Keeps `sweep.md` and `sweep.csv` in `hydra.sweep.dir`, and prints the table in the end."""
+
+    def __init__(self) -> None:
+        self._folder = Path()
+        self._planned = 0
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _pin_sweep_dir(config)
+        self._folder = Path(config.hydra.sweep.dir).absolute()
+        self._planned = _planned(config)
+        # Hydra does not call on_multirun_end if a job failed, but then the table is needed, too.
+        atexit.register(self._report)
+        if config.hydra.runtime.choices["hydra/launcher"] != "basic":
+            say_on_signal(Path(config.hydra.sweep.dir))
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _hide_secrets(Path(config.hydra.sweep.dir) / "multirun.yaml")
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """In the job's process, which may be one of several."""
+        if config.hydra.mode is RunMode.MULTIRUN:
+            from mpframe.report.sweep_table import write_table  # A run alone needs none.
+
+            write_table(Path(config.hydra.sweep.dir))
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        atexit.unregister(self._report)
+        self._report()
+
+    def _report(self) -> None:
+        from mpframe.report.sweep_table import as_text, write_table
+
+        jobs = write_table(self._folder)
+        if jobs:
+            print(as_text(self._folder, jobs, self._planned))
+
+
+def _planned(config: DictConfig) -> int:
+    """How many jobs the sweep has; 0 if its sweeper decides."""
+    if config.hydra.runtime.choices["hydra/sweeper"] != "basic":
+        return 0
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+    words = [f"{key}={value}" for key, value in params.items()]
+    given: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+    return math.prod(map(len, axes([*words, *given["task"]], given["hydra"])))
+
+
+def _pin_sweep_dir(config: DictConfig) -> None:
+    """Give every job the sweep's folder: Hydra composes it again for each job.
+
+    A folder named after an option that is swept would otherwise scatter the jobs.
+    """
+    with read_write(config.hydra):
+        config.hydra.overrides.hydra.append(word_of("hydra.sweep.dir", config.hydra.sweep.dir))
+
+
+def _hide_secrets(path: Path) -> None:
+    """Hydra has written the sweep's options by now; a shell may have put secrets among them."""
+    if path.is_file():
+        written = OmegaConf.load(path)
+        shown = as_yaml(written, secrets_of(values_of(written), os.environ))
+        if shown != path.read_text(encoding="utf-8"):
+            write_atomically(path, shown)

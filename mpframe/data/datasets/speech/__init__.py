@@ -1,1 +1,0 @@
-"""Sequences of feature frames with the labels that are spoken in them."""

@@ -1,0 +1,346 @@
+"""A folder of images, <split>/<class>/<image>, as a classification task.
+
+The files are untrusted input. Only JPEG, PNG, WebP and BMP are decoded, whatever a file's name
+says: other formats of the imaging library have started external programs. A symbolic link may point
+within the folder and nowhere else, and a picture that claims an absurd size is refused from its
+header.
+"""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from mpframe.data.facts import require_facts, require_whole
+from mpframe.data.images import ArrayImages, Images, Normalize, spread
+from mpframe.data.samples import hold_out
+from mpframe.data.task import Task, classification
+from mpframe.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+RESIZE = "PIL.ImageOps.fit(image, size, PIL.Image.Resampling.BILINEAR)"
+"""What `decode` does to an image of another size: cut the middle out, then scale it."""
+FORMATS = ("JPEG", "PNG", "WebP", "BMP")
+_MOST_PIXELS = 2**26
+_MODES = {1: "L", 3: "RGB"}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The images of one split.
+
+    Attributes:
+        classes: folder names, sorted.
+        paths: image files, by class and then by name.
+        targets: [N] int64, each file's place in `classes`.
+    """
+
+    classes: tuple[str, ...]
+    paths: tuple[str, ...]
+    targets: Tensor
+
+    def part(self, indices: Tensor) -> "Listing":
+        """The images of these indices, [n] int64 and ascending."""
+        paths = tuple(self.paths[index] for index in indices.tolist())
+        return Listing(self.classes, paths, self.targets[indices])
+
+    def first(self, per_class: int | None) -> "Listing":
+        """The first so many images of each class; all of them if None."""
+        if per_class is None:
+            return self
+        starts = torch.searchsorted(self.targets, self.targets)
+        return self.part((torch.arange(len(self.targets)) - starts < per_class).nonzero().flatten())
+
+
+def list_images(root: Path, split: str) -> Listing:
+    """List `root`/`split`.
+
+    Args:
+        root: the tree.
+        split: the folder within it that holds one folder per class.
+
+    Raises:
+        DataError: a class without images, a link that leaves `root`, or an unreadable folder.
+
+    Files of other kinds are left out, with a warning that counts them.
+    """
+    _require_inside(root, root / split)
+    folders = [path for path in _entries(root, root / split) if path.is_dir()]
+    paths: list[str] = []
+    counts = []
+    others: Counter[str] = Counter()
+    for folder in folders:
+        entries = _entries(root, folder)
+        files = [str(path) for path in entries if _is_image(path)]
+        others.update(path.suffix or path.name for path in entries if not _is_image(path))
+        if not files:
+            raise DataError(
+                f"{folder}: has no {_listed(SUFFIXES)}; add images or remove the folder"
+            )
+        paths += files
+        counts.append(len(files))
+    _warn_of(others, root / split)
+    targets = torch.arange(len(folders)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    return Listing(tuple(folder.name for folder in folders), tuple(paths), targets)
+
+
+def list_unlabelled(root: Path) -> tuple[str, ...]:
+    """The images in `root` and in all folders below it, by name; hidden ones are left out.
+
+    Raises:
+        DataError: there is none, a link leaves `root`, or a folder is unreadable.
+
+    Files of other kinds are left out, with a warning that counts them.
+    """
+    paths: list[str] = []
+    others: Counter[str] = Counter()
+    waiting = [root]
+    while waiting:
+        entries = _entries(root, waiting.pop())
+        waiting += [path for path in entries if path.is_dir() and not path.is_symlink()]
+        files = [path for path in entries if not path.is_dir()]
+        paths += [str(path) for path in files if _is_image(path)]
+        others.update(path.suffix or path.name for path in files if not _is_image(path))
+    if not paths:
+        raise DataError(f"{root}: has no {_listed(SUFFIXES)}; name a folder with images")
+    _warn_of(others, root)
+    return tuple(sorted(paths))
+
+
+def decode(path: str, channels: int, side: int | None) -> Tensor:
+    """One image, its shorter side scaled to `side` and its middle kept.
+
+    Args:
+        path: a JPEG, PNG, WebP or BMP file. Of 16 bits 8 are kept; of grey rounded, value / 257.
+        channels: 1 (grey) or 3 (RGB).
+        side: pixels; None: the image keeps its size.
+
+    Returns:
+        uint8 [channels, side, side], or [channels, H, W] of the image's own size.
+
+    Raises:
+        DataError: not a readable image of these formats, or above 2^26 pixels.
+    """
+    with opened(path) as image:
+        pixels = _in_8_bits(image).convert(_MODES[channels])
+        if side is not None and pixels.size != (side, side):
+            pixels = ImageOps.fit(pixels, (side, side), Image.Resampling.BILINEAR)
+    array = np.asarray(pixels).reshape(pixels.height, pixels.width, channels)
+    return torch.from_numpy(array.copy()).permute(2, 0, 1)
+
+
+@contextmanager
+def opened(path: str, formats: tuple[str, ...] = FORMATS) -> Iterator[Image.Image]:
+    """The image of a file; whatever fails within the block is blamed on the file.
+
+    Args:
+        path: the file.
+        formats: some of `FORMATS`.
+
+    Raises:
+        DataError: not a readable image of these formats, or above 2^26 pixels.
+    """
+    try:
+        with Image.open(path, formats=formats) as image:
+            if image.width * image.height > _MOST_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels are too many")
+            yield image
+    except Exception as error:  # A damaged file fails in the decoder's own many ways.
+        raise DataError(
+            f"{path}: not a readable {_listed(formats)} ({error}); replace or remove it"
+        ) from error
+
+
+def _in_8_bits(image: Image.Image) -> Image.Image:
+    """A grey image of 16 bits as one of 8 bits: the library would cut off all values above 255.
+
+    It reads colours of 16 bits by their high bytes, and none of these formats has more bits.
+    """
+    if not image.mode.startswith("I"):
+        return image
+    values = np.asarray(image).astype(np.int64)
+    return Image.fromarray(((values + 128) // 257).astype(np.uint8))
+
+
+def _warn_of(others: Counter[str], folder: Path) -> None:
+    if others:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
+        log.warning("warning: %s: left out %s; only %s are read", folder, kinds, _listed(SUFFIXES))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _entries(root: Path, folder: Path) -> list[Path]:
+    """What `folder` holds, sorted by name, hidden names left out."""
+    try:
+        entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be listed ({error.strerror})") from error
+    for path in entries:
+        _require_inside(root, path)
+    return entries
+
+
+def _require_inside(root: Path, path: Path) -> None:
+    # realpath and not resolve, which fails on a link to itself.
+    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root.resolve()):
+        raise DataError(f"{path}: a link that leaves {root}; put the files themselves there")
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and path.is_file()
+
+
+_PARTS = ("train", "val", "test")
+_ONE_IN = 10  # of the training images validates if there is no val/
+
+
+def image_folder(
+    root: str = "data/images",
+    channels: int = 3,
+    image_size: int = 32,
+    classes: int = 10,
+    augment: str = "crop_flip",
+    cache_bytes: int = 2**30,
+    limit_per_class: int | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> Task:
+    """The images under `root`: train/ to learn from, val/ to validate, test/ to test.
+
+    One of val/ and test/ may be missing. Without val/ one training image in ten validates, the same
+    ones in every run.
+
+    Args:
+        root: the tree; class folders are numbered in the order of their names.
+        channels: 3 for RGB or 1 for grey; files are converted.
+        image_size: pixels a side; the shorter side is scaled to it and the middle kept.
+        classes: how many class folders there are.
+        augment: none, crop or crop_flip; for training only.
+        cache_bytes: decode once and keep all images in memory if they need no more than this;
+            else decode each time (set dataset.workers then).
+        limit_per_class: use the first so many images of each class, in each part; None uses all.
+        mean: of each channel, of pixel values in 0..1; None: of the training images. Images that
+            a trained model is measured on are normalised by the numbers it learned with.
+        std: likewise.
+
+    Raises:
+        ConfigError: an option is out of range or does not fit the tree.
+        DataError: folders are missing, differ between the parts, or hold unreadable files.
+    """
+    _require_options(channels, image_size, cache_bytes, limit_per_class)
+    listed = {name: part.first(limit_per_class) for name, part in _list_parts(Path(root)).items()}
+    train = listed["train"]
+    require_facts(f"{root}/train", classes=(classes, len(train.classes)))
+    files = sum(len(part.paths) for part in listed.values())
+    in_memory = files * channels * image_size**2 <= cache_bytes
+    shape = channels, image_size
+    normalize = Normalize.given(mean, std, channels) or _measured(train, shape)
+    images = {
+        name: _images(part, shape, normalize, augment if name == "train" else "none", in_memory)
+        for name, part in listed.items()
+    }
+    return classification(
+        **images,
+        class_names=train.classes,
+        preprocessing=normalize.described(image_size, resize=RESIZE),
+    )
+
+
+class FileImages(Images):
+    """Images decoded from their files each time.
+
+    Args:
+        listing: the files and their classes.
+        shape: (channels, side) of the decoded images.
+        normalize: brings pixels to mean 0 and variance 1.
+        augment: one of `augment.AUGMENTATIONS`.
+    """
+
+    def __init__(
+        self, listing: Listing, shape: tuple[int, int], normalize: Normalize, augment: str
+    ) -> None:
+        super().__init__(listing.targets, normalize, augment)
+        self._paths = listing.paths
+        self._shape = shape
+
+    def pixels(self, indices: Tensor) -> Tensor:
+        return _decode_all([self._paths[index] for index in indices.tolist()], self._shape)
+
+
+def _measured(train: Listing, shape: tuple[int, int]) -> Normalize:
+    return Normalize.measured(_decode_all(train.paths[spread(len(train.paths))], shape))
+
+
+def _images(
+    listing: Listing, shape: tuple[int, int], normalize: Normalize, augment: str, in_memory: bool
+) -> Images:
+    if in_memory:
+        return ArrayImages(_decode_all(listing.paths, shape), listing.targets, normalize, augment)
+    return FileImages(listing, shape, normalize, augment)
+
+
+def _decode_all(paths: tuple[str, ...] | list[str], shape: tuple[int, int]) -> Tensor:
+    channels, side = shape
+    images = torch.empty(len(paths), channels, side, side, dtype=torch.uint8)
+    for image, path in zip(images, paths, strict=True):
+        image.copy_(decode(path, channels, side))
+    return images
+
+
+def _list_parts(root: Path) -> dict[str, Listing]:
+    """The images of train, val and, if there is such a folder, test."""
+    folders = [name for name in _PARTS if (root / name).is_dir()]
+    if "train" not in folders or len(folders) == 1:
+        raise DataError(
+            f"dataset.root={root}: needs the folders train/<class>/ and val/<class>/ or "
+            "test/<class>/ with images; set dataset.root to such a tree"
+        )
+    listed = {name: list_images(root, name) for name in folders}
+    for name, part in listed.items():
+        _require_same_classes(root, listed["train"], part, name)
+    if "val" not in listed:
+        listed["train"], listed["val"] = _validation_held_out(root, listed["train"])
+    return listed
+
+
+def _validation_held_out(root: Path, train: Listing) -> tuple[Listing, Listing]:
+    log.info(
+        "%s: has no val/, so one image in %d of train/ validates and is not trained on",
+        root,
+        _ONE_IN,
+    )
+    left, held = hold_out(train.targets, one_in=_ONE_IN)
+    return train.part(left), train.part(held)
+
+
+def _require_same_classes(root: Path, train: Listing, part: Listing, name: str) -> None:
+    if train.classes != part.classes:
+        odd = sorted(set(train.classes) ^ set(part.classes))
+        raise DataError(
+            f"dataset.root={root}: train/ and {name}/ must hold the same class folders, "
+            f"but {odd[0]} is in one of them only"
+        )
+
+
+def _require_options(
+    channels: int, image_size: int, cache_bytes: int, limit_per_class: int | None
+) -> None:
+    if channels not in (1, 3):
+        raise ConfigError(f"dataset.channels={channels}: allowed are 1 (grey) and 3 (RGB)")
+    require_whole("dataset.image_size", image_size, least=1)
+    require_whole("dataset.cache_bytes", cache_bytes, least=0)
+    if limit_per_class is not None:
+        require_whole("dataset.limit_per_class", limit_per_class, least=1)

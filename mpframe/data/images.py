@@ -1,0 +1,462 @@
+"""Small images and their class numbers, fetched, augmented and normalised a batch at a time.
+
+A loop in Python takes tens of microseconds for each sample. With small images that is more than
+the network takes, so `fetch_batch` does each stage once for the whole batch. The random numbers of
+crops and flips are passed in.
+
+    digits         1797 grey images of 8 x 8, inside scikit-learn's wheel; needs no download
+    fashion_mnist  70,000 grey images of clothes, 28 x 28, in ten classes (Xiao et al. 2017), in
+                   the idx format; its files are untrusted
+"""
+
+import copy
+import gzip
+import math
+import struct
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mpframe.data.facts import require_facts, require_labels
+from mpframe.data.loading import keyed_uniform
+from mpframe.data.samples import hold_out
+from mpframe.data.task import Task, classification
+from mpframe.errors import ConfigError, DataError, nearest
+
+AUGMENTATIONS = ("none", "crop", "crop_flip")
+DRAWS = 3
+"""Uniforms one image uses: vertical shift, horizontal shift, flip."""
+
+
+def require_augmentation(name: str) -> None:
+    """Refuse a name that is not in `AUGMENTATIONS`.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if name not in AUGMENTATIONS:
+        allowed = ", ".join(AUGMENTATIONS)
+        hint = nearest(str(name), AUGMENTATIONS)
+        raise ConfigError(
+            f"dataset.augment={name}: allowed are {allowed}" + (f" ({hint})" if hint else "")
+        )
+
+
+def augment(images: Tensor, name: str, uniforms: Tensor) -> Tensor:
+    """Apply the augmentation `name`.
+
+    Args:
+        images: [N, C, H, W], any dtype.
+        name: one of `AUGMENTATIONS`.
+        uniforms: [N, DRAWS] in [0, 1).
+
+    Returns:
+        Images of the same shape and dtype.
+    """
+    if name == "none":
+        return images
+    # An eighth of the side, rounded down: 1 pixel for 8 x 8, 3 for 28 x 28, 4 for 32 x 32.
+    padding = max(1, images.shape[-1] // 8)
+    images = shifted_crop(images, padding, uniforms[:, :2])
+    return mirror(images, uniforms[:, 2]) if name == "crop_flip" else images
+
+
+def shifted_crop(images: Tensor, padding: int, uniforms: Tensor) -> Tensor:
+    """Pad with zeros, then cut a window of the old size at a random place.
+
+    Args:
+        images: [N, C, H, W].
+        padding: pixels added on each side; shifts reach from -padding to +padding.
+        uniforms: [N, 2] in [0, 1), the vertical and the horizontal place.
+    """
+    count, _, height, width = images.shape
+    top, left = (uniforms * (2 * padding + 1)).long().unbind(dim=1)
+    padded = F.pad(images, [padding] * 4)
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # [N, C, tops, lefts, H, W], a view
+    return windows[torch.arange(count), :, top, left]
+
+
+def mirror(images: Tensor, uniforms: Tensor) -> Tensor:
+    """Swap left and right of the images whose uniform is below one half.
+
+    Args:
+        images: [N, C, H, W].
+        uniforms: [N] in [0, 1).
+    """
+    chosen = (uniforms < 0.5).nonzero().squeeze(1)
+    return images.index_copy(0, chosen, images.index_select(0, chosen).flip(-1))
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """(pixel - mean) / std per channel, of pixel values in 0..1.
+
+    Attributes:
+        mean: one number per channel.
+        std: one number per channel, > 0.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def measured(cls, images: Tensor) -> "Normalize":
+        """The statistics of `images` [N, C, H, W], of at most 2,000 evenly spaced ones.
+
+        A channel that is constant keeps std 1.
+        """
+        pixels = images[spread(len(images))].double() / (
+            255.0 if images.dtype == torch.uint8 else 1.0
+        )
+        std, mean = torch.std_mean(pixels, dim=(0, 2, 3), correction=0)
+        return cls(tuple(mean.tolist()), tuple(std.where(std > 0, 1.0).tolist()))
+
+    @classmethod
+    def given(
+        cls, mean: Sequence[float] | None, std: Sequence[float] | None, channels: int
+    ) -> "Normalize | None":
+        """The statistics that the options give; None if they give none.
+
+        Args:
+            mean: `dataset.mean`, one number per channel.
+            std: `dataset.std`, one number > 0 per channel.
+            channels: of the images.
+
+        Raises:
+            ConfigError: one is missing, or has other numbers than that.
+        """
+        if mean is None and std is None:
+            return None
+        for name, numbers, fit in (("mean", mean, isfinite), ("std", std, _above_zero)):
+            if numbers is None or len(numbers) != channels or not all(map(fit, numbers)):
+                shown = "null" if numbers is None else list(numbers)
+                raise ConfigError(
+                    f"dataset.{name}={shown}: dataset.mean and dataset.std are null (measured) or "
+                    f"{channels} numbers each, one per channel, of pixel values in 0..1, and those "
+                    "of dataset.std are above 0"
+                )
+        assert mean is not None
+        assert std is not None
+        return cls(tuple(mean), tuple(std))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Normalise [N, C, H, W], uint8 0..255 or floating 0..1, into float32."""
+        top = 255.0 if images.dtype == torch.uint8 else 1.0
+        mean, factor = _shift_and_factor(tuple(self.mean), tuple(self.std), top)
+        return images.float().sub(mean).mul_(factor)
+
+    def described(
+        self, side: int, brightest: float = 255.0, resize: str | None = None
+    ) -> dict[str, Any]:
+        """What is done to a raw image, as JSON values, for `Task.preprocessing`.
+
+        A raw image of values 0..`brightest` becomes (raw / brightest - mean) / std, per channel.
+
+        Args:
+            side: pixels a side.
+            brightest: the largest value that a raw pixel can have.
+            resize: how an image of another size is brought to this one; None: there is none.
+        """
+        return {
+            "layout": "NCHW",
+            "channel_order": "RGB" if len(self.mean) == 3 else "grey",
+            "size": [side, side],
+            "resize": resize,
+            "value_range": [0.0, brightest],
+            "mean": list(self.mean),
+            "std": list(self.std),
+        }
+
+
+@lru_cache
+def _shift_and_factor(
+    mean: tuple[float, ...], std: tuple[float, ...], top: float
+) -> tuple[Tensor, Tensor]:
+    """What to subtract from pixels in 0..`top` and what to multiply by then, each [C, 1, 1].
+
+    Kept, for making them takes longer than normalising a batch of small images.
+    """
+    shift = torch.tensor(mean).mul_(top).view(-1, 1, 1)
+    return shift, torch.tensor(std).mul_(top).reciprocal_().view(-1, 1, 1)
+
+
+def _above_zero(number: float) -> bool:
+    return isfinite(number) and number > 0
+
+
+def spread(count: int) -> slice:
+    """Evenly spaced places among `count`, at most 2,000: enough to represent all of them."""
+    return slice(None, None, max(1, -(-count // 2000)))
+
+
+class Images(Dataset[tuple[Tensor, Tensor]], ABC):
+    """Normalised images [C, H, W], float32, and their class numbers, int64.
+
+    Args:
+        targets: [N] class numbers.
+        normalize: brings pixels to mean 0 and variance 1.
+        augment: one of `augment.AUGMENTATIONS`.
+
+    Raises:
+        ConfigError: unknown augmentation.
+    """
+
+    def __init__(self, targets: Tensor, normalize: Normalize, augment: str) -> None:
+        require_augmentation(augment)
+        self.targets = targets.long()
+        self.normalize = normalize
+        self.augment = augment
+        self._key = (0, 0)
+
+    @abstractmethod
+    def pixels(self, indices: Tensor) -> Tensor:
+        """The raw images [len(indices), C, H, W], uint8 0..255 or floating 0..1."""
+
+    def unaugmented(self) -> "Images":
+        """The same images as they are, for predictions."""
+        plain = copy.copy(self)
+        plain.augment = "none"
+        return plain
+
+    def set_epoch(self, seed: int, epoch: int) -> None:
+        """Choose the augmentation: it depends on (seed, epoch, index) alone."""
+        self._key = (seed, epoch)
+
+    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Samples `indices` as one batch, ([N, C, H, W] float32, [N] int64)."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        images = self.pixels(chosen)
+        if self.augment != "none":
+            uniforms = torch.from_numpy(keyed_uniform(DRAWS, *self._key, chosen.numpy()))
+            images = augment(images, self.augment, uniforms)
+        return self.normalize(images), self.targets.index_select(0, chosen)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, targets = self.fetch_batch([range(len(self))[index]])
+        return images[0], targets[0]
+
+
+class ArrayImages(Images):
+    """Images that fit in memory.
+
+    Args:
+        images: [N, C, H, W], uint8 0..255 or floating 0..1.
+        targets: [N] class numbers.
+        normalize: brings pixels to mean 0 and variance 1.
+        augment: one of `augment.AUGMENTATIONS`.
+
+    Raises:
+        ConfigError: unknown augmentation.
+        DataError: the numbers of images and of targets differ.
+    """
+
+    def __init__(
+        self, images: Tensor, targets: Tensor, normalize: Normalize, augment: str = "none"
+    ) -> None:
+        super().__init__(targets, normalize, augment)
+        if len(images) != len(targets):
+            raise DataError(
+                f"dataset: {len(images)} images but {len(targets)} targets; give one for each"
+            )
+        self.images = images
+
+    def pixels(self, indices: Tensor) -> Tensor:
+        return self.images.index_select(0, indices)
+
+
+_TABLE = "datasets/data/digits.csv.gz"  # A row has 64 pixels and the digit.
+_BRIGHTEST = 16.0
+
+
+def digits(
+    root: str | None = None,
+    channels: int = 1,
+    image_size: int = 8,
+    classes: int = 10,
+    augment: str = "none",
+) -> Task:
+    """The digits: 1437 to train on, 180 to validate, 180 to test; the split never changes.
+
+    Args:
+        root: must be None, nothing is read from a data folder.
+        channels: 1.
+        image_size: 8, pixels a side.
+        classes: 10.
+        augment: none, crop or crop_flip; for training only.
+
+    Raises:
+        ConfigError: an option is not as above.
+        DataError: scikit-learn is not there.
+    """
+    if root is not None:
+        raise ConfigError(
+            f"dataset.root={root}: the digits come with scikit-learn and are read from no folder; "
+            "use dataset.root=null"
+        )
+    require_facts(
+        "digits", channels=(channels, 1), image_size=(image_size, 8), classes=(classes, 10)
+    )
+    images, targets = _load()
+    train, val, test = hold_out(targets, one_in=5, parts=2)
+    normalize = Normalize.measured(images[train])
+    return classification(
+        ArrayImages(images[train], targets[train], normalize, augment),
+        ArrayImages(images[val], targets[val], normalize),
+        ArrayImages(images[test], targets[test], normalize),
+        class_names=[str(digit) for digit in range(10)],
+        preprocessing=normalize.described(image_size, _BRIGHTEST),
+    )
+
+
+def _load() -> tuple[Tensor, Tensor]:
+    # scikit-learn's own reader would import all of it, which takes half as long as torch itself.
+    package = find_spec("sklearn")
+    homes = [] if package is None else package.submodule_search_locations or []
+    for file in (Path(home, _TABLE) for home in homes):
+        if file.is_file():
+            table = torch.from_numpy(np.loadtxt(file, delimiter=","))
+            return table[:, :-1].float().view(-1, 1, 8, 8) / _BRIGHTEST, table[:, -1].long()
+    raise DataError(
+        f"dataset: no scikit-learn with {_TABLE}, which holds the digits; pip install scikit-learn"
+    )
+
+
+_UNSIGNED_BYTE = 8
+_MOST_ITEMS = 2**20
+
+
+def read_idx(path: Path, item: tuple[int, ...]) -> Tensor:
+    """Read a file of unsigned bytes.
+
+    Args:
+        path: the file, plain or `.gz`.
+        item: the shape of one item: (28, 28) for images, () for labels.
+
+    Returns:
+        uint8 [N, *item], N at most 2^20.
+
+    Raises:
+        DataError: unreadable, damaged, or not a file of such items.
+    """
+    try:
+        with _opened(path) as file:
+            shape = _read_shape(path, file, item)
+            size = math.prod(shape)
+            values = file.read(size + 1)  # One more, to see a file that holds more than it says.
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({error}); get the file again") from error
+    if len(values) != size:
+        found = "more" if len(values) > size else f"only {len(values)}"
+        raise _damaged(path, f"its header promises {size} bytes of values and it holds {found}")
+    return torch.frombuffer(bytearray(values), dtype=torch.uint8).reshape(shape)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+
+
+def _read_shape(path: Path, file: IO[bytes], item: tuple[int, ...]) -> tuple[int, ...]:
+    rank = 1 + len(item)
+    magic = bytes([0, 0, _UNSIGNED_BYTE, rank])
+    header = file.read(4 + 4 * rank)
+    if len(header) != 4 + 4 * rank or header[:4] != magic:
+        raise _damaged(path, f"it does not begin with {magic.hex(' ')} and {rank} sizes")
+    count, *rest = struct.unpack(f">{rank}I", header[4:])
+    if tuple(rest) != item or not 0 < count <= _MOST_ITEMS:
+        wanted = " x ".join(["N", *map(str, item)])
+        found = " x ".join(map(str, [count, *rest]))
+        raise _damaged(path, f"it holds {found} values, wanted is {wanted} with N up to 2^20")
+    return (count, *item)
+
+
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError(f"{path}: not a whole idx file: {what}; get the file again")
+
+
+_FOLDERS = (".", "FashionMNIST/raw", "usr/share/datasets/fashion-mnist")
+_NAMES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+_CLASSES = len(_NAMES)
+_SIDE = 28
+_ONE_IN = 12  # of the training images validates
+
+
+def fashion_mnist(
+    root: str = "data",
+    channels: int = 1,
+    image_size: int = _SIDE,
+    classes: int = _CLASSES,
+    augment: str = "none",
+) -> Task:
+    """Fashion-MNIST: of its 60,000 training images 5,000 validate; its 10,000 test images test.
+
+    The split never changes: 500 images of each class validate.
+
+    Args:
+        root: holds the four idx files, plain or .gz: directly, in torchvision's
+            FashionMNIST/raw, or in usr/share/datasets/fashion-mnist of an unpacked Debian package.
+        channels: 1.
+        image_size: 28, pixels a side.
+        classes: 10.
+        augment: none, crop or crop_flip; for training only.
+
+    Raises:
+        ConfigError: an option is not as above.
+        DataError: files are missing or damaged.
+    """
+    require_facts(
+        "Fashion-MNIST",
+        channels=(channels, 1),
+        image_size=(image_size, _SIDE),
+        classes=(classes, _CLASSES),
+    )
+    images, targets = _read(root, "train")
+    train, val = hold_out(targets, one_in=_ONE_IN)
+    normalize = Normalize.measured(images[train])
+    return classification(
+        ArrayImages(images[train], targets[train], normalize, augment),
+        ArrayImages(images[val], targets[val], normalize),
+        ArrayImages(*_read(root, "t10k"), normalize),
+        class_names=_NAMES,
+        preprocessing=normalize.described(image_size),
+    )
+
+
+def _read(root: str, split: str) -> tuple[Tensor, Tensor]:
+    images = read_idx(_find(root, f"{split}-images-idx3-ubyte"), (_SIDE, _SIDE))
+    path = _find(root, f"{split}-labels-idx1-ubyte")
+    labels = read_idx(path, ())
+    require_labels(path, labels, len(images), _CLASSES)
+    return images.unsqueeze(1), labels
+
+
+def _find(root: str, name: str) -> Path:
+    folders = [Path(root) / folder for folder in _FOLDERS]
+    for folder in folders:
+        for path in (folder / name, folder / f"{name}.gz"):
+            if path.is_file():
+                return path
+    looked = ", ".join(map(str, folders))
+    fetch = f"from torchvision.datasets import FashionMNIST as F; F({str(root)!r}, download=True)"
+    raise DataError(
+        f"dataset.root={root}: Fashion-MNIST's {name}[.gz] is in none of {looked}; get it with "
+        f'python -c "{fetch}", or on Debian with apt-get install dataset-fashion-mnist and '
+        "dataset.root=/usr/share/datasets/fashion-mnist"
+    )

@@ -1,0 +1,184 @@
+"""The networks for images that ship: a perceptron, a small convolutional one, and a ResNet-18.
+
+Each is a function that returns a `torch.nn.Module`; the shortest is `mlp`. `model=NAME` chooses
+one, and a `_target_` may name any other class or function that returns a module. Models are plain
+PyTorch: nothing in them mentions precision. The networks for other data are in mpframe/workloads.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torchvision.models.resnet import BasicBlock, ResNet
+
+from mpframe.errors import ConfigError
+
+
+def require_sizes(**sizes: int) -> None:
+    """Check that each is a whole number >= 1.
+
+    Raises:
+        ConfigError: names the first that is not, as `model.<name>`.
+    """
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"model.{name}={size}: must be a whole number >= 1")
+
+
+def require_dropout(dropout: float, name: str = "dropout") -> None:
+    """Check that the option `model.<name>` is a fraction, 0 <= dropout < 1.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not 0.0 <= dropout < 1.0:
+        raise ConfigError(f"model.{name}={dropout}: must be >= 0 and < 1")
+
+
+def mlp(
+    in_features: int | Sequence[int],
+    classes: int,
+    hidden: int = 256,
+    depth: int = 2,
+    dropout: float = 0.0,
+) -> nn.Module:
+    """Maps samples [N, ...] of `in_features` numbers to [N, classes].
+
+    Args:
+        in_features: numbers in one sample, or the sizes of its dimensions.
+        classes: outputs; 1 for the regression of one number.
+        hidden: width of each hidden layer.
+        depth: how many hidden layers.
+        dropout: fraction of features dropped after each hidden layer, 0 <= dropout < 1.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+    sizes = [in_features] if isinstance(in_features, int) else list(in_features)
+    for size in sizes:
+        require_sizes(in_features=size)
+    require_sizes(classes=classes, hidden=hidden, depth=depth)
+    require_dropout(dropout)
+    widths = [math.prod(sizes), *[hidden] * depth]
+    net = nn.Sequential()
+    net.add_module("flatten", nn.Flatten())
+    for number, (before, after) in enumerate(pairwise(widths), start=1):
+        net.add_module(f"hidden{number}", _hidden_layer(before, after, dropout))
+    net.add_module("head", nn.Linear(hidden, classes))
+    return net
+
+
+def _hidden_layer(in_features: int, out_features: int, dropout: float) -> nn.Sequential:
+    layer = nn.Sequential()
+    layer.add_module("linear", nn.Linear(in_features, out_features))
+    layer.add_module("relu", nn.ReLU())
+    if dropout > 0:
+        layer.add_module("dropout", nn.Dropout(dropout))
+    return layer
+
+
+def cnn(
+    channels: int, classes: int, width: int = 32, stages: int = 2, dropout: float = 0.0
+) -> nn.Module:
+    """Maps images [N, channels, H, W], H and W at least 2^stages, to [N, classes].
+
+    Args:
+        channels: of the images.
+        classes: outputs.
+        width: channels of the first stage; each later stage doubles them.
+        stages: each ends by halving the side; 2 suits 8 x 8 to 32 x 32, 3 or 4 larger images.
+        dropout: fraction of features dropped before the head, 0 <= dropout < 1.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+    require_sizes(channels=channels, classes=classes, width=width, stages=stages)
+    require_dropout(dropout)
+    net = nn.Sequential()
+    for stage in range(stages):
+        net.add_module(f"stage{stage + 1}", _stage(channels, width * 2**stage))
+        channels = width * 2**stage
+    net.add_module("pool", nn.AdaptiveAvgPool2d(1))
+    net.add_module("flatten", nn.Flatten())
+    if dropout > 0:
+        net.add_module("dropout", nn.Dropout(dropout))
+    net.add_module("head", nn.Linear(channels, classes))
+    return net
+
+
+def _stage(in_channels: int, out_channels: int) -> nn.Sequential:
+    stage = nn.Sequential()
+    for number, wide in enumerate((in_channels, out_channels), start=1):
+        # No bias: the norm that follows would subtract it again.
+        conv = nn.Conv2d(wide, out_channels, kernel_size=3, padding=1, bias=False)
+        stage.add_module(f"conv{number}", conv)
+        stage.add_module(f"norm{number}", nn.BatchNorm2d(out_channels))
+        stage.add_module(f"relu{number}", nn.ReLU())
+    stage.add_module("pool", nn.MaxPool2d(2))
+    return stage
+
+
+_BLOCKS = [2, 2, 2, 2]
+
+
+def resnet18(
+    classes: int, channels: int = 3, width: int = 64, small_stem: bool = True
+) -> nn.Module:
+    """Maps images [N, channels, H, W] to [N, classes].
+
+    Args:
+        classes: outputs.
+        channels: of the images.
+        width: channels of the first stage; the others have 2, 4 and 8 times as many.
+        small_stem: a 3x3 convolution of stride 1 without pooling, for images of about 32 x 32;
+            False is torchvision's 7x7 of stride 2 with pooling, for about 224 x 224.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+    require_sizes(classes=classes, channels=channels, width=width)
+    # torchvision fixes the first width at 64. Its layers are made on the meta device, where they
+    # cost nothing and draw no random numbers, and are then all replaced.
+    with torch.device("meta"):
+        net: nn.Module = ResNet(BasicBlock, _BLOCKS, num_classes=classes)
+    _replace_stem(net, channels, width, small_stem)
+    _replace_stages(net, width)
+    net.fc = nn.Linear(8 * width, classes)
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return net
+
+
+def _replace_stem(net: nn.Module, channels: int, width: int, small: bool) -> None:
+    if small:
+        net.conv1 = nn.Conv2d(channels, width, kernel_size=3, padding=1, bias=False)
+        net.maxpool = nn.Identity()
+    else:
+        net.conv1 = nn.Conv2d(channels, width, kernel_size=7, stride=2, padding=3, bias=False)
+    net.bn1 = nn.BatchNorm2d(width)
+
+
+def _replace_stages(net: nn.Module, width: int) -> None:
+    in_channels = width
+    for stage, blocks in enumerate(_BLOCKS):
+        out_channels = width * 2**stage
+        layer = nn.Sequential()
+        for number in range(blocks):
+            stride = 2 if stage > 0 and number == 0 else 1
+            layer.append(
+                BasicBlock(
+                    in_channels, out_channels, stride, _shortcut(in_channels, out_channels, stride)
+                )
+            )
+            in_channels = out_channels
+        setattr(net, f"layer{stage + 1}", layer)
+
+
+def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
+    if stride == 1 and in_channels == out_channels:
+        return None
+    conv = nn.Conv2d(in_channels, out_channels, kernel_size=1, stride=stride, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(out_channels))

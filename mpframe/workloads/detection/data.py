@@ -1,0 +1,245 @@
+"""Generated scenes: coloured shapes on a noisy background, with the box and class of each.
+
+A scene is a pure function of (data_seed, part, index), so none comes from a file. Shapes do not
+overlap, and each colour differs from the background's by at least a quarter of the range. The
+metric is mean average precision.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.ops import box_iou
+
+from mpframe.data.facts import require_facts, require_whole
+from mpframe.data.loading import keyed_uniform
+from mpframe.data.samples import Kept
+from mpframe.data.task import Task
+from mpframe.errors import ConfigError
+from mpframe.workloads.detection.model import detection
+
+Boxes = Mapping[str, Tensor]
+
+
+class MeanAveragePrecision:
+    """The area under the curve of precision over recall, averaged over the classes; 0 to 1.
+
+    The boxes found in all images are taken by falling score. One is right if it has the class of a
+    true box that none was given to before, and overlaps it by at least `iou` (intersection over
+    union; it is given the one that it overlaps most). The precision at a recall is the largest at
+    this recall or a larger one (PASCAL VOC 2010). Classes without a true box do not count.
+
+    Args:
+        iou: more than 0, at most 1.
+    """
+
+    name: str
+    higher_is_better = True
+
+    def __init__(self, iou: float = 0.5) -> None:
+        self.name = f"map_{round(100 * iou)}"
+        self._iou = iou
+        self._images: list[tuple[Boxes, Boxes]] = []
+
+    def update(self, outputs: Sequence[Boxes], targets: Sequence[Boxes]) -> None:
+        """Keep the boxes of one batch; they are compared when the precision is computed.
+
+        Args:
+            outputs: of each image `boxes` [n, 4] as (left, top, right, bottom), `scores` [n] and
+                `labels` [n].
+            targets: of each image `boxes` and `labels`.
+        """
+        self._images += zip(outputs, targets, strict=True)
+
+    def compute(self) -> Tensor:
+        """The mean so far, 0-d float64; nan if there was no true box."""
+        images = [(_on_host(found), _on_host(true)) for found, true in self._images]
+        classes = sorted({label for _, true in images for label in true["labels"].tolist()})
+        precisions = [self._of_class(label, images) for label in classes]
+        return torch.tensor(precisions, dtype=torch.float64).mean()
+
+    def _of_class(self, label: int, images: Sequence[tuple[Boxes, Boxes]]) -> float:
+        scores, right, true_boxes = [], [], 0
+        for found, true in images:
+            mine = found["labels"] == label
+            order = found["scores"][mine].argsort(descending=True, stable=True)
+            wanted = true["boxes"][true["labels"] == label]
+            scores.append(found["scores"][mine][order])
+            right.append(self._hits(found["boxes"][mine][order], wanted))
+            true_boxes += len(wanted)
+        order = torch.cat(scores).argsort(descending=True, stable=True)
+        return average_precision(torch.cat(right)[order], true_boxes)
+
+    def _hits(self, found: Tensor, wanted: Tensor) -> Tensor:
+        """Which boxes of an image, by falling score, are right: [n] of truth values."""
+        overlaps = box_iou(found, wanted)
+        hits = torch.zeros(len(found), dtype=torch.bool)
+        for number, row in enumerate(overlaps):
+            best = int(row.argmax()) if len(row) else 0
+            if len(row) and row[best] >= self._iou:
+                hits[number] = True
+                overlaps[:, best] = -1.0  # It is taken.
+        return hits
+
+
+def average_precision(right: Tensor, true_boxes: int) -> float:
+    """The area under precision over recall.
+
+    Args:
+        right: [n] of truth values, by falling score.
+        true_boxes: how many there are to find, >= 1.
+    """
+    hits = right.double().cumsum(0)
+    precision = hits / torch.arange(1, len(hits) + 1)
+    highest = precision.flip(0).cummax(0).values.flip(0)
+    return float((highest * right).sum() / true_boxes)
+
+
+def _on_host(boxes: Boxes) -> Boxes:
+    return {name: tensor.detach().cpu() for name, tensor in boxes.items()}
+
+
+CLASSES = ["background", "rectangle", "ellipse", "triangle"]
+_TRIES = 4  # places that are tried for each shape
+_SMALLEST, _LARGEST = 0.2, 0.5  # of a shape, as a share of the side
+_LONGEST = 1.5  # its longer side over its shorter one
+
+Array = NDArray[np.float64]
+Target = dict[str, Tensor]
+
+
+def scenes(
+    train: int = 4000,
+    val: int = 400,
+    test: int = 400,
+    channels: int = 3,
+    image_size: int = 300,
+    classes: int = 4,
+    max_objects: int = 4,
+    noise: float = 0.1,
+    data_seed: int = 0,
+    cache_bytes: int = 2**28,
+) -> Task:
+    """Scenes for a detector, measured by the mean average precision at an IoU of 0.5.
+
+    Args:
+        train, val, test: scenes in each part, >= 1.
+        channels: 3.
+        image_size: pixels a side, >= 16.
+        classes: 4: rectangle, ellipse, triangle, and the background, which is class 0.
+        max_objects: a scene has 1 to so many, fewer if there is no room. >= 1.
+        noise: standard deviation of the noise on values from 0 to 1. >= 0, finite.
+        data_seed: another one gives other scenes. >= 0.
+        cache_bytes: keep samples in memory up to this size, in each process that loads.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+    require_facts("scenes", channels=(channels, 3), classes=(classes, len(CLASSES)))
+    counts = {"train": train, "val": val, "test": test}
+    least = {"image_size": 16, "data_seed": 0}
+    sizes = {"image_size": image_size, "max_objects": max_objects, "data_seed": data_seed}
+    for name, size in {**counts, **sizes}.items():
+        require_whole(f"dataset.{name}", size, least.get(name, 1))
+    if not 0 <= noise < math.inf:
+        raise ConfigError(f"dataset.noise={noise}: must be >= 0 and finite")
+    parts = [
+        Kept(Scenes(count, image_size, max_objects, noise, (data_seed, part)), cache_bytes)
+        for part, count in enumerate(counts.values())
+    ]
+    return Task(
+        parts[0],
+        parts[1],
+        detection,
+        MeanAveragePrecision,
+        listed,
+        test=parts[2],
+        class_names=CLASSES,
+    )
+
+
+class Scenes(Dataset[tuple[Tensor, Target]]):
+    """Pairs of an image [3, side, side] float32 and its target.
+
+    A target has `boxes` [n, 4] float32, (left, top, right, bottom) in pixels, and `labels` [n]
+    int64, 1 to 3; n >= 1.
+
+    Args:
+        count: how many.
+        side, max_objects, noise: as for `scenes`.
+        key: whole numbers that decide all scenes.
+    """
+
+    def __init__(
+        self, count: int, side: int, max_objects: int, noise: float, key: tuple[int, ...]
+    ) -> None:
+        self._count, self._side, self._max_objects = count, side, max_objects
+        self._noise, self._key = noise, key
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Target]:
+        if not 0 <= index < self._count:
+            raise IndexError(f"{index}: there are {self._count} scenes")
+        tries = _TRIES * self._max_objects
+        draws = keyed_uniform(4 + 8 * tries, *self._key, index, 0)[0]
+        count, background, rows = draws[0], draws[1:4], draws[4:].reshape(tries, 8)
+        boxes = _boxes(rows[:, :4]) * self._side
+        apart = _apart(boxes, 1 + int(count * self._max_objects))
+        boxes, kinds = boxes[apart], (rows[apart, 4] * (len(CLASSES) - 1)).astype(np.int64)
+        image = np.empty((3, self._side, self._side))
+        image[:] = background[:, None, None]
+        for box, kind, colour in zip(boxes, kinds, rows[apart, 5:], strict=True):
+            inside = _inside(box, kind, self._side)
+            image[:, inside] = (background[:, None] + 0.25 + colour[:, None] / 2) % 1
+        even = keyed_uniform(image.size, *self._key, index, 1).reshape(image.shape) - 0.5
+        image += self._noise * math.sqrt(12) * even  # even numbers over 1 deviate by 1 / sqrt(12)
+        target = {"boxes": torch.from_numpy(boxes).float(), "labels": torch.from_numpy(kinds + 1)}
+        return torch.from_numpy(image).float(), target
+
+
+def listed(samples: list[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
+    """A batch: the images as a list and their targets as a list."""
+    images, targets = zip(*samples, strict=True)
+    return list(images), list(targets)
+
+
+def _boxes(draws: Array) -> Array:
+    """Boxes (left, top, right, bottom) [n, 4] inside a square of side 1, from numbers [n, 4]."""
+    size = _SMALLEST + draws[:, 0] * (_LARGEST - _SMALLEST)
+    ratio = np.sqrt(_LONGEST) ** (2 * draws[:, 1] - 1)
+    sides = np.stack([size * ratio, size / ratio], axis=1) / np.sqrt(_LONGEST)
+    corner = draws[:, 2:] * (1 - sides)
+    return np.concatenate([corner, corner + sides], axis=1)
+
+
+def _apart(boxes: Array, count: int) -> list[int]:
+    """The first `count` boxes that overlap none that was taken before."""
+    taken: list[int] = []
+    for number, (left, top, right, bottom) in enumerate(boxes):
+        others = boxes[taken]
+        across = (others[:, 0] < right) & (others[:, 2] > left)
+        if (
+            len(taken) < count
+            and not (across & (others[:, 1] < bottom) & (others[:, 3] > top)).any()
+        ):
+            taken.append(number)
+    return taken
+
+
+def _inside(box: Array, kind: int, side: int) -> Any:
+    """Which pixels a shape covers: [side, side] of truth values."""
+    middle, half = (box[:2] + box[2:]) / 2, (box[2:] - box[:2]) / 2
+    across, down = ((np.arange(side) + 0.5 - m) / h for m, h in zip(middle, half, strict=True))
+    across, down = np.abs(across)[None], down[:, None]
+    if CLASSES[kind + 1] == "rectangle":
+        return (across <= 1) & (np.abs(down) <= 1)
+    if CLASSES[kind + 1] == "ellipse":
+        return across**2 + down**2 <= 1
+    return (2 * across <= 1 + down) & (down <= 1)  # its top is in the middle

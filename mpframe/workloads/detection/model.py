@@ -1,0 +1,270 @@
+"""A small single-shot detector, in the manner of SSD (Liu et al. 2016), and its objective.
+
+On each of three maps of features, every place has two default boxes. The detector gives each of
+them a class and four offsets, which move it onto an object. In training a default box belongs to
+the object that it overlaps most, if it does so by half or more, and each object has at least the
+default box that overlaps it most. All others are background, and only the worst of those count,
+three for each box that has an object.
+
+`detection` is the objective of any detector that returns a dict of losses in training, as
+torchvision's do.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.ops import batched_nms, box_convert, box_iou, clip_boxes_to_image
+
+from mpframe.errors import UserCodeError
+from mpframe.models import require_sizes
+from mpframe.objectives.step_output import StepOutput
+from mpframe.objectives.supervised import outside_casts
+from mpframe.precision.undisturbed import undisturbed
+from mpframe.tree import to_fp32
+from mpframe.user_code import UserCode, described, name_of
+
+_STRIDES = (8, 16, 32)  # pixels between two places of a map
+_SIZES = (0.2, 0.35, 0.55, 0.8)  # sides of the default boxes; each map has its own and the mean
+_OFFSET_UNITS = (0.1, 0.1, 0.2, 0.2)  # so that the offsets are numbers of about 1
+_NEGATIVES = 3  # background boxes that count, for each box with an object
+_MATCH = 0.5
+_SCORE, _NMS, _MOST = 0.05, 0.45, 50  # of the boxes that are reported: least score, IoU, number
+
+
+class SSD(nn.Module):
+    """Called as torchvision's detectors are: `model(images, targets)`.
+
+    Args:
+        classes: of objects, and the background, which is class 0.
+        image_size: pixels a side.
+        channels: of the images.
+        width: channels of the first convolution; the maps have four times as many.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    defaults: Tensor
+
+    def __init__(self, classes: int, image_size: int, channels: int = 3, width: int = 16) -> None:
+        super().__init__()
+        require_sizes(classes=classes, image_size=image_size, channels=channels, width=width)
+        deep = 4 * width
+        self.stem = nn.Sequential(
+            *_stage(channels, width), *_stage(width, 2 * width), *_stage(2 * width, deep)
+        )
+        self.deeper = nn.ModuleList(nn.Sequential(*_stage(deep, deep)) for _ in _STRIDES[1:])
+        self.heads = nn.ModuleList(
+            nn.Conv2d(deep, 2 * (classes + 4), 3, padding=1) for _ in _STRIDES
+        )
+        self.classes, self.image_size = classes, image_size
+        self.register_buffer("defaults", default_boxes(image_size), persistent=False)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+
+    def forward(
+        self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> Any:
+        """The losses in training, the boxes in an evaluation.
+
+        Args:
+            images: N tensors [channels, image_size, image_size].
+            targets: of each image `boxes` [n, 4], (left, top, right, bottom) in pixels, and
+                `labels` [n], >= 1; needed in training.
+
+        Returns:
+            In training a dict of 0-d tensors, `classification` and `bbox_regression`. Otherwise of
+            each image a dict of `boxes` [n, 4], `scores` [n], falling, and `labels` [n].
+
+        Raises:
+            ValueError: no targets in training.
+        """
+        logits, offsets = self.predict(torch.stack(list(images)))
+        if not self.training:
+            return [self._found(*one) for one in zip(logits, offsets, strict=True)]
+        if targets is None:
+            raise ValueError("a detector in training needs targets")
+        matches = [match(self.defaults, own["boxes"], own["labels"]) for own in targets]
+        labels, wanted = (torch.stack(part) for part in zip(*matches, strict=True))
+        return losses(logits, offsets, labels, wanted)
+
+    def predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [N, boxes, classes] and offsets [N, boxes, 4] of the default boxes.
+
+        Args:
+            images: [N, channels, image_size, image_size].
+        """
+        maps = [self.stem(images)]
+        for stage in self.deeper:
+            maps.append(stage(maps[-1]))
+        found = [
+            head(own).permute(0, 2, 3, 1).reshape(len(images), -1, self.classes + 4)
+            for head, own in zip(self.heads, maps, strict=True)
+        ]
+        both = torch.cat(found, dim=1)
+        return both[..., : self.classes], both[..., self.classes :]
+
+    def _found(self, logits: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+        scores, labels = logits.softmax(dim=1)[:, 1:].max(dim=1)
+        sure = scores > _SCORE
+        boxes = decoded(offsets[sure], self.defaults[sure])
+        boxes = clip_boxes_to_image(boxes, (self.image_size, self.image_size))
+        scores, labels = scores[sure], labels[sure] + 1
+        kept = batched_nms(boxes, scores.float(), labels, _NMS)[:_MOST]
+        return {"boxes": boxes[kept], "scores": scores[kept], "labels": labels[kept]}
+
+
+def ssd(classes: int, image_size: int, channels: int = 3, width: int = 16) -> nn.Module:
+    """An `SSD`."""
+    return SSD(classes, image_size, channels, width)
+
+
+def default_boxes(image_size: int) -> Tensor:
+    """The boxes [n, 4] of all places of the maps, as (middle x, middle y, width, height)."""
+    boxes = []
+    for stride, small, large in zip(_STRIDES, _SIZES, _SIZES[1:], strict=False):
+        count = -(-image_size // stride)
+        middles = (torch.arange(count) + 0.5) * image_size / count
+        y, x = torch.meshgrid(middles, middles, indexing="ij")
+        sides = image_size * torch.tensor([small, (small * large) ** 0.5])
+        places = torch.stack([x, y], dim=2).reshape(-1, 1, 2).expand(-1, 2, -1)
+        boxes.append(torch.cat([places, sides[:, None].expand(len(places), 2, 2)], dim=2))
+    return torch.cat([own.reshape(-1, 4) for own in boxes])
+
+
+def match(defaults: Tensor, boxes: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """What each default box is to give: labels [n], 0 for background, and offsets [n, 4].
+
+    Args:
+        defaults: [n, 4] as (middle x, middle y, width, height).
+        boxes: [objects, 4] as (left, top, right, bottom).
+        labels: [objects].
+    """
+    if not len(boxes):
+        return labels.new_zeros(len(defaults)), torch.zeros_like(defaults)
+    overlaps = box_iou(boxes, box_convert(defaults, "cxcywh", "xyxy"))
+    overlap, owner = overlaps.max(dim=0)
+    best = overlaps.argmax(dim=1)
+    overlap[best], owner[best] = 1.0, torch.arange(len(boxes), device=boxes.device)
+    return labels[owner].masked_fill(overlap < _MATCH, 0), encoded(boxes[owner], defaults)
+
+
+def encoded(boxes: Tensor, defaults: Tensor) -> Tensor:
+    """The offsets [n, 4] from default boxes to boxes."""
+    wanted = box_convert(boxes, "xyxy", "cxcywh")
+    middles = (wanted[:, :2] - defaults[:, :2]) / defaults[:, 2:]
+    sides = (wanted[:, 2:] / defaults[:, 2:]).log()
+    return torch.cat([middles, sides], dim=1) / defaults.new_tensor(_OFFSET_UNITS)
+
+
+def decoded(offsets: Tensor, defaults: Tensor) -> Tensor:
+    """The boxes [n, 4] to which offsets move default boxes: the inverse of `encoded`."""
+    moved = offsets.float() * defaults.new_tensor(_OFFSET_UNITS)
+    middles = defaults[:, :2] + moved[:, :2] * defaults[:, 2:]
+    sides = moved[:, 2:].exp() * defaults[:, 2:]
+    boxes: Tensor = box_convert(torch.cat([middles, sides], dim=1), "cxcywh", "xyxy")
+    return boxes
+
+
+def losses(logits: Tensor, offsets: Tensor, labels: Tensor, wanted: Tensor) -> dict[str, Tensor]:
+    """Cross-entropy and smooth L1, summed and divided by the number of boxes with an object.
+
+    Args:
+        logits: [N, n, classes].
+        offsets: [N, n, 4].
+        labels: [N, n].
+        wanted: [N, n, 4], read where there is an object.
+    """
+    objects = labels > 0
+    count = objects.sum().clamp(min=1)
+    entropy = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    counted = objects | hardest(entropy.detach().masked_fill(objects, -1.0), objects.sum(dim=1))
+    distance = F.smooth_l1_loss(offsets, wanted, reduction="none").sum(dim=2)
+    return {
+        "classification": (entropy * counted).sum() / count,
+        "bbox_regression": (distance * objects).sum() / count,
+    }
+
+
+def hardest(entropy: Tensor, objects: Tensor) -> Tensor:
+    """Which background boxes count: in each image those with the largest loss, [N, n].
+
+    Args:
+        entropy: [N, n], below 0 where there is an object.
+        objects: [N], how many boxes of an image have an object; three times as many are chosen.
+    """
+    rank = entropy.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    chosen: Tensor = (rank < _NEGATIVES * objects[:, None]) & (entropy >= 0)
+    return chosen
+
+
+def _stage(channels: int, width: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(channels, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.MaxPool2d(2, ceil_mode=True),
+    ]
+
+
+def detection(model: nn.Module, batch: Any) -> StepOutput:
+    """The sum of the losses of `model(images, targets)`; metrics get the boxes that it finds.
+
+    In an evaluation such a model returns boxes and no losses. It is called twice then: for its
+    boxes, and once as in training for its losses, with its norm and dropout layers as they are in
+    an evaluation and with fixed random numbers.
+
+    Args:
+        model: in training model(images, targets) is a dict of losses, means over the images. In an
+            evaluation model(images) is a list with a dict of `boxes`, `scores` and `labels` for
+            each image.
+        batch: a list of images [C, H, W], and a list of dicts with `boxes` and `labels`.
+
+    Raises:
+        UserCodeError: the batch is no such pair, the model raised, or gave no losses in training.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise UserCodeError(
+            "objective: detection takes batches of (images, targets), and the dataset gave "
+            f"{described(batch)}; let its collate make such pairs"
+        )
+    images, targets = batch
+    if model.training:
+        return StepOutput(_summed(model, images, targets), count=len(images))
+    with UserCode("model:", model, images=images):
+        found = to_fp32(model(images))
+    with undisturbed(model), _giving_losses(model):
+        torch.manual_seed(0)
+        loss = _summed(model, images, targets)
+    return StepOutput(loss, found, targets, count=len(images))
+
+
+def _summed(model: nn.Module, images: Any, targets: Any) -> Tensor:
+    with UserCode("model:", model, images=images, targets=targets):
+        losses = model(images, targets)
+    if not isinstance(losses, Mapping) or not losses:
+        raise UserCodeError(
+            f"model: {name_of(model)} gave {described(losses)} in training; the objective "
+            "detection takes a dict of losses"
+        )
+    with outside_casts():
+        return torch.stack([to_fp32(loss) for loss in losses.values()]).sum()
+
+
+@contextmanager
+def _giving_losses(model: nn.Module) -> Iterator[None]:
+    """Within the block all of an evaluated model is in training but its norms and dropout."""
+    fixed = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
+    changed = [own for own in model.modules() if not own.training and not isinstance(own, fixed)]
+    for own in changed:
+        own.training = True
+    try:
+        yield
+    finally:
+        for own in changed:
+            own.training = False

@@ -1,0 +1,294 @@
+"""Speech-like sequences: generated frames of features, a recurrent network, and CTC.
+
+Each label has a spectrum of its own, two bumps over the features as vowels have formants. It lasts
+for some frames and is loudest in their middle. There is silence before each label, so that a label
+said twice can be told from a long one. A sequence is a pure function of (data_seed, part, index),
+so none comes from a file. The objective is connectionist temporal classification (Graves et al.
+2006), and the metric is the share of labels that were read wrongly.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.utils.data import Dataset
+
+from mpframe.data.facts import require_whole
+from mpframe.data.loading import keyed_uniform
+from mpframe.data.samples import Kept
+from mpframe.data.task import Task
+from mpframe.errors import ConfigError, UserCodeError
+from mpframe.models import require_dropout, require_sizes
+from mpframe.objectives.step_output import StepOutput
+from mpframe.tree import to_fp32
+from mpframe.user_code import UserCode, described
+
+
+class LabelErrorRate:
+    """Wrong, missing and additional labels over all labels, >= 0; 0 is perfect.
+
+    What a model reads of a sequence is the best class of each frame, each run of one class taken
+    once, without the blanks (greedy decoding). Its distance from the target is the least number of
+    labels to replace, put in or take out (Levenshtein 1966).
+
+    Args:
+        blank: the class of a frame without a label.
+    """
+
+    name = "label_error_rate"
+    higher_is_better = False
+
+    def __init__(self, blank: int = 0) -> None:
+        self._blank = blank
+        self._batches: list[tuple[Tensor, Sequence[int], Tensor, Sequence[int]]] = []
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Keep one batch's best classes; they are read when the rate is computed.
+
+        Args:
+            outputs: `logits` [N, T, classes] and `lengths`, N whole numbers.
+            targets: `labels` [N, L] and `lengths`, N whole numbers.
+        """
+        best = outputs["logits"].argmax(dim=2)
+        self._batches.append((best, outputs["lengths"], targets["labels"], targets["lengths"]))
+
+    def compute(self) -> Tensor:
+        """The rate so far, 0-d float64; nan before the first update."""
+        wrong = labels = 0
+        for best, frames, targets, lengths in self._batches:
+            rows = zip(best.tolist(), frames, targets.tolist(), lengths, strict=True)
+            for classes, frame_count, target, length in rows:
+                read = collapsed(classes[:frame_count], self._blank)
+                wrong += edit_distance(read, target[:length])
+                labels += length
+        return torch.tensor(wrong, dtype=torch.float64) / labels
+
+
+def collapsed(classes: Sequence[int], blank: int) -> list[int]:
+    """The labels that CTC reads from the classes of the frames."""
+    before = [blank, *classes]
+    return [now for last, now in zip(before, classes, strict=False) if now not in (last, blank)]
+
+
+def edit_distance(first: Sequence[int], second: Sequence[int]) -> int:
+    """The least number of items to replace, put in or take out that turns one into the other."""
+    row = list(range(len(second) + 1))
+    for number, item in enumerate(first, start=1):
+        diagonal, row[0] = row[0], number
+        for place, other in enumerate(second, start=1):
+            replaced = diagonal + (item != other)
+            diagonal, row[place] = row[place], min(replaced, row[place] + 1, row[place - 1] + 1)
+    return row[-1]
+
+
+_NAMES = ("inputs", "input_lengths", "targets", "target_lengths")
+
+
+def ctc(model: nn.Module, batch: Any, blank: int = 0) -> StepOutput:
+    """The CTC loss of each sequence over its number of labels, averaged over the batch.
+
+    The metrics are given `logits` [N, T, classes] in fp32 and `lengths`, and of the targets
+    `labels` [N, L] and `lengths`.
+
+    Args:
+        model: called with `inputs` and `input_lengths`; gives logits [N, T, classes].
+        batch: a mapping of inputs [N, T, ...], input_lengths, targets [N, L] and target_lengths;
+            the lengths are lists of N whole numbers, so that nothing waits for the device.
+        blank: the class of a frame without a label.
+
+    Raises:
+        UserCodeError: the batch is not such a mapping, or the model raised.
+    """
+    if not isinstance(batch, Mapping) or not batch.keys() >= set(_NAMES):
+        raise UserCodeError(
+            f"objective: ctc takes a mapping with {', '.join(_NAMES)}, and the dataset gave "
+            f"{described(batch)}; let its collate make one"
+        )
+    inputs, frames, labels, lengths = (batch[name] for name in _NAMES)
+    with UserCode("model:", model, inputs=inputs):
+        logits = model(inputs, frames)
+    log_probs = F.log_softmax(logits, dim=2).transpose(0, 1)
+    loss = F.ctc_loss(log_probs, labels, frames, lengths, blank)
+    outputs = {"logits": to_fp32(logits), "lengths": frames}
+    return StepOutput(loss, outputs, {"labels": labels, "lengths": lengths}, count=len(lengths))
+
+
+_SHORTEST, _LONGEST, _PAUSE = 3, 8, 4  # frames of a label, and of the longest silence
+_WIDTH = 0.06  # standard deviation of a bump, as a share of all features
+
+Array = NDArray[np.float64]
+Whole = NDArray[np.int64]
+
+
+def phonemes(
+    train: int = 4000,
+    val: int = 400,
+    test: int = 400,
+    classes: int = 17,
+    features: int = 24,
+    max_labels: int = 8,
+    noise: float = 0.5,
+    data_seed: int = 0,
+    cache_bytes: int = 2**28,
+) -> Task:
+    """Sequences for CTC, measured by the label error rate.
+
+    Args:
+        train, val, test: sequences in each part, >= 1.
+        classes: the labels, and the blank, which is class 0; >= 2.
+        features: numbers in a frame, >= 1.
+        max_labels: a sequence has 1 to so many, >= 1.
+        noise: standard deviation of the noise; a label's spectrum reaches about 1. >= 0, finite.
+        data_seed: another one gives other spectra and other sequences. >= 0.
+        cache_bytes: keep samples in memory up to this size, in each process that loads.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+    counts = {"train": train, "val": val, "test": test}
+    least = {"classes": 2, "data_seed": 0}
+    sizes = {"classes": classes, "features": features, "max_labels": max_labels}
+    for name, size in {**counts, **sizes, "data_seed": data_seed}.items():
+        require_whole(f"dataset.{name}", size, least.get(name, 1))
+    if not 0 <= noise < math.inf:
+        raise ConfigError(f"dataset.noise={noise}: must be >= 0 and finite")
+    spectra = _spectra(classes, features, data_seed)
+    parts = [
+        Kept(Phonemes(count, spectra, max_labels, noise, (data_seed, part)), cache_bytes)
+        for part, count in enumerate(counts.values())
+    ]
+    return Task(parts[0], parts[1], ctc, LabelErrorRate, padded, test=parts[2])
+
+
+class Phonemes(Dataset[tuple[Tensor, Tensor]]):
+    """Pairs of frames [T, features] float32 and labels [L] int64, each >= 1; L <= T.
+
+    Args:
+        count: how many.
+        spectra: of each class [classes, features]; that of the blank is silence.
+        max_labels, noise: as for `phonemes`.
+        key: whole numbers that decide all sequences.
+    """
+
+    def __init__(
+        self, count: int, spectra: Array, max_labels: int, noise: float, key: tuple[int, ...]
+    ) -> None:
+        self._count, self._spectra, self._max_labels = count, spectra, max_labels
+        self._noise, self._key = noise, key
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < self._count:
+            raise IndexError(f"{index}: there are {self._count} sequences")
+        (length, *draws) = keyed_uniform(1 + 3 * self._max_labels, *self._key, index, 0)[0]
+        said = np.reshape(draws, (3, -1))[:, : 1 + int(length * self._max_labels)]
+        labels = 1 + (said[0] * (len(self._spectra) - 1)).astype(np.int64)
+        lasts = _SHORTEST + (said[1] * (_LONGEST - _SHORTEST + 1)).astype(np.int64)
+        pauses = 1 + (said[2] * _PAUSE).astype(np.int64)
+        frames = self._spoken(labels, lasts, pauses)
+        even = keyed_uniform(frames.size, *self._key, index, 1).reshape(frames.shape) - 0.5
+        frames += self._noise * math.sqrt(12) * even  # even numbers over 1 deviate by 1 / sqrt(12)
+        return torch.from_numpy(frames).float(), torch.from_numpy(labels)
+
+    def _spoken(self, labels: Whole, lasts: Whole, pauses: Whole) -> Array:
+        """Silence and a label, in turns: [T, features]."""
+        spans = pauses + lasts
+        begins = np.repeat(np.cumsum(spans) - lasts, spans)  # of the label that a frame belongs to
+        place = (np.arange(spans.sum()) - begins + 0.5) / np.repeat(lasts, spans)
+        loudness: Array = np.where(place > 0, np.sin(np.pi * place), 0.0)
+        spoken: Array = loudness[:, None] * self._spectra[np.repeat(labels, spans)]
+        return spoken
+
+
+def padded(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """A batch of sequences of different lengths, named as torch's CTC loss names its arguments.
+
+    Returns:
+        inputs [N, T, features] and targets [N, L], zeros behind the end of each; input_lengths and
+        target_lengths as lists of N whole numbers, which stay on the host.
+    """
+    frames, labels = zip(*samples, strict=True)
+    return {
+        "inputs": pad_sequence(list(frames), batch_first=True),
+        "input_lengths": [len(one) for one in frames],
+        "targets": pad_sequence(list(labels), batch_first=True),
+        "target_lengths": [len(one) for one in labels],
+    }
+
+
+def _spectra(classes: int, features: int, data_seed: int) -> Array:
+    """[classes, features]: two bumps for each label, nothing for the blank."""
+    centres = keyed_uniform(2, data_seed, range(classes))[:, :, None]
+    places = (np.arange(features) + 0.5) / features
+    bumps: Array = np.exp(-0.5 * ((places - centres) / _WIDTH) ** 2).sum(axis=1)
+    bumps[0] = 0
+    return bumps
+
+
+class LSTM(nn.Module):
+    """LSTM layers over the frames, and a linear layer on each frame's output.
+
+    The sequences are packed: no step is computed behind the end of one, and the backward direction
+    begins at its last frame. So a sequence's logits do not depend on how far it was padded.
+
+    Args:
+        features: numbers in a frame.
+        classes: outputs for each frame.
+        hidden: size of the state in each direction.
+        layers: how many LSTM layers, one above the other.
+        bidirectional: read each sequence from its end as well.
+        dropout: fraction of features dropped before the linear layer, 0 <= dropout < 1.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        classes: int,
+        hidden: int = 128,
+        layers: int = 1,
+        bidirectional: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        require_sizes(features=features, classes=classes, hidden=hidden, layers=layers)
+        require_dropout(dropout)
+        self.lstm = nn.LSTM(features, hidden, layers, batch_first=True, bidirectional=bidirectional)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(hidden * (1 + bidirectional), classes)
+
+    def forward(self, inputs: Tensor, lengths: list[int]) -> Tensor:
+        """Logits [N, T, classes]; those behind the end of a sequence mean nothing.
+
+        Args:
+            inputs: [N, T, features].
+            lengths: frames of each sequence, 1 to T; on the host.
+        """
+        packed = pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
+        states, _ = pad_packed_sequence(
+            self.lstm(packed)[0], batch_first=True, total_length=inputs.shape[1]
+        )
+        logits: Tensor = self.head(self.dropout(states))
+        return logits
+
+
+def lstm(
+    features: int,
+    classes: int,
+    hidden: int = 128,
+    layers: int = 1,
+    bidirectional: bool = True,
+    dropout: float = 0.0,
+) -> nn.Module:
+    """An `LSTM`."""
+    return LSTM(features, classes, hidden, layers, bidirectional, dropout)

@@ -1,0 +1,1 @@
+"""Tables: rows of categorical and continuous columns with one number to predict."""

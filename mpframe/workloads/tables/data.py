@@ -1,0 +1,473 @@
+"""Any CSV file with a positive number to predict: hourly bike rentals, daily sales, prices.
+
+The file is untrusted: every size is checked before it is used. An error names file, row and column;
+rows are counted as a spreadsheet does, the header is row 1. Cells become numbers (categories,
+continuous values, dates), a second table may be joined (SQL's left join, with no row left over),
+and of the rows one in ten is for validation and one in ten for the test.
+"""
+
+import csv
+import datetime
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mpframe.data.facts import require_facts
+from mpframe.data.metrics import RMSE, RMSPE
+from mpframe.data.samples import hold_out
+from mpframe.data.task import Task
+from mpframe.errors import ConfigError, DataError, nearest
+from mpframe.files.plain_file import open_regular
+from mpframe.workloads.tables.model import LogRegression
+
+_MOST_ROWS = 2**25
+_LONGEST_LINE = 2**20  # characters
+
+Columns = dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of words, all of one length.
+
+    Attributes:
+        path: the file, for messages.
+        columns: by name, the cells without the spaces around them.
+    """
+
+    path: Path
+    columns: Columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def place(self, name: str, row: int) -> str:
+        """Words for the cell of data row `row`, counted from 0, in column `name`."""
+        return f"{self.path}: row {row + 2}, column {name}"
+
+
+def read_csv(path: Path, wanted: Iterable[str] | None = None) -> Table:
+    """Read the columns that are wanted.
+
+    Args:
+        path: UTF-8 text, comma-separated, the names of the columns in the first line. At most 2^25
+            rows, and 2^20 characters in a line.
+        wanted: names; the others are skipped. None: all.
+
+    Raises:
+        DataError: the file cannot be read, a column is missing or there twice, or a row has more or
+            fewer cells than the header.
+    """
+    rows = 0
+    try:
+        with open_regular(path, "r", encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(_lines(path, file), strict=True)
+            header = [name.strip() for name in next(reader, [])]
+            names = list(dict.fromkeys(header if wanted is None else wanted))
+            places = _places(path, header, names)
+            columns: Columns = {name: [] for name in places}
+            same: dict[str, str] = {}  # One string for all cells that are equal.
+            for rows, cells in enumerate(islice(reader, _MOST_ROWS + 1), start=1):
+                _require_row(path, rows, len(cells), len(header))
+                for name, place in places.items():
+                    cell = cells[place].strip()
+                    columns[name].append(same.setdefault(cell, cell))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(
+            f"{path}: cannot be read as CSV after row {rows + 1} ({reason}); get the file again"
+        ) from error
+    if not rows:
+        raise DataError(f"{path}: has no rows below its header; get the file again")
+    return Table(path, columns)
+
+
+def _lines(path: Path, file: IO[str]) -> Iterator[str]:
+    while line := file.readline(_LONGEST_LINE + 1):
+        if len(line) > _LONGEST_LINE:
+            raise DataError(f"{path}: has a line above {_LONGEST_LINE} characters; is it a CSV?")
+        yield line
+
+
+def _places(path: Path, header: list[str], wanted: Sequence[str]) -> dict[str, int]:
+    for name in wanted:
+        count = header.count(name)
+        if count != 1:
+            hint = nearest(name, header) or f"it has {', '.join(header)[:200]}"
+            what = f"no column {name} ({hint})" if count == 0 else f"{count} columns {name}"
+            raise DataError(f"{path}: has {what}; name the columns of the file's first line")
+    return {name: header.index(name) for name in wanted}
+
+
+def _require_row(path: Path, number: int, cells: int, wanted: int) -> None:
+    if number > _MOST_ROWS:
+        raise DataError(f"{path}: has more than {_MOST_ROWS} rows; use a part of them")
+    if cells != wanted:
+        raise DataError(
+            f"{path}: row {number + 1} has {cells} cells and the header {wanted}; correct the row"
+        )
+
+
+UNKNOWN = 0
+"""The number of a category that no training row has."""
+DATE_PARTS = ("year", "month", "day", "week", "weekday")
+_LARGEST = 1e30
+
+Floats = NDArray[np.float64]
+
+
+def numbers(table: Table, name: str, missing: bool) -> Floats:
+    """A column as numbers, [rows] float64.
+
+    Args:
+        table: has the column.
+        name: the column's.
+        missing: whether a cell may be empty; such a cell becomes nan.
+
+    Raises:
+        DataError: a cell is no finite number up to 1e30, or empty.
+    """
+
+    def number(word: str) -> float:
+        if not word and missing:
+            return math.nan
+        value = float(word.replace("_", "?"))  # float() takes 1_000, a spreadsheet does not.
+        if not abs(value) <= _LARGEST:
+            raise ValueError
+        return value
+
+    way_out = "correct the cell, or give dataset.fill_missing=true if it is empty"
+    return np.array(_converted(table, name, number, "a finite number up to 1e30", way_out))
+
+
+def dates(table: Table, name: str) -> NDArray[np.int64]:
+    """A column of dates, as in 2015-07-31, as days since the year 1: [rows] int64.
+
+    Raises:
+        DataError: a cell is no such date.
+    """
+    days = _converted(table, name, _day, "a date as in 2015-07-31", "correct the cell")
+    return np.array(days, dtype=np.int64)
+
+
+def date_parts(table: Table, name: str) -> Columns:
+    """The columns NAME.year, .month, .day, .week (of ISO) and .weekday (Monday is 1) of a date."""
+    parts = {
+        word: (
+            *map(str, (date.year, date.month, date.day)),
+            *map(str, date.isocalendar()[1:]),
+        )
+        for word in set(table.columns[name])
+        for date in (datetime.date.fromisoformat(word),)
+    }
+    return {
+        f"{name}.{part}": [parts[word][place] for word in table.columns[name]]
+        for place, part in enumerate(DATE_PARTS)
+    }
+
+
+def categories(words: list[str], training: Tensor) -> tuple[Tensor, list[str]]:
+    """A column as categories.
+
+    The categories of the training rows are numbered from 1 on, in the order of their words; an
+    empty cell is one of them. Any other word is 0, `UNKNOWN`.
+
+    Args:
+        words: [rows].
+        training: [n] int64, the rows to train on.
+
+    Returns:
+        [rows] int64, and the training rows' words in the order of their numbers.
+    """
+    known = sorted({words[row] for row in training.tolist()})
+    places = {word: place for place, word in enumerate(known, start=1)}
+    return torch.tensor([places.get(word, UNKNOWN) for word in words]), known
+
+
+def standardized(values: Floats, training: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """(value - mean) / std with the numbers of the training rows; nan becomes their median.
+
+    A column that is constant has std 1.
+
+    Args:
+        values: [rows], nan where a cell is empty.
+        training: [n] int64, the rows to train on; one of them is not nan.
+
+    Returns:
+        [rows] float32, and median, mean and std.
+    """
+    median = float(np.nanmedian(values[training.numpy()]))
+    filled = np.where(np.isnan(values), median, values)
+    chosen = filled[training.numpy()]
+    mean, std = float(chosen.mean()), float(chosen.std()) or 1.0
+    scaled = torch.from_numpy((filled - mean) / std).float()
+    return scaled, {"median": median, "mean": mean, "std": std}
+
+
+def _day(word: str) -> float:
+    return float(datetime.date.fromisoformat(word).toordinal())
+
+
+def _converted(
+    table: Table, name: str, convert: Callable[[str], float], what: str, way_out: str
+) -> list[float]:
+    """The column with each of its words converted, each different one once."""
+    column, values = table.columns[name], {}
+    for row, word in enumerate(column):
+        if word not in values:
+            try:
+                values[word] = convert(word)
+            except ValueError:
+                raise DataError(
+                    f"{table.place(name, row)}: {word[:80]!r} is not {what}; {way_out}"
+                ) from None
+    return [values[word] for word in column]
+
+
+def joined(table: Table, second: Table, by: str) -> Table:
+    """Give each row the columns of the second table's row with the same word in column `by`.
+
+    Args:
+        table: has the column `by`.
+        second: its words in that column are all different.
+        by: a column of both.
+
+    Raises:
+        DataError: the second table has no such column, has a word twice, or lacks one.
+    """
+    places = _row_places(second, by)
+    for row, word in enumerate(table.columns[by]):
+        if word not in places:
+            raise DataError(
+                f"{table.place(by, row)}: {word[:80]!r} is in no row of {second.path}; add it there"
+            )
+    rows = [places[word] for word in table.columns[by]]
+    others = {
+        name: [column[row] for row in rows] for name, column in second.columns.items() if name != by
+    }
+    return Table(table.path, others | table.columns)
+
+
+def _row_places(second: Table, by: str) -> dict[str, int]:
+    if by not in second.columns:
+        hint = nearest(by, second.columns) or f"it has {', '.join(second.columns)[:200]}"
+        raise DataError(f"{second.path}: has no column {by} ({hint}); correct dataset.join.by")
+    places: dict[str, int] = {}
+    for row, word in enumerate(second.columns[by]):
+        if places.setdefault(word, row) != row:
+            raise DataError(
+                f"{second.place(by, row)}: {word[:80]!r} is there twice; remove one of the rows"
+            )
+    return places
+
+
+_FEWEST_ROWS = 20
+
+Split = Callable[[Tensor], list[Tensor]]
+
+
+def split_rows(name: str, when: NDArray[np.int64]) -> list[Tensor]:
+    """The rows of each part, [n] int64: training, validation, test. It depends on no seed.
+
+    Args:
+        name: `hold_out`: rows at random places, always the same ones; `time`: the last tenth
+            tests and the tenth before it validates. Rows of one time are in one part.
+        when: [rows] int64, the time of each row.
+
+    Raises:
+        ConfigError: another name.
+        DataError: fewer than 20 rows, or so few different times that a part is empty.
+    """
+    splits: dict[str, Split] = {"hold_out": _hold_out, "time": _by_time}
+    if name not in splits:
+        hint = nearest(str(name), splits)
+        raise ConfigError(
+            f"dataset.split={name}: allowed are hold_out, time" + f"; {hint}" * bool(hint)
+        )
+    parts = splits[name](torch.from_numpy(when)) if len(when) >= _FEWEST_ROWS else []
+    if not parts or not all(map(len, parts)):
+        raise DataError(
+            f"dataset: {len(when)} rows of {len(np.unique(when))} times make no training, "
+            f"validation and test part; give at least {_FEWEST_ROWS} rows"
+        )
+    return parts
+
+
+def _hold_out(when: Tensor) -> list[Tensor]:
+    return hold_out(torch.zeros_like(when), one_in=5, parts=2)
+
+
+def _by_time(when: Tensor) -> list[Tensor]:
+    ordered, rows = when.sort(stable=True)
+    tenths = ordered[[len(ordered) * 8 // 10, len(ordered) * 9 // 10]]
+    first, second = torch.searchsorted(ordered, tenths).tolist()
+    return [rows[:first], rows[first:second], rows[second:]]
+
+
+def csv_table(
+    root: str,
+    file: str,
+    categorical: Mapping[str, int],
+    continuous: Sequence[str],
+    target: str,
+    split: str = "hold_out",
+    date: str | None = None,
+    join: Mapping[str, str] | None = None,
+    fill_missing: bool = False,
+    drop_zeros: bool = False,
+) -> Task:
+    """The rows of a table; what is learned is the target's logarithm, by `LogRegression`.
+
+    A sample is a dict: `categorical` [columns] int64, where 0 is a category that no training row
+    has; `continuous` [columns] float32, with mean 0 and standard deviation 1 over the training
+    rows; `target`, float32, in its own unit. The metrics are `RMSPE` and `RMSE`.
+
+    Args:
+        root: the folder of the file, or the file itself.
+        file: its name in that folder.
+        categorical: columns and how many categories the training rows have in each.
+        continuous: columns of numbers.
+        target: the column to predict, > 0.
+        split: `hold_out`: one row in ten validates and one in ten tests, always the same ones;
+            `time`: the last tenth of the rows tests and the tenth before it validates.
+        date: a column as 2015-07-31, which gives the time and the columns DATE.year, .month,
+            .day, .week and .weekday; None: the rows are in the order of time.
+        join: `file`, a second table in that folder, and `by`, the column that both have; each row
+            gets the columns of the second table's row with the same word there.
+        fill_missing: an empty cell of a continuous column gets the training rows' median.
+        drop_zeros: leave out rows whose target is 0, which has no logarithm.
+
+    Raises:
+        ConfigError: an option is out of its range or does not fit the file.
+        DataError: a file is missing or damaged, or a cell is not what its column should have.
+    """
+    table = _read(_located(root, file), [*categorical, *continuous, target], date, join)
+    targets = numbers(table, target, missing=False).astype(np.float32)
+    rows = _with_target(table, target, targets, drop_zeros)
+    when = np.arange(len(table)) if date is None else dates(table, date)
+    parts = [rows[part] for part in split_rows(split, when[rows.numpy()])]
+    numbered, words = _numbered(table, categorical, parts[0])
+    scaled, statistics = _scaled(table, continuous, parts[0], fill_missing)
+    data = {
+        "categorical": numbered,
+        "continuous": scaled,
+        "target": torch.from_numpy(targets),
+    }
+    logs = np.log(targets[parts[0].numpy()], dtype=np.float64)
+    objective = LogRegression(float(logs.mean()), float(logs.std()) or 1.0)
+    train, val, test = (_Rows(_select(data, part)) for part in parts)
+    return Task(
+        train,
+        val,
+        objective,
+        {"rmspe": RMSPE, "rmse": RMSE},
+        test=test,
+        preprocessing={
+            "categorical": words,
+            "continuous": statistics,
+            "target": {"log_mean": objective.mean, "log_std": objective.std},
+        },
+    )
+
+
+@dataclass(frozen=True)
+class _Rows(Dataset[dict[str, Tensor]]):
+    """Rows in memory; each tensor has one for each sample."""
+
+    columns: dict[str, Tensor]
+
+    def fetch_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        return _select(self.columns, torch.as_tensor(indices, dtype=torch.int64))
+
+    def __len__(self) -> int:
+        return len(self.columns["target"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+def _select(columns: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    return {name: column.index_select(0, rows) for name, column in columns.items()}
+
+
+def _located(root: str, file: str) -> Path:
+    for path in (Path(root), Path(root) / file):
+        if path.is_file():
+            return path
+    raise DataError(
+        f"dataset.root={root}: no {file} there; set dataset.root to its folder or to the file"
+    )
+
+
+def _read(
+    path: Path, columns: list[str], date: str | None, join: Mapping[str, str] | None
+) -> Table:
+    """The table with the columns that are wanted, those of its date and of the second table too."""
+    if join is not None and set(join) != {"file", "by"}:
+        raise ConfigError(f"dataset.join={dict(join)}: needs file and by, and nothing else")
+    second = None if join is None else read_csv(path.parent / join["file"])
+    elsewhere = {f"{date}.{part}" for part in DATE_PARTS} if date else set()
+    elsewhere |= set(second.columns) if second else set()
+    own = [name for name in columns if name not in elsewhere]
+    own += [date] if date else []
+    own += [join["by"]] if join else []
+    table = read_csv(path, own)
+    if date is not None:
+        dates(table, date)  # Refuses what is no date, by its row.
+        table = Table(path, table.columns | date_parts(table, date))
+    return joined(table, second, join["by"]) if second and join else table
+
+
+def _with_target(table: Table, name: str, targets: NDArray[np.float32], drop_zeros: bool) -> Tensor:
+    """The rows whose target has a logarithm, [n] int64."""
+    bad = np.flatnonzero(targets < 0 if drop_zeros else targets <= 0)
+    if len(bad):
+        raise DataError(
+            f"{table.place(name, int(bad[0]))}: {targets[bad[0]]:g} has no logarithm; the target "
+            "must be above 0 (dataset.drop_zeros=true leaves out rows of 0)"
+        )
+    return torch.from_numpy(np.flatnonzero(targets > 0))
+
+
+def _numbered(
+    table: Table, categorical: Mapping[str, int], training: Tensor
+) -> tuple[Tensor, dict[str, list[str]]]:
+    """The categories of all rows, [rows, columns] int64, and their words by column."""
+    found = {name: categories(table.columns[name], training) for name in categorical}
+    for name, (_, words) in found.items():
+        facts = {f"categorical.{name}": (categorical[name], len(words))}
+        require_facts(f"the training part of {table.path}", **facts)
+    return (
+        _stacked([numbers for numbers, _ in found.values()], len(table), torch.int64),
+        {name: words for name, (_, words) in found.items()},
+    )
+
+
+def _scaled(
+    table: Table, continuous: Sequence[str], training: Tensor, fill_missing: bool
+) -> tuple[Tensor, dict[str, dict[str, float]]]:
+    """The continuous values of all rows, [rows, columns] float32, and what scaled each column."""
+    columns = {name: numbers(table, name, missing=fill_missing) for name in continuous}
+    for name, values in columns.items():
+        if np.isnan(values[training.numpy()]).all():
+            raise DataError(
+                f"{table.path}: column {name} is empty in all training rows; leave it out"
+            )
+    scaled = {name: standardized(values, training) for name, values in columns.items()}
+    return (
+        _stacked([values for values, _ in scaled.values()], len(table), torch.float32),
+        {name: statistics for name, (_, statistics) in scaled.items()},
+    )
+
+
+def _stacked(columns: list[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
+    return torch.stack(columns, dim=1) if columns else torch.empty(rows, 0, dtype=dtype)

@@ -1,0 +1,164 @@
+"""A feed-forward network with entity embeddings (Guo and Berkhahn 2016; fastai's recipe).
+
+Each categorical column has a table of vectors, one for each category and one for all unknown ones.
+A column of n categories gets min(600, round(1.6 n^0.56)) numbers, n with the unknown one. They are
+joined with the continuous columns, which pass a batch norm, and go through blocks of linear layer,
+ReLU, batch norm and dropout. The objective learns the logarithm of a positive number, such as a
+count or a price.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.errors import ConfigError, UserCodeError
+from mpframe.models import require_dropout, require_sizes
+from mpframe.objectives.step_output import StepOutput
+from mpframe.objectives.supervised import outside_casts
+from mpframe.tree import to_fp32
+from mpframe.user_code import UserCode, described
+
+
+class Tabular(nn.Module):
+    """One output for the categories and the values of a row; `tabular` has the arguments."""
+
+    def __init__(
+        self,
+        categories: Sequence[int],
+        values: int,
+        hidden: Sequence[int],
+        dropout: float,
+        embedding_dropout: float,
+    ) -> None:
+        super().__init__()
+        widths = [embedding_size(count + 1) for count in categories]
+        self.embeddings = nn.ModuleList(
+            nn.Embedding(count + 1, width) for count, width in zip(categories, widths, strict=True)
+        )
+        self.embedding_dropout = nn.Dropout(embedding_dropout)
+        self.values_norm = nn.BatchNorm1d(values) if values else None
+        self.blocks = nn.Sequential()
+        wide = sum(widths) + values
+        for number, width in enumerate(hidden, start=1):
+            self.blocks.add_module(f"block{number}", _block(wide, width, dropout))
+            wide = width
+        self.head = nn.Linear(wide, 1)
+        for embedding in self.embeddings:
+            assert isinstance(embedding, nn.Embedding)
+            nn.init.trunc_normal_(embedding.weight, std=0.01)
+
+    def forward(self, categorical: Tensor, continuous: Tensor) -> Tensor:
+        """Outputs [N, 1].
+
+        Args:
+            categorical: [N, columns], int64; 0 is an unknown category.
+            continuous: [N, columns], floating.
+        """
+        parts = [
+            embedding(categorical[:, column]) for column, embedding in enumerate(self.embeddings)
+        ]
+        if parts:
+            parts = [self.embedding_dropout(torch.cat(parts, dim=1))]
+        if self.values_norm is not None:
+            parts.append(self.values_norm(continuous))
+        outputs: Tensor = self.head(self.blocks(torch.cat(parts, dim=1)))
+        return outputs
+
+
+def tabular(
+    categories: Mapping[str, int],
+    continuous: Sequence[str],
+    hidden: Sequence[int] = (200, 100),
+    dropout: float = 0.0,
+    embedding_dropout: float = 0.04,
+) -> nn.Module:
+    """Maps rows, categories [N, columns] and values [N, columns], to [N, 1].
+
+    Args:
+        categories: how many each categorical column has, by name; the unknown one is not counted.
+        continuous: the names of the continuous columns.
+        hidden: width of each block.
+        dropout: fraction of features dropped after each block, 0 <= dropout < 1.
+        embedding_dropout: of the embeddings, likewise.
+
+    Raises:
+        ConfigError: an argument is out of its range, or there are no columns.
+    """
+    if not categories and not continuous:
+        raise ConfigError("model.categories, model.continuous: are both empty; name some columns")
+    require_sizes(**{f"categories.{name}": count for name, count in categories.items()})
+    require_sizes(**{f"hidden.{place}": width for place, width in enumerate(hidden)})
+    require_dropout(dropout)
+    require_dropout(embedding_dropout, "embedding_dropout")
+    counts = list(categories.values())
+    return Tabular(counts, len(continuous), hidden, dropout, embedding_dropout)
+
+
+def embedding_size(rows: int) -> int:
+    """Numbers in the vector of each of `rows` categories: min(600, round(1.6 rows^0.56))."""
+    return min(600, round(1.6 * math.pow(rows, 0.56)))
+
+
+def _block(in_features: int, out_features: int, dropout: float) -> nn.Sequential:
+    block = nn.Sequential()
+    block.add_module("linear", nn.Linear(in_features, out_features))
+    block.add_module("relu", nn.ReLU())
+    block.add_module("norm", nn.BatchNorm1d(out_features))
+    if dropout > 0:
+        block.add_module("dropout", nn.Dropout(dropout))
+    return block
+
+
+_TARGET = "target"
+
+
+class LogRegression:
+    """Batches are dicts: `target`, and what the model is called with, by name.
+
+    Args:
+        mean: μ, of the natural logarithm of the training targets.
+        std: σ, > 0.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    def __init__(self, mean: float, std: float) -> None:
+        if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+            raise ConfigError(
+                f"objective.mean={mean}, objective.std={std}: must be finite, and std > 0"
+            )
+        self.mean = mean
+        self.std = std
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        """The loss; for metrics outputs ŷ and targets y, both [N] and in the target's own unit.
+
+        Args:
+            model: model(**batch without `target`) -> [N] or [N, 1].
+            batch: `target` is [N], > 0.
+
+        Raises:
+            UserCodeError: the batch is no such dict, the model raised, or gave another shape.
+        """
+        if not isinstance(batch, Mapping) or _TARGET not in batch:
+            raise UserCodeError(
+                f"objective: log_regression takes dicts with a target, and the dataset gave "
+                f"{described(batch)}; give it such dicts, or use another objective"
+            )
+        inputs = {name: value for name, value in batch.items() if name != _TARGET}
+        with UserCode("model:", model, batch=batch):
+            outputs = model(**inputs)
+        with outside_casts():
+            targets = to_fp32(batch[_TARGET])
+            logs = to_fp32(outputs).flatten()
+            if logs.shape != targets.shape:
+                raise UserCodeError(
+                    f"objective: log_regression takes one output for each target, and the model "
+                    f"gave {described(outputs)} for {described(targets)}; let it give [N, 1]"
+                )
+            loss = nn.functional.mse_loss(logs, (targets.log() - self.mean) / self.std)
+            return StepOutput(loss, (self.mean + self.std * logs).exp(), targets)

@@ -1,0 +1,1 @@
+"""Text: its next token, its class, or the part of it that carries its sentiment."""

@@ -1,0 +1,301 @@
+"""Any folder of <class>/*.txt as a classification task for a model such as BERT.
+
+`WordPiece` is BERT's tokenizer, with a vocabulary that is trained on the task's own texts or read
+from a file. `padded` makes a batch of token sequences of different lengths.
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from mpframe.data.facts import require_facts, require_whole
+from mpframe.data.metrics import Accuracy
+from mpframe.data.samples import hold_out
+from mpframe.data.task import Task
+from mpframe.errors import ConfigError, DataError
+from mpframe.files import read_regular
+from mpframe.objectives import model_loss
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def padded(samples: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, Tensor]:
+    """The samples as one batch, filled up with zeros, and the mask of what is no filling.
+
+    Args:
+        samples: dicts of the same names; 1-d sequences of whole numbers, all of a sample of one
+            length and `input_ids` among them, or single numbers.
+        multiple: the batch is as long as its longest sample, rounded up to a multiple of this.
+
+    Returns:
+        int64: [N, T] of each sequence, [N] of each number, and `attention_mask` [N, T] of 0 and 1.
+    """
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    length = -(-longest // multiple) * multiple
+    batch = {name: _joined([sample[name] for sample in samples], length) for name in samples[0]}
+    ones = [torch.ones(len(sample["input_ids"])) for sample in samples]
+    batch["attention_mask"] = _joined(ones, length)
+    return batch
+
+
+def _joined(values: Sequence[Any], length: int) -> Tensor:
+    rows = [torch.as_tensor(value, dtype=torch.int64) for value in values]
+    if rows[0].dim() == 0:
+        return torch.stack(rows)
+    filled = pad_sequence(rows, batch_first=True)
+    return torch.nn.functional.pad(filled, (0, length - filled.shape[1]))
+
+
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_MOST_VOCABULARY_BYTES = 2**26  # of a vocabulary's file
+
+
+class WordPiece:
+    """Turns texts into numbers of pieces, in lower case and without accents.
+
+    Args:
+        pieces: the vocabulary, in the order of the numbers.
+        max_tokens: more are cut off; [CLS] and [SEP] count.
+    """
+
+    def __init__(self, pieces: Sequence[str], max_tokens: int) -> None:
+        from tokenizers import BertWordPieceTokenizer
+
+        _one_thread()
+        self.pieces, self.max_tokens = list(pieces), max_tokens
+        vocabulary = {piece: number for number, piece in enumerate(pieces)}
+        self._tokenizer = BertWordPieceTokenizer(vocabulary)
+        self._tokenizer.enable_truncation(max_tokens)
+
+    def encode(self, text: str, then: str | None = None) -> Any:
+        """The encoding of [CLS] text [SEP], and of `then` [SEP] behind it.
+
+        Returns:
+            An object with `ids`, `type_ids`, `sequence_ids` and `offsets` (of characters), lists
+            of one length.
+        """
+        return self._tokenizer.encode(text, then)
+
+    def described(self) -> dict[str, Any]:
+        """What a stranger must do to a text, as JSON values, for `Task.preprocessing`."""
+        return {
+            "tokenizer": "WordPiece",
+            "lowercase": True,
+            "strip_accents": True,
+            "max_tokens": self.max_tokens,
+            "vocab": "\n".join(self.pieces),
+        }
+
+
+def word_piece(
+    texts: Sequence[str], vocab: str | None, vocab_size: int, max_tokens: int
+) -> WordPiece:
+    """A tokenizer with the vocabulary of a file, or one trained on `texts`.
+
+    Args:
+        texts: to train it on; the same texts give the same vocabulary.
+        vocab: the file; None: train one.
+        vocab_size: most pieces; the model's embedding has as many rows.
+        max_tokens: of a text, >= 3.
+
+    Raises:
+        ConfigError: an option is out of its range, or tokenizers is not installed.
+        DataError: the file cannot be read, or is no vocabulary.
+    """
+    require_whole("dataset.vocab_size", vocab_size, least=len(_SPECIAL) + 1)
+    require_whole("dataset.max_tokens", max_tokens, least=3)
+    require_tokenizers()
+    if vocab is None:
+        return WordPiece(_trained(texts, vocab_size), max_tokens)
+    pieces = _read_vocabulary(Path(vocab))
+    if len(pieces) > vocab_size:
+        raise ConfigError(
+            f"dataset.vocab_size={vocab_size}: {vocab} has {len(pieces)} pieces; set it to "
+            f"{len(pieces)} or more"
+        )
+    return WordPiece(pieces, max_tokens)
+
+
+def require_tokenizers() -> None:
+    """Refuse to work without the package that tokenizes.
+
+    Raises:
+        ConfigError: it is missing; the message names the extra.
+    """
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "dataset: tokenizers is not installed; get it with pip install mpframe[text]"
+        ) from None
+
+
+def _trained(texts: Sequence[str], vocab_size: int) -> list[str]:
+    """Pieces found by joining the most frequent pairs, as long as a pair is found twice."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    _one_thread()
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    # Single characters are given, because tokenizers numbers those within a word by chance.
+    characters = _characters(texts, tokenizer)
+    given = [*_SPECIAL, *characters, *(f"##{character}" for character in characters)]
+    if len(given) > vocab_size:
+        raise ConfigError(
+            f"dataset.vocab_size={vocab_size}: the texts have {len(characters)} different "
+            f"characters, which need {len(given)} pieces; use more, e.g. {2 * len(given)}"
+        )
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, min_frequency=2, show_progress=False, special_tokens=given
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    numbers = tokenizer.get_vocab()
+    return sorted(numbers, key=numbers.__getitem__)
+
+
+def _characters(texts: Sequence[str], tokenizer: "Tokenizer") -> list[str]:
+    normalizer = tokenizer.normalizer
+    found = set().union(*(normalizer.normalize_str(text) for text in texts))
+    return sorted(character for character in found if not character.isspace())
+
+
+def _read_vocabulary(path: Path) -> list[str]:
+    try:
+        pieces = read_regular(path, _MOST_VOCABULARY_BYTES).decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"dataset.vocab={path}: cannot be read ({getattr(error, 'strerror', 'not UTF-8')}); "
+            "give a vocabulary with one piece a line, or null to train one"
+        ) from None
+    missing = next((piece for piece in _SPECIAL if piece not in pieces), None)
+    if missing or len(set(pieces)) != len(pieces):
+        what = f"has no {missing}" if missing else "has a piece twice"
+        raise DataError(
+            f"dataset.vocab={path}: {what}; give BERT's vocab.txt, or null to train one"
+        )
+    return pieces
+
+
+def _one_thread() -> None:
+    """Without its own threads, tokenizers does not warn when a loader's worker is forked."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+log = logging.getLogger(__name__)
+
+_MOST_BYTES = 2**24  # of one text
+
+
+def text_folder(
+    root: str = "data/texts",
+    classes: int = 5,
+    vocab: str | None = None,
+    vocab_size: int = 8192,
+    max_tokens: int = 256,
+    pad_to: int = 8,
+) -> Task:
+    """The texts under `root`, one folder for each class; a tenth validates, a tenth tests.
+
+    A batch is a dict: `input_ids` and `attention_mask` [N, T], `labels` [N], all int64, T as long
+    as the longest text of the batch needs. The loss is the model's own.
+
+    Args:
+        root: the tree; class folders are numbered in the order of their names.
+        classes: how many class folders there are.
+        vocab: a vocabulary's file with one piece a line; None: one is trained on the training
+            texts, always the same one.
+        vocab_size: most pieces in the vocabulary; rows of the model's embedding.
+        max_tokens: what is longer is cut off there, >= 3.
+        pad_to: T is a multiple of this, >= 1; with `max_tokens` all batches have one length.
+
+    Raises:
+        ConfigError: an option is out of its range or does not fit the tree, or tokenizers is not
+            installed.
+        DataError: folders or files are missing or cannot be read.
+    """
+    require_whole("dataset.pad_to", pad_to, least=1)
+    names, texts, targets = _read(Path(root))
+    require_facts(root, classes=(classes, len(names)))
+    parts = hold_out(targets, one_in=5, parts=2)
+    learned = [texts[index] for index in parts[0].tolist()]
+    tokenizer = word_piece(learned, vocab, vocab_size, max_tokens)
+    encoded = [torch.tensor(tokenizer.encode(text).ids, dtype=torch.int32) for text in texts]
+    train, val, test = (
+        Texts([encoded[index] for index in part.tolist()], targets[part]) for part in parts
+    )
+    return Task(
+        train,
+        val,
+        objective=model_loss,
+        metric=Accuracy,
+        collate=partial(padded, multiple=pad_to),
+        test=test,
+        class_names=names,
+        preprocessing=tokenizer.described(),
+    )
+
+
+class Texts(Dataset[Any]):
+    """Encoded texts with one class each; a sample is a dict of `input_ids` [T] and `labels`.
+
+    Args:
+        encoded: the numbers of the pieces of each text, [T] int32.
+        targets: [N] class numbers.
+    """
+
+    def __init__(self, encoded: list[Tensor], targets: Tensor) -> None:
+        self.encoded, self.targets = encoded, targets
+
+    def __len__(self) -> int:
+        return len(self.encoded)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.encoded[index], "labels": self.targets[index]}
+
+
+def _read(root: Path) -> tuple[list[str], list[str], Tensor]:
+    """The class names, all texts in the order of their paths, and their class numbers."""
+    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    files = {path.name: sorted(path.glob("*.txt")) for path in folders}
+    files = {name: own for name, own in files.items() if own}
+    if len(files) < 2:
+        raise DataError(
+            f"dataset.root={root}: needs a folder of *.txt files for each of two or more classes, "
+            f"and has {len(files)}; set dataset.root to such a tree"
+        )
+    raw = [_bytes(path) for own in files.values() for path in own]
+    counts = torch.tensor([len(own) for own in files.values()])
+    return list(files), _decoded(root, raw), torch.arange(len(counts)).repeat_interleave(counts)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return read_regular(path, _MOST_BYTES)
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); remove the file, or copy it to its place"
+        ) from None
+
+
+def _decoded(root: Path, raw: list[bytes]) -> list[str]:
+    """The texts, in UTF-8 or, where they are not that, in Latin-1, which any bytes are."""
+    texts, others = [], 0
+    for content in raw:
+        try:
+            texts.append(content.decode("utf-8"))
+        except UnicodeDecodeError:
+            texts.append(content.decode("latin-1"))
+            others += 1
+    if others:
+        log.info("%s: %d of %d texts are not UTF-8 and read as Latin-1", root, others, len(raw))
+    return texts

@@ -1,0 +1,386 @@
+"""A language model: any text as the task of predicting each next token, and a GPT.
+
+The text is cut into 100 stretches of one length. Every twentieth validates, every twentieth tests,
+and no window crosses the border of a stretch, so that no token is both learned from and measured
+on. Training windows begin anywhere in the other stretches, at places that depend on (seed, epoch,
+index) alone; an epoch has as many windows as lie side by side. Validation and test read theirs side
+by side, the same ones in every run. The tokens come from a file that is mapped into memory, or from
+many files. The model is a decoder-only transformer (GPT-2: Radford et al. 2019).
+"""
+
+import math
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.data import Dataset
+
+from mpframe.data.facts import require_whole
+from mpframe.data.loading import keyed_uniform
+from mpframe.data.metrics import BitsPerByte, Perplexity
+from mpframe.data.task import Task
+from mpframe.errors import ConfigError, DataError
+from mpframe.files import open_regular
+from mpframe.models import require_dropout, require_sizes
+
+Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
+
+DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2")}
+_MOST_BYTES = 2**30  # that a folder may hold; one file may be of any size
+
+
+def read_tokens(root: str | None, token_bytes: int) -> Tokens:
+    """The tokens of a text.
+
+    Args:
+        root: a file, which is mapped and not read; a folder, whose *.txt files (but no links) are
+            joined in the order of their paths; None: the source of Python's own library.
+        token_bytes: 1 or 2.
+
+    Returns:
+        [T] uint8 or uint16, read-only.
+
+    Raises:
+        DataError: there is nothing to read, or it cannot be read.
+    """
+    path = Path(sysconfig.get_path("stdlib") if root is None else root)
+    try:
+        if path.is_dir():
+            return _joined(
+                path, _library(path) if root is None else path.rglob("*.txt"), token_bytes
+            )
+        return _mapped(path, DTYPES[token_bytes])
+    except OSError as error:
+        raise DataError(
+            f"dataset.root={root}: {error.filename or path} cannot be read ({error.strerror}); "
+            "give a text file, a folder of *.txt files, or null for the source of Python's library"
+        ) from None
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
+    with open_regular(path, "rb", follow=True) as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size or size % dtype.itemsize:
+            raise DataError(
+                f"{path}: {size} bytes are no row of tokens of {dtype.itemsize} each; set "
+                "dataset.token_bytes to what the file was written with"
+            )
+        return np.memmap(file, dtype, mode="r")
+
+
+def _joined(folder: Path, files: Iterable[Path], token_bytes: int) -> Tokens:
+    chosen = sorted(path for path in files if path.is_file() and not path.is_symlink())
+    size = sum(path.stat().st_size for path in chosen)
+    if not size or size > _MOST_BYTES or token_bytes != 1:
+        raise DataError(
+            f"{folder}: a folder needs *.txt files of at most {_MOST_BYTES} bytes in all and "
+            f"dataset.token_bytes=1, and it has {len(chosen)} of {size} bytes; join them into one "
+            "file, which is not read into memory"
+        )
+    pieces = []
+    for path in chosen:
+        with open_regular(path, "rb") as file:
+            pieces.append(file.read())
+    return np.frombuffer(b"\n".join(pieces), np.uint8)
+
+
+def _library(folder: Path) -> Iterable[Path]:
+    """The modules of Python's library, without its tests and what was installed beside it."""
+    for path in folder.rglob("*.py"):
+        name = path.relative_to(folder).parts[0].removesuffix(".py")
+        if name in sys.stdlib_module_names:
+            yield path
+
+
+_STRETCHES, _ONE_IN, _VAL, _TEST = 100, 20, 9, 19
+
+Numbers = NDArray[np.int64]
+
+
+def next_token(
+    root: str | None = None,
+    context: int = 256,
+    vocab_size: int = 256,
+    token_bytes: int = 1,
+    bytes_per_token: float = 1.0,
+    eval_windows: int | None = 1024,
+) -> Task:
+    """Windows of `context` tokens and the tokens that follow each.
+
+    A batch is (inputs, targets), both int64 [N, context]; the metrics are bits per byte and
+    perplexity.
+
+    Args:
+        root: a text or token file, mapped into memory; a folder of *.txt files; None: the source
+            of Python's library, which needs no download and is the same for one version of Python.
+        context: tokens in a window, >= 1.
+        vocab_size: different tokens; 256 if they are bytes.
+        token_bytes: 1: tokens are the bytes of the text; 2: a file of 16-bit token numbers.
+        bytes_per_token: of the text, for bits per byte; 1 if tokens are bytes.
+        eval_windows: measure on at most so many windows of each held-out part, evenly spaced;
+            None: all.
+
+    Raises:
+        ConfigError: an option is out of its range.
+        DataError: the text cannot be read or is too short.
+    """
+    _require_options(context, vocab_size, token_bytes, bytes_per_token, eval_windows)
+    tokens = read_tokens(root, token_bytes)
+    length = len(tokens) // _STRETCHES
+    if length <= context:
+        raise DataError(
+            f"dataset.root={root}: {len(tokens)} tokens are too few for windows of {context} in "
+            f"each of {_STRETCHES} stretches; use dataset.context={max(1, length - 1)} or fewer"
+        )
+    turns = np.arange(_STRETCHES) % _ONE_IN
+    train, val, test = (
+        _Stretches(tokens, np.flatnonzero(own) * length, length, context, vocab_size)
+        for own in (~np.isin(turns, (_VAL, _TEST)), turns == _VAL, turns == _TEST)
+    )
+    return Task(
+        RandomWindows(train),
+        SideBySide(val, eval_windows),
+        loss=token_loss,
+        metric={
+            "bits_per_byte": partial(BitsPerByte, bytes_per_token),
+            "perplexity": Perplexity,
+        },
+        test=SideBySide(test, eval_windows),
+    )
+
+
+def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy per token, in nats.
+
+    Args:
+        outputs: logits [N, T, vocabulary].
+        targets: tokens [N, T], int64.
+    """
+    return cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+class _Stretches:
+    """Stretches of a row of tokens, `length` from each of `begins` on."""
+
+    def __init__(
+        self, tokens: Tokens, begins: Numbers, length: int, context: int, vocab_size: int
+    ) -> None:
+        self.tokens, self.begins = tokens, begins
+        self.length, self.context, self.vocab_size = length, context, vocab_size
+
+    @property
+    def side_by_side(self) -> int:
+        """Windows of a stretch that do not overlap, each with a token after it."""
+        return (self.length - 1) // self.context
+
+    def batch(self, starts: Numbers) -> tuple[Tensor, Tensor]:
+        """The windows that begin at `starts`, and the same one token later."""
+        window = self.tokens[starts[:, None] + np.arange(self.context + 1)]
+        self._require_known(starts, window)
+        both = torch.from_numpy(window.astype(np.int64))
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def _require_known(self, starts: Numbers, window: Tokens) -> None:
+        if window.max() >= self.vocab_size:
+            row, place = np.argwhere(window >= self.vocab_size)[0]
+            raise DataError(
+                f"dataset.vocab_size={self.vocab_size}: token {starts[row] + place} of the text is "
+                f"{window[row, place]}; set the size to that of the vocabulary it was written with"
+            )
+
+
+class _Windows(Dataset[Any]):
+    """Windows of stretches, fetched as whole batches."""
+
+    def __init__(self, stretches: _Stretches) -> None:
+        self.stretches = stretches
+
+    def __len__(self) -> int:
+        return len(self.stretches.begins) * self.stretches.side_by_side
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.fetch_batch([index])
+        return inputs[0], targets[0]
+
+    def fetch_batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """(inputs, targets) of the samples `indices`, both int64 [N, context]."""
+        return self.stretches.batch(self.starts(np.asarray(indices)))
+
+    def starts(self, indices: Numbers) -> Numbers:
+        """Where in the text the samples begin."""
+        raise NotImplementedError
+
+
+class RandomWindows(_Windows):
+    """Windows that begin anywhere in the stretches, elsewhere in each epoch."""
+
+    seed, epoch = 0, 0
+
+    def set_epoch(self, seed: int, epoch: int) -> None:
+        """From now on sample i begins where (seed, epoch, i) says."""
+        self.seed, self.epoch = seed, epoch
+
+    def starts(self, indices: Numbers) -> Numbers:
+        own = self.stretches
+        places = own.length - own.context
+        drawn = keyed_uniform(1, self.seed, self.epoch, indices)[:, 0]
+        stretch, offset = np.divmod((drawn * (len(own.begins) * places)).astype(np.int64), places)
+        begins: Numbers = own.begins[stretch] + offset
+        return begins
+
+
+class SideBySide(_Windows):
+    """Windows that do not overlap, or `most` of them, evenly spaced."""
+
+    def __init__(self, stretches: _Stretches, most: int | None) -> None:
+        super().__init__(stretches)
+        every = super().__len__()
+        self._chosen = np.arange(every)
+        if most is not None and most < every:
+            self._chosen = np.arange(most) * every // most
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def starts(self, indices: Numbers) -> Numbers:
+        own = self.stretches
+        stretch, place = np.divmod(self._chosen[indices], own.side_by_side)
+        begins: Numbers = own.begins[stretch] + place * own.context
+        return begins
+
+
+def _require_options(
+    context: int,
+    vocab_size: int,
+    token_bytes: int,
+    bytes_per_token: float,
+    eval_windows: int | None,
+) -> None:
+    require_whole("dataset.context", context, least=1)
+    require_whole("dataset.vocab_size", vocab_size, least=1)
+    if token_bytes not in DTYPES:
+        raise ConfigError(f"dataset.token_bytes={token_bytes}: allowed are 1 and 2")
+    if not 0.0 < bytes_per_token < float("inf"):
+        raise ConfigError(f"dataset.bytes_per_token={bytes_per_token}: must be finite and > 0")
+    if eval_windows is not None:
+        require_whole("dataset.eval_windows", eval_windows, least=1)
+
+
+_STD = 0.02
+
+
+class GPT(nn.Module):
+    """Maps tokens [N, T] of int64 to logits [N, T, vocab_size]; those at t depend on 0 to t.
+
+    Args:
+        vocab_size: different tokens.
+        context: most tokens it can be given, T <= context.
+        depth: blocks.
+        heads: of each attention.
+        width: numbers per token; a multiple of `heads`.
+        dropout: fraction dropped of embeddings, attention weights and what a block adds,
+            0 <= dropout < 1.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    def __init__(
+        self, vocab_size: int, context: int, depth: int, heads: int, width: int, dropout: float
+    ) -> None:
+        super().__init__()
+        require_sizes(vocab_size=vocab_size, context=context, depth=depth, heads=heads, width=width)
+        require_dropout(dropout)
+        if width % heads:
+            raise ConfigError(f"model.width={width}: must be a multiple of model.heads={heads}")
+        self.context = context
+        self.token_embed = nn.Embedding(vocab_size, width)
+        self.position_embed = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(_Block(width, heads, dropout) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head.weight = self.token_embed.weight
+        self._initialise(depth)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of each next token.
+
+        Raises:
+            DataError: there are more tokens than `context`.
+        """
+        length = tokens.shape[1]
+        if length > self.context:
+            raise DataError(
+                f"model: {length} tokens, and model.context is {self.context}; give it "
+                f"{self.context} or fewer"
+            )
+        positions = torch.arange(length, device=tokens.device)
+        x = self.dropout(self.token_embed(tokens) + self.position_embed(positions))
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+    def _initialise(self, depth: int) -> None:
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                adds = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(weight, std=_STD / math.sqrt(2 * depth) if adds else _STD)
+            elif name.endswith("bias"):
+                nn.init.zeros_(weight)
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = _Attention(width, heads, dropout)
+        self.mlp = nn.Sequential()
+        self.mlp.add_module("up", nn.Linear(width, 4 * width))
+        self.mlp.add_module("gelu", nn.GELU(approximate="tanh"))
+        self.mlp.add_module("down", nn.Linear(4 * width, width))
+        self.mlp.add_module("dropout", nn.Dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        added: Tensor = x + self.mlp(self.norm2(x))
+        return added
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self._by_head(part) for part in self.qkv(x).chunk(3, dim=-1))
+        rate = self.dropout.p if self.training else 0.0
+        mixed = scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        out: Tensor = self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+        return out
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[N, T, width] as [N, heads, T, width / heads]."""
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+def gpt(
+    vocab_size: int,
+    context: int,
+    depth: int = 12,
+    heads: int = 12,
+    width: int = 768,
+    dropout: float = 0.0,
+) -> nn.Module:
+    """A `GPT`; the default sizes are those of GPT-2 small."""
+    return GPT(vocab_size, context, depth, heads, width, dropout)

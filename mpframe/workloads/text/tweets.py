@@ -1,0 +1,301 @@
+"""Span extraction: find the part of a text that carries its sentiment.
+
+The rows are the tweet task's table (textID, text, selected_text and sentiment), or made ones in its
+form. The metric is the share of words that the found part and the right one have in common.
+"""
+
+import csv
+import io
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mpframe.data.facts import require_whole
+from mpframe.data.loading import keyed_uniform
+from mpframe.data.samples import hold_out
+from mpframe.data.task import Task
+from mpframe.errors import ConfigError, DataError
+from mpframe.files import read_regular
+from mpframe.objectives import model_loss
+from mpframe.workloads.text.classification import WordPiece, padded, word_piece
+
+log = logging.getLogger(__name__)
+
+_MOST_BYTES = 2**28
+_COLUMNS = ("textID", "text", "selected_text", "sentiment")
+
+_SUBJECTS = ("the coffee", "my phone", "this song", "our team", "the weather", "her cake", "work")
+_WORDS = {
+    "positive": ("lovely", "great", "so good", "the best", "really fun", "amazing", "perfect"),
+    "negative": ("awful", "so bad", "broken", "the worst", "really sad", "boring", "too late"),
+    "neutral": ("here", "next", "as usual", "the same", "still on", "new", "on my list"),
+}
+_TIMES = ("today", "this morning", "again", "right now", "at last", "on monday", "tonight")
+
+
+class Tweet(NamedTuple):
+    """A text, the part of it that was selected, and its sentiment."""
+
+    text: str
+    selected: str
+    sentiment: str
+
+
+def read_tweets(path: Path) -> list[Tweet]:
+    """The rows of a table. Rows without a text, of which the published file has one, are left out.
+
+    Raises:
+        DataError: the file cannot be read, lacks a column, or the selected part of a row is not in
+            its text.
+    """
+    try:
+        content = read_regular(path, _MOST_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"dataset.root={path}: cannot be read ({getattr(error, 'strerror', 'not UTF-8')}); "
+            "give the tweet task's train.csv, or null for made texts"
+        ) from None
+    rows = csv.DictReader(io.StringIO(content, newline=""))
+    missing = next((name for name in _COLUMNS if name not in (rows.fieldnames or ())), None)
+    if missing:
+        raise DataError(f"{path}: has no column {missing}; needed are {', '.join(_COLUMNS)}")
+    listed = list(rows)
+    tweets = [
+        _checked(path, number, row) for number, row in enumerate(listed, 1) if row["text"].strip()
+    ]
+    if not tweets:
+        raise DataError(f"{path}: has no row with a text; give the tweet task's train.csv")
+    if len(tweets) < len(listed):
+        left = len(listed) - len(tweets)
+        log.info("%s: %d of %d rows have no text and are left out", path, left, len(listed))
+    return tweets
+
+
+def _checked(path: Path, number: int, row: Mapping[str, str | None]) -> Tweet:
+    text, selected, sentiment = (row[name] or "" for name in _COLUMNS[1:])
+    if not selected.strip() or selected not in text or not sentiment:
+        what = "its sentiment" if selected.strip() and selected in text else "its selected_text"
+        raise DataError(
+            f"{path}, row {number}: {what} is missing or not in its text; mend or remove the row"
+        )
+    return Tweet(text, selected, sentiment)
+
+
+def made_tweets(count: int = 3000) -> list[Tweet]:
+    """Made texts, always the same ones; of a neutral one all of the text is selected."""
+    drawn = keyed_uniform(7, 14, range(count))
+    return [_made(list(row), number) for number, row in enumerate(drawn)]
+
+
+def _made(drawn: list[float], number: int) -> Tweet:
+    def one_of(words: tuple[str, ...]) -> str:
+        return words[int(drawn.pop() * len(words))]
+
+    sentiment = ("positive", "negative", "neutral")[number % 3]
+    words = [one_of(_WORDS[sentiment]), one_of(_WORDS["neutral"])]
+    clauses = [f"{one_of(_SUBJECTS)} is {word} {one_of(_TIMES)}" for word in words]
+    text = " and ".join(clauses if drawn.pop() < 0.5 else clauses[::-1])
+    return Tweet(text, text if sentiment == "neutral" else words[0], sentiment)
+
+
+class WordJaccard:
+    """The mean over samples of |A ∩ B| / |A ∪ B|, A and B the words of the found and true strings.
+
+    Words are what stands between spaces, in lower case; each counts once. Where both strings have
+    no word the value is 1. The string that is found lies between the tokens s <= e of the text with
+    the largest start[s] + end[e].
+    """
+
+    name = "word_jaccard"
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Tensor, Mapping[str, Any]]] = []
+
+    def update(self, outputs: Mapping[str, Tensor], targets: Mapping[str, Any]) -> None:
+        """Choose the tokens of one batch, on the device; strings are compared at the end.
+
+        Args:
+            outputs: `start_logits` and `end_logits`, [N, T].
+            targets: `offsets` int64 [N, T, 2], where in the text each token begins and ends, -1 for
+                tokens that are not the text's; and lists of N strings, `text` and `selected`.
+        """
+        chosen = best_spans(
+            outputs["start_logits"], outputs["end_logits"], targets["offsets"][..., 0] >= 0
+        )
+        self._found.append((chosen, targets))
+
+    def compute(self) -> Tensor:
+        """The mean so far, 0-d float64; nan before the first update."""
+        values = [
+            jaccard(text[begin:end], selected)
+            for chosen, targets in self._found
+            for (begin, end), text, selected in zip(
+                _places(chosen, targets["offsets"]),
+                targets["text"],
+                targets["selected"],
+                strict=True,
+            )
+        ]
+        return torch.tensor(values, dtype=torch.float64).mean()
+
+
+def best_spans(start: Tensor, end: Tensor, allowed: Tensor) -> Tensor:
+    """The tokens s <= e with the largest start[s] + end[e] of each sample: int64 [N, 2].
+
+    Args:
+        start: logits [N, T].
+        end: the same.
+        allowed: bool [N, T], at least one of each sample.
+    """
+    low = torch.finfo(torch.float64).min
+    start, end = (logits.double().masked_fill(~allowed, low) for logits in (start, end))
+    sums = start[:, :, None] + end[:, None, :]
+    behind = torch.ones_like(sums, dtype=torch.bool).tril(-1)
+    best = sums.masked_fill(behind, -torch.inf).flatten(1).argmax(1)
+    length = start.shape[1]
+    return torch.stack((best // length, best % length), dim=1)
+
+
+def jaccard(found: str, true: str) -> float:
+    """|A ∩ B| / |A ∪ B| of the words of two strings, in lower case."""
+    a, b = set(found.lower().split()), set(true.lower().split())
+    return len(a & b) / len(a | b) if a | b else 1.0
+
+
+def _places(chosen: Tensor, offsets: Tensor) -> list[list[int]]:
+    """Where in its text each sample's span begins and ends."""
+    rows = torch.arange(len(chosen), device=chosen.device)
+    first, last = offsets[rows, chosen[:, 0], 0], offsets[rows, chosen[:, 1], 1]
+    places: list[list[int]] = torch.stack((first, last), dim=1).tolist()
+    return places
+
+
+Sample = dict[str, Any]
+Batch = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def tweet_spans(
+    root: str | None = None,
+    vocab: str | None = None,
+    vocab_size: int = 8192,
+    max_tokens: int = 128,
+    pad_to: int = 8,
+) -> Task:
+    """Rows of the tweet task: the question is the sentiment, the answer a part of the text.
+
+    A tenth of each sentiment validates, a tenth tests. A batch is a pair: what the model is called
+    with (`input_ids`, `token_type_ids`, `attention_mask` [N, T], `start_positions`,
+    `end_positions` [N], the first and the last token of the answer; all int64), and what the metric
+    compares with (`offsets` [N, T, 2], `text`, `selected`; see `WordJaccard`). The loss is the
+    model's own.
+
+    Args:
+        root: the task's train.csv; None: 3000 made texts of its form, which are no tweets.
+        vocab: a vocabulary's file with one piece a line; None: one is trained on the training
+            texts, always the same one.
+        vocab_size: most pieces in the vocabulary; rows of the model's embedding.
+        max_tokens: most tokens of question and text; none may have more, >= 3.
+        pad_to: T is a multiple of this, >= 1; with `max_tokens` all batches have one length.
+
+    Raises:
+        ConfigError: an option is out of its range or too small for the texts, or tokenizers is not
+            installed.
+        DataError: a file cannot be read or holds something else.
+    """
+    require_whole("dataset.pad_to", pad_to, least=1)
+    tweets = made_tweets() if root is None else read_tweets(Path(root))
+    sentiments = sorted({tweet.sentiment for tweet in tweets})
+    targets = torch.tensor([sentiments.index(tweet.sentiment) for tweet in tweets])
+    parts = [
+        [tweets[index] for index in part.tolist()] for part in hold_out(targets, one_in=5, parts=2)
+    ]
+    learned = [f"{tweet.sentiment} {tweet.text}" for tweet in parts[0]]
+    tokenizer = word_piece(learned, vocab, vocab_size, max_tokens)
+    train, val, test = (Spans(part, tokenizer) for part in parts)
+    return Task(
+        train,
+        val,
+        objective=model_loss,
+        metric=WordJaccard,
+        collate=partial(spans_padded, multiple=pad_to),
+        test=test,
+        preprocessing=tokenizer.described(),
+    )
+
+
+class Spans(Dataset[Any]):
+    """Tweets as a model's arguments, and what the metric needs; see `tweet_spans`.
+
+    Args:
+        tweets: the rows.
+        tokenizer: cuts nothing off them.
+
+    Raises:
+        ConfigError: a row has too many tokens.
+    """
+
+    def __init__(self, tweets: Sequence[Tweet], tokenizer: WordPiece) -> None:
+        self.samples = [_encoded(tweet, tokenizer) for tweet in tweets]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+
+def spans_padded(samples: Sequence[Sample], multiple: int = 1) -> Batch:
+    """A batch of `Spans`: the model's arguments and the metric's targets."""
+    arguments = padded([sample["arguments"] for sample in samples], multiple)
+    offsets = torch.full((*arguments["input_ids"].shape, 2), -1)
+    for row, sample in zip(offsets, samples, strict=True):
+        row[: len(sample["offsets"])] = sample["offsets"]
+    strings = {name: [sample[name] for sample in samples] for name in ("text", "selected")}
+    return arguments, {"offsets": offsets, **strings}
+
+
+def _encoded(tweet: Tweet, tokenizer: WordPiece) -> Sample:
+    encoding = tokenizer.encode(tweet.sentiment, tweet.text)
+    if encoding.overflowing:
+        raise ConfigError(
+            f"dataset.max_tokens={tokenizer.max_tokens}: a text has more tokens "
+            f"({tweet.text[:40]!r}...); use more"
+        )
+    offsets = torch.tensor(
+        [
+            place if of == 1 else (-1, -1)
+            for place, of in zip(encoding.offsets, encoding.sequence_ids, strict=True)
+        ]
+    )
+    if not (offsets[:, 0] >= 0).any():
+        raise DataError(f"dataset: {tweet.text!r} has no token; remove the row from the table")
+    begin = tweet.text.index(tweet.selected)
+    first, last = _tokens_between(offsets, begin, begin + len(tweet.selected))
+    arguments: Mapping[str, Any] = {
+        "input_ids": torch.tensor(encoding.ids),
+        "token_type_ids": torch.tensor(encoding.type_ids),
+        "start_positions": first,
+        "end_positions": last,
+    }
+    return {
+        "arguments": arguments,
+        "offsets": offsets,
+        "text": tweet.text,
+        "selected": tweet.selected,
+    }
+
+
+def _tokens_between(offsets: Tensor, begin: int, end: int) -> tuple[int, int]:
+    """The first and the last token that have a character of text[begin:end]."""
+    touched = (offsets[:, 0] < end) & (offsets[:, 1] > begin)
+    if not touched.any():  # The tokenizer drops some signs; then it is all of the text.
+        touched = offsets[:, 0] >= 0
+    places = touched.nonzero().flatten()
+    return int(places[0]), int(places[-1])

@@ -1,0 +1,46 @@
+"""What a `_target_` of 0.1.0 named has a new name: a stored one is read, any other is told it."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.errors import HydraException
+from hydra.utils import get_object
+from omegaconf import OmegaConf
+
+from mpframe.assembly.target import found
+from mpframe.config.composition.command_line import compose_named, without_hydra
+from mpframe.config.moved import MOVED
+from mpframe.config.stored import config_of
+from mpframe.errors import ConfigError
+
+OLD, NEW = "mpframe.models.gpt", "mpframe.workloads.text.language_model.gpt"
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_only_the_new_name_is_there(old: str) -> None:
+    assert get_object(MOVED[old]).__name__ == old.rpartition(".")[2]
+    with pytest.raises((ImportError, HydraException, ValueError)):
+        get_object(old)
+
+
+def test_a_word_with_the_old_name_is_answered_with_the_new_one() -> None:
+    with pytest.raises(ConfigError) as refused:
+        found("model", OLD)
+    assert str(refused.value) == f"model._target_={OLD}: is now {NEW}"
+
+
+def test_a_stored_configuration_with_the_old_name_is_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, composed = compose_named(["model=gpt", "dataset=next_token", "dataset.root=texts"])
+    stored = OmegaConf.to_container(without_hydra(composed), resolve=True)
+    assert isinstance(stored, dict)
+    assert stored["model"]["_target_"] == NEW
+    stored["model"]["_target_"] = OLD
+    with caplog.at_level(logging.WARNING):
+        config = config_of(yaml.safe_dump(stored), Path("config.yaml"), [])
+    assert config.model["_target_"] == NEW
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"warning: config.yaml: model._target_={OLD} is now {NEW}"]
