@@ -7,14 +7,13 @@ every validation, with the metric if that has a direction, else with the loss. `
 holds all others, and lets a resumed run follow the schedule of its own plan.
 
     cycles.py       constant, warmup_cosine, onecycle
-    decays.py       poly, exponential, inverse_square_root, transformer, piecewise_constant
+    decays.py       poly, exponential, transformer, piecewise_constant
     interface.py    what a run asks of a schedule
 """
 
 from mpframe.optim.schedules.cycles import constant, onecycle, warmup_cosine
 from mpframe.optim.schedules.decays import (
     exponential,
-    inverse_square_root,
     piecewise_constant,
     poly,
     transformer,
@@ -26,7 +25,6 @@ __all__ = [
     "Schedule",
     "constant",
     "exponential",
-    "inverse_square_root",
     "onecycle",
     "piecewise_constant",
     "poly",

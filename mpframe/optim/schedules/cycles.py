@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from mpframe.optim.schedules.checks import require_fractions
+from mpframe.ranges import FRACTION, require
 
 
 def constant(optimizer: Optimizer) -> LRScheduler:
@@ -36,7 +36,7 @@ def warmup_cosine(
     Raises:
         ConfigError: a share or fraction is out of its range.
     """
-    require_fractions(warmup=warmup, min_factor=min_factor)
+    require("scheduler", FRACTION, "a fraction", warmup=warmup, min_factor=min_factor)
     rising = int(total_steps * warmup)
     falling = max(1, total_steps - rising)
     if rising < 1:

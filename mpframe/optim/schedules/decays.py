@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from mpframe.errors import ConfigError
-from mpframe.optim.schedules.checks import require, require_fractions
+from mpframe.ranges import FRACTION, NOT_NEGATIVE, POSITIVE, Range, require
+
+_COUNT = Range(low=1)
 
 
 def poly(
@@ -39,8 +41,9 @@ def poly(
     Raises:
         ConfigError: an argument is out of its range.
     """
-    require("power", power, above=0.0)
-    require_fractions(warmup=warmup, min_factor=min_factor, begin=begin)
+    require("scheduler", POSITIVE, power=power)
+    fractions = {"warmup": warmup, "min_factor": min_factor, "begin": begin}
+    require("scheduler", FRACTION, "a fraction", **fractions)
     rising = int(total_steps * warmup)
     start = max(rising, int(total_steps * begin))
     falling = max(1, total_steps - start)
@@ -80,11 +83,11 @@ def exponential(
     Raises:
         ConfigError: an argument is out of its range.
     """
-    require("factor", factor, above=0.0, high=1.0)
-    require("every", every, above=0.0)
-    require("begin", begin, low=0.0)
-    require("unit", unit, low=1)
-    require_fractions(min_factor=min_factor)
+    require("scheduler", Range(above=0.0, high=1.0), factor=factor)
+    require("scheduler", POSITIVE, every=every)
+    require("scheduler", NOT_NEGATIVE, begin=begin)
+    require("scheduler", _COUNT, unit=unit)
+    require("scheduler", FRACTION, "a fraction", min_factor=min_factor)
     start, period = _steps(begin, unit), _steps(every, unit)
 
     def fallen(step: int) -> float:
@@ -95,19 +98,6 @@ def exponential(
     return LambdaLR(optimizer, fallen)
 
 
-def inverse_square_root(optimizer: Optimizer, warmup_steps: int) -> LRScheduler:
-    """Linear warm-up to the learning rate, then 1 / sqrt(t): the rate at w is the whole one.
-
-        min((t + 1) / w, sqrt(w / (t + 1)))    for w = warmup_steps
-
-    Args:
-        optimizer: whose groups are scheduled.
-        warmup_steps: steps in which the rate rises, >= 1; less is taken for 1.
-    """
-    scale = math.sqrt(max(1, warmup_steps))
-    return LambdaLR(optimizer, lambda step: scale * _noam(step, warmup_steps))
-
-
 def transformer(
     optimizer: Optimizer,
     d_model: int,
@@ -115,7 +105,7 @@ def transformer(
     coefficient: float = 1.0,
     max_factor: float | None = None,
 ) -> LRScheduler:
-    """That of "Attention Is All You Need" (2017), also called noam.
+    """The schedule of "Attention Is All You Need" (2017), also called noam.
 
         coefficient / sqrt(d_model) * min((t + 1) / w^1.5, 1 / sqrt(t + 1))    for w = warmup_steps
 
@@ -129,12 +119,11 @@ def transformer(
     Raises:
         ConfigError: an argument is out of its range.
     """
-    require("d_model", d_model, low=1)
-    require("coefficient", coefficient, above=0.0)
-    most = math.inf
+    most = math.inf if max_factor is None else max_factor
+    require("scheduler", _COUNT, d_model=d_model)
+    require("scheduler", POSITIVE, coefficient=coefficient)
     if max_factor is not None:
-        require("max_factor", max_factor, above=0.0)
-        most = max_factor
+        require("scheduler", POSITIVE, max_factor=max_factor)
     scale = coefficient / math.sqrt(d_model)
     return LambdaLR(optimizer, lambda step: min(most, scale * _noam(step, warmup_steps)))
 
@@ -164,8 +153,8 @@ def piecewise_constant(
     if list(boundaries) != sorted(set(boundaries)):
         raise ConfigError(f"scheduler.boundaries={list(boundaries)}: must rise")
     for value in factors:
-        require("factors", value, low=0.0)
-    require("unit", unit, low=1)
+        require("scheduler", NOT_NEGATIVE, factors=value)
+    require("scheduler", _COUNT, unit=unit)
     ends = [_steps(boundary, unit) for boundary in boundaries]
     return LambdaLR(optimizer, lambda step: [1.0, *factors][sum(step >= end for end in ends)])
 
