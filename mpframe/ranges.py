@@ -88,9 +88,7 @@ def require(
         ConfigError: names the first that is not.
     """
     for name, value in values.items():
-        if not (
-            _is_real(value) and allowed.holds(value if isinstance(value, int) else float(value))
-        ):
+        if not within(value, allowed):
             raise _refused(section, name, value, f"{kind} {allowed}".lstrip(), way_out)
 
 
@@ -104,8 +102,11 @@ def require_whole(
             raise _refused(section, name, value, f"a whole number {allowed}", way_out)
 
 
-def _is_real(value: object) -> TypeGuard[float]:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def within(value: object, allowed: Range) -> TypeGuard[float]:
+    """Whether `value` is a real number in a range; a bool is not a number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return allowed.holds(value if isinstance(value, int) else float(value))
 
 
 def _refused(section: str, name: str, value: object, allowed: str, way_out: str) -> ConfigError:
