@@ -104,9 +104,9 @@ def require_whole(
 
 def within(value: object, allowed: Range) -> TypeGuard[float]:
     """Whether `value` is a real number in a range; a bool is not a number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    return allowed.holds(value if isinstance(value, int) else float(value))
+    if isinstance(value, int):
+        return not isinstance(value, bool) and allowed.holds(value)
+    return isinstance(value, Real) and allowed.holds(float(value))
 
 
 def _refused(section: str, name: str, value: object, allowed: str, way_out: str) -> ConfigError:
