@@ -1,8 +1,7 @@
 """Which run a checkpoint belongs to: it holds a random word that was drawn when the run began.
 
 A folder's checkpoints differ only in their step, so those of two runs would replace and delete each
-other. A folder belongs to one run. A checkpoint of an older version names no run, and counts as one
-of the folder's run.
+other. A folder belongs to one run.
 """
 
 import secrets

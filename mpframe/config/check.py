@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mpframe.config import planned  # noqa: F401 - ${plan:...} is resolved here
-from mpframe.config.range import Range
 from mpframe.config.schema import (
     OPEN,
     RUN_OPTIONS,
@@ -35,6 +34,7 @@ from mpframe.config.schema import (
     use_instead,
 )
 from mpframe.errors import ConfigError, nearest
+from mpframe.ranges import Range
 
 T = TypeVar("T")
 

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-from mpframe.config.range import Range
 from mpframe.config.schema import (
     SECTIONS,
     GroupOptions,
@@ -11,6 +10,7 @@ from mpframe.config.schema import (
     PartOptions,
     RunOptions,
 )
+from mpframe.ranges import Range
 
 _HEAD = """# Options
 

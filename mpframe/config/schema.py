@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpframe.config.range import Range
+from mpframe.ranges import Range
 
 
 def option(

@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mpframe.config.range import Range
 from mpframe.loss_scaling.powers import largest_power_below, power_of_two
 from mpframe.loss_scaling.ranges import (
     SCALES,
@@ -27,6 +26,7 @@ from mpframe.loss_scaling.ranges import (
     within,
 )
 from mpframe.loss_scaling.scaler import Scaler
+from mpframe.ranges import Range
 
 DEFAULT_SCALE = 2.0**16
 PROBE = "probe"

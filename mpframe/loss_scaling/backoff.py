@@ -13,9 +13,9 @@ ceiling: without a floor the scale can reach 0, and dividing by it writes inf in
 import torch
 from torch import Tensor
 
-from mpframe.config.range import Range
 from mpframe.loss_scaling.adaptive import DEFAULT_SCALE, AdaptiveScaler, InitScale
 from mpframe.loss_scaling.ranges import FP32_MAX, Half, count, number
+from mpframe.ranges import Range
 
 _GROWTH = Range(above=1.0, high=FP32_MAX)
 _SHRINK = Range(above=0.0, below=1.0)

@@ -48,11 +48,11 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from mpframe.config.range import Range
 from mpframe.loss_scaling.adaptive import DEFAULT_SCALE, AdaptiveScaler, InitScale
 from mpframe.loss_scaling.arithmetic import ON_DEVICE, ON_HOST, Arithmetic, Number
 from mpframe.loss_scaling.powers import exponent_of
 from mpframe.loss_scaling.ranges import Half, number, whole_octaves
+from mpframe.ranges import Range
 from mpframe.tree import is_waited_for
 
 PRIOR_STD = 1.0

@@ -6,8 +6,8 @@ from typing import TypeGuard
 
 import torch
 
-from mpframe.config.range import Range
 from mpframe.errors import ConfigError
+from mpframe.ranges import Range
 from mpframe.tree import HALVES
 
 Half = torch.dtype | str

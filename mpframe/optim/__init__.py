@@ -9,7 +9,7 @@ half weights (masters/), and makes a step that is all or nothing. Around it stan
     larc.py                         gradients scaled by the size of their weights
     unfreezing.py                   what is trained after it was frozen
     selection.py, param_group.py    which parameter belongs to which optimizer or group
-    schedules/, ema.py              learning rates over the run, and the average of the weights
+    schedules.py, ema.py            learning rates over the run, and the average of the weights
 
 The package imports torch, `loss_scaling`, `tree` and `errors`.
 """

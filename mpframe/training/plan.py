@@ -124,7 +124,7 @@ class Progress:
         steps = "step" if self.steps == 1 else "steps"
         return (
             f"{self.steps} {steps} applied, {self.skipped} skipped: most of the run was in vain; "
-            "start from a lower loss scale, or see why its gradients overflow (scripts/doctor.py)"
+            "start from a lower loss scale, or see why its gradients overflow (mpframe doctor)"
         )
 
     @classmethod

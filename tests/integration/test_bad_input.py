@@ -94,7 +94,7 @@ EXACT = [
     ("dtype=", "dtype=: choose amp, amp_bf16, fp32, mixed, mixed_bf16"),
     ("dtype=mixed,amp", "dtype=mixed,amp: several values make a sweep; add -m"),
     ("trainer=fast", "trainer=fast: choose default; nearest: default"),
-    ("scheduler=cosine", "scheduler=cosine: choose exponential, inverse_square_root, none, onecycle, own, piecewise_constant, poly, transformer, warmup_cosine; nearest: warmup_cosine"),
+    ("scheduler=cosine", "scheduler=cosine: choose exponential, none, onecycle, own, piecewise_constant, poly, transformer, warmup_cosine; nearest: warmup_cosine"),
     ("-m dtype=fp32,amp optimizer.lr=1e-3,nan", "optimizer.lr=nan: must be a number > 0"),
     ("--epochs=3", "--epochs=3: no such flag; write options as option=value; see --help"),
     ("--config-dir=/nonexistent", "--config-dir=/nonexistent: no such folder; name one with .yaml files"),

@@ -27,14 +27,6 @@ def test_every_file_of_commands_is_a_command() -> None:
     assert {path.stem for path in files} - {"__init__"} == COMMANDS.keys()
 
 
-def test_every_script_is_a_twin_of_a_command() -> None:
-    files = [path for path in (ROOT / "scripts").glob("*.py") if path.name != "bench.py"]
-    scripts = [path.read_text() for path in files]
-    started = re.findall(r'start\("(\w+)"', "".join(scripts))
-    assert len(started) == len(scripts)
-    assert set(started) == COMMANDS.keys() - {"new"}
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_has_usage_examples_and_its_options(name: str) -> None:
     text = help_of(name)

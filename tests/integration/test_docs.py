@@ -33,8 +33,6 @@ OTHERS = {
     *(".", "./dev", "apt-get", "cd", "git", "pip", "pytest", "python3", "srun", "tensorboard"),
     *("python", "sphinx-build"),
 }
-# What a script is called where it has another name than its command.
-COMMAND_OF = {"search_precision": "search", "simulate_scaling": "simulate"}
 # Takes the arguments of training; the others take words of their own.
 LIKE_TRAINING = {"train", "doctor"}
 
@@ -43,7 +41,7 @@ pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relativ
 
 def accept(command: Command) -> None:
     """Refuse a command as its program would, before its work begins."""
-    assert COMMAND_OF.get(command.program, command.program) in {*COMMANDS, "bench"}, command
+    assert command.program in {*COMMANDS, "bench"}, command
     if command.words[0] == "python":
         assert (ROOT / command.words[1]).exists(), command
     if command.program not in LIKE_TRAINING:
@@ -125,7 +123,7 @@ class Story:
         train(folder, *given, *short)
 
     def examine(self, command: Command) -> None:
-        main = import_module(COMMANDS[COMMAND_OF.get(command.program, command.program)]).main
+        main = import_module(COMMANDS[command.program]).main
         if command.program != "doctor":
             main(command.arguments)
             return

@@ -1,4 +1,4 @@
-"""scripts/evaluate.py: the run's numbers bit for bit; a stored configuration is data."""
+"""mpframe evaluate: the run's numbers bit for bit; a stored configuration is data."""
 
 import json
 import shutil

@@ -213,7 +213,6 @@ def test_schedules_of_others_are_those_of_a_loop_by_hand_and_resume(
 SHIPPED = {
     "poly": (["scheduler.warmup=0.1"], {"total_steps": 22, "warmup": 0.1}),
     "exponential": (["scheduler.begin=0.5"], {"factor": 0.9, "begin": 0.5, "unit": 11}),
-    "inverse_square_root": ([], {"warmup_steps": 2}),
     "transformer": (["scheduler.d_model=4"], {"d_model": 4, "warmup_steps": 2}),
     "piecewise_constant": (
         ["scheduler.boundaries=[0.5,1]"], {"boundaries": [0.5, 1], "factors": [0.1, 0.01], "unit": 11}
@@ -252,7 +251,6 @@ SIZED = {
     "onecycle": [],
     "poly": ["scheduler.power=2"],
     "exponential": ["scheduler.unit=${plan:total_steps}"],
-    "inverse_square_root": [],
     "transformer": ["scheduler.d_model=4"],
     "piecewise_constant": ["scheduler.boundaries=[0.3,0.6]", "scheduler.unit=${plan:total_steps}"],
     "CosineAnnealingLR": ["scheduler.T_max=${plan:total_steps}"],

@@ -180,9 +180,13 @@ def test_a_pickle_as_data_is_refused(start_run: StartRun, tmp_path: Path) -> Non
 
 
 def test_no_reader_of_the_package_unpickles_or_unpacks() -> None:
-    """Nothing is ever extracted, so no archive can leave its folder; nothing is unpickled."""
+    """Nothing is ever extracted, so no archive can leave its folder.
+
+    Nothing is unpickled but CIFAR-10's published files, by an unpickler that calls nothing else.
+    """
     for path in sorted((ROOT / "mpframe").rglob("*.py")):
         text = path.read_text()
+        assert "Unpickler" not in text or path.name == "cifar_files.py", path
         for node in ast.walk(ast.parse(text)):
             names = _imported(node)
             assert not names & {"tarfile", "shelve", "dill", "joblib", "cloudpickle"}, path

@@ -77,12 +77,6 @@ def test_a_state_is_kept_by_the_callbacks_name(tmp_path: Path) -> None:
     assert (first.value, second.value) == (1, 2)
 
 
-def test_a_checkpoint_from_before_the_names_is_read() -> None:
-    first, second = Counting(), Counting(7)
-    restore({"a": first, "b": second}, {"Counting": {"value": 3}, "Counting 2": {"value": 4}})
-    assert (first.value, second.value) == (3, 4)
-
-
 @pytest.mark.parametrize(
     ("saved", "said"),
     [

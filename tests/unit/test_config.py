@@ -15,7 +15,6 @@ from mpframe.config.check import check, known_paths
 from mpframe.config.composition.command_line import checked
 from mpframe.config.locations import CONF
 from mpframe.config.options_page import options_page
-from mpframe.config.range import Range
 from mpframe.config.schema import (
     RUN_OPTIONS,
     SECTIONS,
@@ -27,6 +26,7 @@ from mpframe.config.schema import (
     watching,
 )
 from mpframe.errors import ConfigError
+from mpframe.ranges import Range
 
 GROUPS = (
     "callbacks",

@@ -77,16 +77,6 @@ def test_the_reason_names_the_best_value_and_its_step(values: tuple[float, ...],
     )
 
 
-def test_a_state_from_before_the_best_value_had_its_step_is_read() -> None:
-    trainer: Any = Stopped()
-    callback = EarlyStopping(patience=2)
-    callback.load_state_dict({"best": 0.5, "waited": 1, "name": "accuracy"})
-    callback.on_evaluate(trainer, evaluation(0.25))
-    assert trainer.stop_reason == (
-        "early stopping: val_accuracy was not better than 0.5 in the last 2 validations"
-    )
-
-
 def test_a_resumed_run_stays_stopped_unless_the_patience_grew() -> None:
     first = EarlyStopping(patience=2)
     checks_until_stopped(first, [evaluation(value) for value in (0.5, 0.25, 0.25)])

@@ -230,7 +230,7 @@ def test_a_run_stands_for_the_checkpoint_that_was_tested(
         ),
         (
             "checkpoint=RUN out=x format=float16",
-            "format=float16: is no file's format; give weights_dtype=float16",
+            "format=float16: choose safetensors, state_dict, onnx, torch_export",
         ),
         (
             "checkpoint=RUN out=x format=onx",

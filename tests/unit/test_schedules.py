@@ -22,7 +22,6 @@ from mpframe.errors import ConfigError
 from mpframe.optim.schedules import (
     constant,
     exponential,
-    inverse_square_root,
     onecycle,
     piecewise_constant,
     poly,
@@ -168,16 +167,6 @@ FORMULAS: dict[str, tuple[Any, dict[str, Any], Callable[[int], float]]] = {
         exponential,
         {"factor": 0.5, "every": 0.07, "staircase": True, "unit": 100},
         lambda t: 0.5 ** (t // 7),
-    ),
-    "inverse_square_root": (
-        inverse_square_root,
-        {"warmup_steps": 8},
-        lambda t: min((t + 1) / 8, (8 / (t + 1)) ** 0.5),
-    ),
-    "inverse_square_root, no warm-up": (
-        inverse_square_root,
-        {"warmup_steps": 0},
-        lambda t: (t + 1) ** -0.5,
     ),
     "transformer": (
         transformer,

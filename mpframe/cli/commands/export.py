@@ -179,9 +179,6 @@ def _checked(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     ):
         if not options[name]:
             raise ConfigError(f"{name}: must be given, e.g. {name}={example}")
-    if options["format"] in DTYPES:  # What the option once was.
-        wanted = options["format"]
-        raise ConfigError(f"format={wanted}: is no file's format; give weights_dtype={wanted}")
     for name, choices in _CHOICES.items():
         refuse_unknown(name, options[name] or None, choices)
     _refuse_unfit_ending(options)

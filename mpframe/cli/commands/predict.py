@@ -24,7 +24,7 @@ says so.
 """
 
 # Predictions are an evaluation whose metric writes what it is given: the same weights, formats,
-# batches and trust as in evaluate.py.
+# batches and trust as in mpframe evaluate.
 
 import sys
 from collections.abc import Mapping, Sequence

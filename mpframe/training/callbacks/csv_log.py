@@ -85,7 +85,7 @@ class CsvLog(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the last row: its step may be validated again."""
         self._last = _numbers(state["row"])
-        self._of_step = _numbers(state.get("of_step", {}))  # An older checkpoint has none.
+        self._of_step = _numbers(state["of_step"])
 
     def _note(self, trainer: Trainer, **values: float | int) -> None:
         if self._last.get("step") != trainer.progress.global_step:

@@ -60,10 +60,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from saved ones."""
-        best = state["best"]
-        if "name" in state:  # A checkpoint from before the best value had its step.
-            best = {"name": state["name"], "value": best, "step": None}
-        self._best, self._waited = Best.saved(best), int(state["waited"])
+        self._best, self._waited = Best.saved(state["best"]), int(state["waited"])
 
     def _watched(self, evaluation: Evaluation, name: str) -> tuple[float, bool]:
         known = {**evaluation.metrics, "loss": evaluation.loss}

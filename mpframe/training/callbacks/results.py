@@ -82,6 +82,5 @@ class Results(Callback):
                 dict(held["higher_is_better"]),
                 str(held["monitor"]),
             )
-        if "best" in state:  # An older checkpoint has none.
-            self.best = Best.saved(state["best"])
-            self._recent.extend(float(value) for value in state["recent"])
+        self.best = Best.saved(state["best"])
+        self._recent.extend(float(value) for value in state["recent"])

@@ -1,13 +1,16 @@
-"""What a number or a word may be: the one range behind every refusal, here and in the scalers."""
+"""The values that an option may have, and the check of a number against them."""
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from numbers import Real
+from typing import Any, TypeGuard
+
+from mpframe.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Range:
-    """What a value may be, beyond its type.
+    """The values that are allowed, beyond their type.
 
     Attributes:
         low, high: inclusive ends.
@@ -62,3 +65,50 @@ class Range:
 
 def _number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.10g}"
+
+
+POSITIVE = Range(above=0.0)
+NOT_NEGATIVE = Range(low=0.0)
+FRACTION = Range(low=0.0, high=1.0)
+
+
+def require(
+    section: str, allowed: Range, kind: str = "a number", way_out: str = "", /, **values: object
+) -> None:
+    """Check that each value is a finite number in a range; a bool is not a number.
+
+    Args:
+        section: the options' path in the configuration.
+        allowed: the range.
+        kind: how the message names such a number.
+        way_out: the end of the message.
+        values: option name -> value.
+
+    Raises:
+        ConfigError: names the first that is not.
+    """
+    for name, value in values.items():
+        if not within(value, allowed):
+            raise _refused(section, name, value, f"{kind} {allowed}".lstrip(), way_out)
+
+
+def require_whole(
+    section: str, low: int = 1, high: int | None = None, way_out: str = "", /, **values: object
+) -> None:
+    """Check that each value is a whole number from `low` to `high`; as `require` otherwise."""
+    allowed = Range(low=low, high=high)
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not allowed.holds(value):
+            raise _refused(section, name, value, f"a whole number {allowed}", way_out)
+
+
+def within(value: object, allowed: Range) -> TypeGuard[float]:
+    """Whether `value` is a real number in a range; a bool is not a number."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and allowed.holds(value)
+    return isinstance(value, Real) and allowed.holds(float(value))
+
+
+def _refused(section: str, name: str, value: object, allowed: str, way_out: str) -> ConfigError:
+    end = f"; {way_out}" if way_out else ""
+    return ConfigError(f"{section}.{name}={value}: must be {allowed}{end}")
