@@ -26,7 +26,8 @@ from mpframe.errors import ConfigError, UserCodeError, nearest
 from mpframe.loss_scaling.interface import LossScaler, Scaling
 from mpframe.loss_scaling.interface import name_of as name_of_scaler
 from mpframe.objectives import Objective, Supervised, require_objective
-from mpframe.precision import OpLists, Precision, Recipe
+from mpframe.precision import OpLists, Precision
+from mpframe.precision.policy import lowbit
 from mpframe.training.callback import Callback
 from mpframe.training.evaluation import LOSS, NamedMetric
 from mpframe.user_code import UserCode, described, name_of
@@ -286,7 +287,9 @@ def build_precision(config: Config) -> Precision:
         compute=dtype.compute,
         master_weights={"on": True, "off": False}.get(str(dtype.master_weights), "split"),
         products=dtype.products,
-        recipes={name: Recipe.from_mapping(name, node) for name, node in dtype.recipes.items()},
+        recipes={
+            name: lowbit().Recipe.from_mapping(name, node) for name, node in dtype.recipes.items()
+        },
     )
 
 

@@ -30,13 +30,14 @@ from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, RunInterrupted, first_line
 from mpframe.loss_scaling.adaptive import PROBE
 from mpframe.precision import Precision
+from mpframe.precision.storage.storage import formats_of
 from mpframe.training.channels_last import to_channels_last
 from mpframe.training.loss_spike import LossSpikes
 from mpframe.training.plan import Plan
 from mpframe.training.ranks import refuse_other_weights
 from mpframe.training.recompute import recompute
 from mpframe.training.trainer import AnyOptimizer, Trainer
-from mpframe.tree import device_of, map_tensors
+from mpframe.tree import HALF, device_of, dtype_name, map_tensors
 
 _NEEDED = {  # What needs whole weights on each rank is off.
     "trainer.compile": "false",
@@ -96,7 +97,8 @@ def shard(
     """Divide the weights among the ranks, and let the optimizers step the parts.
 
     Raises:
-        ConfigError: an optimizer looks at more than single values, or a weight cannot be divided.
+        ConfigError: an optimizer looks at more than single values; a weight cannot be divided, or
+            lies beyond the half range; or no op list says which weights are half.
     """
     for optimizer in optimizers.values():
         kind = type(optimizer)
@@ -106,10 +108,30 @@ def shard(
                 "part with trainer.parallel=fsdp; use trainer.parallel=ddp, or one of torch.optim: "
                 + ", ".join(_NAMES.split())
             )
-    replaced = precision.shard(model, world, device)
+    if precision.policy.mode == "mixed" and precision.policy.ops.empty:
+        raise ConfigError(
+            "ops=none: casts nothing between blocks, and with trainer.parallel=fsdp blocks are "
+            "gathered in the format of their weights; use the default lists"
+        )
+    formats = formats_of(model, precision.policy, precision.uses(model))
+    _check_range(model, formats)
+    replaced = world.shard(model, formats, device)
+    precision.use_shards(model, replaced)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["params"] = [replaced[own] for own in group["params"]]
+
+
+def _check_range(model: nn.Module, formats: Mapping[nn.Parameter, torch.dtype]) -> None:
+    """Stored weights are held at the end of the half range; gathered ones would be inf."""
+    for name, parameter in model.named_parameters():
+        dtype = formats[parameter]
+        limit = torch.finfo(dtype).max
+        if dtype in HALF and parameter.numel() and bool(parameter.detach().abs().max() > limit):
+            raise ConfigError(
+                f"trainer.parallel=fsdp: {name} lies beyond the range of {dtype_name(dtype)}, "
+                "in which it is gathered; use dtype.half=bfloat16, or ops.modules=...:fp32"
+            )
 
 
 log = logging.getLogger(__name__)

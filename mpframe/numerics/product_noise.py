@@ -17,6 +17,7 @@ from torch import Tensor
 from mpframe.distributed.world import ALONE, World
 from mpframe.files.durable import AppendLog, write_atomically
 from mpframe.precision import Precision
+from mpframe.precision.products.handler import watch_products
 from mpframe.precision.products.noise import Noise, merged
 from mpframe.precision.products.recipe import OPERANDS
 
@@ -40,7 +41,7 @@ class ProductProbe:
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
         self._rows: Rows = {}
-        precision.watch_products(self._seen)
+        watch_products(precision, self._seen)
 
     def noises(self, world: World = ALONE) -> Noises:
         """Return what was counted, in one transfer from the device, and count no more.
@@ -48,7 +49,7 @@ class ProductProbe:
         Args:
             world: all its ranks call this; rank 0 has what all of them counted, the others nothing.
         """
-        self._precision.watch_products(None)
+        watch_products(self._precision, None)
         rows = torch.stack(list(self._rows.values())).cpu() if self._rows else ()
         counted: Rows = {}
         for own in world.gather_object(dict(zip(self._rows, rows, strict=True))):

@@ -1,8 +1,8 @@
-"""The dtype map of a model: each module's storage format, compute format, and why.
+"""The policy made visible: a row for each module with storage format, compute format, and why.
 
-The map is the policy made visible. Its storage formats come from where `Precision.prepare` takes
-them (storage/), and its compute formats from where each op's plan does (policy.py), so the table
-that is printed cannot differ from what is done.
+Storage formats come from where `Precision.prepare` takes them (storage/), and compute formats from
+where each op's handler does (policy.py), so the table that is printed cannot differ from what is
+done.
 """
 
 from collections import Counter
@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mpframe.precision.module_ops import op_of
-from mpframe.precision.policy import Compute, Policy
-from mpframe.precision.products.layers import products_of
-from mpframe.precision.storage.reads import Read, Reads
-from mpframe.precision.storage.storage import formats_of
+from mpframe.precision.op_lists import WITH_STATISTICS
+from mpframe.precision.policy import Compute, Policy, lowbit
+from mpframe.precision.storage.storage import Use, WeightUses, formats_of, wanted_by
 from mpframe.tree import dtype_name
 
 _HEAD = ("module", "type", "weights", "computes in", "why")
+_SHOWN = 4  # Reasons for weights that stay fp32.
 _PRODUCTS = "products"  # The column is there if there are products below 16 bits.
 
 
@@ -48,17 +48,17 @@ class Row:
     products: str = ""
 
 
-def dtype_map(model: nn.Module, policy: Policy, reads: Reads | None = None) -> list[Row]:
+def dtype_map(model: nn.Module, policy: Policy, uses: WeightUses | None = None) -> list[Row]:
     """One row for each module that holds parameters or runs an op, in the model's order.
 
     Args:
         model: prepared or not.
         policy: what decides.
-        reads: what a traced step showed; None: nothing was traced.
+        uses: from a traced step; None: nothing was traced.
     """
-    reads = reads or Reads()
-    formats = formats_of(model, policy, reads)
-    rows = [_row(name, module, policy, formats, reads) for name, module in model.named_modules()]
+    uses = uses or WeightUses()
+    formats = formats_of(model, policy, uses)
+    rows = [_row(name, module, policy, formats, uses) for name, module in model.named_modules()]
     return [row for row in rows if row.storage is not None or row.compute != "-"]
 
 
@@ -82,44 +82,141 @@ def as_table(rows: list[Row]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def describe(model: nn.Module, policy: Policy, uses: WeightUses) -> str:
+    """The map as a table, the recipes in it, and in `mixed` which weights stay fp32."""
+    lines = [as_table(dtype_map(model, policy, uses)), *map(str, policy.recipes.values())]
+    if policy.stores_by_op:
+        lines += fp32_share(model, policy, uses)
+    return "\n".join(lines)
+
+
+def warnings(policy: Policy, master_weights: bool | str) -> list[str]:
+    """The accuracy that settings cost, a line each."""
+    mode, half = policy.mode, policy.half
+    lines = []
+    masters = "false" if master_weights is False else master_weights
+    if masters is not True and mode != "mixed":
+        lines.append(
+            f"dtype.master_weights={masters} changes nothing with dtype={mode}, whose weights "
+            "are fp32"
+        )
+    elif masters == "false":
+        lines.append(
+            f"dtype.master_weights=false: the optimizer works on {half} weights and keeps its "
+            "state in them; updates below half a unit in a weight's last place are lost"
+        )
+    if policy.ops.empty and mode != "fp32":
+        lines.append(
+            f"ops=none: the model's norms, softmax and reductions run in {half} too, where "
+            "sums lose small terms and squares leave the range"
+            if mode == "mixed"
+            else "ops=none casts nothing with dtype=amp: the run is an fp32 run"
+        )
+    return lines
+
+
+def fp32_share(model: nn.Module, policy: Policy, uses: WeightUses) -> list[str]:
+    """The share of all weights, then a line for each reason, the weightiest first.
+
+    Args:
+        model: prepared or not.
+        policy: one that stores weights by their ops.
+        uses: from a traced step.
+    """
+    parts: dict[str, dict[str, int]] = {}
+    for name, module, parameter in _fp32_weights(model, policy, uses):
+        modules = parts.setdefault(_reason(name, module, parameter, policy, uses), {})
+        modules[name] = modules.get(name, 0) + parameter.numel()
+    sizes = {why: sum(modules.values()) for why, modules in parts.items()}
+    total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
+    lines = [f"float32: {_percent(sum(sizes.values()), total)} of {total:,} weights"]
+    for why in sorted(parts, key=lambda why: -sizes[why])[:_SHOWN]:
+        largest = max(parts[why], key=parts[why].__getitem__)
+        more = f" and {len(parts[why]) - 1} more" if len(parts[why]) > 1 else ""
+        way = "" if why.startswith("uncast ") else _way_out(model, largest, policy)
+        where = f"{largest or '(model)'}{more}{way}"
+        lines.append(f"  {_percent(sizes[why], total)}: {why}: {where}")
+    return lines
+
+
+def _fp32_weights(
+    model: nn.Module, policy: Policy, uses: WeightUses
+) -> list[tuple[str, nn.Module, nn.Parameter]]:
+    """Each weight stored in fp32, once, with the first of its modules that wants it so."""
+    formats = formats_of(model, policy, uses)
+    found: dict[nn.Parameter, tuple[str, nn.Module, nn.Parameter]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            wanted = wanted_by(name, module, policy, uses.by_weight.get(parameter))
+            if formats[parameter] == wanted == torch.float32 and not is_lazy(parameter):
+                found.setdefault(parameter, (name, module, parameter))
+    return list(found.values())
+
+
+def _reason(
+    name: str, module: nn.Module, parameter: nn.Parameter, policy: Policy, uses: WeightUses
+) -> str:
+    pin, op = policy.format_pin_of(name), op_of(module)
+    if pin is not None and pin[1] == "fp32":
+        return f"ops.modules[{pin[0]!r}]=fp32"
+    others = [use.op for use in uses.of([parameter]) if not use.in_half(policy)]
+    decides = others[0] if others else op
+    reason = "no op of torch.nn" if decides is None else list_reason(decides, policy)
+    never = uses.called and name not in uses.called and parameter not in uses.by_weight
+    return f"{reason}, never called" if never else reason
+
+
+def _way_out(model: nn.Module, name: str, policy: Policy) -> str:
+    """The pin that stores the module's weights in half, if one does."""
+    if policy.format_pin_of(name) or op_of(model.get_submodule(name)) in WITH_STATISTICS:
+        return ""
+    return f"; half with ops.modules[{name or '*'!r}]=half"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.3g} %"
+
+
 def _row(
     name: str,
     module: nn.Module,
     policy: Policy,
     formats: Mapping[nn.Parameter, torch.dtype],
-    reads: Reads,
+    uses: WeightUses,
 ) -> Row:
-    own = list(module.parameters(recurse=False))
+    parameters = list(module.parameters(recurse=False))
     sizes: Counter[torch.dtype] = Counter()
-    for parameter in own:
+    for parameter in parameters:
         sizes[formats[parameter]] += 1 if is_lazy(parameter) else parameter.numel()
     storage = max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=None)
-    readers = reads.by(own)
-    compute, why = _compute_and_why(name, op_of(module), policy, readers)
-    if reads.called and name not in reads.called and not readers:
+    users = uses.of(parameters)
+    compute, why = _compute_and_why(name, op_of(module), policy, users)
+    if uses.called and name not in uses.called and not users:
         why += ", never called"
     products = ""
     if policy.recipes:
-        others = [(read.op, read.pin(policy)) for read in readers]
-        products = products_of(name, module, op_of(module), others, policy)
+        others = [(use.op, use.pin(policy)) for use in users]
+        products = lowbit().products_of(name, module, op_of(module), others, policy)
     return Row(name, type(module).__name__, storage, compute, why, products)
 
 
 def _compute_and_why(
-    name: str, op: str | None, policy: Policy, readers: Sequence[Read]
+    name: str, op: str | None, policy: Policy, users: Sequence[Use]
 ) -> tuple[str, str]:
     if policy.mode == "fp32":
         return ("float32" if op else "-"), "dtype.mode=fp32"
     pin = policy.format_pin_of(name)
     why = f"ops.modules[{pin[0]!r}]={pin[1]}" if pin else ""
     if op is None:
-        readers = sorted(readers, key=lambda read: not read.in_half(policy))
-        computes = [_in_words(read.compute(policy), policy) for read in readers]
-        reasons = why or _joined(list_reason(read.op, policy) for read in readers)
+        users = sorted(users, key=lambda use: not use.in_half(policy))
+        computes = [_in_words(use.compute(policy), policy) for use in users]
+        reasons = why or _joined(list_reason(use.op, policy) for use in users)
         return _joined(computes) or "-", reasons or "no op of torch.nn: fp32 weights"
     compute = policy.compute_of(op, pin[1] if pin else None)
-    others = [read for read in readers if compute is Compute.HALF and not read.in_half(policy)]
-    why = why or _joined([list_reason(op, policy), *(f"weights read by {r.op}" for r in others)])
+    others = [use for use in users if compute is Compute.HALF and not use.in_half(policy)]
+    why = why or _joined(
+        [list_reason(op, policy), *(f"weights read by {use.op}" for use in others)]
+    )
     return _in_words(compute, policy), why
 
 

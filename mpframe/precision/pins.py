@@ -29,7 +29,7 @@ def pin_modules(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
     return [handle for pair in pinned for handle in pair]
 
 
-def refuse_idle_pins(model: nn.Module, policy: Policy) -> None:
+def check_patterns(model: nn.Module, policy: Policy) -> None:
     """Refuse a pattern that matches no module, which is most likely misspelt.
 
     Raises:
@@ -61,7 +61,7 @@ class _Enter:
         mode = present_mode(self.policy)
         if mode is None:
             return None
-        mode.enter(self.name, self.pin)
+        mode.push_pin(self.name, self.pin)
         if self.pin not in PINS:
             return None
         inside = torch.float32 if self.pin == "fp32" else mode.half()
@@ -75,8 +75,8 @@ class _Leave:
 
     def __call__(self, _: nn.Module, args: Any, result: Any) -> Any:
         mode = present_mode(self.policy)
-        left = mode is not None and mode.leave(self.name)
-        if not left or not self.policy.ops.empty:
+        popped = mode is not None and mode.pop_pin(self.name)
+        if not popped or not self.policy.ops.empty:
             return None
         # Without lists no op casts its own inputs, and what follows expects half.
         return map_tensors(lambda tensor: cast_to(tensor, self.policy.half_dtype), result)

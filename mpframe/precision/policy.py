@@ -14,12 +14,13 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib import import_module
+from typing import Any
 
 import torch
 
 from mpframe.errors import ConfigError, nearest
 from mpframe.precision.op_lists import PINS, OpLists
-from mpframe.precision.products.recipe import Recipe, shipped
 from mpframe.tree import HALVES
 
 MODES = ("fp32", "mixed", "amp")
@@ -71,13 +72,13 @@ class Policy:
     ops: OpLists = field(default_factory=OpLists.named)
     compute: str = "auto"
     products: str = "none"
-    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    recipes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _refuse_unless("dtype.mode", self.mode, MODES)
         _refuse_unless("dtype.half", self.half, HALVES)
         _refuse_unless("dtype.compute", self.compute, COMPUTES)
-        self._read_recipes()
+        object.__setattr__(self, "recipes", self._named_recipes())
 
     @property
     def casts(self) -> bool:
@@ -109,9 +110,14 @@ class Policy:
             return compute
         return Compute.FP32 if pin == "fp32" else Compute.HALF
 
-    def recipe_of(self, pin: str | None = None) -> Recipe | None:
+    def recipe_of(self, pin: str | None = None) -> Any:
         """The recipe of the products in a module pinned to `pin`; None: they are not quantised."""
         return self.recipes.get(self.products if pin is None else pin)
+
+    def recipe_name(self, pin: str | None = None) -> str | None:
+        """The name of that recipe; None: there is none."""
+        name = self.products if pin is None else pin
+        return name if name in self.recipes else None
 
     def pin_of(self, module: str) -> tuple[str, str] | None:
         """The pattern that pins a module by its qualified name, and the pin; or None.
@@ -146,35 +152,22 @@ class Policy:
             return False
         return self.compute == "emulated" or not has_native_half(self.half)
 
-    def _read_recipes(self) -> None:
-        """Read the shipped recipes that are named here, and refuse names that are none."""
-        known = dict(self.recipes)
-        for name in (*PINS, NO_PRODUCTS):
-            if name in known:
-                raise ConfigError(f"dtype.recipes.{name}: is the name of a pin; choose another")
-        if self.products not in (NO_PRODUCTS, *known):
-            known[self.products] = Recipe.named(self.products)
-        for pattern, pin in self.ops.modules.items():
-            if pin in (*PINS, NO_PRODUCTS, *known):
-                continue
-            if pin not in shipped():
-                names = ", ".join((*PINS, NO_PRODUCTS))
-                raise ConfigError(
-                    f"ops.modules[{pattern!r}]={pin}: choose {names} or a recipe: "
-                    + ", ".join(sorted({*known, *shipped()}))
-                )
-            known[pin] = Recipe.named(pin)
-        object.__setattr__(self, "recipes", known)
-        if self.products != NO_PRODUCTS and not self.ops.allow:
-            raise ConfigError(
-                f"dtype.products={self.products}: has no op to act on, as ops.allow is empty; "
-                "choose other ops, or dtype.products=none"
-            )
+    def _named_recipes(self) -> Mapping[str, Any]:
+        names = {self.products, *self.ops.modules.values()} - {*PINS, NO_PRODUCTS}
+        if not names and not self.recipes:
+            return {}
+        recipes: Mapping[str, Any] = lowbit().named_recipes(self)
+        return recipes
 
     def __str__(self) -> str:
         half = [] if self.mode == "fp32" else [self.half]
         words = ", ".join([*half, *[self.products] * (self.products != NO_PRODUCTS)])
         return f"{self.mode}({words})" if words else self.mode
+
+
+def lowbit() -> Any:
+    """The products below 16 bits. Only this imports them, when a recipe is named."""
+    return import_module("mpframe.precision.products.handler")
 
 
 def has_native_half(half: str) -> bool:

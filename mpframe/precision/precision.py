@@ -5,22 +5,21 @@
     with precision.cast():
         loss = loss_fn(model(inputs), targets)
 
-`prepare` stores the weights as the mode says and puts fp32 masters in the optimizer; `cast` runs
-the ops of its block by the lists. The deciding is in policy.py, the casting in cast.py.
+`prepare` stores the weights as the mode says and puts fp32 masters in the optimizer. In a `cast`
+block ops run by the lists. policy.py decides the formats, casting/ applies them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mpframe.distributed.world import World
-from mpframe.errors import ConfigError
 from mpframe.optim.master_weights import MasterWeights
 from mpframe.optim.masters.master import Master, remember
 from mpframe.optim.masters.split_master import KINDS, refuse_split
@@ -28,18 +27,12 @@ from mpframe.optim.masters.widening import watch
 from mpframe.precision.casting.blocks import block
 from mpframe.precision.casting.cast import Casts
 from mpframe.precision.casting.recomputation import follow_backward_passes, release
-from mpframe.precision.dtype_map import Row, as_table, dtype_map
-from mpframe.precision.lazy import materialize, refuse_lazy
+from mpframe.precision.op_handler import OpHandler
 from mpframe.precision.op_lists import OpLists
-from mpframe.precision.pins import cast_to, pin_modules, refuse_idle_pins
-from mpframe.precision.policy import Policy
-from mpframe.precision.products.native import refusals, refused
-from mpframe.precision.products.recipe import Recipe
-from mpframe.precision.products.state import ProductState, Watch
-from mpframe.precision.storage.fp32_share import fp32_share
-from mpframe.precision.storage.reads import Reads, reads_of
-from mpframe.precision.storage.storage import formats_of, store
-from mpframe.tree import HALF, device_of, map_tensors
+from mpframe.precision.pins import cast_to, check_patterns, pin_modules
+from mpframe.precision.policy import Policy, lowbit
+from mpframe.precision.storage.storage import WeightUses, check_not_lazy, store
+from mpframe.tree import device_of, map_tensors
 
 
 class Precision:
@@ -49,13 +42,14 @@ class Precision:
         mode: `fp32`, `mixed` (half weights, fp32 masters) or `amp` (fp32 weights, ops cast).
         half: `float16` or `bfloat16`.
         ops: the op lists and module pins; the shipped default lists if None.
-        compute: half on a CPU: `native`, `emulated`, or `auto` (native if the CPU can); products
-            below 16 bits likewise, but `auto` has them native on GPUs alone.
+        compute: half on a CPU: `native`, `emulated`, or `auto` (native if the CPU can). Also for
+            products below 16 bits, but there `auto` is native only on GPUs.
         master_weights: False leaves the masters out, to study what they are for. "split", for
             bfloat16: 2 bytes beside each weight hold the bits that it lacks, instead of 4.
         products: the recipe by which matrix products and convolutions are computed below 16 bits,
-            by its name or as a value; `none`: they stay in half.
-        recipes: a user's own, by the names that `products` and pins call them.
+            a name or a `Recipe`; `none`: they stay in half.
+        recipes: a user's recipes, by the names that `products` and pins call them.
+        op_handlers: run ops in another way; they are asked before the lists.
 
     Raises:
         ConfigError: a value is not one of those named here.
@@ -69,22 +63,24 @@ class Precision:
         ops: OpLists | None = None,
         compute: str = "auto",
         master_weights: bool | str = True,
-        products: str | Recipe = "none",
-        recipes: Mapping[str, Recipe] | None = None,
+        products: Any = "none",
+        recipes: Mapping[str, Any] | None = None,
+        op_handlers: Sequence[OpHandler] = (),
     ) -> None:
-        own = dict(recipes or {})
-        if isinstance(products, Recipe):
-            own[products.name] = products
+        if not isinstance(products, str):
+            recipes = {**(recipes or {}), products.name: products}
             products = products.name
         lists = OpLists.named() if ops is None else ops
-        self.policy = Policy(mode, half, lists, compute, products, own)
+        self.policy = Policy(mode, half, lists, compute, products, recipes or {})
         if mode == "mixed" and master_weights == "split":
             refuse_split(self.policy.half_dtype)
         self.master_weights = master_weights
-        self._products = ProductState()
-        self._casts = Casts(self.policy, self._products) if self.policy.casts else None
+        by_recipes = [lowbit().ProductHandler(self.policy)] if self.policy.recipes else []
+        self.op_handlers = (*op_handlers, *by_recipes)
+        casts = self.policy.casts or bool(op_handlers)
+        self._casts = Casts(self.policy, self.op_handlers) if casts else None
         self._hooked: WeakSet[nn.Module] = WeakSet()
-        self._reads: WeakKeyDictionary[nn.Module, Reads] = WeakKeyDictionary()
+        self._uses: WeakKeyDictionary[nn.Module, WeightUses] = WeakKeyDictionary()
 
     def prepare(
         self,
@@ -104,7 +100,7 @@ class Precision:
             model: on its device, in fp32, before the first step. A weight that is half on arrival
                 has lost its fp32 value already; its master starts from the half value.
             optimizer: over the model's parameters.
-            example: what the model is called with, for `trace`; None: not traced.
+            example: an input of the model for `trace`; None: the model is not traced.
             keep_frozen: False drops the fp32 values of weights that need no gradient, which saves
                 4 bytes each; if such a weight is trained later, it starts from its half value.
 
@@ -115,13 +111,13 @@ class Precision:
             ConfigError: a parameter is complex, or lazy and there is no example; a pin names no
                 module; or `compute` is native and the model's device lacks a product of a recipe.
         """
-        refuse_idle_pins(model, self.policy)
-        if example is not None and model not in self._reads:
+        check_patterns(model, self.policy)
+        if example is not None and model not in self._uses:
             self.trace(model, example)
         if self.policy.mode != "fp32":
-            refuse_lazy(model)
+            check_not_lazy(model)
         wanted = {p for group in optimizer.param_groups for p in group["params"]}
-        for parameter, value in store(model, self.policy, self.reads(model)).items():
+        for parameter, value in store(model, self.policy, self.uses(model)).items():
             if keep_frozen or parameter.requires_grad or parameter in wanted:
                 remember(parameter, value, KINDS[self.master_weights] or Master)
         watch(model, widens=self.policy.stores_by_op)
@@ -141,68 +137,50 @@ class Precision:
             example: on the same device. A tuple is the model's arguments, a mapping its keyword
                 arguments, anything else its only argument. A function is called with the model.
         """
-        materialize(model, example)
+        tracing = import_module("mpframe.precision.storage.reads")  # No part of the engine.
+        tracing.materialize(model, example)
         if self.policy.stores_by_op:
             self.attach(model)
             with self.undisturbed():
-                self._reads[model] = self.reads(model) | reads_of(model, example, self.cast())
+                uses = tracing.trace(model, example, self.cast())
+            self._uses[model] = self.uses(model) | uses
 
-    def shard(self, model: nn.Module, world: World, device: torch.device) -> dict[Tensor, Tensor]:
-        """Divide the model's weights among ranks, before `prepare`: each keeps its part in fp32.
+    def uses(self, model: nn.Module) -> WeightUses:
+        """The ops that read each weight in the trace; empty if the model was not traced."""
+        return self._uses.get(model, WeightUses())
 
-        What the mode stores in half is gathered in half, all else in fp32.
+    def use_shards(self, model: nn.Module, sharded: Mapping[Tensor, Any]) -> None:
+        """Go on with a model whose weights were divided among ranks, before `prepare`.
 
         Args:
-            model: fp32, after `trace`; it goes to `device`.
-            world: the ranks that train it together.
-            device: what this rank computes on.
-
-        Returns:
-            The parameters as they were, each with the sharded one in its place.
-
-        Raises:
-            ConfigError: a weight cannot be divided, or lies beyond the half range; or no op list
-                says which weights are half.
+            model: after `trace`.
+            sharded: the parameters as they were, each with the one in its place.
         """
-        if self.policy.mode == "mixed" and self.policy.ops.empty:
-            raise ConfigError(
-                "ops=none: casts nothing between blocks, and with trainer.parallel=fsdp blocks are "
-                "gathered in the format of their weights; use the default lists"
-            )
-        formats = formats_of(model, self.policy, self.reads(model))
-        _refuse_beyond(model, formats)
-        replaced = world.shard(model, formats, device)
         if self._casts is not None:
             self._casts.keeps_weights = False  # They would outlive the gathered weights.
-        traced = self.reads(model)
-        of = {replaced[weight]: ops for weight, ops in traced.of.items()}
-        self._reads[model] = Reads(of, traced.called)  # type: ignore[arg-type]
-        return replaced
-
-    def reads(self, model: nn.Module) -> Reads:
-        """The ops that read each weight in the trace; empty if the model was not traced."""
-        return self._reads.get(model, Reads())
+        uses = self.uses(model)
+        by_weight = {sharded[weight]: ops for weight, ops in uses.by_weight.items()}
+        self._uses[model] = WeightUses(by_weight, uses.called)
 
     def attach(self, model: nn.Module) -> None:
-        """Let pins follow this precision's casts; no weight is touched.
+        """Make the model's pins follow this precision's casts; no weight is touched.
 
-        `prepare` calls it. Call it alone for a model that is evaluated in another mode than it was
-        trained in. A second call does nothing.
+        `prepare` calls it. Call it yourself for a model that is evaluated in another mode than it
+        was trained in. A second call does nothing.
 
         Raises:
             ConfigError: `compute` is native and the model's device lacks a product of a recipe.
         """
         if model in self._hooked:
             return
-        _refuse_emulated(self.policy, device_of(model))
-        self._hooked.add(model)
         self._hook(model)
+        self._hooked.add(model)
         if self.policy.mode == "mixed" and self.policy.ops.empty:
             model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
-        """Within the block pins follow this precision, to try it out."""
+        """Context manager in which pins follow this precision, to try it out."""
         handles = self._hook(model)
         try:
             yield
@@ -214,112 +192,73 @@ class Precision:
         """Run the ops of the block by the lists; one weight is cast at most once in it.
 
         Blocks nest: the innermost decides, also if it is an fp32 one, which casts nothing. A block
-        acts in the thread that enters it, and in no other.
+        acts only in the thread that enters it.
         """
         if self._casts is not None:
             follow_backward_passes(self._casts)
         return block(self._casts)
 
     def release(self) -> None:
-        """Take back what its blocks replaced in torch, as when it is garbage collected."""
+        """Undo what its blocks replaced in torch, as when it is garbage collected."""
         release(id(self._casts))
 
-    def dtype_map(self, model: nn.Module) -> list[Row]:
-        """Every module's storage and compute format and what decides them."""
-        return dtype_map(model, self.policy, self.reads(model))
+    def dtype_map(self, model: nn.Module) -> list[Any]:
+        """A `Row` for each module: its storage and compute format, and what decides them."""
+        rows: list[Any] = _views().dtype_map(model, self.policy, self.uses(model))
+        return rows
 
     def describe(self, model: nn.Module) -> str:
         """The dtype map as text: a table, the recipes of products in it, and in `mixed` which share
         of the weights stays fp32."""
-        lines = [as_table(self.dtype_map(model)), *map(str, self.policy.recipes.values())]
-        if self.policy.stores_by_op:
-            lines += fp32_share(model, self.policy, self.reads(model))
-        return "\n".join(lines)
+        return str(_views().describe(model, self.policy, self.uses(model)))
 
     def warnings(self) -> list[str]:
         """What the chosen settings cost in accuracy, a line each; empty if they cost nothing."""
-        mode, half = self.policy.mode, self.policy.half
-        lines = []
-        masters = "false" if self.master_weights is False else self.master_weights
-        if masters is not True and mode != "mixed":
-            lines.append(
-                f"dtype.master_weights={masters} changes nothing with dtype={mode}, whose weights "
-                "are fp32"
-            )
-        elif masters == "false":
-            lines.append(
-                f"dtype.master_weights=false: the optimizer works on {half} weights and keeps its "
-                "state in them; updates below half a unit in a weight's last place are lost"
-            )
-        if self.policy.ops.empty and mode != "fp32":
-            lines.append(
-                f"ops=none: the model's norms, softmax and reductions run in {half} too, where "
-                "sums lose small terms and squares leave the range"
-                if mode == "mixed"
-                else "ops=none casts nothing with dtype=amp: the run is an fp32 run"
-            )
-        return lines
+        return list(_views().warnings(self.policy, self.master_weights))
 
     def __str__(self) -> str:
         return str(self.policy)
 
-    def undisturbed(self) -> AbstractContextManager[None]:
-        """The block may run the model; what products carry from step to step stays as it was."""
-        return self._products.undisturbed()
-
-    def watch_products(self, watch: Watch | None) -> None:
-        """Count what quantisation takes from each operand of each product.
-
-        Args:
-            watch: called with the weight's name (empty if there is none), the product, the operand
-                and a row of `products.noise`; None: nothing is counted.
-        """
-        self._products.watch = watch
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Context manager that may run the model; what lasts from step to step is restored."""
+        before = self.state_dict()
+        try:
+            yield
+        finally:
+            self.load_state_dict(before)
 
     def agree(self, world: World) -> None:
-        """Let the histories of delayed scaling be those of all ranks' samples, after each step.
+        """Bring what handlers measured in this step in line with the other ranks.
 
         Args:
             world: all its ranks call this.
         """
-        length = max((recipe.history for recipe in self.policy.recipes.values()), default=0)
-        if world.size > 1 and length:
-            self._products.agree(world, length)
+        for handler in self.op_handlers:
+            handler.sync(world)
 
     def state_dict(self) -> dict[str, Any]:
-        """What products carry from step to step: random generators, and histories of amax."""
-        return self._products.state_dict()
+        """What handlers carry from step to step: of products random generators and amax."""
+        states = (handler.state_dict() for handler in self.op_handlers)
+        return {name: value for state in states for name, value in state.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self._products.load_state_dict(state)
+        for handler in self.op_handlers:
+            handler.load_state_dict(state)
 
     def _hook(self, model: nn.Module) -> list[RemovableHandle]:
         if self._casts is None:
             return []
+        for handler in self.op_handlers:
+            handler.attach(model)
         self._casts.compute_on(device_of(model))
-        self._products.learn_names(model)
         return pin_modules(model, self.policy)
 
 
-def _refuse_emulated(policy: Policy, device: torch.device) -> None:
-    """`native` is not for a device that lacks a product of a recipe in use."""
-    named = (policy.products, *policy.ops.modules.values())
-    recipes = [policy.recipes[name] for name in named if name in policy.recipes]
-    for recipe in recipes if policy.compute == "native" else []:
-        for product, why in refusals(recipe, device).items():
-            raise refused(recipe, product, device, why)
-
-
-def _refuse_beyond(model: nn.Module, formats: Mapping[nn.Parameter, torch.dtype]) -> None:
-    """Stored weights are held at the end of the half range; gathered ones would be inf."""
-    for name, own in model.named_parameters():
-        limit = torch.finfo(formats[own]).max
-        if formats[own] in HALF and own.numel() and bool(own.detach().abs().max() > limit):
-            raise ConfigError(
-                f"trainer.parallel=fsdp: {name} lies beyond the range of {str(formats[own])[6:]}, "
-                "in which it is gathered; use dtype.half=bfloat16, or ops.modules=...:fp32"
-            )
+def _views() -> Any:
+    """The tables that show a precision: no part of the engine, so imported when one is wanted."""
+    return import_module("mpframe.precision.dtype_map")
 
 
 def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, MpframeError
 from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
-from mpframe.precision import Recipe
+from mpframe.precision.products.recipe import Recipe
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 

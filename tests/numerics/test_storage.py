@@ -304,7 +304,7 @@ def test_weights_beside_statistics_stay_fp32_in_any_list(op: str) -> None:
     ops = OpLists.named().moved({op: "allow"})
     precision = Precision("mixed", ops=ops)
     precision.prepare(model, sgd(model), IMAGE)
-    assert [read.op for read in precision.reads(model).by(model.parameters())] == [op]
+    assert [read.op for read in precision.uses(model).of(model.parameters())] == [op]
     assert in_half(model) == set()
 
 

@@ -12,7 +12,7 @@ from vocabulary import HALVES, CalledOps, Kernels, formats
 
 from mpframe import OpLists, Precision
 from mpframe.errors import ConfigError
-from mpframe.precision import as_table
+from mpframe.precision.dtype_map import as_table
 from mpframe.precision.module_ops import op_of
 
 FP32, HALF = torch.float32, torch.float16

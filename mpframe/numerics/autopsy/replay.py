@@ -156,7 +156,7 @@ def _precision(run: Precision, setting: Setting) -> Precision:
 
 def _narrow(case: Case, precision: Precision) -> set[nn.Parameter]:
     """The weights that `precision` stores in half."""
-    formats = formats_of(case.model, precision.policy, case.precision.reads(case.model))
+    formats = formats_of(case.model, precision.policy, case.precision.uses(case.model))
     return {parameter for parameter, dtype in formats.items() if dtype != torch.float32}
 
 

@@ -44,13 +44,13 @@ def block(
             if casts is None:
                 yield
             else:
-                mode = casts.take()
-                mode.begin_in(pins or ())
+                mode = casts.acquire()
+                mode.push_pins(pins or ())
                 try:
                     with mode:
                         yield
                 finally:
-                    casts.give_back(mode)
+                    casts.release(mode)
         finally:
             _set_enabled(outer, True)
 

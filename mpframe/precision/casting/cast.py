@@ -1,25 +1,24 @@
-"""Applies a policy to every op of a block: the one place where tensors change format at run time.
+"""The cast: a function mode that runs each op of a block in the format that the policy decides.
 
-`CastMode` is a `TorchFunctionMode`: PyTorch hands it each call a model makes, whatever its
-spelling, before autograd records it. So the casts are part of the graph, and the backward pass
-runs in the formats of the forward pass.
+PyTorch hands `CastMode` each call a model makes, in any spelling, before autograd records it. So the
+casts are part of the graph, and the backward pass runs in the formats of the forward pass.
 
-    half op    inputs rounded to half; on a CPU without half arithmetic the op then computes in
-               fp32 and its result is rounded once (emulation.py)
-    product    a half op whose operands are quantised below 16 bits, if the policy says so
-    fp32 op    half inputs widened
-    infer op   all inputs widened to the widest of them
-    others     left alone, and unwrapped if they are Python functions of torch (unwrapping.py),
-               so that the ops they call are cast too: attention, gumbel_softmax, `1 / x`, ...
+    half op      inputs rounded to half; on a CPU without half arithmetic the op then computes in
+                 fp32 and its result is rounded once (emulation.py)
+    fp32 op      half inputs widened
+    infer op     all inputs widened to the widest of them
+    others       left alone, and unwrapped if they are Python functions of torch (unwrapping.py),
+                 so that the ops they call are cast
+    OpHandlers   come before all of these (op_handler.py)
 
-What is never cast: integers, booleans, complex, float64 and float8 tensors, and the floating
-tensors beside a float64 or complex one; ops given an explicit `dtype=`; in-place and `out=` forms,
-whose result keeps the format of its tensor; running statistics, which the op writes into.
+Never cast: integers, booleans, complex, float64 and float8 tensors, and the floating tensors beside
+a float64 or complex one; ops given an explicit `dtype=`; in-place and `out=` forms, whose result
+keeps the format of its tensor; running statistics, which the op writes into.
 
-A block also turns torch.autocast on, so that a model that asks about it gets the usual answers, and
-the mode turns it off around each op it runs, as torch is to cast nothing itself. So the mode sees
-in which `torch.autocast` region of the model an op runs: with `enabled=False` it is not cast (only
-mixed formats are widened); with a dtype of its own, half ops run in that dtype.
+A block also turns torch.autocast on, so that a model that asks about it gets the usual answers. The
+mode turns it off around each op, so torch casts nothing itself. That shows the mode in which
+`torch.autocast` region of the model an op runs: with `enabled=False` it is not cast (only mixed
+formats are widened); with another dtype, half ops run in that dtype.
 """
 
 from collections.abc import Sequence
@@ -39,49 +38,47 @@ from mpframe.optim.masters.master import master_for
 from mpframe.precision import optimizer_steps
 from mpframe.precision.casting.emulation import FAULTY, half_values, rounded, used_again
 from mpframe.precision.casting.plans import (
+    HANDLERS,
     HANDS_OFF,
     NARROW,
     NOT_AUTOCAST,
-    PLANS,
-    Args,
-    Kwargs,
-    Plan,
     formats_of,
+    handler_name,
     holding_numbers,
     on_data_only,
-    plan_name,
     without_fault,
 )
 from mpframe.precision.casting.unwrapping import UNWRAPPED, unwrap
+from mpframe.precision.op_handler import Args, Handler, Kwargs, OpHandler
 from mpframe.precision.op_lists import PINS
 from mpframe.precision.policy import CASTABLE, NO_PRODUCTS, UNCAST, Policy
-from mpframe.precision.products.ops import ProductOp, product_name, product_ops, recipe_for
-from mpframe.precision.products.state import ProductState
 from mpframe.precision.spellings import op_name
 from mpframe.tree import HALVES, call_with, map_tensors
 
 Pins = Sequence[tuple[str, str, bool]]  # (module, pin, whether torch.autocast was on there)
+# The handler's name, whether torch.autocast may stay on, and the OpHandler that comes first, by its
+# place, with the op and the recipe that it is asked about.
+Choice = tuple[str, bool, tuple[int, str, str | None] | None]
 
 _data: Any = torch._C.TensorBase.data
 _DATA = (_data.__get__, _data.__set__)  # reads of `.data`, and `.data = ...`
 
 
 class Casts:
-    """What the blocks of one precision share: the policy, and cast modes that can be used again.
+    """What the blocks of one precision share: policy, handlers, and modes that can be used again.
 
     Args:
-        policy: what decides.
-        state: what products carry from step to step.
+        policy: decides the formats.
+        op_handlers: are asked before the lists, in this order.
 
     Attributes:
         keeps_weights: a weight is cast once in a block, not once for each op.
         autocasts: torch.autocast is on in the blocks, for `device_type`.
-        emulated: the half formats that are emulated; those of a region, too.
+        emulated: the half formats that are emulated, also in a region of another half format.
     """
 
-    def __init__(self, policy: Policy, state: ProductState | None = None) -> None:
-        self.policy = policy
-        self.products = product_ops(policy, state or ProductState())
+    def __init__(self, policy: Policy, op_handlers: Sequence[OpHandler] = ()) -> None:
+        self.policy, self.op_handlers = policy, tuple(op_handlers)
         self.keeps_weights, self.autocasts = True, policy.mode != "fp32"
         self.compute_on(torch.device("cpu"))
 
@@ -92,8 +89,8 @@ class Casts:
         self.emulated = {h for n, h in halves if replace(self.policy, half=n).emulates(device)}
         self._idle: list[CastMode] = []
 
-    def take(self) -> "CastMode":
-        """A mode that no other block has now. A used one is preferred: it has plans for its ops."""
+    def acquire(self) -> "CastMode":
+        """A mode that no other block has now. A used one is preferred: it knows its ops."""
         if is_compiling():
             return CastMode(self)
         try:
@@ -101,10 +98,10 @@ class Casts:
         except IndexError:
             return CastMode(self)
 
-    def give_back(self, mode: "CastMode") -> None:
-        """Take `mode` back when its block has ended."""
+    def release(self, mode: "CastMode") -> None:
+        """Keep `mode` for another block; its own has ended."""
         if not is_compiling():
-            mode.forget()
+            mode.clear()
             self._idle.append(mode)
 
 
@@ -112,10 +109,9 @@ class CastMode(TorchFunctionMode):
     """Casts the inputs of every op of one block, on one thread.
 
     Args:
-        casts: of the precision whose block it is.
+        casts: of the precision that made the block.
 
     Attributes:
-        policy: what decides.
         enabled: False while a block inside this one decides.
         pins: the pinned modules that are running, the innermost last.
     """
@@ -129,10 +125,10 @@ class CastMode(TorchFunctionMode):
         self._compute_in(self.policy.half_dtype)
         self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
         self._steps = -1  # Not the present number: a compiler would guard on it.
-        self.begin_in(())
+        self.push_pins(())
         pins = (None, *PINS, NO_PRODUCTS, UNCAST, *self.policy.recipes)
-        self._plans: dict[str | None, dict[Any, tuple[Plan, bool]]] = {pin: {} for pin in pins}
-        self._named_plans = PLANS | {
+        self._handlers: dict[str | None, dict[Any, tuple[Handler, bool]]] = {p: {} for p in pins}
+        self._by_name = HANDLERS | {
             "half": self._run_half,
             "half data": on_data_only(self._run_half),
             "half held": holding_numbers(self._run_half),
@@ -150,12 +146,12 @@ class CastMode(TorchFunctionMode):
         on = is_autocast_enabled(self._device_type)
         pin = self._pin_if[on]
         if is_compiling():
-            plan, stays_on = self._plan(*_plan_name(self.policy, func, pin))
+            handler, stays_on = self._handler(*_choose(self.casts, func, pin))
             with nullcontext() if stays_on or not on else self.autocast(False):
-                return plan(func, args, kwargs)
-        found = self._plans[pin].get(func)
+                return handler(func, args, kwargs)
+        found = self._handlers[pin].get(func)
         if found is None:
-            found = self._plans[pin][func] = self._plan(*_plan_name(self.policy, func, pin))
+            found = self._handlers[pin][func] = self._handler(*_choose(self.casts, func, pin))
         if found[1] or not on:
             return found[0](func, args, kwargs)
         set_autocast_enabled(self._device_type, False)
@@ -169,31 +165,31 @@ class CastMode(TorchFunctionMode):
         return torch.autocast(self._device_type, get_autocast_dtype(self._device_type), enabled)
 
     def half(self) -> torch.dtype:
-        """What half ops compute in: the run's format, or that of a region."""
+        """The half format here: the run's, or the one of a torch.autocast region."""
         no_region = self._pin_if[0] == "half"  # Where autocast is off, its dtype says nothing.
         return self.policy.half_dtype if no_region else get_autocast_dtype(self._device_type)
 
-    def begin_in(self, pins: Pins) -> None:
-        """Begin a block inside modules that are pinned already."""
-        self.pins = list(pins)
-        self._follow_pins()
-
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop the casts of weights: the block has ended."""
         self._kept_weights.clear()
         self._open_weights.clear()
 
-    def enter(self, module: str, pin: str) -> None:
-        """Run every op as in a module pinned to `pin`, until `leave(module)`."""
+    def push_pins(self, pins: Pins) -> None:
+        """Begin a block inside modules that are pinned already."""
+        self.pins = list(pins)
+        self._follow_pins()
+
+    def push_pin(self, module: str, pin: str) -> None:
+        """Run every op as in a module pinned to `pin`, until `pop_pin(module)`."""
         on = is_autocast_enabled(self._device_type) if pin in PINS else self.casts.autocasts
         self.pins.append((module, pin, on))
         self._follow_pins()
 
-    def leave(self, module: str) -> bool:
-        """End what `enter(module, ...)` began, and what an exception left open inside it.
+    def pop_pin(self, module: str) -> bool:
+        """Undo `push_pin(module, ...)`, and the pins that an exception left open inside it.
 
         Returns:
-            False if the module was not entered: nothing is done.
+            False if there is no pin of this module: nothing is done.
         """
         if all(name != module for name, *_ in self.pins):
             return False
@@ -207,14 +203,15 @@ class CastMode(TorchFunctionMode):
         _, pin, on = self.pins[-1] if self.pins else ("", None, self.casts.autocasts)
         self._pin_if = (UNCAST, pin) if on else (pin, None)
 
-    def _plan(self, name: str, stays_on: bool) -> tuple[Plan, bool]:
-        if name in self.casts.products:
-            return partial(self._run_product, self.casts.products[name]), stays_on
-        return self._named_plans.get(name) or partial(self._run_opened, name), stays_on
-
-    def _run_product(self, product: ProductOp, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        result = product(func, args, kwargs)
-        return self._run_half(func, args, kwargs) if result is NotImplemented else result
+    def _handler(
+        self, name: str, stays_on: bool, first: tuple[int, str, str | None] | None
+    ) -> tuple[Handler, bool]:
+        handler = self._by_name.get(name) or partial(self._run_opened, name)
+        if first is None:
+            return handler, stays_on
+        place, op, recipe = first
+        before = self.casts.op_handlers[place].handler_of(op, recipe)
+        return partial(_run_before, before, handler), False
 
     def _run_opened(self, name: str, _: Any, args: Args, kwargs: Kwargs) -> Any:
         with self:
@@ -245,7 +242,7 @@ class CastMode(TorchFunctionMode):
     def _compute_in(self, half: torch.dtype) -> None:
         if half == self._half:
             return
-        castable = CASTABLE if self.casts.autocasts else frozenset()  # fp32: products alone.
+        castable = CASTABLE if self.casts.autocasts else frozenset()  # In fp32 only OpHandlers act.
         self._half, self._emulates = half, half in self.casts.emulated
         self._to_half = castable if self._emulates else castable - {half}
         self._kept_weights.clear()
@@ -274,8 +271,8 @@ class CastMode(TorchFunctionMode):
             return tensor
         if is_compiling():
             return self._operand(tensor.to(dtype=self._half))
-        if self._steps != optimizer_steps.taken():
-            self._steps = optimizer_steps.taken()
+        if self._steps != optimizer_steps.count():
+            self._steps = optimizer_steps.count()
             self._kept_weights.clear()
         # Not one cast for both: what is made without a graph has no gradient.
         key = (id(tensor), torch.is_grad_enabled())
@@ -291,7 +288,7 @@ class CastMode(TorchFunctionMode):
         return operand
 
     def _operand(self, half: Tensor) -> Tensor:
-        """What a half op is given: `half` itself, or its values in fp32 where it is emulated."""
+        """`half` for a half op, or its values in fp32 if the op is emulated."""
         emulated = self._emulates and half.device.type == "cpu"
         return half_values(half, self._half) if emulated else half
 
@@ -299,28 +296,34 @@ class CastMode(TorchFunctionMode):
         return rounded(tensor, self._half) if tensor.device.type == "cpu" else tensor
 
 
-def _plan_name(policy: Policy, func: Any, pin: str | None) -> tuple[str, bool]:
-    """The plan, or the function to open, for `func` under `pin`; whether autocast may stay on."""
-    op = op_name(func)
-    recipe = recipe_for(policy, op, pin)
-    if recipe is not None:
-        return product_name(op, recipe), False
-    name = "as is" if policy.mode == "fp32" else plan_name(op, policy.compute_of(op, pin))
+def _choose(casts: Casts, func: Any, pin: str | None) -> Choice:
+    policy, op = casts.policy, op_name(func)
+    recipe = policy.recipe_name(pin)
+    handlers = enumerate(casts.op_handlers)
+    places = (place for place, own in handlers if own.handler_of(op, recipe) is not None)
+    place = next(places, None)
+    first = None if place is None else (place, op, recipe)
+    name = "as is" if policy.mode == "fp32" else handler_name(op, policy.compute_of(op, pin))
     if name != "as is":
-        return name, op in NOT_AUTOCAST
-    name = _plan_outside_the_lists(func)
-    return name, op in NOT_AUTOCAST or name != "as is" or policy.mode == "fp32"
+        return name, op in NOT_AUTOCAST, first
+    name = _choose_outside_the_lists(func)
+    return name, op in NOT_AUTOCAST or name != "as is" or policy.mode == "fp32", first
 
 
-def _plan_outside_the_lists(func: Any) -> str:
+def _choose_outside_the_lists(func: Any) -> str:
     if isinstance(func, HigherOrderOperator):
         return "higher order"
     return "data" if func in _DATA else unwrap(func) or "as is"
 
 
-# A compiler takes the name as given and traces the plan. The mark is all that
+# A compiler takes the choice as given and traces the handler. The mark is all that
 # `torch.compiler.assume_constant_result` sets; calling that imports the compiler, for seconds.
-_plan_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _run_before(before: Any, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    result = before(func, args, kwargs)
+    return handler(func, args, kwargs) if result is NotImplemented else result
 
 
 def _is_graph(value: Any) -> bool:

@@ -12,7 +12,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,10 @@ import torch
 from torch import Tensor
 
 from mpframe.precision.casting.emulation import FAULTY, WITHOUT_HALF_KERNEL, is_faulty, rounded
+from mpframe.precision.op_handler import Args, Handler, Kwargs
 from mpframe.precision.op_lists import WITH_STATISTICS
 from mpframe.precision.policy import CASTABLE, Compute
 from mpframe.tree import call_with, is_simple, map_tensors, tensors_in, widened
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Plan = Callable[[Any, Args, Kwargs], Any]
 
 # In-place forms that torch refuses if a source has another format than the tensor it goes into.
 _WRITES_ONE_FORMAT = """
@@ -52,7 +49,7 @@ NARROW = CASTABLE - {torch.float32}
 # None stands for a format that the caller asks for, with `dtype=` or `out=`.
 HANDS_OFF = frozenset({None, torch.float64, torch.complex32, torch.complex64, torch.complex128})
 
-_PLAN_OF_COMPUTE = {
+_HANDLER_OF_COMPUTE = {
     Compute.HALF: "half",
     Compute.FP32: "fp32",
     Compute.WIDEST: "widest",
@@ -60,18 +57,18 @@ _PLAN_OF_COMPUTE = {
 }
 
 
-def plan_name(op: str, compute: Compute) -> str:
-    """The plan by which calls of `op` are run when it computes in `compute`."""
+def handler_name(op: str, compute: Compute) -> str:
+    """The name of what runs calls of `op` when it computes in `compute`."""
     if op == "__setitem__":
         return "item"
-    plan = "into" if op in WRITES_ONE_FORMAT else _PLAN_OF_COMPUTE[compute]
-    if plan == "widest" and op in WITHOUT_HALF_KERNEL:
+    handler = "into" if op in WRITES_ONE_FORMAT else _HANDLER_OF_COMPUTE[compute]
+    if handler == "widest" and op in WITHOUT_HALF_KERNEL:
         return "widest rounded"
-    if plan == "half" and op in FAULTY:
+    if handler == "half" and op in FAULTY:
         return f"half {op}"
-    if plan in ("half", "fp32") and op in WITH_STATISTICS:
-        return f"{plan} data"
-    return f"{plan} held" if op in WRITES_A_NUMBER else plan
+    if handler in ("half", "fp32") and op in WITH_STATISTICS:
+        return f"{handler} data"
+    return f"{handler} held" if op in WRITES_A_NUMBER else handler
 
 
 def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
@@ -93,35 +90,35 @@ def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
     return found
 
 
-def on_data_only(plan: Plan) -> Plan:
-    """`plan` for the first argument alone: the op writes its statistics into the others."""
+def on_data_only(handler: Handler) -> Handler:
+    """`handler` for the first argument alone: the op writes its statistics into the others."""
 
     def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if not args:
             kwargs = dict(kwargs)
             args = (kwargs.pop("input"),)
-        return plan(lambda data: func(data, *args[1:], **kwargs), args[:1], {})
+        return handler(lambda data: func(data, *args[1:], **kwargs), args[:1], {})
 
     return run
 
 
-def holding_numbers(plan: Plan) -> Plan:
-    """`plan`, with the call's numbers held inside the format that its tensors then have."""
+def holding_numbers(handler: Handler) -> Handler:
+    """`handler`, with the call's numbers held inside the format that its tensors then have."""
 
     def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
-        return plan(partial(_call_with_held_numbers, func), args, kwargs)
+        return handler(partial(_call_with_held_numbers, func), args, kwargs)
 
     return run
 
 
-def without_fault(op: str, plan: Plan) -> Plan:
-    """`plan`; where the half kernel of `op` is wrong, in fp32 with one rounding."""
+def without_fault(op: str, handler: Handler) -> Handler:
+    """`handler`; where the half kernel of `op` is wrong, in fp32 with one rounding."""
 
     def call(func: Any, *args: Any, **kwargs: Any) -> Any:
         run = _run_widest_rounded if is_faulty(op, *args, **kwargs) else _run_as_is
         return run(func, args, kwargs)
 
-    return lambda func, args, kwargs: plan(partial(call, func), args, kwargs)
+    return lambda func, args, kwargs: handler(partial(call, func), args, kwargs)
 
 
 def _run_as_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -203,15 +200,15 @@ def _held(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-_CASTS: dict[str, Plan] = {
+_CASTS: dict[str, Handler] = {
     "as is": _run_as_is,
     "fp32": _run_fp32,
     "widest": _run_widest,
     "into": _run_into,
 }
-PLANS: dict[str, Plan] = {
+HANDLERS: dict[str, Handler] = {
     **_CASTS,
-    **{f"{name} held": holding_numbers(plan) for name, plan in _CASTS.items()},
+    **{f"{name} held": holding_numbers(handler) for name, handler in _CASTS.items()},
     "fp32 data": on_data_only(_run_fp32),
     "widest rounded": _run_widest_rounded,
     "item": _run_item,

@@ -8,7 +8,7 @@ from torch.nn.parameter import is_lazy
 from mpframe.precision.policy import Compute, Policy
 from mpframe.precision.products.kernels import misfit, weight_operand
 from mpframe.precision.products.native import refusals, wanted
-from mpframe.precision.products.ops import ATTENTION, OPS, recipe_for
+from mpframe.precision.products.ops import ATTENTION, OPS, quantises
 from mpframe.precision.products.recipe import Recipe
 from mpframe.precision.products.recurrent import RECURRENT
 from mpframe.tree import device_of
@@ -42,8 +42,8 @@ def products_of(
     pinned = pin[1] if pin else None
     own = [op, "linear"] if op == ATTENTION else [op]  # The projections before and after.
     calls = [*((op, pinned) for op in own if op), *readers]
-    recipes = ((call[0], recipe_for(policy, *call)) for call in calls)
-    by, recipe = next((found for found in recipes if found[1] is not None), ("", None))
+    recipes = ((op, policy.recipe_of(pin)) for op, pin in calls)
+    by, recipe = next((r for r in recipes if r[1] and quantises(r[1], r[0], policy)), ("", None))
     if recipe is not None:
         native = _native(recipe, by, module, policy)
         return "; ".join([recipe.name + native, *_in_half(recipe, module)])

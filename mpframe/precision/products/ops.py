@@ -20,12 +20,12 @@ from torch.overrides import handle_torch_function
 
 from mpframe.errors import ConfigError
 from mpframe.precision.casting.emulation import each_axis, half_values, rounded
-from mpframe.precision.casting.plans import HANDS_OFF, NARROW, Args, Kwargs, formats_of
+from mpframe.precision.casting.plans import HANDS_OFF, NARROW, formats_of
+from mpframe.precision.op_handler import Args, Kwargs
 from mpframe.precision.policy import CASTABLE, Policy
 from mpframe.precision.products.kernels import Quantizer, convolution, matmul
 from mpframe.precision.products.recipe import Recipe
 from mpframe.precision.products.recurrent import RECURRENT
-from mpframe.precision.products.state import ProductState
 from mpframe.tree import map_tensors, tensors_in
 
 ATTENTION = "scaled_dot_product_attention"
@@ -33,12 +33,11 @@ _broadcast: Any = torch.broadcast_shapes
 _broadcast_tensors: Any = torch.broadcast_tensors
 
 
-def recipe_for(policy: Policy, op: str, pin: str | None = None) -> Recipe | None:
-    """The recipe for the products of `op` in a module pinned to `pin`; None: they stay in half."""
-    recipe = policy.recipe_of(pin)
-    if recipe is None or op not in OPS or policy.ops.list_of(op) != "allow":
-        return None
-    return recipe if op != ATTENTION or recipe.attention else None
+def quantises(recipe: Recipe, op: str, policy: Policy) -> bool:
+    """Whether a recipe quantises the products of `op`, which the lists must run in half."""
+    if op not in OPS or policy.ops.list_of(op) != "allow":
+        return False
+    return op != ATTENTION or recipe.attention
 
 
 @dataclass(frozen=True)
@@ -360,9 +359,9 @@ class ProductOp:
         self.quantizer, self.half = quantizer, half
 
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """The result of a call; NotImplemented if these arguments have no such product."""
+        """The result of a call; NotImplemented if these arguments have no such product in half."""
         if not self._takes(args, kwargs):
-            return NotImplemented
+            return NotImplemented if self.half else func(*args, **kwargs)
         given = args, kwargs
         args, kwargs = map_tensors(self._operand, given)
         run: Callable[..., Any] = partial(self._run, self._call(given, (args, kwargs)))
@@ -406,17 +405,3 @@ def shown(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         return run(*args, **kwargs)
 
     return call
-
-
-def product_name(op: str, recipe: Recipe) -> str:
-    """The key of `op` by `recipe` in `product_ops`."""
-    return f"{op} by {recipe.name}"
-
-
-def product_ops(policy: Policy, state: ProductState) -> dict[str, ProductOp]:
-    """Every op by every recipe that the policy names."""
-    half = None if policy.mode == "fp32" else policy.half_dtype
-    quantizers = [Quantizer(own, state, policy.compute) for own in policy.recipes.values()]
-    return {
-        product_name(op, own.recipe): ProductOp(op, own, half) for own in quantizers for op in OPS
-    }

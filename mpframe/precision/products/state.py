@@ -4,8 +4,7 @@ Both are part of a checkpoint, so a resumed run rounds as the run it goes on wit
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,13 +40,13 @@ class AmaxHistory:
     def amax(self, own: Tensor, record: bool) -> Tensor:
         """The largest of the past; `own`, that of the tensor itself, as long as there is none."""
         self.past, self.present = self.past.to(own.device), self.present.to(own.device)
-        if self._step != optimizer_steps.taken():
+        if self._step != optimizer_steps.count():
             self._end_step(self.present > 0)
             self.present = torch.zeros_like(self.present)
         if record:
             # What is not finite makes its own step fail, and no later one.
             self.present = torch.maximum(self.present, torch.where(own.isfinite(), own, 0.0))
-            self._step, self.not_agreed = optimizer_steps.taken(), True
+            self._step, self.not_agreed = optimizer_steps.count(), True
         largest = self.past.max()
         return torch.where(largest > 0, largest, own)
 
@@ -56,7 +55,7 @@ class AmaxHistory:
 
         Args:
             largest: 0 if none has seen anything.
-            step: the number that the step had on this rank (`optimizer_steps.taken`).
+            step: the number that the step had on this rank (`optimizer_steps.count`).
         """
         if not self.not_agreed:  # What is present is of an earlier step.
             self.past, self.present = self.past.to(largest.device), self.present.to(largest.device)
@@ -125,7 +124,7 @@ class ProductState:
             if record:
                 self._histories[operand] = history
         if record:
-            self._step, self._device = optimizer_steps.taken(), own.device
+            self._step, self._device = optimizer_steps.count(), own.device
         return history.amax(own, record)
 
     def agree(self, world: World, length: int) -> None:
@@ -149,15 +148,6 @@ class ProductState:
                 history = AmaxHistory(torch.zeros(length, device=self._device))
                 self._histories[operand] = history
             history.agree(largest, self._step)
-
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """The block may run the model; afterwards all is as before."""
-        before = self.state_dict()
-        try:
-            yield
-        finally:
-            self.load_state_dict(before)
 
     def state_dict(self) -> dict[str, Any]:
         """The generators' states by device type, and the histories by operand that have begun."""

@@ -10,9 +10,8 @@ rounded weight equals the rounded view, copy or concatenation. The ops that read
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -20,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from mpframe.precision.casting.plans import HANDS_OFF
-from mpframe.precision.op_lists import WITH_STATISTICS
-from mpframe.precision.policy import Compute, Policy
 from mpframe.precision.spellings import op_name
-from mpframe.precision.undisturbed import undisturbed
+from mpframe.precision.storage.storage import Use, WeightUses
+from mpframe.precision.undisturbed import State, undisturbed
 from mpframe.tree import tensors_in
 
 # Ops that give the values of their first argument in a tensor of their own.
@@ -38,56 +37,7 @@ _MOVES = frozenset(
 _LOOKS = frozenset({"__get__", "__set__", "requires_grad_"})
 
 
-@dataclass(frozen=True)
-class Read:
-    """An op that reads a weight.
-
-    Attributes:
-        op: its name in the lists; empty for a kernel; `uncast ...` beside complex or double inputs.
-        within: the modules whose call it ran in, the outermost first.
-    """
-
-    op: str
-    within: tuple[str, ...]
-
-    def pin(self, policy: Policy) -> str | None:
-        """The pin of the innermost pinned module; None: none is pinned."""
-        pins = (policy.pin_of(module) for module in reversed(self.within))
-        return next((pin[1] for pin in pins if pin is not None), None)
-
-    def compute(self, policy: Policy) -> Compute:
-        """What the op computes in."""
-        return policy.compute_of(self.op, self.pin(policy))
-
-    def in_half(self, policy: Policy) -> bool:
-        """True if the op computes in half, its weights too."""
-        return self.op not in WITH_STATISTICS and self.compute(policy) is Compute.HALF
-
-
-@dataclass(frozen=True)
-class Reads:
-    """What a forward pass showed about the weights.
-
-    Attributes:
-        of: the ops that read each weight; a weight that none read is left out.
-        called: names of the modules that were called; empty if nothing was traced.
-    """
-
-    of: Mapping[nn.Parameter, frozenset[Read]] = field(default_factory=dict)
-    called: frozenset[str] = frozenset()
-
-    def __or__(self, other: "Reads") -> "Reads":
-        weights = self.of.keys() | other.of.keys()
-        of = {weight: frozenset(self.by([weight]) + other.by([weight])) for weight in weights}
-        return Reads(of, self.called | other.called)
-
-    def by(self, weights: Iterable[nn.Parameter]) -> list[Read]:
-        """The ops that read any of these weights, in the order of their names."""
-        found = {read for weight in weights for read in self.of.get(weight, ())}
-        return sorted(found, key=lambda read: (read.op, read.within))
-
-
-def reads_of(model: nn.Module, example: Any, casts: AbstractContextManager[None]) -> Reads:
+def trace(model: nn.Module, example: Any, casts: AbstractContextManager[None]) -> WeightUses:
     """Run the model once as it is and see what reads its weights.
 
     Args:
@@ -98,12 +48,29 @@ def reads_of(model: nn.Module, example: Any, casts: AbstractContextManager[None]
     """
     watch = _Watch(model)
     with undisturbed(model), _uncompiled(), watch.calls(model), watch, casts:
-        call(model, example)
-    return watch.reads()
+        call_model(model, example)
+    return watch.uses()
 
 
-def call(model: nn.Module, example: Any) -> Any:
-    """The model's outputs on an example, as `reads_of` takes it."""
+def materialize(model: nn.Module, example: Any) -> None:
+    """Give lazy layers their shapes and first values by one call of the model, without training.
+
+    Buffers and plain attributes of the other modules stay as they are. A model without lazy layers
+    is not called.
+    """
+    if not any(map(is_lazy, model.parameters())):
+        return
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad(), State.of(model):
+            call_model(model.eval(), example)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def call_model(model: nn.Module, example: Any) -> Any:
+    """The model's outputs on an example, as `trace` takes it."""
     if isinstance(example, FunctionType | partial):
         return example(model)
     if isinstance(example, tuple):
@@ -117,7 +84,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._weights: dict[int, set[nn.Parameter]] = {}
-        self._reads: dict[nn.Parameter, set[Read]] = {}
+        self._uses: dict[nn.Parameter, set[Use]] = {}
         self._called: set[str] = set()
         self._within: list[str] = []
         self._copies: list[Tensor] = []  # Kept, so that their memory is not used again.
@@ -125,10 +92,10 @@ class _Watch(TorchFunctionMode):
             self._weights.setdefault(_address(parameter), set()).add(parameter)
         self._weights.pop(0, None)
 
-    def reads(self) -> Reads:
+    def uses(self) -> WeightUses:
         """All that was seen."""
-        of = {weight: frozenset(own) for weight, own in self._reads.items()}
-        return Reads(of, frozenset(self._called))
+        by_weight = {weight: frozenset(uses) for weight, uses in self._uses.items()}
+        return WeightUses(by_weight, frozenset(self._called))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -174,9 +141,9 @@ class _Watch(TorchFunctionMode):
             self._follow(weights, results)
             return
         uncast = any(tensor.dtype in HANDS_OFF for tensor in tensors_in(given))
-        read = Read(f"uncast {op}" if uncast else op, tuple(self._within))
+        use = Use(f"uncast {op}" if uncast else op, tuple(self._within))
         for weight in weights:
-            self._reads.setdefault(weight, set()).add(read)
+            self._uses.setdefault(weight, set()).add(use)
 
     def _follow(self, weights: set[nn.Parameter], copies: list[Tensor]) -> None:
         self._weights |= {address: weights for address in map(_address, copies) if address}

@@ -1,39 +1,88 @@
 """How weights are stored: each in the format that it is computed with.
 
-In `mixed` a weight is half if every op that reads it computes in half, as a traced step shows
-(reads.py); fp32 if any other does. Of a weight that no trace has seen read, the module's class
-tells the op: half for a layer of torch.nn whose op is in `allow`. A pin of its module comes before
-both, and without any lists all weights are half.
+In `mixed` a weight is half if every op that uses it computes in half, and fp32 if any other does. A
+traced step shows which ops these are (`WeightUses`, made by reads.py). For a weight that no trace
+has seen, the module's class tells the op: half for a layer of torch.nn whose op is in `allow`. A pin
+of its module comes before both, and without any lists all weights are half.
 
-A tied weight takes the widest format that any of its modules wants. What an op writes into,
-BatchNorm's running statistics, stays in fp32, and so do the weights beside it; with no lists at all
-they are half too, as on that rung nothing is protected.
+A tied weight takes the widest format that any of its modules wants. BatchNorm's running statistics,
+which the op writes, stay in fp32, and so do the weights beside them, except without lists.
 """
 
-from collections.abc import Set
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mpframe.distributed.shards import is_sharded
 from mpframe.errors import ConfigError
 from mpframe.optim.masters.master import exact_value
 from mpframe.precision.module_ops import op_of
 from mpframe.precision.op_lists import WITH_STATISTICS
-from mpframe.precision.policy import CASTABLE, Policy
-from mpframe.precision.storage.reads import Read, Reads
+from mpframe.precision.policy import CASTABLE, Compute, Policy
 from mpframe.tree import HALF
 
 
+@dataclass(frozen=True)
+class Use:
+    """An op that reads a weight.
+
+    Attributes:
+        op: its name in the lists; empty for a kernel; `uncast ...` beside complex or double inputs.
+        within: the modules whose call it ran in, the outermost first.
+    """
+
+    op: str
+    within: tuple[str, ...]
+
+    def pin(self, policy: Policy) -> str | None:
+        """The pin of the innermost pinned module; None: none is pinned."""
+        pins = (policy.pin_of(module) for module in reversed(self.within))
+        return next((pin[1] for pin in pins if pin is not None), None)
+
+    def compute(self, policy: Policy) -> Compute:
+        """The format the op computes in."""
+        return policy.compute_of(self.op, self.pin(policy))
+
+    def in_half(self, policy: Policy) -> bool:
+        """True if the op computes in half, its weights included."""
+        return self.op not in WITH_STATISTICS and self.compute(policy) is Compute.HALF
+
+
+@dataclass(frozen=True)
+class WeightUses:
+    """The ops that read each weight, as a forward pass showed them.
+
+    Attributes:
+        by_weight: a weight that none reads is left out.
+        called: names of the modules that were called; empty if nothing was traced.
+    """
+
+    by_weight: Mapping[nn.Parameter, frozenset[Use]] = field(default_factory=dict)
+    called: frozenset[str] = frozenset()
+
+    def __or__(self, other: "WeightUses") -> "WeightUses":
+        weights = self.by_weight.keys() | other.by_weight.keys()
+        both = {weight: frozenset(self.of([weight]) + other.of([weight])) for weight in weights}
+        return WeightUses(both, self.called | other.called)
+
+    def of(self, weights: Iterable[nn.Parameter]) -> list[Use]:
+        """The ops that read any of these weights, in the order of their names."""
+        uses = {use for weight in weights for use in self.by_weight.get(weight, ())}
+        return sorted(uses, key=lambda use: (use.op, use.within))
+
+
 def formats_of(
-    model: nn.Module, policy: Policy, reads: Reads | None = None
+    model: nn.Module, policy: Policy, uses: WeightUses | None = None
 ) -> dict[nn.Parameter, torch.dtype]:
-    """The format each parameter is stored in; for one that is never cast, its own."""
-    of = {} if reads is None else reads.of
+    """The format each parameter is stored in; one that is never cast keeps its format."""
+    by_weight = {} if uses is None else uses.by_weight
     formats: dict[nn.Parameter, torch.dtype] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            wanted = wanted_by(name, module, policy, of.get(parameter))
+            wanted = wanted_by(name, module, policy, by_weight.get(parameter))
             tied = formats.get(parameter, wanted)
             widest = wanted if tied == wanted else torch.float32
             formats[parameter] = widest if parameter.dtype in CASTABLE else parameter.dtype
@@ -41,21 +90,21 @@ def formats_of(
 
 
 @torch.no_grad()
-def store(model: nn.Module, policy: Policy, reads: Reads | None = None) -> dict[Tensor, Tensor]:
+def store(model: nn.Module, policy: Policy, uses: WeightUses | None = None) -> dict[Tensor, Tensor]:
     """Bring every weight into its format, in place.
 
-    A weight beyond the half range is stored at the range's end. One that is half already is stored
-    from its master, if it has one. One that is divided among ranks stays fp32: it is gathered so.
+    A weight beyond the half range is stored at the range's end. A half weight with a master is
+    stored from that. A weight that is divided among ranks stays fp32.
 
     Returns:
-        The fp32 values from before, of the weights that were rounded.
+        The fp32 values of the weights that were rounded, from before.
 
     Raises:
         ConfigError: a parameter is complex; nothing has been changed.
     """
-    _refuse_complex(model)
+    _check_real(model)
     before: dict[Tensor, Tensor] = {}
-    for parameter, dtype in formats_of(model, policy, reads).items():
+    for parameter, dtype in formats_of(model, policy, uses).items():
         if parameter.dtype != dtype and not is_sharded(parameter):
             exact = exact_value(parameter)
             _restore_as(parameter, dtype, parameter.data.float() if exact is None else exact)
@@ -69,14 +118,14 @@ def store(model: nn.Module, policy: Policy, reads: Reads | None = None) -> dict[
 
 
 def wanted_by(
-    name: str, module: nn.Module, policy: Policy, reads: Set[Read] | None = None
+    name: str, module: nn.Module, policy: Policy, uses: Set[Use] | None = None
 ) -> torch.dtype:
-    """The format in which `module` wants one of its own floating parameters, read by `reads`."""
+    """The format in which `module` wants one of its floating parameters, which `uses` read."""
     op, pin = op_of(module), policy.format_pin_of(name)
     if pin is not None:
         half = pin[1] == "half"
-    elif reads is not None and not policy.ops.empty:
-        half = all(read.in_half(policy) for read in reads)
+    elif uses is not None and not policy.ops.empty:
+        half = all(use.in_half(policy) for use in uses)
     else:
         half = policy.ops.empty or (op is not None and policy.ops.list_of(op) == "allow")
     if op in WITH_STATISTICS and not policy.ops.empty:
@@ -98,10 +147,24 @@ def _store_buffers(module: nn.Module, wanted: torch.dtype, policy: Policy) -> No
                 buffer.data = buffer.data.to(wanted)
 
 
-def _refuse_complex(model: nn.Module) -> None:
+def _check_real(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ConfigError(
                 f"model: parameter {name!r} is {parameter.dtype}; formats of real numbers are cast "
                 "and mastered here: store it as two real parameters"
+            )
+
+
+def check_not_lazy(model: nn.Module) -> None:
+    """A lazy parameter has no shape before the first forward pass: it cannot be rounded.
+
+    Raises:
+        ConfigError: naming the first one.
+    """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"model: parameter {name!r} is lazy, it has no shape before the first forward "
+                "pass; run the model once first, or prepare it with an example"
             )
