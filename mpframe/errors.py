@@ -1,20 +1,13 @@
 """Errors that a user can fix, in one line: the option, its value, what is allowed, the way out."""
 
 import difflib
-import errno
-import os
 import signal
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Iterable
 
 _NEAR = 0.5  # The least likeness of a name that is offered.
-_AS_NEAR = 0.85  # Of the likeness of the nearest one: those that are offered beside it.
+_AS_NEAR = 0.85  # The least likeness beside the nearest name, as a share of that one's.
 _LONGEST = 1000  # characters; comparing takes their number squared
-_PART = 0.75  # The likeness of a name that has what was written as a part, as of a typing error.
-_UNREACHABLE = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
+_PART = 0.75  # The likeness of a name that contains the word, about that of a typing error.
 
 
 class MpframeError(Exception):
@@ -95,86 +88,9 @@ def _likeness(name: str, other: str) -> float:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line: its first, and the second if the first ends in a colon.
+    """The first line of an error's text, and the second if the first ends in a colon.
 
-    If it says nothing, the name of its class.
+    An error without text gives the name of its class.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
-
-
-def printable(text: str, keep: str = "") -> str:
-    """`text` with control characters and line breaks written out, as in `\\x1b`.
-
-    Args:
-        text: it may contain names from files or from users' classes.
-        keep: characters that stay as they are, e.g. a line break.
-    """
-    return "".join(
-        letter
-        if letter.isprintable() or letter in keep
-        else letter.encode("unicode_escape", "backslashreplace").decode()
-        for letter in text
-    )
-
-
-@contextmanager
-def unreachable_in_one_line() -> Iterator[None]:
-    """Give one line if a path cannot be reached: it is too long, or a folder may not be entered.
-
-    Raises:
-        ConfigError: the block raised an OSError of that kind.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _UNREACHABLE or not isinstance(error.filename, str):
-            raise
-        word = _word_with(Path(error.filename).absolute()) or error.filename
-        raise ConfigError(
-            f"{word}: {error.strerror}; name a path that you may enter, each name in it at most "
-            "255 bytes long"
-        ) from error
-
-
-def _word_with(path: Path) -> str | None:
-    """The word of the command line that names a path, or one above or below it."""
-    words = {}
-    for flag, word in pairwise(sys.argv):
-        named = Path(word.partition("=")[2] or word).absolute()
-        if path.is_relative_to(named) or named.is_relative_to(path):
-            words[len(str(named))] = f"{flag} {word}" if flag.startswith("--") else word
-    return words[max(words)] if words else None
-
-
-@contextmanager
-def one_line_exit() -> Iterator[None]:
-    """End the program with exit code 1 and one line on stderr if the block raises MpframeError.
-
-    `HYDRA_FULL_ERROR=1` lets the traceback through.
-    """
-    try:
-        yield
-    except MpframeError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        print(f"mpframe: {printable(str(error))}", file=sys.stderr)
-        sys.exit(1)
-
-
-def take_options(
-    arguments: Iterable[str], names: Iterable[str]
-) -> tuple[dict[str, str], list[str]]:
-    """Separate a program's own `name=value` words from the others.
-
-    Returns:
-        The values by name (if a name is given twice, the last one), and the other words in order.
-    """
-    own, rest = {}, []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if equals and name in names:
-            own[name] = value
-        else:
-            rest.append(argument)
-    return own, rest

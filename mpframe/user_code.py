@@ -4,37 +4,26 @@
         outputs = model(inputs)
 
     model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Byte and Float)
-    at own.py:12, given inputs uint8 [64, 8] of 0 to 255; ...
+    at net.py:12, given inputs uint8 [64, 8] of 0 to 255; ...
 
-mpframe's own errors pass unchanged. SystemExit is an error like any other: if a layer calls
+mpframe's errors pass unchanged. SystemExit is an error like any other: if a layer calls
 `sys.exit(0)`, the training has not finished.
 """
 
 import functools
-import importlib
-import re
 import sys
-import traceback
 from contextlib import suppress
-from pathlib import Path
+from importlib import import_module
 from types import TracebackType
 from typing import Any, NoReturn
 
-import hydra
-import torch
 from torch import Tensor
 
-from mpframe.errors import MpframeError, UserCodeError, first_line
-
-_PACKAGES = (torch.__file__, hydra.__file__, importlib.__file__, __file__)
-_NOT_THEIRS = ("<frozen importlib", *(str(Path(file).parent) for file in _PACKAGES))
-_OUT_OF_BOUNDS = re.compile(r"Target (-?\d+) is out of bounds")
-_LONGEST = 200
-"""How many characters of a user's error are repeated."""
+from mpframe.errors import MpframeError, UserCodeError
 
 
 class UserCode:
-    """Within the block a user's code runs. An error that it raises becomes a `UserCodeError`.
+    """Context manager in which a user's code runs: its errors become `UserCodeError`s.
 
     Args:
         option: that chose it, e.g. `model` or `dataset: the loss`.
@@ -43,9 +32,7 @@ class UserCode:
     """
 
     def __init__(self, option: str, code: Any, **given: Any) -> None:
-        self._option = option
-        self._code = code
-        self._given = given
+        self._option, self._code, self._given = option, code, given
 
     def __enter__(self) -> None: ...
 
@@ -57,36 +44,26 @@ class UserCode:
 
 
 def blame(option: str, code: Any, **given: Any) -> NoReturn:
-    """Raise the present error again; if it is a user's, as a `UserCodeError`.
+    """Raise the present error again, in an `except` clause; a user's becomes a `UserCodeError`.
 
-    It is for an `except` clause. The step runs users' code in this way: it costs nothing as long as
-    nothing fails.
-
-    Args:
-        option, code, given: as for `UserCode`.
+    The step calls users' code like this, because it costs nothing unless something fails. The
+    arguments are those of `UserCode`.
     """
     error = sys.exception()
     if not isinstance(error, Exception | SystemExit) or isinstance(error, MpframeError):
         raise
-    described_ones = " and ".join(f"{name} {described(own)}" for name, own in given.items())
-    blamed = UserCodeError(
-        f"{option} {name_of(code)} raised {raised(error)}"
-        + (f", given {described_ones}" if given else "")
-        + f"; {_advice(error, given)}"
-    )
-    blamed.row = _row_of_label(error, given.get("targets"))
-    raise blamed from error
+    raise _errors().explain(error, option, code, given) from error
 
 
 class InBatch:
-    """Within the block an error in users' code names the batch.
+    """Context manager in which an error in a user's code names the batch.
 
     Args:
         split: `training` or `validation`.
         epoch: its number.
         number: the batch's number in it.
         count: how many batches a step has.
-        loader: whose `batch_ids`, if it has any, are the samples' indices.
+        loader: its `batch_ids`, if it has any, are the samples' indices.
     """
 
     def __init__(
@@ -118,16 +95,11 @@ def name_of(code: Any) -> str:
 
 def raised(error: BaseException) -> str:
     """An error as a clause: its class, the first line of its text, and the file and line."""
-    text = first_line(error).rstrip(".") if str(error).strip() else ""
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)][:1]
-    where = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in theirs)
-    return f"{type(error).__name__}" + (f" ({text})" if text else "") + where
+    return str(_errors().raised(error))
 
 
 def described(value: Any) -> str:
-    """What a value is, in a few words: a tensor's format, shape and (of whole numbers) range."""
+    """A value in a few words: a tensor's format, shape and, for whole numbers, its range."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" + _range_of(value)
     if value is None:
@@ -152,44 +124,5 @@ def _range_of(value: Tensor) -> str:
     return ""
 
 
-def _advice(error: BaseException, given: dict[str, Any]) -> str:
-    """What the user can do, if the arguments show it."""
-    outputs, targets = given.get("outputs"), given.get("targets")
-    if "inputs" in given and "dtype" in str(error):
-        return (
-            "inputs must have the format of the weights, float32 for most layers and int64 for an "
-            "embedding"
-        )
-    if "outputs" in given and not isinstance(outputs, Tensor):
-        return "let the model return one tensor, or give the dataset a loss for what it returns"
-    classes = _classes_wanted(outputs, targets)
-    if classes is not None and isinstance(outputs, Tensor):
-        return (
-            f"the targets name {classes} classes, the outputs have {outputs.shape[1]}: set "
-            f"model.classes={classes}, or correct the labels"
-        )
-    label = _OUT_OF_BOUNDS.search(str(error))
-    if label:
-        return f"{label[1]} is no class: correct the label, or use -100, which is left out"
-    return "HYDRA_FULL_ERROR=1 shows the traceback"
-
-
-def _row_of_label(error: BaseException, targets: Any) -> tuple[int, int] | None:
-    """The first row that holds the label which torch says is out of bounds, of how many rows."""
-    label = _OUT_OF_BOUNDS.search(str(error))
-    if label is None or not isinstance(targets, Tensor) or not targets.dim():
-        return None
-    rows = (targets == int(label[1])).nonzero()
-    return (int(rows[0, 0]), len(targets)) if len(rows) else None
-
-
-def _classes_wanted(outputs: Any, targets: Any) -> int | None:
-    """How many classes the labels name, if that is more than the outputs have."""
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.dim() < 2:
-        return None
-    if targets.is_floating_point() or targets.is_complex() or not targets.numel():
-        return None
-    with suppress(RuntimeError):
-        classes = int(targets.max()) + 1
-        return classes if classes > outputs.shape[1] else None
-    return None
+def _errors() -> Any:
+    return import_module("mpframe.user_errors")  # The engine does not need it unless it fails.

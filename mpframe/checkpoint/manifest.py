@@ -16,7 +16,8 @@ from typing import Any, Self
 from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.layout import MANIFEST
 from mpframe.checkpoint.untrusted import damaged_if_raising
-from mpframe.errors import CheckpointError, printable
+from mpframe.console import printable
+from mpframe.errors import CheckpointError
 from mpframe.files.plain_file import open_regular, read_regular
 
 FORMAT = 2

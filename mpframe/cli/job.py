@@ -28,9 +28,10 @@ from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.config.sweep.again import stopped
 from mpframe.config.sweep.earlier import holds_this_run, resolved_text
+from mpframe.console import printable
 from mpframe.distributed.launch import place
 from mpframe.distributed.saying import line_of
-from mpframe.errors import ConfigError, DivergedError, MpframeError, RunInterrupted, printable
+from mpframe.errors import ConfigError, DivergedError, MpframeError, RunInterrupted
 from mpframe.files.turns import turn_in
 from mpframe.tracking.summary import Status, Summary
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from mpframe import __version__
 from mpframe.cli import completion
-from mpframe.errors import ConfigError, nearest, one_line_exit
+from mpframe.console import one_line_exit
+from mpframe.errors import ConfigError, nearest
 
 COMMANDS = {
     "new": "mpframe.cli.commands.new",

@@ -20,7 +20,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mpframe.errors import printable
+from mpframe.console import printable
 
 SECRET_NAME = re.compile(
     r"token(?!s|iz)|secret|passw|api_?key|access_?key|private_?key|credential|auth(?!or)",

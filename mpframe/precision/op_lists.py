@@ -4,7 +4,7 @@ An op belongs to at most one list:
 
     allow   runs in half            matrix products, convolutions, attention
     deny    runs in fp32            losses, exponentials, softmax, norms, large reductions
-    infer   the widest of its inputs   element-wise ops, concatenation, pooling
+    infer   widest input            element-wise ops, concatenation, pooling
     none    follows PyTorch's own promotion
 
 Names are PyTorch's, and one name stands for every spelling: `matmul` is also `torch.matmul(a, b)`,
@@ -17,14 +17,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, cast
+from typing import Any, Self
 
-from omegaconf import OmegaConf
-
-from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError, nearest
 from mpframe.precision.spellings import canonical, is_registered, known_ops, ops_of
 
+# conf/ of a clone, mpframe/conf of the wheel.
+_SHIPPED = [parent / "conf" / "ops" for parent in Path(__file__).resolve().parents[1:3]]
 LISTS = ("allow", "deny", "infer")
 PINS = ("fp32", "half")
 # Ops that write running statistics into their arguments: only their data is ever cast, and their
@@ -40,8 +39,8 @@ class OpLists:
         allow: ops that run in half.
         deny: ops that run in fp32.
         infer: ops that run in the widest format of their inputs.
-        modules: glob pattern of module names -> `fp32`, `half`, `none` or a recipe for products,
-            as `Policy` checks; the last match wins.
+        modules: glob pattern of module names -> `fp32`, `half`, `none` or a recipe, as `Policy`
+            checks; the last match wins.
 
     Raises:
         ConfigError: an op is unknown or in two lists.
@@ -54,9 +53,9 @@ class OpLists:
 
     def __post_init__(self) -> None:
         for name in LISTS:
-            _refuse_unknown(f"ops.{name}", getattr(self, name))
+            _check_known(f"ops.{name}", getattr(self, name))
             object.__setattr__(self, name, frozenset(map(canonical, getattr(self, name))))
-        _refuse_overlap(self)
+        _check_disjoint(self)
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -80,12 +79,12 @@ class OpLists:
         return lists.moved(node.get("move") or {})
 
     def moved(self, move: Mapping[str, str]) -> Self:
-        """A copy in which each op of `move` stands in the named list (`none`: in no list).
+        """A copy in which each op of `move` is in the named list (`none`: in no list).
 
         Raises:
             ConfigError: an op is unknown, or its destination is not a list.
         """
-        _refuse_unknown("ops.move", move)
+        _check_known("ops.move", move)
         for op, destination in move.items():
             if destination not in (*LISTS, "none"):
                 raise ConfigError(
@@ -98,11 +97,6 @@ class OpLists:
             for name in LISTS
         }
         return replace(self, **moved)
-
-    def moved_from(self, other: "OpLists") -> dict[str, str]:
-        """The ops that stand in another list than in `other`, each with its list, by name."""
-        ops = self.allow | self.deny | self.infer | other.allow | other.deny | other.infer
-        return {op: self.list_of(op) for op in sorted(ops) if self.list_of(op) != other.list_of(op)}
 
     def list_of(self, op: str) -> str:
         """The list that holds `op`, in any spelling: `allow`, `deny`, `infer`, or `none`."""
@@ -117,19 +111,32 @@ class OpLists:
 
 @cache
 def _read(name: str) -> Mapping[str, Any]:
-    folder = Path(CONF) / "ops"
+    folder = next(folder for folder in _SHIPPED if folder.is_dir())
     path = folder / f"{name}.yaml"
     if not path.is_file():
         shipped = sorted(file.stem for file in folder.glob("*.yaml"))
         raise ConfigError(f"ops={name}: choose {', '.join(shipped)}")
-    node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    node = _parse(path.read_text())
     merged: dict[str, Any] = {}
-    for base in node.pop("defaults", ("_self_",)):
+    for base in node.pop("defaults", {"_self_": None}):
         merged |= node if base == "_self_" else _read(base)
     return merged
 
 
-def _refuse_unknown(path: str, ops: Iterable[str]) -> None:
+def _parse(text: str) -> dict[str, dict[str, str]]:
+    """The sections of a shipped file, whose items are `- op` or `op: list`; the engine has no YAML
+    reader, and needs no more than this. A list becomes a mapping without values."""
+    sections: dict[str, dict[str, str]] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition("#")[0].strip(" -").partition(":")
+        if key and line[0] != " ":
+            items = sections[key] = {}
+        elif key:
+            items[key] = value.strip()
+    return sections
+
+
+def _check_known(path: str, ops: Iterable[str]) -> None:
     if isinstance(ops, str):
         raise ConfigError(f"{path}={ops}: give a list of ops: [{ops}]")
     for op in ops:
@@ -153,7 +160,7 @@ def _shipped() -> frozenset[str]:
     return frozenset(canonical(op) for name in LISTS for op in default[name])
 
 
-def _refuse_overlap(lists: OpLists) -> None:
+def _check_disjoint(lists: OpLists) -> None:
     for first, second in (("allow", "deny"), ("allow", "infer"), ("deny", "infer")):
         for op in sorted(getattr(lists, first) & getattr(lists, second)):
             raise ConfigError(

@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mpframe.errors import MpframeError, first_line, printable
+from mpframe.console import printable
+from mpframe.errors import MpframeError, first_line
 from mpframe.files.stored_yaml import read_stored
 from mpframe.tracking.summary import Summary
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpframe.errors import printable
+from mpframe.console import printable
 from mpframe.files.durable import write_atomically
 from mpframe.files.turns import turn_in
 from mpframe.report.sweep_jobs import COLUMNS, JobRow, find_jobs

@@ -92,7 +92,7 @@ def _options(config_text: str, ops: OpLists) -> str:
 def ops_in_words(ops: OpLists) -> str:
     """The shipped file that lists of ops differ least from, what was moved, and what is pinned."""
     names = sorted(file.stem for file in (CONF / "ops").glob("*.yaml"))
-    moved = {name: ops.moved_from(OpLists.named(name)) for name in names}
+    moved = {name: _moved(ops, OpLists.named(name)) for name in names}
     nearest = min(names, key=lambda name: len(moved[name]))
     words = [f"`{nearest}`"]
     if moved[nearest]:
@@ -100,3 +100,10 @@ def ops_in_words(ops: OpLists) -> str:
     if ops.modules:
         words.append("pinned " + ", ".join(f"`{name}` to {to}" for name, to in ops.modules.items()))
     return ", ".join(words)
+
+
+def _moved(ops: OpLists, shipped: OpLists) -> dict[str, str]:
+    """The ops that are in another list than in `shipped`, each with its list, by name."""
+    lists = (ops, shipped)
+    names = sorted({op for one in lists for op in one.allow | one.deny | one.infer})
+    return {op: ops.list_of(op) for op in names if ops.list_of(op) != shipped.list_of(op)}

@@ -19,7 +19,8 @@ import sys
 from pathlib import Path
 
 from mpframe.cli.program import refuse_words
-from mpframe.errors import ConfigError, one_line_exit, take_options
+from mpframe.console import one_line_exit, take_options
+from mpframe.errors import ConfigError
 
 _OPTIONS = ("repeats", "out")
 

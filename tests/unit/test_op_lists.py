@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torchvision  # noqa: F401  its ops are registered where it is imported
+from omegaconf import OmegaConf
 
 from mpframe import OpLists
 from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
+from mpframe.precision.op_lists import _parse
 from mpframe.precision.spellings import _ALIASES, canonical, is_registered, known_ops
 
 SHIPPED = sorted(path.stem for path in Path(CONF).glob("ops/*.yaml"))
@@ -165,6 +167,15 @@ def test_refusals(node: dict[str, Any], text: str) -> None:
         OpLists.from_mapping(node)
     assert str(error.value).startswith(text)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "ops").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_lists_are_read_as_hydra_reads_them(path: Path) -> None:
+    sections: Any = OmegaConf.to_container(OmegaConf.load(path))
+    parsed = _parse(path.read_text())
+    assert parsed.keys() == sections.keys()
+    for name, items in sections.items():
+        assert (parsed[name] if isinstance(items, dict) else list(parsed[name])) == items
 
 
 def test_unknown_lists_name_the_shipped_ones() -> None:

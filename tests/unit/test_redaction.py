@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from mpframe.config.redaction import Redacting, as_yaml, hide, redacted, secrets_of
-from mpframe.errors import printable
+from mpframe.console import printable
 
 SECRETS = [
     "plain12345",

@@ -28,13 +28,9 @@ from mpframe.cli.program import program
 from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
+from mpframe.console import take_options
 from mpframe.data.loading import Loader
-from mpframe.errors import (
-    CheckpointError,
-    ConfigError,
-    UserCodeError,
-    take_options,
-)
+from mpframe.errors import CheckpointError, ConfigError, UserCodeError
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.autopsy import evidence
 from mpframe.numerics.autopsy.evidence import Evidence

@@ -38,8 +38,9 @@ from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.config.composition.source import take_source
 from mpframe.config.redaction import secrets_of
 from mpframe.config.sweep.job_name import name_of
+from mpframe.console import printable, take_options
 from mpframe.data.loading import Loader
-from mpframe.errors import ConfigError, printable, take_options
+from mpframe.errors import ConfigError
 from mpframe.files.durable import write_atomically
 from mpframe.tracking.summary import strict_json
 from mpframe.training.evaluation import Evaluation

@@ -62,7 +62,8 @@ from mpframe.cli.restored import checkpoint_of
 from mpframe.config.composition.source import take_source
 from mpframe.config.redaction import redacted, secrets_of
 from mpframe.config.stored import config_of
-from mpframe.errors import ConfigError, nearest, printable, take_options
+from mpframe.console import printable, take_options
+from mpframe.errors import ConfigError, nearest
 from mpframe.tree import dtype_name
 
 _DEFAULTS = {

@@ -26,7 +26,8 @@ from mpframe.cli.restored import run_folder
 from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
-from mpframe.errors import ConfigError, take_options
+from mpframe.console import take_options
+from mpframe.errors import ConfigError
 from mpframe.loss_scaling import Static
 from mpframe.numerics.gradient_picture import ScaledGradients, best_scale, draw, scaled_gradients
 from mpframe.numerics.product_limits import OperandLimits, gradient_limits

@@ -15,7 +15,7 @@ from pathlib import Path
 from mpframe.cli.program import program, refuse_words
 from mpframe.config.options_page import options_page
 from mpframe.config.output_folder import refuse_unwritable
-from mpframe.errors import take_options
+from mpframe.console import take_options
 from mpframe.files.durable import write_atomically
 
 _OPTIONS = ("out",)

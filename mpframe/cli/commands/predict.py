@@ -42,10 +42,11 @@ from mpframe.checkpoint.saved_weights import KINDS
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
 from mpframe.config.composition.command_line import refuse_unwritable
+from mpframe.console import printable, take_options
 from mpframe.data.image_files import FileImages, Listing, list_unlabelled
 from mpframe.data.images import Normalize
 from mpframe.data.task import Task
-from mpframe.errors import ConfigError, printable, take_options
+from mpframe.errors import ConfigError
 from mpframe.files.table import refuse_unwritable_kind, writing
 from mpframe.training.callback import Callback
 from mpframe.training.evaluation.prediction import OUTPUTS, Predictions

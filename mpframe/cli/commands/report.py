@@ -17,7 +17,8 @@ from pathlib import Path
 
 from mpframe.cli.program import program
 from mpframe.config.composition.command_line import refuse_unwritable
-from mpframe.errors import ConfigError, take_options
+from mpframe.console import take_options
+from mpframe.errors import ConfigError
 from mpframe.files.durable import write_atomically
 from mpframe.report.groups import compared
 from mpframe.report.markdown import as_markdown

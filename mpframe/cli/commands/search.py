@@ -41,7 +41,7 @@ from mpframe.config.composition.command_line import checked, compose_named, refu
 from mpframe.config.schema import Config
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
-from mpframe.errors import ConfigError, DivergedError, take_options
+from mpframe.errors import ConfigError, DivergedError
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.remedies import pin_words
 from mpframe.numerics.search import Pins, RelativeError, Search, SearchResult, Sensitivity

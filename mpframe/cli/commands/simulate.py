@@ -25,7 +25,8 @@ from mpframe.assembly import build_scaler
 from mpframe.cli.program import program
 from mpframe.config.composition.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
-from mpframe.errors import ConfigError, take_options
+from mpframe.console import take_options
+from mpframe.errors import ConfigError
 from mpframe.loss_scaling.interface import LossScaler, name_of
 from mpframe.numerics.simulation import as_table, draw, replay
 from mpframe.tracking.amax_record import read_amax

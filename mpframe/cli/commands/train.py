@@ -38,8 +38,9 @@ from mpframe.config.composition.source import (
 )
 from mpframe.config.locations import CONF
 from mpframe.config.redaction import hide, secrets_of, values_of
+from mpframe.console import unreachable_in_one_line
 from mpframe.distributed.launch import place
-from mpframe.errors import MpframeError, unreachable_in_one_line
+from mpframe.errors import MpframeError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 

@@ -29,7 +29,8 @@ from mpframe.config.redaction import SECRET_NAME, hide, secrets_of
 from mpframe.config.sweep.earlier import holds_this_run, resolved_text
 from mpframe.config.sweep.job_name import leave_out
 from mpframe.config.sweep.values import axes, first_job, refuse_unfit_choices
-from mpframe.errors import ConfigError, MpframeError, unreachable_in_one_line
+from mpframe.console import unreachable_in_one_line
+from mpframe.errors import ConfigError, MpframeError
 
 
 class JobCheck(Callback):

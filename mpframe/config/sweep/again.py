@@ -11,7 +11,8 @@ from types import FrameType
 
 from mpframe.config.composition.overrides import word_of
 from mpframe.config.redaction import hide, secrets_of
-from mpframe.errors import RunInterrupted, printable
+from mpframe.console import printable
+from mpframe.errors import RunInterrupted
 
 _FOLDER = "hydra.sweep.dir"
 

@@ -1,0 +1,90 @@
+"""Errors and words of a command line: one line on stderr, and options of the program itself."""
+
+import errno
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+from mpframe.errors import ConfigError, MpframeError
+
+_UNREACHABLE = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
+
+
+def printable(text: str, keep: str = "") -> str:
+    """`text` with control characters and line breaks written out, as in `\\x1b`.
+
+    Args:
+        text: it may contain names from files or from users' classes.
+        keep: characters that stay as they are, e.g. a line break.
+    """
+    return "".join(
+        letter
+        if letter.isprintable() or letter in keep
+        else letter.encode("unicode_escape", "backslashreplace").decode()
+        for letter in text
+    )
+
+
+@contextmanager
+def unreachable_in_one_line() -> Iterator[None]:
+    """Give one line if a path cannot be reached: it is too long, or a folder may not be entered.
+
+    Raises:
+        ConfigError: the block raised an OSError of that kind.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNREACHABLE or not isinstance(error.filename, str):
+            raise
+        word = _word_with(Path(error.filename).absolute()) or error.filename
+        raise ConfigError(
+            f"{word}: {error.strerror}; name a path that you may enter, each name in it at most "
+            "255 bytes long"
+        ) from error
+
+
+def _word_with(path: Path) -> str | None:
+    """The word of the command line that names a path, or one above or below it."""
+    words = {}
+    for flag, word in pairwise(sys.argv):
+        named = Path(word.partition("=")[2] or word).absolute()
+        if path.is_relative_to(named) or named.is_relative_to(path):
+            words[len(str(named))] = f"{flag} {word}" if flag.startswith("--") else word
+    return words[max(words)] if words else None
+
+
+@contextmanager
+def one_line_exit() -> Iterator[None]:
+    """End the program with exit code 1 and one line on stderr if the block raises MpframeError.
+
+    `HYDRA_FULL_ERROR=1` lets the traceback through.
+    """
+    try:
+        yield
+    except MpframeError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"mpframe: {printable(str(error))}", file=sys.stderr)
+        sys.exit(1)
+
+
+def take_options(
+    arguments: Iterable[str], names: Iterable[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Separate the `name=value` words that a program knows from the others.
+
+    Returns:
+        The values by name (the last one of a name that occurs twice), and the other words in order.
+    """
+    options, rest = {}, []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if equals and name in names:
+            options[name] = value
+        else:
+            rest.append(argument)
+    return options, rest
