@@ -7,9 +7,9 @@ then. So the gradients are the same bit for bit, and a BatchNorm moves its runni
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpframe.errors import ConfigError
 from mpframe.optim.selection import hint
+from mpframe.precision.casting.blocks import block, casts_here
 from mpframe.precision.undisturbed import State
 
 
@@ -55,9 +56,22 @@ class _Recomputed:
             self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs
         )
 
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What is around the first forward pass, and around the second."""
-        return nullcontext(), State.of(self._module).with_copies()
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The contexts of the first forward pass, and of the second."""
+        return nullcontext(), _AsFirst(self._module)
+
+
+class _AsFirst(ExitStack):
+    """The casts and the state of now, for each forward pass that runs again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._casts, self._state = casts_here(), State.of(module).with_copies()
+
+    def __enter__(self) -> Self:
+        self.enter_context(block(*self._casts))
+        self.enter_context(self._state)
+        return self
 
 
 def _is_within(name: str, other: str) -> bool:
