@@ -1,8 +1,8 @@
 """The door for ops that run in another way: products below 16 bits, or a handler of a user.
 
 A `Handler` runs one call of an op. The cast makes one for each op from the lists (handlers.py). An
-`OpHandler` comes before the lists: the cast asks it for each op, with the recipe that is named where
-the op runs. It answers with a handler of its own, or with None.
+`OpHandler` comes before the lists: the cast asks it for each op, with the recipe that is named
+where the op runs. It answers with a handler of its own, or with None.
 """
 
 from collections.abc import Callable

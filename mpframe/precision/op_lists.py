@@ -1,15 +1,14 @@
-"""Which operation runs in which format: the lists as a value, read from `conf/ops/*.yaml`.
+"""Which op runs in which format: the lists as a value, read from `conf/ops/*.yaml`.
 
-An op belongs to at most one list:
+An op is in one list at most:
 
-    allow   runs in half            matrix products, convolutions, attention
-    deny    runs in fp32            losses, exponentials, softmax, norms, large reductions
-    infer   widest input            element-wise ops, concatenation, pooling
-    none    follows PyTorch's own promotion
+    allow   runs in half                    matrix products, convolutions, attention
+    deny    runs in fp32                    losses, exponentials, softmax, norms, large reductions
+    infer   runs in its widest input's      element-wise ops, concatenation, pooling
 
-Names are PyTorch's, and one name stands for every spelling: `matmul` is also `torch.matmul(a, b)`,
-`a.matmul(b)` and `a @ b`. An op of another library is named with it: `torchvision.nms`. The lists
-know nothing of devices: the same lists hold on all of them.
+Names are PyTorch's, and one name covers every spelling: `matmul` is also `torch.matmul(a, b)` and
+`a @ b`. An op of another library has its name in front: `torchvision.nms`. The same lists hold on
+every device. An op in no list follows PyTorch's promotion.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,8 +25,8 @@ from mpframe.precision.spellings import canonical, is_registered, known_ops, ops
 _SHIPPED = [parent / "conf" / "ops" for parent in Path(__file__).resolve().parents[1:3]]
 LISTS = ("allow", "deny", "infer")
 PINS = ("fp32", "half")
-# Ops that write running statistics into their arguments: only their data is ever cast, and their
-# weights stay beside the statistics in fp32.
+# They write running statistics into their arguments: only their data is ever cast, and their
+# weights stay in fp32 beside the statistics.
 WITH_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
 
 
@@ -155,7 +154,7 @@ def _why_unknown(op: str) -> str:
 
 @cache
 def _shipped() -> frozenset[str]:
-    """The ops of the shipped lists, known also to an older torch and without their library."""
+    """The ops of the shipped lists: known even if torch is older or their library is missing."""
     default = _read("default")
     return frozenset(canonical(op) for name in LISTS for op in default[name])
 

@@ -2,10 +2,10 @@
 
     ops.modules: {"head.*": fp32, "encoder.0": half, "blocks.*": mxfp8, "blocks.0": none}
 
-A pin is a pair of hooks. Entering a module pinned to fp32 or half casts its inputs and tells the
-cast mode; while the module runs, ops of `allow` and `deny` all compute in the pinned format. The
-name of a recipe, or `none`, tells the cast mode how products are computed inside, and the lists go
-on. Outside a cast block a pin does nothing.
+A pin is a pair of hooks. Entering a module pinned to fp32 or half casts its inputs and pushes the
+pin on the cast mode: while the module runs, ops of `allow` and `deny` all compute in that format. A
+recipe's name, or `none`, only changes how products are computed. Outside a cast block a pin does
+nothing.
 """
 
 from dataclasses import dataclass
@@ -23,31 +23,24 @@ from mpframe.tree import map_tensors
 
 
 def pin_modules(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
-    """Hook every module that the lists pin, containers and what they contain alike."""
-    pins = [(name, module, policy.pin_of(name)) for name, module in model.named_modules()]
-    pinned = [_pin(policy, module, name, pin[1]) for name, module, pin in pins if pin is not None]
-    return [handle for pair in pinned for handle in pair]
+    """Hook every module that a pattern matches, or that is inside such a module."""
+    handles = []
+    for name, module in model.named_modules():
+        pin = policy.pin_of(name)
+        if pin is not None:
+            enter, leave = _Enter(policy, name, pin[1]), _Leave(policy, name)
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+    return handles
 
 
 def check_patterns(model: nn.Module, policy: Policy) -> None:
-    """Refuse a pattern that matches no module, which is most likely misspelt.
-
-    Raises:
-        ConfigError: naming the pattern and the model's modules.
-    """
+    """Refuse a pattern that matches no module: it is most likely misspelt."""
     names = [name for name, _ in model.named_modules()]
     for pattern in policy.ops.modules:
         if not any(policy.matches(pattern, name) for name in names):
             known = ", ".join(names[1:9]) + (", ..." if len(names) > 9 else "")
             raise ConfigError(f"ops.modules[{pattern!r}] matches no module; the model has {known}")
-
-
-def _pin(policy: Policy, module: nn.Module, name: str, pin: str) -> list[RemovableHandle]:
-    enter, leave = _Enter(policy, name, pin), _Leave(policy, name)
-    return [
-        module.register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave, always_call=True),
-    ]
 
 
 # Classes and not functions within a function, so that a model with its hooks can be pickled.
@@ -83,5 +76,5 @@ class _Leave:
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype`; returned as it is if its format is never cast."""
+    """`tensor` in `dtype`; unchanged if its format is never cast."""
     return tensor.to(dtype) if tensor.dtype in CASTABLE else tensor

@@ -1,12 +1,12 @@
 """The precision policy: a frozen value that decides; `cast.py` applies what it decides.
 
-A policy knows the dtype mode, the half format, the op lists and how half is computed. Asked about
-an op it answers with a `Compute`; asked about a module it answers with a storage format and the
-reason. It holds no tensor and no state, so it can be printed, compared and kept.
+A policy knows the dtype mode, the half format, the op lists and how half is computed. It answers
+with a `Compute` for an op, and with a pin for a module. It holds no tensor, so it can be printed,
+compared and kept.
 
-    mode    weights stored as                  ops
-    fp32    fp32                               nothing is cast
-    amp     fp32                               cast at run time by the lists
+    mode    weights stored as               ops
+    fp32    fp32                            nothing is cast
+    amp     fp32                            cast at run time by the lists
     mixed   half if the op is in `allow`    cast at run time by the lists
 """
 
@@ -25,8 +25,8 @@ from mpframe.tree import HALVES
 
 MODES = ("fp32", "mixed", "amp")
 COMPUTES = ("auto", "native", "emulated")
-NO_PRODUCTS = "none"  # The name of no recipe: products stay in half.
-UNCAST = "autocast off"  # Stands for a pin where the model itself turns torch.autocast off.
+NO_PRODUCTS = "none"  # In place of a recipe's name: products stay in half.
+UNCAST = "autocast off"  # In place of a pin, in a region where the model turns torch.autocast off.
 CASTABLE = frozenset({torch.float32, *HALVES.values()})  # No other format is ever cast.
 
 
@@ -49,19 +49,20 @@ _COMPUTE_OF_LIST = {
 
 @dataclass(frozen=True)
 class Policy:
-    """What runs and what is stored in which format.
+    """Which op runs, and which weight is stored, in which format.
 
     Args:
         mode: `fp32`, `mixed` or `amp`.
         half: `float16` or `bfloat16`, the 16-bit format of the run.
         ops: the op lists and module pins.
-        compute: how half ops compute on a CPU: `native` kernels, `emulated` (half inputs, fp32
-            accumulation, one rounding), or `auto`: native if the CPU has the instructions. And how
-            products below 16 bits do on any device: `native`, where every quantised product must
-            have an instruction, `emulated`, or `auto`: native where a GPU has one.
-        products: the recipe by which matrix products and convolutions quantise their operands;
-            `none`: they stay in half.
-        recipes: a user's own, by name, beside the shipped ones.
+        compute: how half ops compute on a CPU: by `native` kernels, `emulated` (half inputs, fp32
+            accumulation, one rounding), or `auto`: native if the CPU has the instructions. Also for
+            products below 16 bits on any device: with `native` each needs an instruction, `auto` is
+            native where a GPU has one.
+        products: the name of the recipe that quantises the operands of matrix products and
+            convolutions; `none`: they stay in half.
+        recipes: a user's recipes, by name; those that are named and shipped are added to them. The
+            policy reads the patterns in their `half`, and nothing else.
 
     Raises:
         ConfigError: a value is not one of those named here.
@@ -75,9 +76,9 @@ class Policy:
     recipes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _refuse_unless("dtype.mode", self.mode, MODES)
-        _refuse_unless("dtype.half", self.half, HALVES)
-        _refuse_unless("dtype.compute", self.compute, COMPUTES)
+        _check_choice("dtype.mode", self.mode, MODES)
+        _check_choice("dtype.half", self.half, HALVES)
+        _check_choice("dtype.compute", self.compute, COMPUTES)
         object.__setattr__(self, "recipes", self._named_recipes())
 
     @property
@@ -98,11 +99,7 @@ class Policy:
         return HALVES[self.half]
 
     def compute_of(self, op: str, pin: str | None = None) -> Compute:
-        """The format `op` computes in, inside a module pinned to `pin` (None: not pinned).
-
-        A pin to fp32 takes half ops to fp32; a pin to half takes fp32 ops to half. The name of a
-        recipe, or `none`, decides about products alone.
-        """
+        """The format `op` computes in, inside a module pinned to `pin` (None: not pinned)."""
         compute = _COMPUTE_OF_LIST[self.ops.list_of(op)]
         if pin == UNCAST and compute is not Compute.PYTORCH:
             return Compute.WIDEST
@@ -120,9 +117,9 @@ class Policy:
         return name if name in self.recipes else None
 
     def pin_of(self, module: str) -> tuple[str, str] | None:
-        """The pattern that pins a module by its qualified name, and the pin; or None.
+        """The last pattern that matches a module's qualified name, and its pin; or None.
 
-        The last matching entry wins; those of `ops.modules` come after the recipe's own.
+        The patterns of `ops.modules` come after those of the recipe.
         """
         recipe = self.recipe_of()
         in_half = dict.fromkeys(recipe.half, NO_PRODUCTS) if recipe else {}
@@ -131,7 +128,7 @@ class Policy:
         return matching[-1] if matching else None
 
     def format_pin_of(self, module: str) -> tuple[str, str] | None:
-        """As `pin_of`; None also for a pin that decides about products alone."""
+        """As `pin_of`, but None for a pin to a recipe or to `none`."""
         pin = self.pin_of(module)
         return pin if pin is not None and pin[1] in PINS else None
 
@@ -143,11 +140,7 @@ class Policy:
         return any(fnmatch.fnmatchcase(owner, pattern) for owner in owners)
 
     def emulates(self, device: torch.device) -> bool:
-        """True if half ops on `device` compute in fp32 with one rounding of the result.
-
-        CPUs have no fast float16 product (torch's own is 40 to 160 times slower than fp32), and
-        some have bfloat16 instructions; accelerators always compute natively.
-        """
+        """True if half ops on `device` compute in fp32 with one rounding of the result."""
         if device.type != "cpu" or self.compute == "native":
             return False
         return self.compute == "emulated" or not has_native_half(self.half)
@@ -171,13 +164,13 @@ def lowbit() -> Any:
 
 
 def has_native_half(half: str) -> bool:
-    """True if this CPU multiplies `half` matrices with instructions of its own."""
+    """True if this CPU has instructions that multiply `half` matrices."""
     if half == "float16":
         return False
     return bool(torch.cpu._is_avx512_bf16_supported())
 
 
-def _refuse_unless(
+def _check_choice(
     path: str, value: str, allowed: "tuple[str, ...] | dict[str, torch.dtype]"
 ) -> None:
     if value not in allowed:

@@ -1,11 +1,9 @@
 """One name for every spelling of an op.
 
-PyTorch writes one computation in many ways: `a @ b` is `torch.matmul`, `Tensor.matmul`,
-`torch.linalg.matmul` and `torch.special.softmax` is `Tensor.softmax`. An interceptor is handed the
-function that was called; here it gets the one name that the lists use.
-
-Ops of other libraries are named with their library, as in `torch.ops`: `torchvision.nms`. So are
-torch's own kernels called by hand (`aten.mm`): a list that names `mm` does not mean them.
+PyTorch writes one computation in many ways: `a @ b` is `torch.matmul` and `torch.linalg.matmul`.
+The cast is handed the function that was called; here it gets the name that the lists use. Ops of
+other libraries, and torch's kernels called directly (`aten.mm`), keep the name of their library, as
+in `torch.ops`: a list that names `mm` does not mean them.
 """
 
 from functools import cache
@@ -45,7 +43,7 @@ _ALIASES = {
 def known_ops() -> frozenset[str]:
     """Every name, in any spelling, that an op list may hold.
 
-    Not `exp_` and its like, which write into their argument: a cast copy would be written instead.
+    In-place forms (`exp_`) are not among them: they would write into a cast copy.
     """
     functions = (f for group in get_overridable_functions().values() for f in group)
     named = {getattr(function, "__name__", "") for function in functions}
@@ -76,7 +74,7 @@ def canonical(name: str) -> str:
 
 
 def op_name(function: Any) -> str:
-    """The op that `function` runs; empty for what has no name."""
+    """The op that `function` runs; empty if it has no name."""
     if isinstance(function, OpOverload):
         function = function.overloadpacket
     if isinstance(function, OpOverloadPacket):

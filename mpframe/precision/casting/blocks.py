@@ -1,10 +1,9 @@
 """Cast blocks: each thread has its own.
 
-PyTorch keeps a stack of function modes for each thread. A block puts a `CastMode` of its own on the
-stack of its thread, so two threads share nothing that changes. That stack alone says which casts
-are on. The innermost block decides, also if it is one that casts nothing.
-
-A block also sets the thread's torch.autocast, so that it answers as the block casts.
+A block puts a `CastMode` on its thread's stack of function modes, which PyTorch keeps. So threads
+share nothing that changes, and that stack says which casts are on. The innermost block decides,
+also if it casts nothing. A block also sets the thread's torch.autocast, so that it answers as the
+block casts.
 """
 
 from collections.abc import Iterator
@@ -22,13 +21,13 @@ from mpframe.precision.policy import Policy
 def block(
     casts: Casts | None, pins: Pins | None = None, autocast: tuple[bool, torch.dtype] | None = None
 ) -> Iterator[None]:
-    """A block in which ops are cast by `casts`, or not at all if it is None.
+    """Context manager in which ops are cast by `casts`; None: nothing is cast.
 
     Args:
-        casts: a precision's.
-        pins: the pinned modules that the block begins in, (module, pin), innermost last. None: a
-            block inside a block of the same casts keeps its pins; any other begins without.
-        autocast: what torch.autocast answers where it begins, enabled and dtype. None: as it casts.
+        casts: of a precision.
+        pins: of the modules that the block begins in, the innermost last. If None, a block inside
+            a block of the same casts keeps its pins, and any other begins without.
+        autocast: torch.autocast's answers at the beginning, enabled and dtype. If None, it is on.
     """
     outer = enabled_modes()
     state: AbstractContextManager[Any] = outer[-1].autocast(False) if outer else nullcontext()
@@ -56,13 +55,13 @@ def block(
 
 
 def enabled_modes() -> list[CastMode]:
-    """The mode that casts on this thread, in a list; empty if none does."""
+    """The mode that casts on this thread, in a list that is empty if none does."""
     active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return [mode for mode in active if isinstance(mode, CastMode) and mode.enabled]
 
 
 def casts_here() -> tuple[Casts | None, Pins, tuple[bool, torch.dtype] | None]:
-    """The casts and pins of this thread at this moment, for a `block` that restores them."""
+    """Return the arguments of a `block` that restores this thread's present casts."""
     for mode in enabled_modes():
         state = torch.is_autocast_enabled(mode.casts.device_type), mode.half()
         return mode.casts, tuple(mode.pins), state
@@ -70,7 +69,7 @@ def casts_here() -> tuple[Casts | None, Pins, tuple[bool, torch.dtype] | None]:
 
 
 def present_mode(policy: Policy) -> CastMode | None:
-    """The mode that casts on this thread, if it is one of `policy`."""
+    """The mode that casts on this thread, if it casts by `policy`."""
     return next((mode for mode in enabled_modes() if mode.policy == policy), None)
 
 

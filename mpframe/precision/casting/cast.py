@@ -1,7 +1,7 @@
 """The cast: a function mode that runs each op of a block in the format that the policy decides.
 
-PyTorch hands `CastMode` each call a model makes, in any spelling, before autograd records it. So the
-casts are part of the graph, and the backward pass runs in the formats of the forward pass.
+PyTorch hands `CastMode` each call a model makes, in any spelling, before autograd records it. So
+the casts are part of the graph, and the backward pass runs in the formats of the forward pass.
 
     half op      inputs rounded to half; on a CPU without half arithmetic the op then computes in
                  fp32 and its result is rounded once (emulation.py)

@@ -5,13 +5,10 @@ A tensor core takes half inputs, multiplies and accumulates in fp32, and rounds 
     y = round_to_half(op(fp32(x_half), fp32(w_half)))
 
 Here the same is done in three steps, each of which autograd differentiates: inputs are rounded to
-half and widened (`half_values`), the op runs in fp32, its result is rounded (`rounded`). The
-backward pass is then emulated as well: the incoming gradient is half, the op's gradients are
-computed in fp32, and each is rounded once on its way out. A device adds the gradients of a weight's
-uses in half, so each use rounds its own, and half tensors are added (`used_again`).
-
-It runs at about the speed of fp32; torch's own float16 kernels on a CPU are 40 to 160 times
-slower than that.
+half and widened (`half_values`), the op runs in fp32, its result is rounded (`rounded`). In the
+backward pass the incoming gradient is half, the op's gradients are computed in fp32, and each is
+rounded once. A device adds the gradients of a weight's uses in half; so each use rounds its
+gradient here, and half tensors are added (`used_again`).
 """
 
 from typing import Any
@@ -43,9 +40,9 @@ def rounded(tensor: Tensor, half: torch.dtype) -> Tensor:
 def is_faulty(
     op: str, input: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **named: Any
 ) -> bool:
-    """Whether torch's own kernel is wrong for a call of an op of `FAULTY`, with its arguments.
+    """Whether torch's kernel is wrong for this call of an op of `FAULTY`.
 
-    If along some axis the kernel lies wholly inside nowhere, oneDNN leaves a part of the weight's
+    If the kernel lies wholly inside nowhere along some axis, oneDNN leaves a part of the weight's
     gradient unwritten, and writes beyond its end.
     """
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
@@ -70,7 +67,7 @@ def each_axis(value: Any, count: int) -> list[int]:
 def used_again(half: Tensor, operand: Tensor) -> Tensor:
     """Return `operand`, which is `half` or its values in fp32, for one more use of a weight.
 
-    In fp32 it gets a gradient of its own, which is rounded and added in `half`, as on a device.
+    The gradient of a use in fp32 is rounded, and added in half, as on a device.
     """
     if operand is half or not operand.requires_grad:
         return operand
@@ -109,10 +106,8 @@ def _convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _opaque_convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor.to(dtype)`, which the compiler cannot look into.
 
-    Inductor drops a pair of casts to half and back, because the result without it is more exact.
-    But the rounding is what is emulated here. The result is always a new tensor, because an op of
-    this kind must not return its input, and a compiled graph may meet tensors that are rounded
-    already.
+    Inductor drops a pair of casts to half and back, because the result without it is more exact;
+    here the rounding is the point. An op of this kind must not return its input, so it copies.
     """
     return tensor.to(dtype, copy=True)
 

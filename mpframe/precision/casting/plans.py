@@ -1,14 +1,15 @@
-"""How one call is run: what is done to its tensors and its numbers before the op gets them.
+"""How one call is run: a handler for each rule of the lists.
 
     as is       nothing is cast
     fp32        half inputs widened
     widest      half inputs widened if another input is fp32; with `rounded`, an op that has no
                 half kernel on a CPU runs in fp32 there and its result is rounded once
     into        an in-place form: its sources take the format of the tensor that is written
-    ... data    for the first input alone, as the op writes its statistics into the others
+    item        `x[key] = value`
+    ... data    only for the first input, as the op writes its statistics into the others
     ... held    a number that is written, beyond the end of a half format, is held at that end
 
-`half` is the cast mode's own, as it keeps the casts of weights (cast.py).
+`half` belongs to the cast mode, which keeps the casts of weights (cast.py).
 """
 
 import math
@@ -49,7 +50,7 @@ NARROW = CASTABLE - {torch.float32}
 # None stands for a format that the caller asks for, with `dtype=` or `out=`.
 HANDS_OFF = frozenset({None, torch.float64, torch.complex32, torch.complex64, torch.complex128})
 
-_HANDLER_OF_COMPUTE = {
+_OF_COMPUTE = {
     Compute.HALF: "half",
     Compute.FP32: "fp32",
     Compute.WIDEST: "widest",
@@ -61,7 +62,7 @@ def handler_name(op: str, compute: Compute) -> str:
     """The name of what runs calls of `op` when it computes in `compute`."""
     if op == "__setitem__":
         return "item"
-    handler = "into" if op in WRITES_ONE_FORMAT else _HANDLER_OF_COMPUTE[compute]
+    handler = "into" if op in WRITES_ONE_FORMAT else _OF_COMPUTE[compute]
     if handler == "widest" and op in WITHOUT_HALF_KERNEL:
         return "widest rounded"
     if handler == "half" and op in FAULTY:
@@ -91,7 +92,7 @@ def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
 
 
 def on_data_only(handler: Handler) -> Handler:
-    """`handler` for the first argument alone: the op writes its statistics into the others."""
+    """`handler` only for the first argument: the op writes its statistics into the others."""
 
     def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if not args:
@@ -133,10 +134,9 @@ def _run_fp32(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Widen half inputs if another input is fp32 (or the other half format).
+    """Widen half inputs if another input is fp32, or the other half format.
 
-    A 0-d tensor beside larger ones does not count, as in PyTorch's promotion: it is treated as a
-    number.
+    A 0-d tensor beside larger ones counts as a number, as in PyTorch's promotion.
     """
     if len(formats_of(args, kwargs)) < 2:
         return func(*args, **kwargs)
@@ -148,7 +148,7 @@ def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _run_widest_rounded(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """As `_run_widest`, for an op that has no half kernel on a CPU: in fp32, with one rounding."""
+    """As `_run_widest`, but half inputs on a CPU run in fp32, with one rounding."""
     operands = list(tensors_in((args, kwargs)))
     halves = {tensor.dtype for tensor in operands if tensor.dtype in NARROW}
     if len(halves) != 1 or any(tensor.dtype == torch.float32 for tensor in operands):
@@ -169,7 +169,7 @@ def _run_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _run_item(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`x[key] = value`: the value, tensor or number, as the tensor that is written can hold it."""
+    """`x[key] = value`: the value is cast to what `x` can hold."""
     target, key, value = args
     value = _held(value, target.dtype)
     return _run_into(lambda target, value: func(target, key, value), (target, value), kwargs)
@@ -189,7 +189,7 @@ def _call_with_held_numbers(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _held(value: Any, dtype: torch.dtype) -> Any:
-    """A finite number, or 0-d tensor, beyond the range of a half `dtype`: the end of the range."""
+    """Clamp a finite number, or 0-d tensor, to the range of a half `dtype`."""
     if dtype not in NARROW or isinstance(value, bool):
         return value
     end = torch.finfo(dtype).max
@@ -200,12 +200,7 @@ def _held(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-_CASTS: dict[str, Handler] = {
-    "as is": _run_as_is,
-    "fp32": _run_fp32,
-    "widest": _run_widest,
-    "into": _run_into,
-}
+_CASTS = {"as is": _run_as_is, "fp32": _run_fp32, "widest": _run_widest, "into": _run_into}
 HANDLERS: dict[str, Handler] = {
     **_CASTS,
     **{f"{name} held": holding_numbers(handler) for name, handler in _CASTS.items()},

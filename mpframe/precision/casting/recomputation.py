@@ -1,22 +1,18 @@
 """Python code that runs in the backward pass gets the casts of its forward pass.
 
 Activation checkpointing runs a forward pass again within the backward pass. By then the cast block
-may have ended, and a GPU's backward pass runs in threads of its own, which have no block.
-torch.utils.checkpoint restores the state of torch.autocast, which says whether ops are cast and to
-which half format, but not by which lists and pins. So the casts are saved here, where PyTorch makes
-in the forward pass what waits for the backward pass:
+may have ended, and a GPU's backward pass runs in threads that have no block.
+torch.utils.checkpoint restores the state of torch.autocast, but no lists and no pins. So the casts
+are saved where PyTorch makes, in the forward pass, what waits for the backward pass:
 
     the frame of a checkpoint     keeps the function that is run again
-    the node of a custom          has the function's `backward`: hand-written formulas, and what
-    autograd.Function             recomputes, as reentrant checkpoints and reversible layers do
+    the node of a custom          has the function's `backward`: hand-written formulas, and
+    autograd.Function             recomputation in reentrant checkpoints and reversible layers
 
-So a `backward` that meets half and fp32 is cast as its `forward` was. torch.autocast does that only
-for functions marked with `torch.amp.custom_bwd`.
-
-Torch has no hooks for this: `_REPLACED` names what is replaced, from the first block that casts
-until the last precision with such a block is released or gone. Of the rest of that list most are
-ops that no mode sees, and that torch would cast as a block turns torch.autocast on. The last one is
-torch's average of a model, which is to read the masters.
+Torch has no hooks for this. `_REPLACED` names the functions that are replaced, from the first block
+that casts until the last precision with such a block is released or gone. The others in that list
+run ops that no mode sees, and that torch would cast because a block turns torch.autocast on; the
+last one is torch's average of a model, which must read the masters.
 """
 
 import functools
@@ -43,7 +39,7 @@ _lock = threading.RLock()  # A garbage collection may release a user while anoth
 
 
 def follow_backward_passes(casts: Casts) -> None:
-    """Let what is made in blocks keep their casts for the backward pass, until `release`."""
+    """Make backward passes run under the casts of their blocks, until `release`."""
     if is_compiling() or id(casts) in _users:
         return
     weakref.finalize(casts, release, id(casts)).atexit = False
@@ -55,7 +51,7 @@ def follow_backward_passes(casts: Casts) -> None:
 
 
 def release(user: int) -> None:
-    """Let the casts of this id go; the last ones leave torch as it was."""
+    """Forget the casts of this id; the last ones leave torch as it was."""
     with _lock:
         _users.discard(user)
         while _originals and not _users:
@@ -71,11 +67,11 @@ def _replacing(function: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_frame(make: Any, frame: Any, recompute: Any, *args: Any, **kwargs: Any) -> None:
-    noted = casts_here()
+    saved = casts_here()
 
     @functools.wraps(recompute)
     def recompute_in_block(*args: Any, **kwargs: Any) -> Any:
-        with block(*noted):
+        with block(*saved):
             return recompute(*args, **kwargs)
 
     make(frame, recompute_in_block, *args, **kwargs)

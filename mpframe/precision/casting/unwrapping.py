@@ -1,10 +1,9 @@
-"""Unwraps Python functions of torch, so that the ops they call are intercepted one by one.
+"""Unwraps Python functions of torch, so that the cast sees the ops they call one by one.
 
-PyTorch shows an interceptor only the outermost call. `F.multi_head_attention_forward` is one name
-to it, although a dozen ops run inside, some for half and some for fp32. Such a function starts by
-asking `has_torch_function(...)` and hands itself over if the answer is yes. An unwrapped copy has
-the same code with that question answered "no": it runs its body, and the calls of the body are
-intercepted.
+PyTorch shows a function mode only the outermost call: `F.multi_head_attention_forward` is one name,
+although a dozen ops run inside. Such a function begins by asking `has_torch_function(...)`, and
+hands itself over if the answer is yes. An unwrapped copy has the same code and always gets the
+answer no.
 """
 
 import re
@@ -14,8 +13,8 @@ from functools import cache
 from typing import Any
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-# They check their arguments and call the op of their own name, which is then run as they are: what
-# unwrapping would show is known. Models call them often.
+# They check their arguments and call an op of the same name, so nothing is gained by unwrapping
+# them.
 _CALL_THEIR_OP = frozenset({"batch_norm", "embedding", "instance_norm", "max_pool2d_with_indices"})
 # Unwrapped functions by key. Attributes and not a dict: a compiler reads a dict once, before the
 # functions it meets later are unwrapped.
@@ -24,12 +23,11 @@ UNWRAPPED = types.SimpleNamespace()
 
 @cache
 def unwrap(function: Any) -> str | None:
-    """Unwrap a Python function of torch, so that its inner calls are intercepted.
+    """Unwrap a Python function of torch.
 
     Returns:
-        The name of the unwrapped function in `UNWRAPPED`. None for C functions and functions of
-        users, which cannot be unwrapped, and for those that call the op of their own name alone:
-        they are run as they are.
+        The name of the unwrapped function in `UNWRAPPED`. None for C functions, users' functions,
+        and those that only call the op of their name: they are run as they are.
     """
     inner = getattr(function, "__wrapped__", None)
     if isinstance(inner, types.FunctionType) and inner.__module__ == "torch._tensor":
@@ -56,20 +54,16 @@ def _asks(function: types.FunctionType) -> bool:
     names = function.__code__.co_names
     if function.__name__ in _CALL_THEIR_OP:
         return False
-    if "super" in names:  # A method that ends in its own C form, by the same name: no ops inside.
+    if "super" in names:  # A method that ends in the C form of the same name: no ops inside.
         return False
     return any(name in names and name in function.__globals__ for name in _QUESTIONS)
 
 
 @cache
 def _answered(module: str) -> dict[str, Any]:
-    """The globals of `module` with every such question answered "no".
-
-    They have no `__name__`: torch.compile would look the names up in the module of that name, and
-    find the questions as they were.
-    """
+    """The globals of `module` with every such question answered "no"."""
     names = {**vars(sys.modules[module]), **dict.fromkeys(_QUESTIONS, _no)}
-    del names["__name__"]
+    del names["__name__"]  # By it torch.compile would find the module, with the questions.
     return names
 
 
