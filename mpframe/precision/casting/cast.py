@@ -299,9 +299,8 @@ class CastMode(TorchFunctionMode):
 def _choose(casts: Casts, func: Any, pin: str | None) -> Choice:
     policy, op = casts.policy, op_name(func)
     recipe = policy.recipe_name(pin)
-    handlers = enumerate(casts.op_handlers)
-    places = (place for place, own in handlers if own.handler_of(op, recipe) is not None)
-    place = next(places, None)
+    handlers = [handler.handler_of(op, recipe) for handler in casts.op_handlers]
+    place = next((place for place, handler in enumerate(handlers) if handler is not None), None)
     first = None if place is None else (place, op, recipe)
     name = "as is" if policy.mode == "fp32" else handler_name(op, policy.compute_of(op, pin))
     if name != "as is":
