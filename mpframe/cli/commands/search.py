@@ -39,6 +39,7 @@ from mpframe import assembly
 from mpframe.cli.program import program
 from mpframe.config.composition.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
+from mpframe.console import take_options
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.errors import ConfigError, DivergedError
