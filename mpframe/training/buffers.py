@@ -18,7 +18,7 @@ from torch.jit import ScriptModule
 from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError
 from mpframe.optim.verdict import read
-from mpframe.precision.undisturbed import State, entries
+from mpframe.precision.module_state import State, entries
 from mpframe.tree import device_of
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from mpframe.errors import ConfigError
 from mpframe.optim.selection import hint
 from mpframe.precision.casting.blocks import block, casts_here
-from mpframe.precision.undisturbed import State
+from mpframe.precision.module_state import State
 
 
 def recompute(model: nn.Module, patterns: Sequence[str]) -> None:

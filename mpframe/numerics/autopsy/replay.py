@@ -20,8 +20,8 @@ from mpframe.numerics.autopsy.watch import Trace, Watch
 from mpframe.objectives import compute
 from mpframe.optim import fp32_weights
 from mpframe.precision import OpLists, Precision
+from mpframe.precision.module_state import State
 from mpframe.precision.storage.storage import formats_of
-from mpframe.precision.undisturbed import State
 from mpframe.training.named_objective import NamedObjective
 from mpframe.tree import HALF, device_of
 

@@ -23,9 +23,10 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from mpframe.precision.casting.plans import HANDS_OFF
+from mpframe.precision.module_state import State
 from mpframe.precision.spellings import op_name
 from mpframe.precision.storage.storage import Use, WeightUses
-from mpframe.precision.undisturbed import State, undisturbed
+from mpframe.precision.undisturbed import undisturbed
 from mpframe.tree import tensors_in
 
 # Ops that give the values of their first argument in a tensor of their own.
