@@ -15,9 +15,10 @@ The wrapped optimizer stays the same object, so schedules built on it go on work
 the wrapper move it as well.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,38 +26,31 @@ from torch.optim import Optimizer
 
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.loss_scaling.interface import LossScaler, scale_of
-from mpframe.optim.accumulation import Accumulator, Averaged, StepGradients
+from mpframe.loss_scaling.interface import LossScaler
+from mpframe.optim.accumulation import Accumulator
 from mpframe.optim.buckets import Bucket, in_buckets, steps_by_parameter
-from mpframe.optim.closure import (
-    evaluate,
-    missing_closure,
-    needs_closure,
-    refuse_beside_closure,
-    runs_closure_first,
-    step_with_closure,
-    take_closure,
-)
+from mpframe.optim.closure import needs_closure, step_with_closure
 from mpframe.optim.gradients import (
     Gradients,
-    agreed,
+    all_reduce_amax,
     as_count,
-    before_the_sum,
     check_clipping,
     clip,
+    measure_grads,
     not_finite,
+    pre_reduction_amax,
 )
-from mpframe.optim.masters.master import copy_to_params
-from mpframe.optim.masters.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
+from mpframe.optim.masters.masters import Masters, load_weights, to_part, to_sharded
 from mpframe.optim.masters.split_master import KINDS
-from mpframe.optim.masters.widening import widen_turned, widen_written
-from mpframe.optim.masters.write_detector import adopt_writes
+from mpframe.optim.masters.widening import Frozen, frozen_beside, widen_turned, widen_written
 from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult
 from mpframe.optim.unfreezing import fill_momentum
 from mpframe.optim.verdict import Verdict, read
 from mpframe.tree import HALF, is_waited_for
+
+_WRAPPED: WeakSet[Optimizer] = WeakSet()  # Their parameters are masters.
 
 
 class MasterWeights(Optimizer):
@@ -72,7 +66,7 @@ class MasterWeights(Optimizer):
             groups that are added later. A half parameter without a value here keeps the master
             that it has; if it has none, its master starts from the half value.
         keep_masters: False updates the half weights themselves, to study what masters are for;
-            "split" keeps of each master the bits alone that a bfloat16 weight lacks.
+            "split" keeps of each master only the bits that a bfloat16 weight lacks.
 
     Raises:
         ConfigError: a parameter is complex or sparse in half, the parameters are on several
@@ -81,12 +75,12 @@ class MasterWeights(Optimizer):
     Attributes:
         optimizer: the wrapped one, the same object.
         needs_closure: the optimizer evaluates the loss itself, as LBFGS does.
-        skips_on_device: the optimizer's kernels take the verdict on the device (torch's fused ones
-            do) and the host would wait for that device, as for any but a CPU. None before the first
-            step, which makes the optimizer's state: a skip on the device would leave that state
-            behind, with arbitrary values in SGD's momentum.
-        world: the ranks that step together, each over parameters of the same values. What
-            `accumulate` took is averaged over them, and they agree on whether a step is skipped.
+        skips_on_device: the optimizer's kernels skip on the device (torch's fused ones do) and the
+            host would wait for that device, as for any but a CPU. None before the first step, which
+            makes the optimizer's state: a skip on the device would leave that state behind, with
+            arbitrary values in SGD's momentum.
+        world: the ranks that step together, each over parameters of the same values. Accumulated
+            gradients are averaged over them, and they agree on whether a step is skipped.
     """
 
     def __init__(
@@ -96,45 +90,47 @@ class MasterWeights(Optimizer):
         *,
         keep_masters: bool | str = True,
     ) -> None:
-        refuse_wrapped(optimizer)
+        if optimizer in _WRAPPED:
+            raise ConfigError(
+                f"optimizer={type(optimizer).__name__}: has its masters already; use what the "
+                "first call returned, or make a new optimizer"
+            )
         self.optimizer = optimizer
         self.needs_closure = needs_closure(optimizer)
-        self._known = Masters({} if masters is None else masters, KINDS[keep_masters])
-        self._known_groups = 0
         self.skips_on_device: bool | None = None
         self.world: World = ALONE
+        self._masters = Masters({} if masters is None else masters, KINDS[keep_masters])
+        self._registered = 0  # groups
         self._keeps_masters = bool(keep_masters)
-        self._buckets: list[Bucket] = [[]]
+        self._buckets: list[Bucket] = [{}]
+        self._frozen: list[Frozen] = []
+        self._steps = 0  # that have looked at the frozen weights
         self._accumulator: Accumulator | None = None
+        self._reduced: Gradients | None = None
         self._consumed = False
-        self._taken_sparse: set[Tensor] = set()
-        self._share_hooks()
+        self._tried_sparse: set[Tensor] = set()
+        self._share_with_wrapped()
         self._register_groups()
 
     @property
     def param_groups(self) -> list[Any]:  # type: ignore[override]
         """The wrapped optimizer's groups; their `params` are the model's own parameters."""
-        owners = self._masters.owners
+        of = {master: parameter for parameter, master in self._masters.items()}
         return [
-            ParamGroup(group, [owners[master] for master in group["params"]])
+            ParamGroup(group, [of.get(master, master) for master in group["params"]])
             for group in self.optimizer.param_groups
         ]
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
         """The wrapped optimizer's state, by the model's own parameters."""
-        owners = self._masters.owners
-        return {owners.get(master, master): own for master, own in self.optimizer.state.items()}
+        of = {master: parameter for parameter, master in self._masters.items()}
+        return {of.get(master, master): state for master, state in self.optimizer.state.items()}
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """What the wrapped optimizer's groups begin with."""
+        """The wrapped optimizer's default options for groups."""
         return self.optimizer.defaults
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self._masters.device
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -146,18 +142,18 @@ class MasterWeights(Optimizer):
         return parameter in self._masters
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """The fp32 tensor the update acts on: `parameter` itself if it is fp32.
+        """Return the fp32 tensor the update acts on: `parameter` itself if it is fp32.
 
-        Of a split master it is a copy.
+        For a split master, return a copy.
+        """
+        return self._masters.fp32(parameter)
+
+    def optimizer_param(self, parameter: Tensor) -> Tensor:
+        """Return the tensor in the wrapped optimizer's groups that stands for `parameter`.
+
+        The optimizer keeps its state by it. A split master's has memory only during the step.
         """
         return self._masters[parameter]
-
-    def stepped(self, parameter: Tensor) -> Tensor:
-        """The tensor in the wrapped optimizer's groups that stands for `parameter`.
-
-        Its state is kept by it. That of a split master has no memory outside of the step.
-        """
-        return self._masters.stepped(parameter)
 
     def set_requires_grad(self, parameters: Iterable[Tensor], requires_grad: bool) -> None:
         """Freeze some of the parameters, or train them from the next step on.
@@ -166,11 +162,11 @@ class MasterWeights(Optimizer):
         """
         masters = []
         for parameter in parameters:
-            masters.append(self.stepped(parameter).requires_grad_(requires_grad))
+            masters.append(self.optimizer_param(parameter).requires_grad_(requires_grad))
             parameter.requires_grad_(requires_grad)
         if requires_grad:
             fill_momentum(self.optimizer, masters)
-        self.skips_on_device = None  # What is trained again has no state yet.
+        self.skips_on_device = None  # Parameters that are trained again may have no state yet.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its half parameters get masters."""
@@ -182,17 +178,18 @@ class MasterWeights(Optimizer):
         self.world = world
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of parameters and masters, and what was accumulated."""
+        """Clear the gradients of parameters and masters, and the accumulated ones."""
+        if len(self.optimizer.param_groups) > self._registered:
+            self._register_groups()
         self.optimizer.zero_grad(set_to_none)
-        for parameter in self._known.half:
+        for parameter in self._masters.half:
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
-        self._accumulator = None
+        self._accumulator = self._reduced = None
         self._consumed = False
 
-    @torch.no_grad()
     def accumulate(self, scale: Tensor | float = 1.0, count: Tensor | float = 1) -> Tensor:
         """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
 
@@ -209,11 +206,24 @@ class MasterWeights(Optimizer):
             0-d fp32, the micro-batch's amax, not weighed; inf or nan if it was dropped, 0 if it
             counts 0.
         """
-        gradients = self.take(scale, count)
-        self.keep(gradients)
+        gradients = self.collect_grads(scale, count)
+        self.accumulate_grads(gradients)
         return gradients.amax
 
-    def keep(self, gradients: Gradients) -> None:
+    @torch.no_grad()
+    def collect_grads(self, scale: Tensor | float, count: Tensor | float = 1) -> Gradients:
+        """Return a micro-batch's gradients, measured; parameters and masters are left without."""
+        self._register_groups()
+        gradients = pre_reduction_amax(self._masters.collect_grads(scale), self.world)
+        if self.world.sharding is not None:  # The ranks have averaged them.
+            count = self.world.mean(as_count(count, gradients.amax.device))
+        amax = gradients.amax
+        if isinstance(count, Tensor) or not count:  # Of no sample, whatever the gradients are.
+            amax = torch.where(as_count(count, amax.device) == 0, 0.0, amax)
+        return all_reduce_amax(replace(gradients, count=count, amax=amax), self.world)
+
+    @torch.no_grad()
+    def accumulate_grads(self, gradients: Gradients) -> None:
         """Add a micro-batch's gradients to the accumulators, unless their amax is not finite."""
         if self._accumulator is None:
             self._accumulator = Accumulator()
@@ -222,17 +232,20 @@ class MasterWeights(Optimizer):
     def keep_means(
         self, means: Mapping[Tensor, Tensor], amax: Tensor | None, before: Tensor | None
     ) -> None:
-        """Take the gradients of a step that the ranks have averaged already.
+        """Set the gradients of a step, which the ranks have averaged during the backward pass.
 
         Args:
-            means: fp32 and unscaled, by parameter; others than this optimizer's are left out.
-            amax: 0-d fp32, the largest magnitude of this optimizer's on any rank; None: it is
-                looked for.
-            before: 0-d fp32, what the scaler is told: the largest magnitude on any rank before;
-                None if there is no scaler.
+            means: fp32 and unscaled, by parameter; other parameters than this optimizer's are
+                ignored.
+            amax: 0-d fp32, the largest magnitude of this optimizer's on any rank; None: computed.
+            before: 0-d fp32, the amax for the scaler: the largest magnitude on any rank before they
+                were averaged; None without a scaler.
         """
-        own = {self._masters.stepped(p): means[p] for p in self._masters if p in means}
-        self._accumulator = Averaged(own, amax, before, self.device)
+        grads = [(master, means[p]) for p, master in self._masters.items() if p in means]
+        reduced = measure_grads(grads, 1.0, self._masters.device, amax)
+        if amax is None:
+            reduced = all_reduce_amax(reduced, self.world)
+        self._reduced = replace(reduced, scaler_amax=before)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -265,7 +278,7 @@ class MasterWeights(Optimizer):
                 takes fp32 weights, no scaler and no clipping, and no such step is ever skipped.
 
         Returns:
-            What was done. After a skip no parameter, master or optimizer state has changed.
+            The result. After a skip no parameter, master or optimizer state has changed.
 
         Raises:
             ConfigError: a second step without new gradients; `max_norm` or `max_value` out of
@@ -273,18 +286,21 @@ class MasterWeights(Optimizer):
                 scaler, clipping or a skip_mask; a sparse gradient that the optimizer does not take.
                 Nothing has changed.
         """
-        check_clipping(max_norm=max_norm, max_value=max_value)
-        widen_written()
-        scaling, closure = take_closure(scaler, closure)
-        if self.needs_closure or (closure is not None and not runs_closure_first(self.optimizer)):
-            return self._step_with_closure(closure, scaling, max_norm or max_value, skip_mask)
-        loss = None if closure is None else evaluate(closure)
-        scale = scale_of(scaling)
-        gathered = self.gather(scale)
-        if gathered.spent:
+        if max_norm is not None or max_value is not None:
+            check_clipping(max_norm=max_norm, max_value=max_value)
+        if callable(scaler) and not hasattr(scaler, "scale"):
+            scaler, closure = None, scaler
+        if closure is not None or self.needs_closure:
+            options = {"max_norm": max_norm, "max_value": max_value, "skip_mask": skip_mask}
+            return step_with_closure(
+                self, closure, scaler, **options, skip_if_dropped=skip_if_dropped
+            )
+        scaling: Any = scaler
+        scale = 1.0 if scaling is None else scaling.scale
+        gradients = self.collect_step_grads(scale)
+        if gradients.no_new:
             raise no_new_gradients()
-        gradients = gathered.gradients
-        skipped = not_finite(gathered.worst() if skip_if_dropped else gradients.amax)
+        skipped = not_finite(gradients.worst() if skip_if_dropped else gradients.amax)
         norm = gradients.norm()
         if self.world.sharding is not None:  # This rank has a part of the gradients.
             norm = self.world.norm(norm)
@@ -294,17 +310,18 @@ class MasterWeights(Optimizer):
             gradients = clip(gradients, norm, max_norm)
         if skip_mask is not None:
             skipped = skipped | skip_mask
-        verdict = None if self.skips_on_device else read([(skipped, gathered.dropped)])[0]
+        dropped, amax = gradients.dropped, gradients.amax
+        verdict = None if self.skips_on_device else read([(skipped, dropped)])[0]
         if max_value is not None:
             gradients = replace(gradients, max_value=max_value)
         self.apply(gradients, skipped, verdict)
         if scaling is not None:
-            scaling.update(gathered.largest)
+            scaling.update(amax if gradients.scaler_amax is None else gradients.scaler_amax)
         used = scale if isinstance(scale, Tensor) else torch.ones_like(norm)
-        return StepResult(skipped, gradients.amax, norm, used, gathered.dropped, loss, verdict)
+        return StepResult(skipped, amax, norm, used, dropped, None, verdict)
 
-    def gather(self, scale: Tensor | float) -> StepGradients:
-        """The gradients of the step, measured: accumulated, or of one backward pass.
+    def collect_step_grads(self, scale: Tensor | float) -> Gradients:
+        """Return the gradients of the step, measured: accumulated, or of one backward pass.
 
         Args:
             scale: the loss scale of a backward pass that was not accumulated yet, > 0.
@@ -312,41 +329,39 @@ class MasterWeights(Optimizer):
         Raises:
             ConfigError: the optimizer does not take a gradient, as it is sparse.
         """
-        if len(self.optimizer.param_groups) > self._known_groups:  # No call: every step asks.
+        if len(self.optimizer.param_groups) > self._registered:  # No call: every step asks.
             self._register_groups()
-        gradients = self._known.take_gradients(scale)
-        if self._accumulator is None:
-            if self.world.size > 1:
-                gradients = agreed(gradients, self.world)
-            spent = self._consumed and not gradients.by_master
-            gathered = StepGradients(gradients, gradients.amax, spent=spent)
-        else:
+        for frozen in self._frozen:
+            widen_written(frozen, self._steps)
+        self._steps += 1
+        gradients = self._masters.collect_grads(scale)
+        if self._reduced is not None:
+            gradients = self._reduced
+        elif self._accumulator is not None:
             if gradients.by_master:
                 self._accumulator.add(gradients)
-            gathered = self._accumulator.mean(self._known.values(), self.world)
-            self._accumulator = None
-        if gathered.gradients.sparse:
-            self._try_sparse(gathered.gradients.sparse)
-        return gathered
-
-    def take(self, scale: Tensor | float, count: Tensor | float) -> Gradients:
-        """The gradients, measured and with their count; parameters and masters are left without."""
-        gradients = before_the_sum(self._masters.take_gradients(scale), self.world)
-        count = as_count(count, self.device)
-        if self.world.sharding is not None:  # They are the ranks' mean.
-            count = self.world.mean(count)
-        amax = torch.where(count == 0, 0.0, gradients.amax)  # Of nothing, whatever they are.
-        return agreed(replace(gradients, count=count, amax=amax), self.world)
+            gradients = self._accumulator.mean(self._masters.values(), self.world)
+        else:
+            if self.world.size > 1:
+                gradients = all_reduce_amax(gradients, self.world)
+            if self._consumed and not gradients.by_master:
+                gradients = replace(gradients, no_new=True)
+        self._accumulator = self._reduced = None
+        if gradients.sparse:
+            new = [master for master in gradients.sparse if master not in self._tried_sparse]
+            refuse_untaken(self.optimizer, new)
+            self._tried_sparse.update(new)
+        return gradients
 
     @torch.no_grad()
     def apply(self, gradients: Gradients, skipped: Tensor, verdict: Verdict | None) -> None:
         """Update the masters and round them into the weights, unless the step is skipped.
 
-        It goes by buckets: the gradients of some of them are widened, applied and given back, and
-        their weights rounded while they are in the cache, before the next are widened.
+        It goes by buckets: the gradients of some of them are widened, applied and freed, and their
+        weights rounded while they are in the cache, before the next are widened.
 
         Args:
-            gradients: what `gather` gave; they are used up.
+            gradients: from `collect_step_grads`; they are used up.
             skipped: 0-d bool on the device.
             verdict: the same, known on the host; None only if `skips_on_device`.
         """
@@ -355,58 +370,48 @@ class MasterWeights(Optimizer):
             return
         by_master = gradients.by_master
         moved = list(by_master)
-        buckets = self._buckets
-        if len(buckets) > 1 and not steps_by_parameter(self.optimizer):
-            buckets = [[pair for bucket in buckets for pair in bucket]]
-        *others, last = buckets
-        for bucket in others:
-            masters = [held.value for _, held in bucket if held.value in by_master]
-            self._update(bucket, masters, gradients, skipped, verdict)
+        in_parts = len(self._buckets) > 1 and steps_by_parameter(self.optimizer)
+        for bucket in self._buckets[:-1] if in_parts else ():
+            pairs = [pair for alike in bucket.values() for pair in alike]
+            masters = [master.value for _, master in pairs if master.value in by_master]
+            self._update([bucket], masters, gradients, skipped, verdict)
+        last = self._buckets[-1:] if in_parts else self._buckets
         self._update(last, list(by_master), gradients, skipped, verdict)
-        # Fused kernels do not raise the counters by which a kept cast knows that it is old.
+        # Fused kernels do not raise the counters that tell a kept cast that it is old.
         torch.autograd.graph.increment_version(moved)
         if verdict is not None and self.skips_on_device is None:
-            takes = is_waited_for(self.device) and _takes_found_inf(self.optimizer)
-            self.skips_on_device = takes
-
-    def saturated(self) -> Tensor:
-        """How many half weights are held at the end of their range (0-d int64, on the device)."""
-        return self._masters.saturated()
-
-    def saturation_warning(self, model: nn.Module) -> str | None:
-        """A line on half weights held at the end of their range; None if there are none.
-
-        Waits for the device: ask at reports, not in steps.
-        """
-        return self._masters.saturation_warning(model)
+            on_device = is_waited_for(self._masters.device) and _takes_found_inf(self.optimizer)
+            self.skips_on_device = on_device
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, in the layout a plain optimizer loads, and the masters.
+        """Return the wrapped optimizer's state, in the layout a plain optimizer loads, and masters.
 
         `masters` lists the fp32 master of each half parameter in the groups' order, None if a
         parameter is its own.
         """
+        self._register_groups()
         return {**self.inner_state_dict(), "masters": self._masters.listed()}
 
     def inner_state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state alone, beside masters that are kept by name."""
-        return self._masters.with_shards(self.optimizer.state_dict())
+        """Return only the wrapped optimizer's state, for masters that are kept by name."""
+        return self._masters.map_state(to_sharded, self.optimizer.state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` of this class, or of a plain optimizer, returned.
+        """Load the result of `state_dict` of this class, or of a plain optimizer.
 
         A plain optimizer's state has no masters: they stay as they are.
 
         Raises:
             CheckpointError: the state was made over other parameters; nothing is loaded.
         """
+        self._register_groups()
         state = dict(state_dict)
         masters = state.pop("masters", [None for _ in self._masters])
         self._masters.check_listed(masters)
         refuse_other_groups(state, self.optimizer.param_groups)
         try:
-            self.optimizer.load_state_dict(self._masters.with_parts(state))
+            self.optimizer.load_state_dict(self._masters.map_state(to_part, state))
         except ValueError as error:
             raise CheckpointError(
                 f"optimizer state: {error}; load it into the model it was made with"
@@ -415,7 +420,8 @@ class MasterWeights(Optimizer):
         self.skips_on_device = None
 
     def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """The fp32 tensor behind each parameter of `model`, by its name, if there is one."""
+        """Return the fp32 tensor behind each parameter of `model`, by its name, if it has one."""
+        self._register_groups()
         return self._masters.by_name(model)
 
     @torch.no_grad()
@@ -425,69 +431,43 @@ class MasterWeights(Optimizer):
         Raises:
             CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
         """
-        load_masters_of([self], model, weights)
-
-    def _step_with_closure(
-        self,
-        closure: Callable[[], Any] | None,
-        scaler: LossScaler | None,
-        clip_bound: float | None,
-        skip_mask: Tensor | None,
-    ) -> StepResult:
-        if closure is None:
-            raise missing_closure(self.optimizer)
-        half = any(parameter.dtype in HALF for parameter in self._masters)
-        refuse_beside_closure(
-            self.optimizer,
-            half=half,
-            scaled=scaler is not None,
-            clipped=clip_bound is not None,
-            masked=skip_mask is not None,
-        )
-        result = step_with_closure(self.optimizer, closure)
-        self._masters.take_gradients(1.0)
-        return result
-
-    def _try_sparse(self, sparse: list[Tensor]) -> None:
-        refuse_untaken(self.optimizer, [m for m in sparse if m not in self._taken_sparse])
-        self._taken_sparse.update(sparse)
-
-    @property
-    def _masters(self) -> Masters:
-        self._register_groups()  # Other code may have added one to the wrapped optimizer.
-        return self._known
+        load_weights(model, self.masters_by_name(model), weights)
 
     def _register_groups(self) -> None:
-        for group in self.optimizer.param_groups[self._known_groups :]:
-            self._known.register(self.optimizer, group)
-            self._known_groups += 1
+        for group in self.optimizer.param_groups[self._registered :]:
+            self._masters.register(self.optimizer, group)
+            self._registered += 1
             self.skips_on_device = None  # The new parameters have no state yet.
-            self._buckets = in_buckets(self._known.half.items(), self._known.device)
+            self._buckets = in_buckets(self._masters.half.items(), self._masters.device)
+            beside = {id(frozen): frozen for frozen in map(frozen_beside, self._masters) if frozen}
+            self._frozen = list(beside.values())
 
-    def _share_hooks(self) -> None:
+    def _share_with_wrapped(self) -> None:
         """Hooks registered here are the wrapped optimizer's: they see the steps it takes."""
+        _WRAPPED.add(self.optimizer)
         vars(self).update({k: v for k, v in vars(self.optimizer).items() if k.endswith("_hooks")})
 
     def __getstate__(self) -> dict[str, Any]:
         # Schedulers put a function of their own in the place of `step`.
-        return {k: v for k, v in vars(self).items() if k != "step" and not k.endswith("_hooks")}
+        kept = {k: v for k, v in vars(self).items() if k != "step" and not k.endswith("_hooks")}
+        return {**kept, "_frozen": []}  # A copy's frozen weights are fp32.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        note_wrapped(self.optimizer)
-        self._share_hooks()
+        self._share_with_wrapped()
 
     def _update(
         self,
-        bucket: Bucket,
+        buckets: list[Bucket],
         masters: list[Tensor],
         gradients: Gradients,
         skipped: Tensor,
         verdict: Verdict | None,
     ) -> None:
-        if bucket:
-            adopt_writes(bucket, join=True)
-        for master, gradient in zip(masters, gradients.take(masters), strict=True):
+        for bucket in buckets:
+            for kind, pairs in bucket.items():
+                kind.materialize(pairs)
+        for master, gradient in zip(masters, gradients.pop_fp32(masters), strict=True):
             if master.dtype in HALF and self._keeps_masters:
                 widen_turned(master)
             master.grad = gradient.to(master.dtype)
@@ -497,8 +477,9 @@ class MasterWeights(Optimizer):
             self.optimizer.step()
         for master in masters:
             master.grad = None
-        if bucket:
-            copy_to_params(bucket)
+        for bucket in buckets:
+            for kind, pairs in bucket.items():
+                kind.round_to_weights(pairs)
 
     def _step_on_device(self, skipped: Tensor) -> None:
         fused: Any = self.optimizer
@@ -510,19 +491,11 @@ class MasterWeights(Optimizer):
 
 
 def no_new_gradients() -> ConfigError:
-    """The error of a step whose gradients the step before has consumed."""
+    """Return the error of a step whose gradients the step before has consumed."""
     return ConfigError(
         "optimizer.step: the step before has consumed the gradients and no backward pass has "
         "left new ones; call backward, or zero_grad where a step without gradients is meant"
     )
-
-
-@torch.no_grad()
-def load_masters_of(
-    parts: Sequence[MasterWeights], model: nn.Module, weights: Mapping[str, Tensor]
-) -> None:
-    """`MasterWeights.load_masters` for a model whose parameters are in several of them."""
-    load_by_name(model, [part._masters for part in parts], weights)
 
 
 def _takes_found_inf(optimizer: Optimizer) -> bool:
