@@ -29,9 +29,14 @@ from mpframe.optim.gradients import (
 
 
 class Accumulator:
-    """Sums of the gradients of the micro-batches of one optimizer step, in fp32."""
+    """Sums of the gradients of the micro-batches of one optimizer step, in fp32.
 
-    def __init__(self) -> None:
+    Args:
+        reduced: the mean, if the ranks have computed it during the backward pass.
+    """
+
+    def __init__(self, reduced: Gradients | None = None) -> None:
+        self._reduced = reduced
         self._only: Gradients | None = None
         self._sums: dict[Tensor, Tensor] = {}
         self._amaxes: list[Tensor] = []
@@ -62,6 +67,8 @@ class Accumulator:
         Raises:
             ConfigError: a gradient is sparse, and there are several ranks.
         """
+        if self._reduced is not None:
+            return self._reduced
         if self._only is not None:
             if world.size == 1:
                 return _mean_of_one(self._only)
@@ -73,7 +80,7 @@ class Accumulator:
         amaxes = torch.stack(self._amaxes)
         bad = not_finite(amaxes)
         divisor = world.size * torch.where(count > 0, count / unit, 1.0).float()
-        mean = measure_grads(self._sums.items(), divisor, bad.device)
+        mean = measure_grads(self._sums, divisor, bad.device)
         # Reduced once more: what one of the ranks was sent may be damaged.
         amax = torch.where(count > 0, mean.amax, torch.inf)
         mean = all_reduce_amax(replace(mean, amax=amax), world)

@@ -14,7 +14,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from mpframe.optim.masters.master import Master, Pair, by_kind
 
-Bucket = dict[type[Master], list[Pair]]  # half weights with their masters, by the masters' kind
+# Half weights with their masters, by the masters' kind.
+Bucket = list[tuple[type[Master], list[Pair]]]
 
 # 16 MB of fp32 gradients, as much as a CPU's cache holds. On an accelerator launches count more.
 _SIZE_ON_CPU = 2**22
@@ -27,7 +28,7 @@ _STEPS_BY_PARAMETER = {getattr(torch.optim, name) for name in _BY_PARAMETER.spli
 
 
 def in_buckets(pairs: Iterable[Pair], device: torch.device) -> list[Bucket]:
-    """Return the pairs in their order, cut where a bucket would have too many values; at least one."""
+    """Return the pairs in their order, cut where a bucket would have too many values."""
     size = _SIZE_ON_CPU if device.type == "cpu" else _SIZE
     buckets: list[list[Pair]] = [[]]
     held = 0
@@ -37,7 +38,7 @@ def in_buckets(pairs: Iterable[Pair], device: torch.device) -> list[Bucket]:
             held = 0
         buckets[-1].append((weight, master))
         held += weight.numel()
-    return [by_kind(bucket) for bucket in buckets]
+    return [list(by_kind(bucket).items()) for bucket in buckets]
 
 
 def steps_by_parameter(stepped: Optimizer) -> bool:

@@ -33,6 +33,11 @@ def runs_closure_first(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
+def is_closure(scaler: Any) -> bool:
+    """Whether a closure stands in the scaler's place: torch's callers give it first."""
+    return callable(scaler) and not hasattr(scaler, "scale")
+
+
 def evaluate(closure: Callable[[], Any]) -> Tensor | None:
     """Run a closure once, as torch's optimizers do before they step; return its loss, detached."""
     with torch.enable_grad():
@@ -56,6 +61,8 @@ def step_with_closure(
             weights, a scaler, clipping or a skip_mask.
     """
     optimizer = masters.optimizer
+    if is_closure(scaler):
+        scaler, closure = None, scaler
     if closure is None:
         raise ConfigError(
             f"optimizer={type(optimizer).__name__}: evaluates the loss itself; give "
@@ -82,7 +89,7 @@ def step_with_closure(
 def _result(parameters: list[Tensor], loss: Tensor | None) -> StepResult:
     """Describe a step; the amax and norm are those of the last evaluation's gradients."""
     device = parameters[0].device
-    last = measure_grads([(p, p.grad) for p in parameters if p.grad is not None], 1.0, device)
+    last = measure_grads({p: p.grad for p in parameters if p.grad is not None}, 1.0, device)
     applied = Verdict(skipped=False, dropped=0)
     never, one = torch.zeros((), dtype=torch.bool, device=device), torch.ones((), device=device)
     return StepResult(never, last.amax, last.norm(), one, loss=loss, verdict=applied)

@@ -13,7 +13,7 @@ at once: the two passes would cost more calls than they save memory.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,7 +38,7 @@ class Gradients:
         wide: the others.
         sparse: the masters whose gradient is sparse.
         scale: what the half ones are divided by, 0-d on their device; 1.0: nothing.
-        amax: 0-d float32, the largest unscaled magnitude; inf or nan if any is; 0 without gradients.
+        amax: 0-d float32, the largest unscaled magnitude; inf or nan if any is; 0 if there is none.
         clip_factor: 0-d, what clipping multiplies the half ones by; None: nothing.
         count: how many samples the loss of a micro-batch is the mean of, >= 0; a tensor is 0-d.
         max_value: `pop_fp32` clamps each value to this magnitude; None: it does not clamp.
@@ -106,7 +106,7 @@ class Gradients:
 
 
 def measure_grads(
-    scaled: Iterable[tuple[Tensor, Tensor]],
+    scaled: Mapping[Tensor, Tensor],
     scale: Tensor | float,
     device: torch.device,
     amax: Tensor | None = None,
@@ -114,22 +114,19 @@ def measure_grads(
     """Return the gradients with their amax; fp32 ones are unscaled, half ones left as they are.
 
     Args:
-        scaled: (master, gradient as the backward pass left it).
+        scaled: the gradients as the backward pass left them, by master.
         scale: what the loss was multiplied by: 0-d float32 or a number, > 0. A power of two costs
             no bit of an fp32 gradient.
         device: where all of them are.
         amax: their amax if it is known already.
     """
-    scaled = list(scaled)
-    count = 0
-    for _, gradient in scaled:
-        count += gradient.numel()
+    count = sum(map(Tensor.numel, scaled.values()))
     by_master: dict[Tensor, Tensor] = {}
     values: list[Tensor] = []
     half: list[Tensor] = []
     wide: list[Tensor] = []
     sparse: list[Tensor] = []
-    for master, gradient in scaled:
+    for master, gradient in scaled.items():
         if gradient.dtype in HALF and (count <= _FEW or gradient.is_sparse):
             gradient = gradient.float()
         dense = gradient

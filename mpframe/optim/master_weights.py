@@ -17,6 +17,7 @@ the wrapper move it as well.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -29,7 +30,7 @@ from mpframe.errors import CheckpointError, ConfigError
 from mpframe.loss_scaling.interface import LossScaler
 from mpframe.optim.accumulation import Accumulator
 from mpframe.optim.buckets import Bucket, in_buckets, steps_by_parameter
-from mpframe.optim.closure import needs_closure, step_with_closure
+from mpframe.optim.closure import is_closure, needs_closure, step_with_closure
 from mpframe.optim.gradients import (
     Gradients,
     all_reduce_amax,
@@ -102,11 +103,10 @@ class MasterWeights(Optimizer):
         self._masters = Masters({} if masters is None else masters, KINDS[keep_masters])
         self._registered = 0  # groups
         self._keeps_masters = bool(keep_masters)
-        self._buckets: list[Bucket] = [{}]
+        self._buckets: list[Bucket] = [[]]
         self._frozen: list[Frozen] = []
         self._steps = 0  # that have looked at the frozen weights
         self._accumulator: Accumulator | None = None
-        self._reduced: Gradients | None = None
         self._consumed = False
         self._tried_sparse: set[Tensor] = set()
         self._share_with_wrapped()
@@ -187,7 +187,7 @@ class MasterWeights(Optimizer):
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
-        self._accumulator = self._reduced = None
+        self._accumulator = None
         self._consumed = False
 
     def accumulate(self, scale: Tensor | float = 1.0, count: Tensor | float = 1) -> Tensor:
@@ -241,11 +241,11 @@ class MasterWeights(Optimizer):
             before: 0-d fp32, the amax for the scaler: the largest magnitude on any rank before they
                 were averaged; None without a scaler.
         """
-        grads = [(master, means[p]) for p, master in self._masters.items() if p in means]
+        grads = {master: means[p] for p, master in self._masters.items() if p in means}
         reduced = measure_grads(grads, 1.0, self._masters.device, amax)
         if amax is None:
             reduced = all_reduce_amax(reduced, self.world)
-        self._reduced = replace(reduced, scaler_amax=before)
+        self._accumulator = Accumulator(replace(reduced, scaler_amax=before))
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -288,9 +288,7 @@ class MasterWeights(Optimizer):
         """
         if max_norm is not None or max_value is not None:
             check_clipping(max_norm=max_norm, max_value=max_value)
-        if callable(scaler) and not hasattr(scaler, "scale"):
-            scaler, closure = None, scaler
-        if closure is not None or self.needs_closure:
+        if closure is not None or self.needs_closure or (callable(scaler) and is_closure(scaler)):
             options = {"max_norm": max_norm, "max_value": max_value, "skip_mask": skip_mask}
             return step_with_closure(
                 self, closure, scaler, **options, skip_if_dropped=skip_if_dropped
@@ -301,9 +299,9 @@ class MasterWeights(Optimizer):
         if gradients.no_new:
             raise no_new_gradients()
         skipped = not_finite(gradients.worst() if skip_if_dropped else gradients.amax)
-        norm = gradients.norm()
-        if self.world.sharding is not None:  # This rank has a part of the gradients.
-            norm = self.world.norm(norm)
+        # With shards this rank has a part of the gradients.
+        parts, norm = self.world.sharding is not None, gradients.norm()
+        norm = self.world.norm(norm) if parts else norm
         if max_norm is not None:
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
             skipped = skipped | not_finite(norm)
@@ -335,18 +333,16 @@ class MasterWeights(Optimizer):
             widen_written(frozen, self._steps)
         self._steps += 1
         gradients = self._masters.collect_grads(scale)
-        if self._reduced is not None:
-            gradients = self._reduced
-        elif self._accumulator is not None:
+        if self._accumulator is not None:
             if gradients.by_master:
                 self._accumulator.add(gradients)
             gradients = self._accumulator.mean(self._masters.values(), self.world)
+            self._accumulator = None
         else:
             if self.world.size > 1:
                 gradients = all_reduce_amax(gradients, self.world)
             if self._consumed and not gradients.by_master:
                 gradients = replace(gradients, no_new=True)
-        self._accumulator = self._reduced = None
         if gradients.sparse:
             new = [master for master in gradients.sparse if master not in self._tried_sparse]
             refuse_untaken(self.optimizer, new)
@@ -372,10 +368,10 @@ class MasterWeights(Optimizer):
         moved = list(by_master)
         in_parts = len(self._buckets) > 1 and steps_by_parameter(self.optimizer)
         for bucket in self._buckets[:-1] if in_parts else ():
-            pairs = [pair for alike in bucket.values() for pair in alike]
-            masters = [master.value for _, master in pairs if master.value in by_master]
-            self._update([bucket], masters, gradients, skipped, verdict)
-        last = self._buckets[-1:] if in_parts else self._buckets
+            values = [master.value for _, pairs in bucket for _, master in pairs]
+            masters = [master for master in values if master in by_master]
+            self._update(bucket, masters, gradients, skipped, verdict)
+        last = self._buckets[-1] if in_parts else [*chain(*self._buckets)]
         self._update(last, list(by_master), gradients, skipped, verdict)
         # Fused kernels do not raise the counters that tell a kept cast that it is old.
         torch.autograd.graph.increment_version(moved)
@@ -458,15 +454,14 @@ class MasterWeights(Optimizer):
 
     def _update(
         self,
-        buckets: list[Bucket],
+        bucket: Bucket,
         masters: list[Tensor],
         gradients: Gradients,
         skipped: Tensor,
         verdict: Verdict | None,
     ) -> None:
-        for bucket in buckets:
-            for kind, pairs in bucket.items():
-                kind.materialize(pairs)
+        for kind, pairs in bucket:
+            kind.materialize(pairs)
         for master, gradient in zip(masters, gradients.pop_fp32(masters), strict=True):
             if master.dtype in HALF and self._keeps_masters:
                 widen_turned(master)
@@ -477,9 +472,8 @@ class MasterWeights(Optimizer):
             self.optimizer.step()
         for master in masters:
             master.grad = None
-        for bucket in buckets:
-            for kind, pairs in bucket.items():
-                kind.round_to_weights(pairs)
+        for kind, pairs in bucket:
+            kind.round_to_weights(pairs)
 
     def _step_on_device(self, skipped: Tensor) -> None:
         fused: Any = self.optimizer

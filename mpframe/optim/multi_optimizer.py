@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError, ConfigError, nearest
 from mpframe.loss_scaling.interface import Scaling, scale_of
-from mpframe.optim.closure import evaluate
+from mpframe.optim.closure import evaluate, is_closure
 from mpframe.optim.gradients import Gradients, check_clipping, clip, not_finite
 from mpframe.optim.master_weights import MasterWeights, no_new_gradients
 from mpframe.optim.masters.masters import load_weights
@@ -157,11 +157,10 @@ class MultiOptimizer:
                 `max_value` out of its range, or both given.
         """
         check_clipping(max_norm=max_norm, max_value=max_value)
-        if callable(scaler) and not hasattr(scaler, "scale"):
-            scaler, loss = None, evaluate(scaler)
-        else:
-            loss = None
-        scales = {name: scale_of(_of(scaler, name)) for name in self.parts}
+        given: Any = scaler
+        loss = evaluate(given) if is_closure(given) else None
+        scaling = None if is_closure(given) else given
+        scales = {name: scale_of(_of(scaling, name)) for name in self.parts}
         grads = {name: part.collect_step_grads(scales[name]) for name, part in self.parts.items()}
         if all(gradients.no_new for gradients in grads.values()):
             raise no_new_gradients()
@@ -189,7 +188,7 @@ class MultiOptimizer:
             )
             for name, gradients in grads.items()
         }
-        _update_scalers(scaler, grads)
+        _update_scalers(scaling, grads)
         return replace(joined(results), loss=loss)
 
     def state_dict(self) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Masters(dict[Tensor, Tensor]):
         Args:
             scale: what the loss was multiplied by, > 0.
         """
-        collected = []
+        collected = {}
         for parameter, master in self.items():
             gradient = parameter.grad
             if master is not parameter and master.grad is not None:
@@ -114,7 +114,7 @@ class Masters(dict[Tensor, Tensor]):
             if gradient is not None:
                 if self._sharded:
                     gradient = part_of(gradient)
-                collected.append((master, gradient))
+                collected[master] = gradient
                 parameter.grad = master.grad = None
         return measure_grads(collected, scale, self.device)
 
