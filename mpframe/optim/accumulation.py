@@ -29,14 +29,10 @@ from mpframe.optim.gradients import (
 
 
 class Accumulator:
-    """Sums of the gradients of the micro-batches of one optimizer step, in fp32.
-
-    Args:
-        reduced: the mean, if the ranks have computed it during the backward pass.
-    """
+    """Sums of the gradients of the micro-batches of one optimizer step, in fp32."""
 
     def __init__(self, reduced: Gradients | None = None) -> None:
-        self._reduced = reduced
+        self._reduced = reduced  # The mean, if the ranks computed it during the backward pass.
         self._only: Gradients | None = None
         self._sums: dict[Tensor, Tensor] = {}
         self._amaxes: list[Tensor] = []
@@ -58,14 +54,7 @@ class Accumulator:
     def mean(self, masters: Iterable[Tensor], world: World) -> Gradients:
         """Return the mean over the good micro-batches of all ranks; its amax is inf without any.
 
-        It is computed in the memory of the sums: nothing can be added afterwards.
-
-        Args:
-            masters: of all parameters, in the order of the other ranks.
-            world: the ranks that step together.
-
-        Raises:
-            ConfigError: a gradient is sparse, and there are several ranks.
+        Computed in the memory of the sums. `masters` are in the order of the other ranks.
         """
         if self._reduced is not None:
             return self._reduced
@@ -103,10 +92,7 @@ class Accumulator:
         self._counts.append(added)
 
     def _clean_first(self) -> None:
-        """Drop the first micro-batch if it is bad, now that others follow it.
-
-        Alone it needs no copy with zeros: the step is skipped.
-        """
+        """Drop the first micro-batch if it is bad; as the only one it would skip the step."""
         bad = self._counts[0] == 0
         self._sums = {master: _zero_where(bad, grad) for master, grad in self._sums.items()}
         self._unit = torch.where(self._unit > 0, self._unit, 1.0)

@@ -1,6 +1,6 @@
 """Buckets: an update goes over a few parameters at a time, and so needs fp32 gradients of few.
 
-The wrapped optimizer is stepped once for each bucket, with the gradients of the others unset. That
+The wrapped optimizer is stepped once for each bucket, without the gradients of the others. That
 equals one step bit for bit if the optimizer treats each parameter by itself, as nearly all of
 torch's do. Any other optimizer gets everything in one bucket.
 """
@@ -42,10 +42,7 @@ def in_buckets(pairs: Iterable[Pair], device: torch.device) -> list[Bucket]:
 
 
 def steps_by_parameter(stepped: Optimizer) -> bool:
-    """Whether several steps, each with a part of the gradients, equal one with all of them.
-
-    A hook expects all gradients, and one call for a step.
-    """
+    """Whether steps with parts of the gradients equal one with all; hooks expect a single step."""
     optimizer: Any = stepped
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     every = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]

@@ -111,15 +111,7 @@ def measure_grads(
     device: torch.device,
     amax: Tensor | None = None,
 ) -> Gradients:
-    """Return the gradients with their amax; fp32 ones are unscaled, half ones left as they are.
-
-    Args:
-        scaled: the gradients as the backward pass left them, by master.
-        scale: what the loss was multiplied by: 0-d float32 or a number, > 0. A power of two costs
-            no bit of an fp32 gradient.
-        device: where all of them are.
-        amax: their amax if it is known already.
-    """
+    """Return the gradients (by master) with their amax; fp32 ones are unscaled, half ones kept."""
     count = sum(map(Tensor.numel, scaled.values()))
     by_master: dict[Tensor, Tensor] = {}
     values: list[Tensor] = []
@@ -175,11 +167,7 @@ def as_count(count: Tensor | float, device: torch.device) -> Tensor:
 
 
 def check_clipping(**bounds: float | None) -> None:
-    """Check the bounds that gradients are clipped to, by the names that messages call them.
-
-    Raises:
-        ConfigError: one is not a finite number > 0, or several are given.
-    """
+    """Raise ConfigError unless at most one bound is given, by its name, finite and > 0."""
     given = {name: bound for name, bound in bounds.items() if bound is not None}
     for name, bound in given.items():
         if not 0.0 < bound < math.inf:

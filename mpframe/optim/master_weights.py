@@ -9,10 +9,7 @@ and weight decay, momentum and second moments act on, and live beside, fp32 valu
 parameter is its own master: the wrapper adds nothing to it but the check of its gradient.
 
 A step consumes the gradients, whether it is skipped or not: afterwards no parameter and no master
-has one.
-
-The wrapped optimizer stays the same object, so schedules built on it go on working; those built on
-the wrapper move it as well.
+has one. The wrapped optimizer stays the same object: schedules may be built on either of the two.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +20,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import CheckpointError, ConfigError
@@ -47,7 +44,6 @@ from mpframe.optim.masters.widening import Frozen, frozen_beside, widen_turned, 
 from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult
-from mpframe.optim.unfreezing import fill_momentum
 from mpframe.optim.verdict import Verdict, read
 from mpframe.tree import HALF, is_waited_for
 
@@ -134,7 +130,7 @@ class MasterWeights(Optimizer):
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters that this optimizer moves, in the order of its groups."""
+        """The parameters that require gradients, in the order of the groups."""
         return [parameter for parameter in self._masters if parameter.requires_grad]
 
     def holds(self, parameter: Tensor) -> bool:
@@ -149,9 +145,9 @@ class MasterWeights(Optimizer):
         return self._masters.fp32(parameter)
 
     def optimizer_param(self, parameter: Tensor) -> Tensor:
-        """Return the tensor in the wrapped optimizer's groups that stands for `parameter`.
+        """Return the tensor in the wrapped optimizer's groups, and state, for `parameter`.
 
-        The optimizer keeps its state by it. A split master's has memory only during the step.
+        A split master's has memory only during the step.
         """
         return self._masters[parameter]
 
@@ -165,7 +161,7 @@ class MasterWeights(Optimizer):
             masters.append(self.optimizer_param(parameter).requires_grad_(requires_grad))
             parameter.requires_grad_(requires_grad)
         if requires_grad:
-            fill_momentum(self.optimizer, masters)
+            _fill_momentum(self.optimizer, masters)
         self.skips_on_device = None  # Parameters that are trained again may have no state yet.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -193,18 +189,17 @@ class MasterWeights(Optimizer):
     def accumulate(self, scale: Tensor | float = 1.0, count: Tensor | float = 1) -> Tensor:
         """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
 
-        A micro-batch whose gradients are not finite, or whose count is 0, adds nothing to the mean
-        that `step` takes. If none is left, `step` skips. It does not wait for the device.
+        A micro-batch whose gradients are not finite, or whose count is 0, is left out of the mean.
+        If none is left, `step` skips. It does not wait for the device.
 
         Args:
             scale: the loss scale of the backward pass, > 0.
             count: how many samples (or tokens) the loss is the mean of, >= 0: a number, or 0-d on
-                the device. The mean weighs each micro-batch, on each rank, by it. Gradients that
-                `step` finds without a call of `accumulate` count 1.
+                the device. It is the weight of the micro-batch in the mean over all of them and
+                all ranks. Gradients that only `step` finds count 1.
 
         Returns:
-            0-d fp32, the micro-batch's amax, not weighed; inf or nan if it was dropped, 0 if it
-            counts 0.
+            0-d fp32, the micro-batch's amax; inf or nan if it was dropped, 0 if it counts 0.
         """
         gradients = self.collect_grads(scale, count)
         self.accumulate_grads(gradients)
@@ -235,11 +230,9 @@ class MasterWeights(Optimizer):
         """Set the gradients of a step, which the ranks have averaged during the backward pass.
 
         Args:
-            means: fp32 and unscaled, by parameter; other parameters than this optimizer's are
-                ignored.
-            amax: 0-d fp32, the largest magnitude of this optimizer's on any rank; None: computed.
-            before: 0-d fp32, the amax for the scaler: the largest magnitude on any rank before they
-                were averaged; None without a scaler.
+            means: fp32 and unscaled, by parameter; those of other optimizers are ignored.
+            amax: 0-d fp32, the largest magnitude on any rank; None: computed.
+            before: 0-d fp32, the same before they were averaged, for the scaler; None without one.
         """
         grads = {master: means[p] for p, master in self._masters.items() if p in means}
         reduced = measure_grads(grads, 1.0, self._masters.device, amax)
@@ -261,15 +254,14 @@ class MasterWeights(Optimizer):
         """Unscale, check, clip, update or skip, and tell the scaler: one step, all or nothing.
 
         It consumes the gradients: afterwards every parameter's is None. Without any gradient
-        nothing is updated and amax is 0, as in torch.
+        nothing is updated and amax is 0. After a skip no parameter, master or optimizer state has
+        changed.
 
         Args:
-            scaler: scaled this step's loss; None: the loss was not scaled. A function without a
-                `scale` is a closure, which torch's users pass first.
-            max_norm: clip the global 2-norm of the gradients to this, > 0 and finite; None: do
-                not clip.
-            max_value: clamp each value of the gradients to [-max_value, max_value] instead, > 0
-                and finite; None: do not clip.
+            scaler: of this step's loss; None: not scaled. A closure may stand here, as in torch.
+            max_norm: clip the global 2-norm of the gradients to this, > 0 and finite.
+            max_value: instead clamp each of their values to [-max_value, max_value], > 0 and
+                finite.
             skip_mask: 0-d bool on the device; True skips the step whatever its gradients are.
             skip_if_dropped: skip the step if any of its micro-batches was dropped, not only if all
                 were.
@@ -277,14 +269,10 @@ class MasterWeights(Optimizer):
                 once, before the step. LBFGS and optimizers from elsewhere call it themselves: that
                 takes fp32 weights, no scaler and no clipping, and no such step is ever skipped.
 
-        Returns:
-            The result. After a skip no parameter, master or optimizer state has changed.
-
         Raises:
-            ConfigError: a second step without new gradients; `max_norm` or `max_value` out of
-                its range, or both given; a closure that is missing, or that meets half weights, a
-                scaler, clipping or a skip_mask; a sparse gradient that the optimizer does not take.
-                Nothing has changed.
+            ConfigError: there are no new gradients; a bound is out of its range, or both are given;
+                a closure is missing, or meets half weights, a scaler, clipping or a skip_mask; the
+                optimizer does not take a sparse gradient. Nothing has changed.
         """
         if max_norm is not None or max_value is not None:
             check_clipping(max_norm=max_norm, max_value=max_value)
@@ -319,14 +307,7 @@ class MasterWeights(Optimizer):
         return StepResult(skipped, amax, norm, used, dropped, None, verdict)
 
     def collect_step_grads(self, scale: Tensor | float) -> Gradients:
-        """Return the gradients of the step, measured: accumulated, or of one backward pass.
-
-        Args:
-            scale: the loss scale of a backward pass that was not accumulated yet, > 0.
-
-        Raises:
-            ConfigError: the optimizer does not take a gradient, as it is sparse.
-        """
+        """Return the step's gradients: the accumulated ones, or those of a pass with this scale."""
         if len(self.optimizer.param_groups) > self._registered:  # No call: every step asks.
             self._register_groups()
         for frozen in self._frozen:
@@ -351,15 +332,9 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def apply(self, gradients: Gradients, skipped: Tensor, verdict: Verdict | None) -> None:
-        """Update the masters and round them into the weights, unless the step is skipped.
+        """Update the masters and round them into the weights, bucket by bucket, unless `skipped`.
 
-        It goes by buckets: the gradients of some of them are widened, applied and freed, and their
-        weights rounded while they are in the cache, before the next are widened.
-
-        Args:
-            gradients: from `collect_step_grads`; they are used up.
-            skipped: 0-d bool on the device.
-            verdict: the same, known on the host; None only if `skips_on_device`.
+        `verdict` is the same on the host; None only if `skips_on_device`.
         """
         self._consumed = bool(gradients.by_master)
         if verdict is not None and verdict.skipped:
@@ -380,10 +355,9 @@ class MasterWeights(Optimizer):
             self.skips_on_device = on_device
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, in the layout a plain optimizer loads, and masters.
+        """Return the wrapped optimizer's state, in its own layout, and the `masters`.
 
-        `masters` lists the fp32 master of each half parameter in the groups' order, None if a
-        parameter is its own.
+        They are listed in the groups' order, with None for a parameter that is its own.
         """
         self._register_groups()
         return {**self.inner_state_dict(), "masters": self._masters.listed()}
@@ -394,9 +368,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict` of this class, or of a plain optimizer.
-
-        A plain optimizer's state has no masters: they stay as they are.
+        """Load a state, also a plain optimizer's: without `masters` they stay as they are.
 
         Raises:
             CheckpointError: the state was made over other parameters; nothing is loaded.
@@ -422,10 +394,10 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Take parameters and buffers by name: masters exactly, half weights as their rounding.
+        """Load parameters and buffers by name: masters exactly, half weights as their rounding.
 
         Raises:
-            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
+            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is loaded.
         """
         load_weights(model, self.masters_by_name(model), weights)
 
@@ -490,6 +462,19 @@ def no_new_gradients() -> ConfigError:
         "optimizer.step: the step before has consumed the gradients and no backward pass has "
         "left new ones; call backward, or zero_grad where a step without gradients is meant"
     )
+
+
+def _fill_momentum(optimizer: Optimizer, masters: list[Tensor]) -> None:
+    """Give masters without momentum a buffer of zeros, if others of their group have one.
+
+    Fused SGD takes the buffers of all parameters of a group, or of none. From zeros the first step
+    gives momentum * 0 + g = g, which is what SGD starts with. Other optimizers begin by themselves.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        started = any("momentum_buffer" in optimizer.state.get(m, ()) for m in group["params"])
+        if group["fused"] and started and not group["dampening"]:
+            for master in set(masters).intersection(group["params"]):
+                optimizer.state[master].setdefault("momentum_buffer", torch.zeros_like(master))
 
 
 def _takes_found_inf(optimizer: Optimizer) -> bool:

@@ -1,8 +1,4 @@
-"""Masters: the fp32 tensor behind each parameter of an optimizer.
-
-A half parameter has a master, made from the fp32 value it had before it was rounded. An fp32
-parameter is its own master, and one that appears under several names has one.
-"""
+"""The fp32 tensor behind each parameter of an optimizer: its master, or itself if it is fp32."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -73,12 +69,7 @@ class Masters(dict[Tensor, Tensor]):
         return masters
 
     def register(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Put masters in the place of a group's half parameters, state and all.
-
-        Raises:
-            ConfigError: a parameter is complex, sparse and half, or on another device than the
-                others; nothing has been changed.
-        """
+        """Put masters in the place of a group's half parameters, state and all."""
         self._check(group["params"])
         for index, parameter in enumerate(group["params"]):
             self[parameter] = part_of(parameter)
@@ -101,10 +92,7 @@ class Masters(dict[Tensor, Tensor]):
     def collect_grads(self, scale: Tensor | float) -> Gradients:
         """Return the gradients, measured; parameters and masters are left without.
 
-        A gradient that a user's own backward pass left at a master counts as well, in fp32.
-
-        Args:
-            scale: what the loss was multiplied by, > 0.
+        A gradient that a user's backward pass left at a master is added in fp32.
         """
         collected = {}
         for parameter, master in self.items():
@@ -121,12 +109,7 @@ class Masters(dict[Tensor, Tensor]):
     def map_state(
         self, change: Callable[[Tensor, Tensor], Tensor], state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return an optimizer's state with the tensors of sharded parameters changed.
-
-        Args:
-            change: `to_sharded` or `to_part`.
-            state: as the optimizer's `state_dict` gives it.
-        """
+        """Return an optimizer's `state_dict` with the tensors of sharded parameters changed."""
         kept = dict(state["state"])
         for index, parameter in enumerate(self):
             if is_sharded(parameter) and index in kept:
@@ -195,16 +178,7 @@ def to_part(parameter: Tensor, value: Tensor) -> Tensor:
 def load_weights(
     model: nn.Module, masters: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> None:
-    """Take parameters and buffers by name: masters exactly, half weights as their rounding.
-
-    Args:
-        model: has parameters and buffers with these names.
-        masters: the fp32 tensors behind its parameters, by name.
-        weights: fp32 values by name.
-
-    Raises:
-        CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
-    """
+    """Load a model's parameters and buffers by name; see `MasterWeights.load_masters`."""
     present = {**model.state_dict(), **masters}
     _check_names_and_shapes(present, weights)
     loaded = {}

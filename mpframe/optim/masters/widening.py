@@ -35,13 +35,7 @@ _FROZEN: MutableMapping[Tensor, Frozen] = WeakTensorKeyDictionary()  # by each w
 
 
 def watch(model: nn.Module, *, widens: bool) -> None:
-    """Remember the weights of a model by their names.
-
-    Args:
-        model: prepared.
-        widens: its ops are cast, so that any weight may be fp32: its frozen weights will be if
-            they are written, and so will its copies.
-    """
+    """Remember a prepared model's weights; `widens`: its ops are cast, so any may turn fp32."""
     _NAMES.update({weight: name for name, weight in model.named_parameters()})
     if widens:
         weights = list(model.parameters())
@@ -63,10 +57,7 @@ def frozen_beside(weight: Tensor) -> Frozen | None:
 def widen_written(frozen: Frozen, steps: int) -> None:
     """Store in fp32 the frozen weights that were written since the last step, and log which.
 
-    Args:
-        frozen: the weights.
-        steps: how many steps have looked at them: values that were written before the first one
-            were only loaded, and stay half.
+    Values written before the first of the `steps` so far were only loaded, and stay half.
     """
     names = []
     for weight in list(frozen):

@@ -46,12 +46,7 @@ def sync_from_weights(
 ) -> list[Tensor | bool]:
     """Let each master take over the values that others have written into its weight.
 
-    Args:
-        pairs: weights with their masters.
-        look: also at the values of weights that no counter says were written.
-
-    Returns:
-        For each weight that was written or looked at: whether its values are others now.
+    With `look` also where no counter tells. Returns for each of them whether values have changed.
     """
     changed = []
     for weight, last in pairs:
