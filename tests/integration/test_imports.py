@@ -86,7 +86,7 @@ def test_a_user_of_two_names_gets_the_engine(tmp_path: Path) -> None:
 
 
 def test_a_failed_step_brings_the_autopsy(tmp_path: Path) -> None:
-    overflow = ("loss_scaling=Static", "loss_scaling.scale=1e7", "trainer.autopsy_after=1")
+    overflow = ("loss_scaling=static", "loss_scaling.scale=1e12", "trainer.autopsy_after=1")
     names = imported_by(trained(*SHORT, *overflow), tmp_path)
     assert within(names, "mpframe.numerics.autopsy.diagnosis")
     assert not within(names, "mpframe.numerics.range_watch")
