@@ -1,7 +1,6 @@
 """Tensors in a batch, or in the arguments and results of a call: found and replaced at any depth.
 
-Covers what PyTorch's own functions take and give: tuples (named ones too), lists and dicts; and
-dataclasses and `UserDict`s, which models and tokenizers give.
+Covers tuples (also named ones), lists, dicts, dataclasses and `UserDict`s.
 """
 
 import copy
@@ -21,7 +20,7 @@ _SIMPLE = frozenset({*_NUMBERS_AND_WORDS, bool})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A format's name as options have it, e.g. `float16`."""
+    """A format's name in options, e.g. `float16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -31,7 +30,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def is_waited_for(device: torch.device) -> bool:
-    """Whether a read from `device` makes the host wait: it does from any but a CPU."""
+    """Whether a read from `device` makes the host wait: from all but a CPU."""
     return device.type != "cpu"
 
 
@@ -51,7 +50,7 @@ def tensors_in(node: Any) -> Iterator[Tensor]:
 
 
 def named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in `node` with its path, as in `[1].boxes` or `pixel_values`, depth first."""
+    """Every tensor in `node` with its path, such as `[1].boxes`, depth first."""
     if isinstance(node, Tensor):
         yield name, node
     elif isinstance(node, (tuple, list)) and not hasattr(node, "_fields"):
@@ -70,12 +69,12 @@ def to_fp32(node: Any) -> Any:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A half tensor in fp32; any other as it is."""
+    """A half tensor in fp32; any other tensor unchanged."""
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def is_simple(node: Any) -> bool:
-    """Whether `node` is a number or a word, or only has such: most arguments without a tensor."""
+    """Whether `node` is a number or a word, or a tuple or list of them: a quick test."""
     kind = type(node)
     return kind in _SIMPLE or (
         (kind is tuple or kind is list) and _SIMPLE.issuperset(map(type, node))
@@ -106,7 +105,7 @@ def call_with(change: Callable[[Tensor], Tensor], func: Any, args: Any, kwargs: 
 
 
 def fields_of(node: Any) -> dict[Any, Any]:
-    """What a named tuple, a dict or a dataclass holds, by name; of anything else nothing."""
+    """The items of a named tuple, a dict or a dataclass by name; empty for anything else."""
     if hasattr(node, "_fields"):
         return dict(zip(node._fields, node, strict=True))
     if _is_dict(node):
@@ -117,7 +116,7 @@ def fields_of(node: Any) -> dict[Any, Any]:
 
 
 def with_fields(node: Any, fields: dict[Any, Any]) -> Any:
-    """A copy of a named tuple, a dict or a dataclass with `fields`, which are all it has."""
+    """A copy of a named tuple, a dict or a dataclass with these `fields`."""
     if type(node) is dict:
         return fields
     if hasattr(node, "_fields"):

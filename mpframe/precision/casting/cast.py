@@ -56,9 +56,6 @@ from mpframe.precision.spellings import op_name
 from mpframe.tree import HALVES, call_with, map_tensors
 
 Pins = Sequence[tuple[str, str, bool]]  # (module, pin, whether torch.autocast was on there)
-# The handler's name, whether torch.autocast may stay on, and the OpHandler that comes first, by its
-# place, with the op and the recipe that it is asked about.
-Choice = tuple[str, bool, tuple[int, str, str | None] | None]
 
 _data: Any = torch._C.TensorBase.data
 _DATA = (_data.__get__, _data.__set__)  # reads of `.data`, and `.data = ...`
@@ -146,12 +143,12 @@ class CastMode(TorchFunctionMode):
         on = is_autocast_enabled(self._device_type)
         pin = self._pin_if[on]
         if is_compiling():
-            handler, stays_on = self._handler(*_choose(self.casts, func, pin))
+            handler, stays_on = self._handler(*_choose(self.policy, func, pin))
             with nullcontext() if stays_on or not on else self.autocast(False):
                 return handler(func, args, kwargs)
         found = self._handlers[pin].get(func)
         if found is None:
-            found = self._handlers[pin][func] = self._handler(*_choose(self.casts, func, pin))
+            found = self._handlers[pin][func] = self._handler(*_choose(self.policy, func, pin))
         if found[1] or not on:
             return found[0](func, args, kwargs)
         set_autocast_enabled(self._device_type, False)
@@ -204,14 +201,14 @@ class CastMode(TorchFunctionMode):
         self._pin_if = (UNCAST, pin) if on else (pin, None)
 
     def _handler(
-        self, name: str, stays_on: bool, first: tuple[int, str, str | None] | None
+        self, name: str, stays_on: bool, op: str, recipe: str | None
     ) -> tuple[Handler, bool]:
         handler = self._by_name.get(name) or partial(self._run_opened, name)
-        if first is None:
-            return handler, stays_on
-        place, op, recipe = first
-        before = self.casts.op_handlers[place].handler_of(op, recipe)
-        return partial(_run_before, before, handler), False
+        for op_handler in self.casts.op_handlers:
+            before = op_handler.handler_of(op, recipe)
+            if before is not None:
+                return partial(_run_before, before, handler), False
+        return handler, stays_on
 
     def _run_opened(self, name: str, _: Any, args: Args, kwargs: Kwargs) -> Any:
         with self:
@@ -296,17 +293,15 @@ class CastMode(TorchFunctionMode):
         return rounded(tensor, self._half) if tensor.device.type == "cpu" else tensor
 
 
-def _choose(casts: Casts, func: Any, pin: str | None) -> Choice:
-    policy, op = casts.policy, op_name(func)
-    recipe = policy.recipe_name(pin)
-    handlers = [handler.handler_of(op, recipe) for handler in casts.op_handlers]
-    place = next((place for place, handler in enumerate(handlers) if handler is not None), None)
-    first = None if place is None else (place, op, recipe)
+def _choose(policy: Policy, func: Any, pin: str | None) -> tuple[str, bool, str, str | None]:
+    """The name of the lists' handler, whether torch.autocast may stay on, the op and the recipe."""
+    op, recipe = op_name(func), policy.recipe_name(pin)
     name = "as is" if policy.mode == "fp32" else handler_name(op, policy.compute_of(op, pin))
     if name != "as is":
-        return name, op in NOT_AUTOCAST, first
+        return name, op in NOT_AUTOCAST, op, recipe
     name = _choose_outside_the_lists(func)
-    return name, op in NOT_AUTOCAST or name != "as is" or policy.mode == "fp32", first
+    stays_on = op in NOT_AUTOCAST or name != "as is" or policy.mode == "fp32"
+    return name, stays_on, op, recipe
 
 
 def _choose_outside_the_lists(func: Any) -> str:

@@ -53,12 +53,10 @@ class ProductHandler(OpHandler):
         Raises:
             ConfigError: `compute` is native and the model's device lacks a product of a recipe.
         """
-        device, named = (
-            device_of(model),
-            (self._policy.products, *self._policy.ops.modules.values()),
-        )
-        recipes = [self._policy.recipes[name] for name in named if name in self._policy.recipes]
-        for recipe in recipes if self._policy.compute == "native" else []:
+        policy, device = self._policy, device_of(model)
+        names = (policy.products, *policy.ops.modules.values())
+        recipes = [policy.recipes[name] for name in names if name in policy.recipes]
+        for recipe in recipes if policy.compute == "native" else []:
             for product, why in refusals(recipe, device).items():
                 raise refused(recipe, product, device, why)
         self.state.learn_names(model)
