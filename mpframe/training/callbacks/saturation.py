@@ -5,9 +5,8 @@ import logging
 import torch
 from torch import nn
 
-from mpframe.optim import MasterWeights, MultiOptimizer
 from mpframe.training.callback import Callback
-from mpframe.training.trainer import Trainer
+from mpframe.training.trainer import AnyOptimizer, Trainer
 from mpframe.tree import HALF
 
 log = logging.getLogger(__name__)
@@ -23,7 +22,7 @@ class SaturationWarning(Callback):
             log.warning("warning: %s", message)
 
 
-def saturation_warning(optimizer: MasterWeights | MultiOptimizer, model: nn.Module) -> str | None:
+def saturation_warning(optimizer: AnyOptimizer, model: nn.Module) -> str | None:
     """Return a line on the half weights beyond their range; None if there are none.
 
     Waits for the device: ask at reports, not in steps.
