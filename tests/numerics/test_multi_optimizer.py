@@ -13,6 +13,7 @@ from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.objectives import Objective, StepOutput, supervised
 from mpframe.optim.multi_optimizer import MultiOptimizer
+from mpframe.training.callbacks.schedules import Schedules
 from mpframe.training.loader import Batch
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
@@ -258,7 +259,7 @@ def gan_trainer(
         objectives or OBJECTIVES,
         precision,
         scaler=scaler,
-        schedule=schedules,
+        algorithms={"schedule": Schedules(schedules)},
         plan=plan or Plan(),
     )
 
@@ -327,7 +328,7 @@ def broken(objective: Objective) -> Objective:
 
 def state_of(trainer: Trainer, name: str) -> Any:
     part = trainer.optimizer.parts[name]  # type: ignore[union-attr]
-    rate = trainer.schedule[name].state_dict()  # type: ignore[index]
+    rate = trainer.algorithms["schedule"].by_name[name].state_dict()  # type: ignore[attr-defined]
     return copy.deepcopy([part.parameters, part.state_dict(), rate])
 
 
