@@ -25,6 +25,7 @@ from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, UserCodeError, nearest
 from mpframe.loss_scaling.interface import LossScaler, Scaling
 from mpframe.loss_scaling.interface import name_of as name_of_scaler
+from mpframe.loss_scaling.no_scaling import NoScaling
 from mpframe.objectives import Objective, Supervised, require_objective
 from mpframe.precision import OpLists, Precision
 from mpframe.precision.policy import lowbit
@@ -310,15 +311,14 @@ _METHODS = ("update", "to", "state_dict", "load_state_dict")
 _PAGE = "docs/loss_scaling/own.md"
 
 
-def build_scaler(config: Config) -> LossScaler | None:
-    """The loss scaler that `loss_scaling._target_` makes; None if the loss is not scaled.
+def build_scaler(config: Config) -> LossScaler:
+    """The loss scaler that `loss_scaling._target_` makes; `NoScaling` if the loss is not scaled.
 
     Raises:
         ConfigError: an argument is not allowed, or what is made is not a loss scaler.
     """
-    scaler: LossScaler | None = make("loss_scaling", config.loss_scaling)
-    if scaler is not None:
-        _refuse_unfit(f"loss_scaling._target_={config.loss_scaling['_target_']}", scaler)
+    scaler: LossScaler = make("loss_scaling", config.loss_scaling) or NoScaling()
+    _refuse_unfit(f"loss_scaling._target_={config.loss_scaling['_target_']}", scaler)
     return scaler
 
 
@@ -344,14 +344,12 @@ def scaling_name(config: Config) -> str:
 
 
 def build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
-    """One scaler, one for each loss, or none."""
+    """One scaler, or one for each loss."""
+    scaler = build_scaler(config).to(device)
     each = config.joint is not None and config.joint.scalers == "each"
-    names = list(task.objectives) if each else [""]
-    scalers = {name: build_scaler(config) for name in names}
-    ready = {name: own.to(device) for name, own in scalers.items() if own is not None}
-    if not ready:
-        return None
-    return ready if each else ready[""]
+    if not each or isinstance(scaler, NoScaling):
+        return scaler
+    return {name: build_scaler(config).to(device) for name in task.objectives}
 
 
 def build_callbacks(config: Config) -> dict[str, Callback]:

@@ -29,10 +29,13 @@ from mpframe.data.task import Task
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, RunInterrupted, first_line
 from mpframe.loss_scaling.adaptive import PROBE
+from mpframe.optim.schedules import Schedule
 from mpframe.precision import Precision
 from mpframe.precision.storage.storage import formats_of
+from mpframe.training.callback import Algorithm
+from mpframe.training.callbacks.schedules import Schedules
 from mpframe.training.channels_last import to_channels_last
-from mpframe.training.loss_spike import LossSpikes
+from mpframe.training.evaluation import Evaluator
 from mpframe.training.plan import Plan
 from mpframe.training.ranks import refuse_other_weights
 from mpframe.training.recompute import recompute
@@ -182,13 +185,9 @@ def build_trainer(config: Config, task: Task, batches: int, world: World = ALONE
         objective=task.objective,  # type: ignore[arg-type]  # Several go to the kind for several.
         precision=precision,
         scaler=build_scalers(config, task, device),
-        schedule={name: own for name, own in schedules.items() if own is not None},
-        ema=build_ema(config, model, optimizer),
+        algorithms=_build_algorithms(config, model, optimizer, schedules),
         plan=plan,
-        metrics=metrics,
-        monitor=config.trainer.monitor,
-        eval_precision=build_eval_precision(config),
-        spikes=_build_spikes(config),
+        evaluator=Evaluator(metrics, config.trainer.monitor, build_eval_precision(config)),
         world=world,
     )
 
@@ -264,6 +263,25 @@ def build_plan(config: Config) -> Plan:
     )
 
 
-def _build_spikes(config: Config) -> LossSpikes | None:
-    policy, factor = config.trainer.on_loss_spike, config.trainer.loss_spike_factor
-    return None if policy == "off" else LossSpikes(policy, factor)
+def _build_algorithms(
+    config: Config,
+    model: nn.Module,
+    optimizer: AnyOptimizer,
+    schedules: Mapping[str, Schedule | None],
+) -> dict[str, Algorithm]:
+    """What changes the training beside the step, in the order in which it is called."""
+    algorithms: dict[str, Algorithm] = {}
+    planned = {name: schedule for name, schedule in schedules.items() if schedule is not None}
+    if planned:
+        algorithms["schedule"] = Schedules(planned)
+    ema = build_ema(config, model, optimizer)
+    if ema is not None:
+        from mpframe.training.callbacks.average import AverageWeights
+
+        algorithms["ema"] = AverageWeights(ema, model)
+    if config.trainer.on_loss_spike != "off":
+        from mpframe.training.loss_spike import LossSpikes
+
+        options = config.trainer
+        algorithms["spikes"] = LossSpikes(options.on_loss_spike, options.loss_spike_factor)
+    return algorithms

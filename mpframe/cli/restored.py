@@ -15,6 +15,7 @@ from mpframe.data.task import Task
 from mpframe.errors import ConfigError
 from mpframe.run.preprocessing import refuse_other_preprocessing
 from mpframe.tracking.summary import Summary
+from mpframe.training.callbacks.average import AverageWeights, ema_of
 from mpframe.training.trainer import Trainer
 
 
@@ -94,9 +95,13 @@ def restored(
 def _use(trainer: Trainer, kind: str, state: dict[str, Any], path: Path) -> None:
     """Let the trainer validate with the averages, or without."""
     if kind == "trained":
-        trainer.ema = None
+        trainer.algorithms = {
+            name: algorithm
+            for name, algorithm in trainer.algorithms.items()
+            if not isinstance(algorithm, AverageWeights)
+        }
         return
-    averages = averages_of(state, path)
-    if trainer.ema is None:
+    averages, ema = averages_of(state, path), ema_of(trainer)
+    if ema is None:
         raise ConfigError("weights=ema: trainer.ema_decay is null; give trainer.ema_decay=0.999")
-    trainer.ema.load_by_name(trainer.model, averages)
+    ema.load_by_name(trainer.model, averages)

@@ -247,9 +247,8 @@ class TrainerOptions:
     reduce: str = option(
         "in_backward",
         "When the ranks average their gradients, in fp32: in_backward: while the backward pass "
-        "runs, or after the last one if a step has several; after_backward: always after it. "
-        "in_backward_half: as the first, in dtype.half, which is less to send and rounds more.",
-        choices=("in_backward", "after_backward", "in_backward_half"),
+        "runs, or after the last one if a step has several; after_backward: always after it.",
+        choices=("in_backward", "after_backward"),
     )
     sync_batchnorm: bool = option(
         False,

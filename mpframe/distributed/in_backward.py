@@ -2,8 +2,7 @@
 
 The gradients of the last layers are sent while those of the first are still computed: as soon as
 autograd has accumulated all of a piece they are put together, in fp32, unscaled, measured on this
-rank, sent. A large one is a piece by itself and sent from where it is. Or they stay scaled and go
-in half: fewer bytes, and more rounding.
+rank, sent. A large one is a piece by itself and sent from where it is.
 
 All ranks send in one order, that of the parameters from the last to the first, whatever the order
 in which they come. What a rank did not use is known at the end of its backward pass, and is zero
@@ -54,11 +53,10 @@ class InBackward:
 
     Args:
         world: of these ranks.
-        half: the format to send gradients in; None: fp32, or wider where they are.
     """
 
-    def __init__(self, world: "ProcessGroup", half: torch.dtype | None) -> None:
-        self._world, self._half = world, half
+    def __init__(self, world: "ProcessGroup") -> None:
+        self._world = world
         self._weight, self._count, self._total = torch.ones(()), torch.ones(()), torch.ones(())
         self._work: Any = None
         self._trained: list[Tensor] = []
@@ -67,7 +65,7 @@ class InBackward:
         self._unsent: list[list[Tensor]] = []  # the next piece to send is the last
         self._sent: list[_Sent] = []
         self._amaxes: list[Tensor] = []
-        self._scale: Tensor | None = None
+        self._scale: Tensor | float = 1.0
 
     def weigh(self, count: Tensor) -> None:
         """Start to find the weight of this rank's gradients, from the counts of all ranks.
@@ -88,13 +86,13 @@ class InBackward:
         return self._weight
 
     @contextmanager
-    def summing(self, trained: Sequence[Tensor], scale: Tensor | None) -> Iterator[None]:
+    def summing(self, trained: Sequence[Tensor], scale: Tensor | float) -> Iterator[None]:
         """Within the block a backward pass sends its gradients.
 
         Args:
             trained: the parameters, without gradients, in one order on all ranks.
-            scale: what the loss is multiplied by, > 0; None: it is not scaled, and nobody asks how
-                large the gradients of one rank are.
+            scale: what the loss is multiplied by, > 0; a number: it is not scaled, and nobody asks
+                how large the gradients of one rank are.
         """
         self._begin(trained, scale)
         # Anew in each step, so that they come last: other hooks want to see the gradient. One for
@@ -142,12 +140,12 @@ class InBackward:
         means, amax = self._receive(loss.device)
         world.wait(told)
         world.wait(of_loss)
-        if self._scale is None:
+        if not isinstance(self._scale, Tensor):
             return means, world.max(amax), None, total / world.size
         amax, before = world.max(torch.stack([amax, self._amax_before(self._scale)])).unbind()
         return means, amax, before, total / world.size
 
-    def _begin(self, trained: Sequence[Tensor], scale: Tensor | None) -> None:
+    def _begin(self, trained: Sequence[Tensor], scale: Tensor | float) -> None:
         if [*map(id, trained)] != [*map(id, self._trained)]:  # Some are frozen for a while.
             self._trained = list(trained)
             self._pieces = [*_pieces(self._trained[::-1])]
@@ -184,12 +182,9 @@ class InBackward:
                     "the layer with sparse=False"
                 )
         flat, slots = self._laid_together(piece, gradients)
-        if self._scale is not None:
-            if self._half is None:
-                flat.div_(self._scale)
+        if isinstance(self._scale, Tensor):
+            flat.div_(self._scale)
             self._amaxes.append(_amax(flat))
-        if self._half is not None:
-            flat.div_(self._world.size)  # So that no sum is too large.
         weigh_([flat], self.weight)
         if used is not None:
             slots = {own: slot for own, slot in slots.items() if own in used}
@@ -198,8 +193,8 @@ class InBackward:
     def _laid_together(
         self, piece: list[Tensor], gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor, dict[Tensor, Tensor]]:
-        """The gradients in the format in which they are sent: 1-d, and by parameter."""
-        format = self._half or _wide(piece[0])
+        """The gradients as they are sent: 1-d, and by parameter."""
+        format = _wide(piece[0])
         if len(piece) == 1 and self._is_laid_out(gradients[0], piece[0], format):
             only: Any = gradients[0]  # It is sent from where it is.
             return only.as_strided((only.numel(),), (1,), only.storage_offset()), {piece[0]: only}
@@ -226,8 +221,7 @@ class InBackward:
     def _amax_before(self, scale: Tensor) -> Tensor:
         """The largest unscaled magnitude of what was sent, 0-d fp32."""
         amax = torch.stack([*self._amaxes, torch.zeros_like(scale)]).max()
-        amax = torch.where(self.weight > 0, amax, 0.0)  # What counts for nothing was not sent.
-        return amax if self._half is None else amax / scale
+        return torch.where(self.weight > 0, amax, 0.0)  # What counts for nothing was not sent.
 
     def _receive(self, device: torch.device) -> tuple[dict[Tensor, Tensor], Tensor]:
         """All means, by parameter and in their order, and the largest magnitude among them."""
@@ -242,12 +236,7 @@ class InBackward:
     def _received(self, sent: _Sent) -> tuple[Tensor, dict[Tensor, Tensor]]:
         """The means of a piece: 1-d, and by parameter."""
         self._world.wait(sent.work)
-        if self._half is None:
-            return sent.flat.div_(self._world.size), sent.slots
-        flat = sent.flat.to(_wide(next(iter(sent.slots))))
-        if self._scale is not None:
-            flat.div_(self._scale)
-        return flat, {own: _part(flat, own, *self._places[own]) for own in sent.slots}
+        return sent.flat.div_(self._world.size), sent.slots
 
 
 def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

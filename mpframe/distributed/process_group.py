@@ -141,8 +141,8 @@ class ProcessGroup(World):
         return values[0]
 
     def lend(self, value: T | None) -> T | None:
-        """The value; of a rank that has none that of another one, if any has one."""
-        if not self.any(value is None):
+        """The value; if weights are divided, a rank without one gets that of another rank."""
+        if self.sharding is None or not self.any(value is None):
             return value
         given = [own for own in self.gather_object(value) if own is not None]
         other: T | None = self.broadcast_object(given[0] if given else None)
@@ -156,12 +156,26 @@ class ProcessGroup(World):
         """Let BatchNorm use the statistics of all ranks, in place."""
         synchronize(model)
 
-    def in_backward(self, half: torch.dtype | None) -> InBackward:
-        """What sums gradients while a backward pass runs; `half`: sent in it."""
+    def backward(
+        self, loss: Tensor, scale: Tensor, count: Tensor | int, inputs: Sequence[Tensor] | None
+    ) -> None:
+        """Run the backward pass of loss * scale; divided weights are summed within it."""
+        sharding = self.sharding
+        if sharding is not None:
+            known = torch.full((), 1.0, dtype=torch.float64, device=loss.device) * count
+            sharding.weight = self.weight(known)
+        super().backward(loss, scale, count, inputs)
+        if sharding is not None:
+            sharding.refuse_unused()
+
+    def in_backward(self) -> InBackward | None:
+        """What sums gradients while a backward pass runs; divided weights do so by themselves."""
+        if self.sharding is not None:
+            return None
         if self._early is None:  # Layers that compare notes send meanwhile, as BatchNorm does.
             with self._answered():
                 self._early = dist.new_group(timeout=timedelta(seconds=self._timeout))
-        return InBackward(self, half)
+        return InBackward(self)
 
     def start(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, on_host: bool = False) -> Any:
         """Begin to sum a tensor over the ranks in place, or another `op`; see `wait`.
@@ -183,8 +197,8 @@ class ProcessGroup(World):
         """Divide a model's weights among the ranks, in place; see `Sharding`."""
         from mpframe.distributed.sharding import Sharding  # It loads FSDP.
 
-        self.sharding = Sharding(model)
-        return self.sharding.divide(formats, device)
+        self.sharding = sharding = Sharding(model)
+        return sharding.divide(formats, device)
 
     def refuse_lost(self, error: BaseException | None) -> None:
         """Raise LostRankError if an error in a model, which may send, says that a rank is lost."""

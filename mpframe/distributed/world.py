@@ -5,14 +5,10 @@ path for one process and for many.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from mpframe.distributed.in_backward import InBackward
-    from mpframe.distributed.sharding import Sharding
 
 T = TypeVar("T")
 
@@ -28,7 +24,7 @@ class World:
 
     rank = 0
     size = 1
-    sharding: "Sharding | None" = None
+    sharding: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -88,7 +84,7 @@ class World:
         return value
 
     def lend(self, value: T | None) -> T | None:
-        """The value; of a rank that has none that of another one, if any has one."""
+        """The value; if weights are divided, a rank without one gets that of another rank."""
         return value
 
     def barrier(self) -> None:
@@ -97,8 +93,21 @@ class World:
     def synchronize_batchnorm(self, model: nn.Module) -> None:
         """Let BatchNorm use the statistics of all ranks, in place."""
 
-    def in_backward(self, half: torch.dtype | None) -> "InBackward | None":
-        """What sums gradients while a backward pass runs; `half`: sent in it."""
+    def backward(
+        self, loss: Tensor, scale: Tensor, count: Tensor | int, inputs: Sequence[Tensor] | None
+    ) -> None:
+        """Run the backward pass of loss * scale.
+
+        Args:
+            loss: 0-d.
+            scale: 0-d fp32.
+            count: how many samples the loss is the mean of; divided weights are summed by it.
+            inputs: the parameters that get gradients; None: all.
+        """
+        loss.backward(scale.clone(), inputs=inputs)  # type: ignore[no-untyped-call]
+
+    def in_backward(self) -> Any:
+        """What sums gradients while a backward pass runs; None if this world has no such thing."""
         return None
 
     def shard(

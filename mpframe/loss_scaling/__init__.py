@@ -19,7 +19,8 @@ ranges of config.
 from mpframe.loss_scaling.backoff import Backoff
 from mpframe.loss_scaling.choice import auto, none
 from mpframe.loss_scaling.logmax import LogMax
+from mpframe.loss_scaling.no_scaling import NoScaling
 from mpframe.loss_scaling.scaler import Scaler
 from mpframe.loss_scaling.static import Static
 
-__all__ = ["Backoff", "LogMax", "Scaler", "Static", "auto", "none"]
+__all__ = ["Backoff", "LogMax", "NoScaling", "Scaler", "Static", "auto", "none"]

@@ -3,11 +3,12 @@
 import torch
 
 from mpframe.loss_scaling.backoff import Backoff
+from mpframe.loss_scaling.no_scaling import NoScaling
 from mpframe.loss_scaling.ranges import Half, half_format
 
 
-def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | None:
-    """`Backoff` if anything is stored or computed in float16; None otherwise.
+def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | NoScaling:
+    """`Backoff` if anything is stored or computed in float16; else `NoScaling`.
 
     bfloat16 has the range of fp32, so its gradients need no scale.
 
@@ -19,8 +20,9 @@ def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | None:
         ConfigError: `half` is no such format.
     """
     float16 = mode != "fp32" and half_format(half) == torch.float16
-    return Backoff(half=half) if float16 else None
+    return Backoff(half=half) if float16 else NoScaling()
 
 
-def none() -> None:
+def none() -> NoScaling:
     """No scaling. A step whose gradients are not finite is skipped all the same."""
+    return NoScaling()

@@ -6,6 +6,8 @@ from typing import Any, Protocol, Self, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
+from mpframe.loss_scaling.no_scaling import NoScaling
+
 
 class LossScaler(Protocol):
     """A state machine that chooses the loss scale and lives on the device.
@@ -40,7 +42,7 @@ class LossScaler(Protocol):
 
 
 Scaling = LossScaler | Mapping[str, LossScaler] | None
-"""One scaler, one for each of several losses by name, or none."""
+"""One scaler, one for each of several losses by name, or none, which is `NoScaling`."""
 
 
 @runtime_checkable
@@ -56,13 +58,19 @@ class Probed(Protocol):
 
 
 def scale_of(scaler: LossScaler | None) -> Tensor | float:
-    """What a loss is multiplied by; 1 if it is not scaled."""
-    return 1.0 if scaler is None else scaler.scale
+    """What gradients are divided by; the number 1 if the loss is not scaled: no kernel runs."""
+    return 1.0 if scaler is None or isinstance(scaler, NoScaling) else scaler.scale
 
 
-def name_of(scaler: LossScaler | None) -> str:
+def name_of(scaler: LossScaler) -> str:
     """`static`, `Backoff`, `LogMax`, `none`, or the class of a user's scaler."""
-    return "none" if scaler is None else str(getattr(scaler, "kind", type(scaler).__name__))
+    return str(getattr(scaler, "kind", type(scaler).__name__))
+
+
+def scalers_by_name(scaler: Scaling) -> dict[str, LossScaler]:
+    """The scalers by the name of their loss, "" if it is the only one or shared; no `NoScaling`."""
+    named = scaler if isinstance(scaler, Mapping) else {"": scaler}
+    return {n: own for n, own in named.items() if own and not isinstance(own, NoScaling)}
 
 
 def wants_probe(scaler: object) -> TypeGuard[Probed]:

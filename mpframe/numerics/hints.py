@@ -17,9 +17,11 @@ from torch import Tensor
 from mpframe.data.loading import Loader
 from mpframe.errors import nearest
 from mpframe.loss_scaling.interface import name_of
+from mpframe.loss_scaling.no_scaling import NoScaling
 from mpframe.optim import MasterWeights
 from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.precision.policy import Policy
+from mpframe.training.callbacks.average import ema_of
 from mpframe.training.trainer import Trainer
 from mpframe.tree import dtype_name
 
@@ -131,7 +133,7 @@ class PlannedRun:
 
 def scaling_of(trainer: Trainer) -> str:
     """The name of the loss scaling; all losses have the same kind."""
-    return name_of(next(iter(trainer.scalers.values()), None))
+    return name_of(next(iter(trainer.scalers.values()), NoScaling()))
 
 
 def check_unscaled(run: PlannedRun) -> Iterator[Finding]:
@@ -208,7 +210,7 @@ def check_clip_norm(run: PlannedRun) -> Iterator[Finding]:
 
 def check_average(run: PlannedRun) -> Iterator[Finding]:
     """An average over more steps than the run has."""
-    ema = run.trainer.ema
+    ema = ema_of(run.trainer)
     steps = run.trainer.plan.total_steps(len(run.loader))
     if ema is not None and steps and 1.0 / (1.0 - ema.decay) > steps:
         fits = f"{max(0.5, 1.0 - 10.0 / steps):.3g}"

@@ -44,8 +44,10 @@ def compute(
             f"{_source(objective)} gave {described(output)}; it must give a StepOutput, as in "
             "StepOutput(loss, outputs, targets)"
         )
-    loss = _one_number(output.loss, objective)
-    if torch.is_grad_enabled() and not loss.requires_grad:
+    loss = output.loss
+    if not isinstance(loss, Tensor) or loss.dim() or loss.dtype != torch.float32:
+        loss = _one_number(loss, objective)
+    if not loss.requires_grad and torch.is_grad_enabled():
         raise UserCodeError(_without_gradient(objective, model, output))
     if output.count is not None:
         _require_count(output.count, objective)

@@ -67,6 +67,13 @@ def any_of(verdicts: list[Tensor]) -> Tensor:
     return verdicts[0] if len(verdicts) == 1 else torch.stack(verdicts).any()
 
 
+def either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Whether one of two 0-d masks is true; None is no mask."""
+    if first is None or second is None:
+        return first if second is None else second
+    return first | second
+
+
 def largest(magnitudes: list[Tensor]) -> Tensor:
     """The largest of these 0-d magnitudes, nan if one is nan; a single one is returned itself."""
     return magnitudes[0] if len(magnitudes) == 1 else torch.stack(magnitudes).max()

@@ -59,9 +59,10 @@ def describe(
     tracker.text(Tag.TEXT_CONFIG, _options(config_text, trainer.precision.policy.ops))
     tracker.text(Tag.TEXT_DTYPE_MAP, f"```\n{trainer.precision.describe(trainer.model)}\n```")
     tracker.text(Tag.TEXT_ENVIRONMENT, environment_text())
-    tracker.layout(trainer.metrics)
+    metrics = trainer.evaluator.metrics
+    tracker.layout(metrics)
     results: list[str] = [Tag.LOSS_TRAIN, Tag.LOSS_VAL, Tag.LOSS_TEST]
-    results += [metric_tag(name, split) for name in trainer.metrics for split in ("val", "test")]
+    results += [metric_tag(name, split) for name in metrics for split in ("val", "test")]
     columns, first = hparams(config, scaling_of(trainer), varied(hydra))
     tracker.hparams(redacted(columns, secrets), results, first)
 

@@ -9,6 +9,7 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot, retention
 from mpframe.checkpoint.layout import step_of
 from mpframe.checkpoint.saved_weights import averages_of, extra_state_of, weights_of
+from mpframe.training.callbacks.average import ema_of
 from mpframe.training.evaluation.best import Best
 from mpframe.training.loader import Loader
 from mpframe.training.trainer import Trainer
@@ -66,7 +67,7 @@ def weights_taken_from(trainer: Trainer, path: Path) -> Iterator[None]:
     state = checkpoint.load(path)
     extra = trainer.extra_state
     kept = Snapshot(0, {"weights": trainer.weights(), "extra": extra.state_dict()}).detached().state
-    ema = trainer.ema
+    ema = ema_of(trainer)
     averages, updates = (ema.by_name(trainer.model), ema.updates) if ema else ({}, 0)
     try:
         extra.load_state_dict(extra_state_of(state, path))

@@ -43,8 +43,7 @@ class Buffers:
 
     def broadcast(self, world: World) -> None:
         """Give all ranks the buffers of rank 0, whose samples alone moved them."""
-        if world.size > 1:
-            world.broadcast_(self._present())
+        world.broadcast_(self._present())
 
     def start_broadcast(self, world: World) -> Callable[[], None]:
         """Begin what `broadcast` does; the call of what is returned ends it."""

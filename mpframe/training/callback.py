@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from mpframe.optim import StepResult
-from mpframe.training.evaluation import Evaluation
+from torch import Tensor
+
+from mpframe.optim.step_result import StepResult
 from mpframe.training.loader import Batch
 from mpframe.user_code import UserCode
 
 if TYPE_CHECKING:
-    from mpframe.training.run_context import RunContext
     from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Callback:
     left them calls `trainer.read_verdicts()` in its `on_step_end`; each call waits for the device.
     """
 
-    def setup(self, trainer: "Trainer", context: "RunContext") -> None:
+    def setup(self, trainer: "Trainer", context: Any) -> None:
         """The run is about to train; `load_state_dict` was called before, if it is resumed."""
 
     def teardown(self, trainer: "Trainer", error: BaseException | None) -> None:
@@ -57,10 +57,10 @@ class Callback:
     def on_prediction_step(self, trainer: "Trainer") -> None:
         """A batch is about to be validated or tested; an error here ends that before its end."""
 
-    def on_evaluate(self, trainer: "Trainer", evaluation: Evaluation) -> None:
+    def on_evaluate(self, trainer: "Trainer", evaluation: Any) -> None:
         """The model was validated."""
 
-    def on_test(self, trainer: "Trainer", evaluation: Evaluation) -> None:
+    def on_test(self, trainer: "Trainer", evaluation: Any) -> None:
         """The finished run was tested, with its best weights or its last ones."""
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
@@ -81,6 +81,36 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
+
+
+class Algorithm(Callback):
+    """A callback that changes the training itself, as an average of the weights or a schedule does.
+
+    A trainer calls its algorithms before its other callbacks. Their states are entries of the
+    trainer's own state: `state_dict` returns them, and `load_state_dict` is given all of it.
+    """
+
+    def before_update(self, trainer: "Trainer", losses: list[Tensor]) -> Tensor | None:
+        """The gradients of a step are there, and its optimizer is about to use them.
+
+        Args:
+            trainer: of the step.
+            losses: 0-d on the device; several if several objectives share the update.
+
+        Returns:
+            0-d bool on the device, true to skip the step; None to leave it.
+        """
+        return None
+
+    def after_update(self, trainer: "Trainer", result: StepResult) -> None:
+        """The optimizer has stepped, or not: the host may not know yet (`result.verdict`)."""
+
+    def evaluating(self, trainer: "Trainer") -> AbstractContextManager[None]:
+        """Around each evaluation."""
+        return nullcontext()
+
+    def on_load_weights(self, trainer: "Trainer") -> None:
+        """The weights were replaced by loaded ones."""
 
 
 Callbacks = Mapping[str, Callback]
@@ -127,7 +157,7 @@ def naming(name: str, callback: Callback) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def set_up(trainer: "Trainer", context: "RunContext") -> Iterator[None]:
+def set_up(trainer: "Trainer", context: Any) -> Iterator[None]:
     """Around the training: `setup` of each callback before it, `teardown` after it.
 
     Raises:

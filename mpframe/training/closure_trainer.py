@@ -11,6 +11,7 @@ from mpframe.optim import MasterWeights
 from mpframe.optim.closure import refuse_beside_closure
 from mpframe.optim.step_result import StepResult
 from mpframe.training.loader import Batch
+from mpframe.training.loss_spike import spikes_of
 from mpframe.training.trainer import Trainer
 from mpframe.user_code import name_of
 
@@ -29,14 +30,15 @@ class ClosureTrainer(Trainer):
 
         def closure() -> Tensor:
             self.optimizer.zero_grad()
-            return self._forward_backward(batch)[0]
+            (loss,) = self._forward_backward(self.objectives, batch, self._window_of_one)
+            return loss.value
 
         optimizer: Any = self.optimizer
         result: StepResult = optimizer.step(closure=closure)
-        if self.spikes is not None and result.loss is not None:
-            self.spikes.judge(result.loss)
-        self._advance(result)
-        return result
+        if result.loss is not None:
+            for algorithm in self.algorithms.values():  # No such step is skipped.
+                algorithm.before_update(self, [result.loss])
+        return self._finish(result)
 
     def _refuse_misfits(self) -> None:
         require_objective("objective", self.objective)
@@ -46,13 +48,14 @@ class ClosureTrainer(Trainer):
                 f"trainer.parallel=ddp: optimizer={optimizer} evaluates "
                 "the loss itself, and each rank would go its own way; use one process"
             )
+        spikes = spikes_of(self)
         if isinstance(self.optimizer, MasterWeights):
             refuse_beside_closure(
                 self.optimizer.optimizer,
                 half=self.precision.policy.mode == "mixed",
                 cast=self.precision.policy.casts,
-                scaled=self.scaler is not None,
+                scaled=bool(self.scalers),
                 clipped=(self.plan.clip_norm or self.plan.clip_value) is not None,
                 accumulated=self.plan.accumulate > 1,
-                masked=self.spikes is not None and self.spikes.policy != "warn",
+                masked=spikes is not None and spikes.policy != "warn",
             )

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from mpframe.errors import CheckpointError
+from mpframe.optim.step_result import StepResult
+from mpframe.training.callback import Algorithm
+from mpframe.training.trainer import Trainer
 
 WINDOW = 50
 LEAST = 10
 
 
-class LossSpikes:
+class LossSpikes(Algorithm):
     """Compares each step's loss with the median of the losses of applied steps.
 
     Args:
@@ -60,19 +63,37 @@ class LossSpikes:
         kept = self._losses[1 - WINDOW :].to(loss.device)
         self._losses = torch.cat([kept, loss.detach().reshape(1)])
 
-    def state_dict(self) -> Tensor:
-        """The losses the median is taken of, the oldest first: [n], n up to 50."""
-        return self._losses.clone()
+    def before_update(self, trainer: Trainer, losses: list[Tensor]) -> Tensor | None:
+        """Judge the loss, once it is known whether the step before was applied."""
+        trainer.read_verdicts()
+        return self.judge(losses[0])
 
-    def load_state_dict(self, losses: Any) -> None:
-        """Continue from saved losses.
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Remember the loss, unless the step was skipped."""
+        if result.loss is not None and not result.known.skipped:
+            self.remember(result.loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The losses the median is taken of, the oldest first: [n], n up to 50."""
+        return {"spikes": self._losses.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from saved losses; a checkpoint of a run that judged none has none.
 
         Raises:
             CheckpointError: they are not what `state_dict` gave.
         """
+        losses = state.get("spikes")
+        if losses is None:
+            return
         if not isinstance(losses, Tensor) or losses.dim() != 1 or len(losses) > WINDOW:
             raise CheckpointError(
                 f"trainer.on_loss_spike: the saved losses are not up to {WINDOW} numbers; "
                 "resume from another checkpoint"
             )
         self._losses = losses.clone()
+
+
+def spikes_of(trainer: Trainer) -> LossSpikes | None:
+    """What judges a trainer's losses; None if nothing does."""
+    return next((a for a in trainer.algorithms.values() if isinstance(a, LossSpikes)), None)

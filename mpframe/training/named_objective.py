@@ -15,11 +15,11 @@ class NamedObjective:
     Attributes:
         name: of the loss; "" for the only one.
         objective: computes it.
-        scaler: scales it; None: it is not scaled.
+        scaler: scales it.
         parameters: receive its gradients; None: all.
     """
 
     name: str
     objective: Objective
-    scaler: LossScaler | None = None
+    scaler: LossScaler
     parameters: list[Tensor] | None = None

@@ -25,8 +25,7 @@ class Plan:
         eval_every: steps between validations; None: after each epoch.
         skip_if_dropped: skip a step where any of its micro-batches overflowed; False drops those.
         compile: compile the forward pass and its casts into one graph.
-        reduce: when ranks average gradients: `in_backward`, while it runs, or `in_backward_half`
-            (see distributed/in_backward.py); `after_backward`.
+        reduce: when ranks average gradients: `in_backward`, while it runs, or `after_backward`.
 
     Raises:
         ConfigError: `clip_norm` or `clip_value` is out of its range, or both are given.
@@ -150,7 +149,7 @@ class Progress:
 
     def count_step(self, result: StepResult) -> None:
         """Count a step whose verdict is known; it is applied if one of its optimizers moved."""
-        skipped, dropped = result.known
+        skipped, dropped = result.verdict or result.known
         self.steps += not skipped
         self.skipped += skipped
         self.dropped += dropped

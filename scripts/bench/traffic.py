@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PARALLEL = ("in_backward", "after_backward", "in_backward_half", "fsdp")
+PARALLEL = ("in_backward", "after_backward", "fsdp")
 """`trainer.reduce` with ddp, or fsdp."""
 MODES = WIDE, MIXED, SPLIT = "fp32, amp", "mixed", "mixed, split masters"
 SIZES = (1, 2, 8, 64, 1024)
@@ -67,8 +67,7 @@ def payload(
         found["broadcast"] = buffers
     count = sum(own.count for own in weights)
     if parallel != "fsdp":
-        each = 2 if parallel == "in_backward_half" else 4
-        found["all_reduce"] += each * count + 8 * len(weights)  # Which were used, as int64.
+        found["all_reduce"] += 4 * count + 8 * len(weights)  # Which were used, as int64.
     else:
         found["all_reduce"] += 8  # The square of the norm, in float64.
         found["all_gather"] = 2 * sum((2 if w.half else 4) * w.padded(ranks) for w in weights)
@@ -105,7 +104,6 @@ def tables() -> str:
     """What is sent and what is held, in bytes for each weight, as Markdown."""
     sends = {
         "ddp": ("in_backward", False),
-        "ddp, `in_backward_half`": ("in_backward_half", False),
         "fsdp in `fp32` and `amp`": ("fsdp", False),
         "fsdp in `mixed`": ("fsdp", True),
     }

@@ -183,8 +183,8 @@ SEVERAL = {
                             "trainer.reduce=in_backward", "dtype=amp"],
     "optimizers, in backward": ["optimizer=muon_adamw", "model=mlp", "dtype=mixed",
                                 "trainer.reduce=in_backward", "trainer.recompute=[hidden*]"],
-    "split, in half": ["model=mlp", "dtype=mixed_bf16", "dtype.master_weights=split",
-                       "trainer.reduce=in_backward_half", "trainer.ema_decay=0.9"],
+    "split": ["model=mlp", "dtype=mixed_bf16", "dtype.master_weights=split",
+                       "trainer.ema_decay=0.9"],
 }  # fmt: skip
 
 

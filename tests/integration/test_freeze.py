@@ -16,6 +16,7 @@ from torch import Tensor
 from mpframe import assembly
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.errors import ConfigError
+from mpframe.training.callbacks.average import ema_of
 from mpframe.training.callbacks.freeze import Freeze
 from mpframe.training.trainer import Trainer
 
@@ -94,7 +95,7 @@ def test_what_is_frozen_stays_and_then_trains_from_its_master(dtype: str, kind: 
         stepped(trainer, freeze, batch)
     assert moved(trainer, before) == {"head.weight", "head.bias"}
     assert len(trainer.optimizer.state_dict()["state"]) == 2
-    averages = trainer.ema.by_name(trainer.model)  # type: ignore[union-attr]
+    averages = ema_of(trainer).by_name(trainer.model)  # type: ignore[union-attr]
     assert torch.equal(averages["stage1.conv1.weight"], before["stage1.conv1.weight"])
     fresh = cnn(*words)  # It begins where the others stop, and has no momentum yet either.
     fresh.load_weights(copied(trainer))

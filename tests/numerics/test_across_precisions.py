@@ -16,6 +16,8 @@ from mpframe.checkpoint.init_from import fitted
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
+from mpframe.run.resume.resuming import load_state
+from mpframe.training.callbacks.average import AverageWeights, ema_of
 
 MODES = {
     "fp32": ("fp32", "float16"),
@@ -39,7 +41,8 @@ def make(name: str, ops: OpLists | None = None) -> Trainer:
     scaled = mode != "fp32" and half == "float16"
     scaler = Backoff(init_scale=1024.0) if scaled else None
     objective = supervised(nn.CrossEntropyLoss())
-    return Trainer(model, masters, objective, precision=precision, scaler=scaler, ema=ema)
+    algorithms = {"ema": AverageWeights(ema, model)}
+    return Trainer(model, masters, objective, precision, scaler=scaler, algorithms=algorithms)
 
 
 def trained(name: str) -> Trainer:
@@ -80,7 +83,7 @@ def test_each_loads_the_others_checkpoint(
     saved = through_a_file(trained(source), tmp_path)
     loaded = make(target)
     with caplog.at_level(logging.INFO):
-        loaded.load_state_dict(copy.deepcopy(saved))
+        load_state(loaded, copy.deepcopy(saved))
     now = loaded.state_dict()
     for part in ("weights", "optimizer", "ema", "progress"):
         assert_same(saved[part], now[part])
@@ -118,7 +121,7 @@ def test_what_lies_beyond_the_range_is_held_counted_and_kept_in_the_master(
     weight[0, 0], weight[0, 1], weight[0, 2] = 1e6, -1e6, 65519.0  # the last rounds to 65504
     loaded = make("mixed(float16)")
     with caplog.at_level(logging.INFO):
-        loaded.load_state_dict(through_a_file(source, tmp_path))
+        load_state(loaded, through_a_file(source, tmp_path))
     half = loaded.model[4].weight
     assert half[0, :3].tolist() == [65504.0, -65504.0, 65504.0]
     assert loaded.weights()["4.weight"][0, :3].tolist() == [1e6, -1e6, 65519.0]
@@ -141,7 +144,7 @@ def test_half_buffers_are_rounded_and_held(target: str) -> None:
 def test_the_average_starts_from_weights_that_are_loaded() -> None:
     source, target = trained("fp32"), make("mixed(float16)")
     target.load_weights(source.weights())
-    for name, average in target.ema.by_name(target.model).items():  # type: ignore[union-attr]
+    for name, average in ema_of(target).by_name(target.model).items():  # type: ignore[union-attr]
         assert torch.equal(average, source.weights()[name])
 
 

@@ -27,6 +27,8 @@ from mpframe.errors import ConfigError, MpframeError
 from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
 from mpframe.precision.products.recipe import Recipe
+from mpframe.training.callbacks.average import AverageWeights
+from mpframe.training.evaluation import Evaluator
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 
@@ -87,15 +89,16 @@ def setup(mode: str, world: World, options: dict[str, Any]) -> tuple[Trainer, Lo
     samples = TensorDataset(inputs, inputs[:, :4].argmax(1))
     plan = {"accumulate": options.get("accumulate", 1), "max_steps": options.get("steps", STEPS)}
     plan["reduce"] = options.get("reduce", "in_backward")
+    ema = None if split else Ema({p: optimizer.master_of(p) for p in model.parameters()}, 0.9)
     trainer = Trainer(
         model,
         optimizer,
         supervised(nn.CrossEntropyLoss()),
         precision,
         scaler=None if mode == "fp32" else LogMax(init_scale=2.0**10),
-        ema=None if split else Ema({p: optimizer.master_of(p) for p in model.parameters()}, 0.9),
+        algorithms={} if ema is None else {"ema": AverageWeights(ema, model)},
         plan=Plan(epochs=9, clip_norm=1.0, **plan),
-        metrics={"accuracy": Accuracy, "first": FirstOutputs},
+        evaluator=Evaluator({"accuracy": Accuracy, "first": FirstOutputs}),
         world=world,
     )
     train = Loader(samples, options.get("batch", 16), shuffle=True, drop_last=True, world=world)
@@ -285,37 +288,6 @@ def test_averaged_in_the_backward_pass_it_is_the_same_step(two: Ranks, mode: str
         assert_same(first["states"], second["states"])
         assert_same(first["states"], after["states"])
         assert_same(first["weights"], after["weights"])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_can_be_averaged_in_half(two: Ranks, mode: str) -> None:
-    """Each rank rounds to half what it sends, and the sum is rounded: 3 units of 2^-11 at most.
-
-    In `mixed` the gradients are half already, and halved without rounding: one unit.
-    """
-    options = {**IN_BACKWARD, "steps": 1, "reduce": "in_backward_half"}
-    first, second = two(on_ranks, mode, options)
-    after, _ = two(on_ranks, mode, {**options, "reduce": "after_backward"})
-    assert_same(first["states"], second["states"])
-    norm, exact = first["results"][0][2], after["results"][0][2]
-    assert norm != exact
-    assert norm == pytest.approx(exact, rel=(1 if mode == "mixed" else 3) * 2**-11)
-
-
-def large_gradient(trainer: Trainer, batches: Any) -> None:
-    """Finite in fp32, and not in float16."""
-    weight = trainer.model.get_parameter("last.weight")
-    handle = weight.register_hook(lambda own: (handle.remove(), own + 1e5)[1])
-
-
-def test_what_half_cannot_send_is_an_overflow(two: Ranks) -> None:
-    """The scaler hears of it as of a nan."""
-    options = {**IN_BACKWARD, "steps": 1, "reduce": "in_backward_half"}
-    first, second = two(on_ranks, "amp", {**options, "faults": {0: large_gradient}})
-    other, _ = two(on_ranks, "amp", {**options, "faults": {0: bad_gradient}})
-    assert_same(first["states"], second["states"])
-    assert first["results"][0][0]
-    assert_same(first["states"][1]["scaler"], other["states"][1]["scaler"])
 
 
 def sent_before_the_first_layer(large: int) -> int:

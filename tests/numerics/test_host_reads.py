@@ -20,7 +20,9 @@ from mpframe.objectives import StepOutput, supervised
 from mpframe.optim.ema import Ema
 from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.optim.schedules import warmup_cosine
-from mpframe.training.callback import Callback
+from mpframe.training.callback import Algorithm, Callback
+from mpframe.training.callbacks.average import AverageWeights, ema_of
+from mpframe.training.callbacks.schedules import Schedules
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
 
@@ -126,14 +128,16 @@ def trainer_of(
     last = model[3].weight
     last.register_hook(lambda gradient: reads.saw("backward"))
     ema = Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9) if average else None
+    algorithms: dict[str, Algorithm] = {} if ema is None else {"ema": AverageWeights(ema, model)}
+    if schedule is not None:
+        algorithms["schedule"] = Schedules(schedule)
     return Trainer(
         model,
         masters,
         supervised(nn.CrossEntropyLoss()),
         precision,
         scaler=scaler,
-        schedule=schedule,
-        ema=ema,
+        algorithms=algorithms,
         plan=Plan(**(plan or {})),
         callbacks=callbacks or {},
     )
@@ -252,7 +256,7 @@ class Overflowing(Batches):
 
 def states(trainer: Trainer) -> dict[str, Any]:
     state = trainer.state_dict()
-    return {**state["weights"], **{f"average {n}": own for n, own in (state["ema"] or {}).items()}}
+    return {**state["weights"], **{f"average {n}": own for n, own in state.get("ema", {}).items()}}
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -285,8 +289,9 @@ def test_steps_skipped_on_the_device_change_nothing_at_all(
         assert (trainer.progress.steps, trainer.progress.skipped) == (6, 4)
         assert trainer.progress.skipped_in_a_row == 1
         assert trainer.progress.pending == 0
-        assert trainer.ema is not None
-        assert trainer.ema.updates == 6
+        ema = ema_of(trainer)
+        assert ema is not None
+        assert ema.updates == 6
     late, early = map(states, trained)
     assert late.keys() == early.keys()
     assert [name for name in late if not torch.equal(late[name], early[name])] == []
@@ -349,7 +354,7 @@ def test_the_schedules_of_several_losses_do_not_lag(skip: str) -> None:
         model,
         MultiOptimizer(parts, skip=skip, own_losses=True),
         {name: objective(name) for name in parts},
-        schedule=schedules,
+        algorithms={"schedule": Schedules(schedules)},
     )
     for batch in Batches(4).epoch(0):
         trainer.train_step(batch)

@@ -14,6 +14,7 @@ from mpframe.errors import CheckpointError, ConfigError
 from mpframe.objectives import Objective, StepOutput, supervised
 from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.training.callbacks.saturation import saturation_warning
+from mpframe.training.callbacks.schedules import Schedules
 from mpframe.training.loader import Batch
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
@@ -259,7 +260,7 @@ def gan_trainer(
         objectives or OBJECTIVES,
         precision,
         scaler=scaler,
-        schedule=schedules,
+        algorithms={"schedule": Schedules(schedules)},
         plan=plan or Plan(),
     )
 
@@ -328,7 +329,7 @@ def broken(objective: Objective) -> Objective:
 
 def state_of(trainer: Trainer, name: str) -> Any:
     part = trainer.optimizer.parts[name]  # type: ignore[union-attr]
-    rate = trainer.schedule[name].state_dict()  # type: ignore[index]
+    rate = trainer.algorithms["schedule"].by_name[name].state_dict()  # type: ignore[attr-defined]
     return copy.deepcopy([part.parameters, part.state_dict(), rate])
 
 

@@ -15,6 +15,7 @@ from vocabulary import HALVES
 from mpframe import Backoff, Precision, Trainer
 from mpframe.errors import ConfigError, UserCodeError
 from mpframe.objectives import StepOutput, compute, model_loss, supervised
+from mpframe.training.evaluation import Evaluator
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.plan import Plan
 from mpframe.workloads.segmentation.model import dice_cross_entropy
@@ -71,7 +72,15 @@ def trainer_of(
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = precision.prepare(model, plain)
     scaler = Backoff(2.0**8)
-    return Trainer(model, optimizer, objective, precision, scaler=scaler, plan=plan or Plan())
+    return Trainer(
+        model,
+        optimizer,
+        objective,
+        precision,
+        scaler=scaler,
+        plan=plan or Plan(),
+        evaluator=Evaluator(),
+    )
 
 
 @pytest.mark.parametrize(("mode", "half"), MODES)

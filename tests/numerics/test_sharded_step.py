@@ -26,6 +26,8 @@ from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.objectives import StepOutput, supervised
 from mpframe.optim.ema import Ema
+from mpframe.training.callbacks.average import AverageWeights
+from mpframe.training.evaluation import Evaluator
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 from mpframe.tree import map_tensors
@@ -68,7 +70,12 @@ def setup(
         supervised(loss),
         precision,
         scaler=None if mode == "fp32" else LogMax(init_scale=2.0**10),
-        ema=Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9),
+        algorithms={
+            "ema": AverageWeights(
+                Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9), model
+            )
+        },
+        evaluator=Evaluator(),
         plan=Plan(
             epochs=9,
             max_steps=options.get("steps", 3),

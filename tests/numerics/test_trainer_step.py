@@ -15,7 +15,10 @@ from mpframe.errors import ConfigError, DataError
 from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
 from mpframe.optim.schedules import warmup_cosine
+from mpframe.training.callbacks.average import AverageWeights
+from mpframe.training.callbacks.schedules import Schedules
 from mpframe.training.closure_trainer import ClosureTrainer
+from mpframe.training.evaluation import Evaluator
 from mpframe.training.loader import Batch
 from mpframe.training.plan import Plan
 
@@ -66,9 +69,9 @@ def make_trainer(
         supervised(nn.CrossEntropyLoss()),
         precision=precision,
         scaler=scaler,
-        schedule=schedule,
-        ema=ema,
+        algorithms={"schedule": Schedules(schedule), "ema": AverageWeights(ema, model)},
         plan=plan or Plan(),
+        evaluator=Evaluator(),
     )
 
 
@@ -315,7 +318,7 @@ def test_evaluation_uses_the_average_and_leaves_the_model_as_it_was() -> None:
     with_average = trainer.evaluate(Data())
     assert differing(before, trainer.state_dict()) == []
     assert trainer.model.training
-    trainer.ema = None
+    trainer.algorithms = {}
     assert trainer.evaluate(Data()).loss != with_average.loss
 
 
@@ -345,12 +348,12 @@ class TwoBatches:
 def test_evaluation_in_fp32_is_that_of_the_masters(mode: str, half: str) -> None:
     """Exactly the loss of an fp32 model that holds the fp32 weights, whatever the mode."""
     trainer = make_trainer(mode, half)
-    trainer.ema = None
+    trainer.algorithms = {}
     for batch in batches(5):
         trainer.train_step(batch)
     before = copy.deepcopy(trainer.state_dict())
     formats = [p.dtype for p in trainer.model.parameters()]
-    trainer.eval_precision = Precision()
+    trainer.evaluator = Evaluator(precision=Precision())
     measured = trainer.evaluate(TwoBatches()).loss
     assert differing(before, trainer.state_dict()) == []
     assert [p.dtype for p in trainer.model.parameters()] == formats
@@ -367,6 +370,6 @@ def test_evaluation_has_a_precision_of_its_own(mode: str, half: str, eval_half: 
     trainer = make_trainer(mode, half)
     seen = []
     trainer.model[4].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
-    trainer.eval_precision = Precision("amp", eval_half)
+    trainer.evaluator = Evaluator(precision=Precision("amp", eval_half))
     trainer.evaluate(TwoBatches())
     assert seen == [getattr(torch, eval_half)] * 2

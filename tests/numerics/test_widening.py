@@ -20,6 +20,7 @@ from mpframe.optim import fp32_weights
 from mpframe.optim.ema import Ema
 from mpframe.optim.masters import write_detector
 from mpframe.optim.multi_optimizer import MultiOptimizer
+from mpframe.training.callbacks.average import AverageWeights, ema_of
 
 IN_HALF = [(mode, half) for mode in ("amp", "mixed") for half in HALVES]
 in_half = pytest.mark.parametrize(("mode", "half"), IN_HALF)
@@ -170,7 +171,8 @@ class TestTurnedHalf:
             model, precision = net(), Precision(mode, half)
             model, optimizer = precision.prepare(model, adamw(model.parameters()))
             ema = Ema({p: optimizer.master_of(p) for p in model.parameters()}, 0.9)
-            return Trainer(model, optimizer, objective, precision, ema=ema)
+            algorithms = {"ema": AverageWeights(ema, model)}
+            return Trainer(model, optimizer, objective, precision, algorithms=algorithms)
 
         given = batches(6)
         whole, first, second = trainer(), trainer(), trainer()
@@ -193,8 +195,9 @@ def objective(model: nn.Module, batch: Any) -> StepOutput:
 
 
 def evaluate(trainer: Trainer, batch: Any) -> None:
-    assert trainer.ema is not None
-    with torch.no_grad(), trainer.ema.applied(), trainer.precision.cast():
+    ema = ema_of(trainer)
+    assert ema is not None
+    with torch.no_grad(), ema.applied(), trainer.precision.cast():
         trainer.model(batch[0])
 
 

@@ -10,6 +10,7 @@ from mpframe import Precision, Trainer
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
+from mpframe.training.callbacks.average import AverageWeights, ema_of
 
 
 def averages(ema: Ema, weight: nn.Parameter) -> torch.Tensor:
@@ -179,9 +180,15 @@ def averaging() -> Trainer:
     model, precision = nn.Linear(4, 2), Precision("mixed")
     _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     ema = Ema({p: optimizer.master_of(p) for p in model.parameters()}, 0.99)
-    return Trainer(
-        model, optimizer, supervised(nn.functional.mse_loss), precision=precision, ema=ema
-    )
+    algorithms = {"ema": AverageWeights(ema, model)}
+    objective = supervised(nn.functional.mse_loss)
+    return Trainer(model, optimizer, objective, precision=precision, algorithms=algorithms)
+
+
+def average_of(trainer: Trainer) -> Ema:
+    ema = ema_of(trainer)
+    assert ema is not None
+    return ema
 
 
 def train(trainer: Trainer, steps: int) -> None:
@@ -196,9 +203,8 @@ def test_a_checkpoint_counts_the_updates() -> None:
     resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
     for trainer in (whole, resumed):
         train(trainer, 3)
-        assert trainer.ema is not None
-        assert trainer.ema.updates == 6
-    first, second = (t.ema.by_name(t.model) for t in (whole, resumed) if t.ema is not None)
+        assert average_of(trainer).updates == 6
+    first, second = (average_of(t).by_name(t.model) for t in (whole, resumed))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -210,13 +216,11 @@ def test_a_checkpoint_from_before_the_count_goes_on() -> None:
     del state["ema_updates"]
     resumed = averaging()
     resumed.load_state_dict(state)
-    assert resumed.ema is not None
-    assert resumed.ema.updates == resumed.progress.steps == 3
+    assert average_of(resumed).updates == resumed.progress.steps == 3
 
 
 def test_loaded_weights_start_it_anew() -> None:
     trainer = averaging()
     train(trainer, 3)
     trainer.load_weights(copy.deepcopy(trainer.weights()))
-    assert trainer.ema is not None
-    assert trainer.ema.updates == 0
+    assert average_of(trainer).updates == 0

@@ -13,6 +13,7 @@ from mpframe import Backoff, Precision, Trainer
 from mpframe.errors import CheckpointError, DivergedError
 from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
+from mpframe.training.callbacks.average import AverageWeights
 from mpframe.training.callbacks.skip_guard import SkipGuard
 from mpframe.training.callbacks.spike_report import SpikeReport
 from mpframe.training.loss_spike import LEAST, WINDOW, LossSpikes
@@ -57,7 +58,9 @@ def test_the_median_is_of_the_last_fifty() -> None:
     spikes = after([100.0] * WINDOW + [1.0] * (WINDOW // 2 + 1))
     spikes.judge(torch.tensor(1.0))
     assert float(spikes.median) == 1.0
-    assert spikes.state_dict().tolist() == [100.0] * (WINDOW // 2 - 1) + [1.0] * (WINDOW // 2 + 1)
+    assert spikes.state_dict()["spikes"].tolist() == [100.0] * (WINDOW // 2 - 1) + [1.0] * (
+        WINDOW // 2 + 1
+    )
 
 
 def test_warning_never_leaves_a_step_out() -> None:
@@ -75,10 +78,10 @@ def test_a_saved_state_judges_alike() -> None:
     assert torch.equal(first.median, second.median)
 
 
-@pytest.mark.parametrize("state", [[1.0], torch.zeros(WINDOW + 1), torch.zeros(2, 2), None])
+@pytest.mark.parametrize("state", [[1.0], torch.zeros(WINDOW + 1), torch.zeros(2, 2), 3])
 def test_another_state_is_refused(state: Any) -> None:
     with pytest.raises(CheckpointError, match=r"trainer\.on_loss_spike: the saved losses are not"):
-        LossSpikes("skip", 4.0).load_state_dict(state)
+        LossSpikes("skip", 4.0).load_state_dict({"spikes": state})
 
 
 Batch = tuple[Tensor, Tensor]
@@ -99,8 +102,9 @@ def make_trainer(mode: str = "fp32", half: str = "float16", policy: str = "skip"
     ema = Ema({p: masters.master_of(p) for p in model.parameters()}, 0.9)
     return Trainer(
         model, masters, supervised(nn.MSELoss()), precision=precision,
-        scaler=Backoff(init_scale=16.0), ema=ema,
-        spikes=None if policy == "off" else LossSpikes(policy, 10.0),
+        scaler=Backoff(init_scale=16.0),
+        algorithms={"ema": AverageWeights(ema, model)}
+        | ({} if policy == "off" else {"spikes": LossSpikes(policy, 10.0)}),
     )  # fmt: skip
 
 

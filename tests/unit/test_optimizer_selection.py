@@ -63,7 +63,7 @@ def test_muon_gets_the_matrices() -> None:
     assert isinstance(matrices.optimizer, torch.optim.Muon)
     assert [tuple(p.shape) for p in matrices.parameters] == [(256, 64), (256, 256)]
     assert len(rest.parameters) == 4
-    assert list(trainer.schedule) == ["matrices", "rest"]  # type: ignore[arg-type]
+    assert list(trainer.algorithms["schedule"].by_name) == ["matrices", "rest"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from mpframe.optim.step_result import StepResult
 from mpframe.training.callback import Callback
 from mpframe.training.callbacks.curves import Curves
 from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.evaluation import Evaluator
 from mpframe.training.loader import Batch
 from mpframe.training.plan import Plan
 
@@ -69,7 +70,7 @@ class Samples:
 def trained(clock: Clock, throughput: Throughput, plan: Plan) -> Trainer:
     model = nn.Linear(3, 1)
     model, optimizer = Precision().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), plan=plan)
+    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), plan=plan, evaluator=Evaluator())
     # As a run orders them: what counts comes first.
     callbacks = [throughput, Slow(clock), Saving(clock, throughput)]
     trainer.callbacks = {type(own).__name__: own for own in callbacks}

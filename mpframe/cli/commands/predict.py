@@ -28,7 +28,7 @@ says so.
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -147,7 +147,8 @@ def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = No
                 targets=samples.names is None,
             )
             trainer = run.trainer
-            trainer.metrics, trainer.monitor = {"predictions": lambda: predictions}, "loss"
+            written = {"predictions": lambda: predictions}
+            trainer.evaluator = replace(trainer.evaluator, metrics=written, monitor="loss")
             trainer.callbacks = {"bar": bar}
             trainer.evaluate(loader)
     except OSError as error:
@@ -232,7 +233,7 @@ def _no_loss(outputs: Any, targets: Any) -> Tensor:
 
 
 def _text(path: Path, run: Restored, source: str, count: int, out: Path) -> str:
-    precision = run.trainer.eval_precision or run.trainer.precision
+    precision = run.trainer.evaluator.precision or run.trainer.precision
     return (
         f"{path}, step {run.step}: {count} predictions of {source} ({precision} on "
         f"{device_of(run.trainer.model)}, weights {run.weights}); written to {out}"

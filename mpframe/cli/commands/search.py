@@ -184,7 +184,8 @@ def _trained(config: Config, steps: int, seed: int) -> Evaluation:
         trainer.fit(train)
     except DivergedError:
         return Evaluation(math.nan)
-    return trainer.evaluate(val)
+    evaluation: Evaluation = trainer.evaluate(val)
+    return evaluation
 
 
 def _data(config: Config) -> tuple[Task, Loader]:

@@ -27,6 +27,7 @@ from mpframe.config.composition.command_line import checked, compose_named, refu
 from mpframe.config.schema import Config
 from mpframe.console import take_options
 from mpframe.errors import ConfigError
+from mpframe.loss_scaling import NoScaling
 from mpframe.loss_scaling.interface import LossScaler, name_of
 from mpframe.numerics.simulation import as_table, draw, replay
 from mpframe.tracking.amax_record import read_amax
@@ -77,7 +78,7 @@ def _config(name: str, options: list[str]) -> Config:
 
 def _scaler(name: str, config: Config) -> LossScaler:
     scaler = build_scaler(config)
-    if scaler is None:
+    if isinstance(scaler, NoScaling):
         raise ConfigError(f"loss_scaling={name}: has no scale to replay; choose {', '.join(_ALL)}")
     return scaler
 

@@ -25,6 +25,7 @@ from mpframe.numerics.hints import scaling_of
 from mpframe.optim.step_result import StepResult
 from mpframe.training.callback import Callback
 from mpframe.training.loader import Batch
+from mpframe.training.loss_spike import spikes_of
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of, map_tensors
@@ -110,7 +111,8 @@ class Autopsy(Callback):
         self._first_loss = state["first_loss"]
 
     def _reason(self, trainer: Trainer, result: StepResult) -> str | None:
-        if trainer.spikes is not None and bool(trainer.spikes.spiked):
+        spikes = spikes_of(trainer)
+        if spikes is not None and bool(spikes.spiked):
             return None  # Skipped because the loss is high, not because of its format.
         # The loss of an accumulated step is nan if all micro-batches were dropped, for any reason.
         if result.dropped is None and not _finite(result.loss):

@@ -90,10 +90,8 @@ class Subject(PlannedRun):
             )
         )
 
-    def first_scale(self, scaler: LossScaler | None) -> float:
+    def first_scale(self, scaler: LossScaler) -> float:
         """The scale of the first loss; for a scaler that probes, what the probe gives."""
-        if scaler is None:
-            return 1.0
         tried = copy.deepcopy(scaler)
         if wants_probe(tried):
             tried.start_from(torch.tensor(self.gradients.amax))

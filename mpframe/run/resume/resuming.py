@@ -12,6 +12,7 @@ from typing import Any
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
+from mpframe.checkpoint.saved_weights import conversion, rounding
 from mpframe.errors import CheckpointError, MpframeError, RunInterrupted
 from mpframe.files.stored_yaml import parsed
 from mpframe.run.resume.callback_states import restore
@@ -168,8 +169,21 @@ def _apply(
         raise CheckpointError(f"{path}: {said}") from None
 
 
+def load_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Load a trainer's state, and say what another precision makes of it.
+
+    Raises:
+        CheckpointError: the state belongs to another model, optimizer or scaler.
+    """
+    trainer.load_state_dict(state)
+    if state["precision"] != str(trainer.precision):
+        rounded = rounding(trainer.model, state["weights"])
+        scaled = bool(state["scaler"]), bool(trainer.scalers)
+        log.info("%s", conversion(state["precision"], str(trainer.precision), rounded, scaled))
+
+
 def _load(snapshot: Snapshot, trainer: Trainer) -> None:
-    trainer.load_state_dict(snapshot.state["trainer"])
+    load_state(trainer, snapshot.state["trainer"])
     if trainer.world.is_main:
         checkpoint.restore_rng(snapshot.state["rng"])
         return

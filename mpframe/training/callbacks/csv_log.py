@@ -39,7 +39,8 @@ class CsvLog(Callback):
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Open the table, and cut off the rows of steps that a resumed run takes again."""
         global_step = trainer.progress.global_step
-        metrics = [f"{split}_{name}" for split in ("val", "test") for name in trainer.metrics]
+        names = trainer.evaluator.metrics if trainer.evaluator else ()
+        metrics = [f"{split}_{name}" for split in ("val", "test") for name in names]
         columns = [*_COLUMNS, *metrics]
         self._file = MetricsCsv(context.folder, columns, global_step, self._on_error)
         self._pending = bool(global_step) and self._last.get("step") == global_step

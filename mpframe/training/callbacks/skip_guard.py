@@ -6,6 +6,7 @@ from mpframe.errors import DivergedError
 from mpframe.loss_scaling import Static
 from mpframe.optim.step_result import StepResult
 from mpframe.training.callback import Callback
+from mpframe.training.loss_spike import spikes_of
 from mpframe.training.trainer import Trainer
 
 
@@ -62,9 +63,10 @@ class SkipGuard(Callback):
 
 def _cause(trainer: Trainer, result: StepResult) -> str:
     """Why the last step was skipped, and what may help."""
-    if trainer.spikes is not None and bool(trainer.spikes.spiked):
+    spikes = spikes_of(trainer)
+    if spikes is not None and bool(spikes.spiked):
         return (
-            f"the loss stays above {trainer.spikes.factor:g} times the median of the applied "
+            f"the loss stays above {spikes.factor:g} times the median of the applied "
             "steps: lower optimizer.lr, raise trainer.loss_spike_factor, or resume from an older "
             "checkpoint"
         )

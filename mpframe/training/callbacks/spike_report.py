@@ -5,6 +5,7 @@ import logging
 from mpframe.errors import DivergedError
 from mpframe.optim.step_result import StepResult
 from mpframe.training.callback import Callback
+from mpframe.training.loss_spike import spikes_of
 from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ class SpikeReport(Callback):
             DivergedError: the loss is a spike and `trainer.on_loss_spike` is stop; the step was
                 left out.
         """
-        spikes = trainer.spikes
+        spikes = spikes_of(trainer)
         if spikes is None or result.loss is None or not bool(spikes.spiked):
             return
         text = (

@@ -52,7 +52,7 @@ def watched(trainer: Trainer, clock: Clock = time.perf_counter) -> Parts:
     parts = Parts(clock)
     optimizer: Any = trainer.optimizer
     parts.watch(trainer, "_forward", "forward and loss")
-    parts.watch(trainer, "_forward_backward", "backward")
+    parts.watch(trainer._window_of_one, "backward", "backward")
     parts.watch(optimizer.optimizer, "step", "AdamW itself")
     parts.watch(optimizer, "zero_grad", "gradients cleared")
     parts.watch(optimizer, "collect_step_grads", "gradients collected, the largest one")
