@@ -1,7 +1,7 @@
 """What precision does to your numbers: observed, explained, searched and simulated.
 
     ranges      how large the numbers of every layer are: ranges, exponents, range_record,
-                range_watch (the callback), range_pictures, gradient_picture
+                range_watch (the callback), range_pictures
     noise       what quantisation takes from each operand: product_noise, noise_picture
     autopsy/    why a step failed, found by replaying it
     doctor/     what will go wrong, before training

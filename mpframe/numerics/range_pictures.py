@@ -3,14 +3,13 @@
 The colour of a cell is the share of a layer's values with that exponent, on a logarithmic scale
 from one in a million to all. The lines are the limits of the half format at the loss scale: below
 the first a value is lost, below the second it keeps fewer bits, above the third it is inf. Values
-in fp32 do not meet these limits, so their layers have no lines. Where products are quantised below
-16 bits, weights and gradients of outputs have two more, at the scales of the step.
+in fp32 do not meet these limits, so their layers have no lines.
 
 TensorBoard first shows a picture a few hundred pixels wide, so they are small, with few words and
 large letters.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,7 @@ LEAST = 1e-6
 _EXPONENT = "exponent, floor(log2 |x|)"
 
 
-def draw_layers(
-    ranges: Ranges,
-    kind: str,
-    half: torch.dtype,
-    path: Path,
-    products: Mapping[str, tuple[float, float]] | None = None,
-) -> bool:
+def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> bool:
     """One kind of a report: a row for each layer, with its name and its share of zeros.
 
     Args:
@@ -40,7 +33,6 @@ def draw_layers(
         kind: one of KINDS.
         half: the format whose limits are drawn.
         path: where the PNG goes.
-        products: by layer, the limits of its products (`product_limits`).
 
     Returns:
         False, and no picture, if the report has no value of this kind.
@@ -65,9 +57,7 @@ def draw_layers(
     axes.set_yticks(range(len(names)), labels, fontsize=letters, fontfamily="monospace")
     if in_half.any():
         _draw_limits(axes, half, scale, np.flatnonzero(in_half), (low - 0.5, high + 0.5))
-    _draw_products(axes, [(products or {}).get(name) for name in names])
-    says = "\nmagenta: lost and largest in products" if products else ""
-    axes.set_xlabel(f"{_EXPONENT}; % = zeros{says}")
+    axes.set_xlabel(f"{_EXPONENT}; % = zeros")
     axes.set_title(
         _title(f"{_words(kind)}, step {ranges.step}", half, kind, ranges, in_half), pad=34
     )
@@ -130,15 +120,6 @@ def _draw_limits(
     for says, at, side in (*words, ("inf", largest, "left")):
         if window[0] <= at <= window[1]:
             axes.text(at, -0.6, says, ha=side, va="bottom", fontsize=11)
-
-
-def _draw_products(axes: Any, limits: Sequence[tuple[float, float] | None]) -> None:
-    """What quantised operands lose and hold: two lines through each such row that is in sight."""
-    left, right = axes.get_xlim()
-    for row, pair in enumerate(limits):
-        for limit, style in zip(pair or (), ("dotted", "solid"), strict=False):
-            if left <= limit - 0.5 <= right:
-                axes.vlines(limit - 0.5, row - 0.5, row + 0.5, "magenta", style, lw=1.6)
 
 
 def _in_half(ranges: Ranges, kind: str) -> Any:

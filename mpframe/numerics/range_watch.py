@@ -19,7 +19,6 @@ import torch
 from mpframe.numerics import product_noise
 from mpframe.numerics.exponents import HIGHEST, LOWEST, Limits
 from mpframe.numerics.noise_picture import draw_noises
-from mpframe.numerics.product_limits import product_limits
 from mpframe.numerics.product_noise import NoiseRecord, Noises, ProductProbe
 from mpframe.numerics.range_pictures import draw_layers, draw_time
 from mpframe.numerics.range_record import FOLDER, RangeRecord, read_ranges
@@ -166,8 +165,7 @@ class RangeWatch(Callback):
         reports = read_ranges(self._folder)
         for kind in KINDS:
             path = folder / f"{kind}.png"
-            limits = product_limits(self._noises, self._policy, kind, last.scale)
-            if not draw_layers(last, kind, self._half, path, limits):
+            if not draw_layers(last, kind, self._half, path):
                 continue
             self._tracker.image(f"numerics/{kind}/layers_by_exponent", path.read_bytes(), step)
             self._histograms(kind, step)

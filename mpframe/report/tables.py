@@ -7,12 +7,12 @@ left out. No table has more columns than fit on a page of 800 pixels.
 from collections.abc import Callable, Sequence
 
 from mpframe.report.groups import NO_RECIPE, RunGroup, Span
-from mpframe.report.recipes import RATES, bits_of, is_narrow, recipe_of, saturated, time_on
 from mpframe.report.records import Record
 from mpframe.tracking.summary import Summary
 
 Table = list[list[str]]
 Number = Callable[[Summary], float | None]
+_SATURATED = "numerics/products/saturated/"
 NO_SPREAD = "one seed,\nno spread"
 NOTES = (
     "Numbers are means over the n finished runs of a group, then the lowest and the highest. The "
@@ -28,20 +28,10 @@ COST_NOTES = (
     "process, which all jobs of a sweep share: there only its growth is meaningful.",
 )
 
-_PUBLISHED = "; ".join(
-    f"{gpu}: {', '.join(f'{kind} {rate:g} x' for kind, rate in rates.items())}"
-    for gpu, rates in RATES.items()
-)
 RECIPE_NOTES = (
-    "The gap is that of the validation loss to the runs with products in half and otherwise equal "
-    "options. Saturated is the largest share, in one operand, of values beyond the format's range, "
-    "at the last report of numerics=on.",
-    "Times and bits are calculated, not measured. A time is that of the products alone, relative "
-    f"to bf16, at the dense peak rates that NVIDIA publishes ({_PUBLISHED} bf16); 1 means that the "
-    "GPU has no instructions for them. Only what a recipe takes gets faster: norms, softmax, the "
-    "optimizer and layers in half take as long as before, and to quantise takes time as well. Bits "
-    "are those of an operand's value with its share of the scale, where bf16 has 16; weights and "
-    "masters are stored as before.",
+    "The gap compares the validation loss with runs whose products are in half and whose other "
+    "options are equal. Saturated is the largest share of values beyond the format's range in any "
+    "operand, at the last report of numerics=on.",
 )
 
 
@@ -89,26 +79,29 @@ def recipes(groups: Sequence[RunGroup]) -> Table:
     """Products below 16 bits: a row for each group, after the head; empty if none has them."""
     if all(group.products == NO_RECIPE for group in groups):
         return []
-    calculated = [*(f"{gpu} time" for gpu in RATES), "bits"]
-    head = ["precision, scaling", "n", "loss gap to none", "saturated", *calculated]
+    head = ["precision, scaling", "n", "loss gap to none", "saturated"]
     rows = [
         [
             _shown(group),
             _count(group),
             _gap(group, _val_loss, group.in_half, "none"),
-            _spread(saturated(group.runs), ".2%"),
-            *_calculated(group),
+            _spread(_saturated(group.runs), ".2%"),
         ]
         for group in groups
     ]
     return _without_empty([head, *rows])
 
 
-def _calculated(group: RunGroup) -> list[str]:
-    recipe = recipe_of(group)
-    if recipe is None or not is_narrow(recipe):
-        return [""] * (len(RATES) + 1)
-    return [*(f"{time_on(gpu, recipe):.2f}" for gpu in RATES), f"{bits_of(recipe):.2f}"]
+def _saturated(runs: Sequence[Record]) -> Span | None:
+    """Over the runs, the largest share of saturated values of an operand in the last report."""
+    return Span.of(_largest_saturated(run) for run in runs if run.finished)
+
+
+def _largest_saturated(run: Record) -> float | None:
+    curves = [curve for tag, curve in run.curves.items() if tag.startswith(_SATURATED)]
+    last = [curve[-1] for curve in curves if curve]
+    step = max((step for step, _ in last), default=None)
+    return max((value for at, value in last if at == step), default=None)
 
 
 def unfinished(groups: Sequence[RunGroup]) -> Table:
@@ -149,10 +142,6 @@ def _shown(group: RunGroup) -> str:
 def _named(run: Record, *more: str) -> str:
     seed = run.summary.seed if run.summary else run.options.get("seed", "unknown")
     return _lines(run.name, ", ".join([f"seed {seed}", *more]))
-
-
-def _where(done: Summary | None) -> list[str]:
-    return [done.device, f"torch {done.torch}"] if done else []
 
 
 def _numbers(done: Summary | None) -> list[str]:

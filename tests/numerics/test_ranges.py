@@ -240,21 +240,6 @@ def test_only_layers_in_half_are_drawn_against_its_limits(drawn: list[Any], tmp_
     assert [text.get_text() for text in axes.texts] == ["lost", "fewer\nbits", "inf"]
 
 
-def test_limits_of_products_go_through_their_rows(drawn: list[Any], tmp_path: Path) -> None:
-    ranges = made(7, layers=3)
-    limits = {ranges.layers[1]: (-20.0, 2.0), ranges.layers[2]: (-300.0, 1.0)}  # one out of sight
-    draw_layers(ranges, "weights", torch.bfloat16, tmp_path, limits)
-    (axes,) = drawn
-    lines = [own for own in axes.collections if tuple(own.get_color()[0][:3]) == (1.0, 0.0, 1.0)]
-    segments = [own.get_segments()[0].tolist() for own in lines]
-    assert segments == [
-        [[-20.5, 0.5], [-20.5, 1.5]],
-        [[1.5, 0.5], [1.5, 1.5]],
-        [[0.5, 1.5], [0.5, 2.5]],
-    ]
-    assert axes.get_xlabel().endswith("\nmagenta: lost and largest in products")
-
-
 def test_a_layer_in_fp32_has_no_limits_over_time(drawn: list[Any], tmp_path: Path) -> None:
     ranges = made(7)
     for layer, lines in zip(ranges.layers, (3, 0), strict=True):

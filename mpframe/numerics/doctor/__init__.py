@@ -7,22 +7,18 @@ numerics/hints.py, which compute nothing: each run reports them.
     numbers    eps, learning rate, betas in the optimizer's format
     weights    their range in half, and the format they were trained in
     scaling    does the first step overflow, and at which scale does it not
-    ops        BCELoss, norms, dimensions
+    ops        norms, dimensions
     products   what quantisation below 16 bits takes from the first batch
-    speed      emulation, waits for the data
+    speed      emulation
 """
 
 from collections.abc import Callable, Iterable
 
 from mpframe.numerics.doctor.numbers import check_masters, check_numbers
-from mpframe.numerics.doctor.ops import (
-    check_binary_cross_entropy,
-    check_dimensions,
-    check_norms,
-)
+from mpframe.numerics.doctor.ops import check_dimensions, check_norms
 from mpframe.numerics.doctor.products import check_products
 from mpframe.numerics.doctor.scaling import check_overflow, check_small_scale
-from mpframe.numerics.doctor.speed import check_emulation, check_loading
+from mpframe.numerics.doctor.speed import check_emulation
 from mpframe.numerics.doctor.subject import Subject
 from mpframe.numerics.doctor.weights import (
     check_small_weights,
@@ -42,12 +38,10 @@ CHECKS: tuple[Check, ...] = (
     check_training_format,
     check_overflow,
     check_small_scale,
-    check_binary_cross_entropy,
     check_norms,
     check_dimensions,
     check_products,
     check_emulation,
-    check_loading,
 )
 
 __all__ = ["CHECKS", "Finding", "Severity", "Subject", "examine"]

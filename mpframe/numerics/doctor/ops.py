@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 
-import torch
-
 from mpframe.numerics.doctor.subject import Subject
-from mpframe.numerics.hints import Finding, error, few, note, warning
+from mpframe.numerics.hints import Finding, few, note, warning
 from mpframe.numerics.remedies import deny_words, pin_words
 from mpframe.precision.dtype_map import Row
 from mpframe.precision.module_ops import op_of
@@ -19,24 +17,6 @@ NORMS = (
     "rms_norm",
 )
 _TILE = 8  # half values that a tensor core takes at once: 16 bytes
-
-
-def check_binary_cross_entropy(subject: Subject) -> Iterator[Finding]:
-    """A BCELoss of half probabilities: half has no number between 1 - 2^-11 and 1."""
-    half = subject.half
-    if half is None:
-        return
-    given = [values for values in subject.dry_run.probabilities if _rounded_to(half, values)]
-    if given:
-        seen = given[0].dtype == half
-        fix = ("ops=default",) if subject.policy.ops.empty else ()
-        ops = "binary_cross_entropy,sigmoid" if seen else "sigmoid"
-        text = (
-            f"binary_cross_entropy: its probabilities are {subject.policy.half} numbers, none of "
-            f"them between {1 - torch.finfo(half).eps / 2:g} and 1; use BCEWithLogitsLoss, or"
-        )
-        make = error if seen else warning
-        yield make(f"{text} compute in fp32", *fix, f"ops.deny+=[{ops}]")
 
 
 def check_norms(subject: Subject) -> Iterator[Finding]:
@@ -88,11 +68,6 @@ def _op(subject: Subject, row: Row) -> str:
 def _sizes(subject: Subject, row: Row) -> list[int]:
     module = subject.trainer.model.get_submodule(row.module)
     return [size for p in module.parameters(recurse=False) if p.ndim >= 2 for size in p.shape[:2]]
-
-
-def _rounded_to(half: torch.dtype, values: torch.Tensor) -> bool:
-    wide = values.float()
-    return values.dtype == half or torch.equal(wide, wide.to(half).float())
 
 
 def _unlisted(subject: Subject, norms: list[tuple[Row, str]]) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from mpframe.loss_scaling.interface import LossScaler, wants_probe
 from mpframe.numerics.autopsy.callback import floors_of
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.diagnosis import Diagnosis, diagnose
-from mpframe.numerics.doctor.dry_run import DryRun, dry_run
 from mpframe.numerics.exponents import ExponentHistogram
 from mpframe.numerics.hints import PlannedRun
 from mpframe.precision.dtype_map import Row
@@ -98,8 +97,3 @@ class Subject(PlannedRun):
         if wants_probe(tried):
             tried.start_from(torch.tensor(self.gradients.amax))
         return float(tried.scale)
-
-    @cached_property
-    def dry_run(self) -> DryRun:
-        """The forward pass of the first batch, in the run's precision."""
-        return dry_run(self.trainer, self.batch)
