@@ -16,8 +16,9 @@ from mpframe.report.tables import (
     results,
     unfinished,
 )
+from mpframe.table import markdown
 
-_MARKUP = re.compile(r"([\\`*_{}\[\]<>#|~!&])")
+_MARKUP = re.compile(r"([\\`*_{}\[\]<>#~!&])")
 
 
 def as_markdown(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
@@ -48,9 +49,7 @@ def as_markdown(title: str, groups: Sequence[RunGroup], records: Sequence[Record
 
 
 def _table(table: Table) -> str:
-    head, *rows = [[_in_one_line(cell) for cell in row] for row in table]
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown([[_in_one_line(cell) for cell in row] for row in table])
 
 
 def _in_one_line(cell: str) -> str:

@@ -15,6 +15,7 @@ from mpframe.errors import printable
 from mpframe.files.durable import write_atomically
 from mpframe.files.turns import turn_in
 from mpframe.report.sweep_jobs import COLUMNS, JobRow, find_jobs
+from mpframe.table import aligned, markdown
 from mpframe.tracking.summary import Status
 
 # In the readable table these are told by the cell of another column.
@@ -34,7 +35,9 @@ def write_table(folder: Path) -> list[JobRow]:
         if jobs:
             write_atomically(folder / "sweep.csv", _csv(jobs))
             title, rows = _readable(jobs)
-            write_atomically(folder / "sweep.md", title + _markdown(rows) + _reasons(jobs, "\n- "))
+            write_atomically(
+                folder / "sweep.md", title + markdown(rows) + "\n" + _reasons(jobs, "\n- ")
+            )
     return jobs
 
 
@@ -47,7 +50,7 @@ def as_text(folder: Path, jobs: Sequence[JobRow], planned: int = 0) -> str:
     never = f", {missing} never began" if missing else ""
     last = f"{finished} of {len(jobs) + missing} jobs finished{never}; "
     last += f"this table: {where} and sweep.csv beside it"
-    return f"\n{title}{_aligned(rows)}\n{_reasons(jobs, '')}{last}"
+    return f"\n{title}{aligned(rows)}\n{_reasons(jobs, '')}{last}"
 
 
 def _csv(jobs: Sequence[JobRow]) -> str:
@@ -123,15 +126,3 @@ def _rounded(value: Any) -> str:
     if isinstance(value, dict):
         return " ".join(f"{name} {_rounded(own)}" for name, own in value.items())
     return printable(str(value))
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    lines = [head, ["---"] * len(head), *body]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -226,7 +226,7 @@ def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "sweep.md").read_text().splitlines()[2:5] == [
         "| job | overrides | mode | scaling | val metric | val loss | best "
         "| skipped steps | final scale | seconds | status |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "|" + "---|" * 11,
         "| 0 | dtype=fp32 | fp32 | none | accuracy 0.9733 | 0.1235 | 0.9811 at step 80 "
         "| 2 |  | 12.35 | finished |",
     ]

@@ -17,6 +17,7 @@ from mpframe.numerics.autopsy.saturation import Saturation
 from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
 from mpframe.numerics.remedies import deny_words, pin_words
 from mpframe.precision.policy import NO_PRODUCTS
+from mpframe.table import markdown
 
 _FEW = 8
 
@@ -45,9 +46,7 @@ class Report:
     def markdown(self) -> str:
         """As Markdown, with the replays."""
         facts = [f"- **{word}**: {sentence}" for word, sentence in self.facts]
-        head, *rows = (f"| {' | '.join(row)} |" for row in self.replays)
-        rule = "|" + "---|" * len(self.replays[0])
-        table = ["The replays of the step (no weight changed):", "", head, rule, *rows]
+        table = ["The replays of the step (no weight changed):", "", markdown(self.replays)]
         return "\n".join([f"# {self.title}", "", *facts, "", *table, ""])
 
 
