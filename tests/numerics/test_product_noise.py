@@ -11,9 +11,16 @@ from torch import Tensor, nn
 
 from mpframe import Precision
 from mpframe.numerics.noise_picture import draw_noises
-from mpframe.numerics.product_noise import NAMES, WITHOUT_WEIGHT, NoiseRecord, ProductProbe
+from mpframe.numerics.product_noise import (
+    NAMES,
+    WITHOUT_WEIGHT,
+    Noise,
+    NoiseRecord,
+    ProductProbe,
+    merged,
+)
 from mpframe.precision.products.formats import FORMATS
-from mpframe.precision.products.noise import Noise, measured, merged
+from mpframe.precision.products.noise import count_noise
 from mpframe.precision.products.recipe import Recipe, shipped
 from mpframe.precision.products.scaling import Axes, Quantization, quantize
 
@@ -31,7 +38,7 @@ HOWS = {
 
 def of(values: Tensor, how: Quantization, known: Tensor | None = None) -> tuple[Noise, Tensor]:
     quantized = quantize(values, ROWS, how, known_amax=known)
-    return Noise.of(measured(values, quantized, ROWS, how, known).tolist()), quantized
+    return Noise.of(count_noise(values, quantized, ROWS, how, known).tolist()), quantized
 
 
 @pytest.mark.parametrize("name", HOWS)
@@ -88,7 +95,7 @@ def test_rows_of_two_parts_are_that_of_the_whole() -> None:
     torch.manual_seed(0)
     values, how = torch.randn(8, 64), HOWS["mxfp8"]
     rows = [
-        measured(part, quantize(part, ROWS, how), ROWS, how)
+        count_noise(part, quantize(part, ROWS, how), ROWS, how)
         for part in (values, values[:3], values[3:])
     ]
     torch.testing.assert_close(merged(*rows[1:]), rows[0], rtol=1e-12, atol=0)

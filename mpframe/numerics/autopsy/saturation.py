@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.replay import Setting, replay
-from mpframe.numerics.product_noise import ProductProbe
-from mpframe.precision.products.noise import Noise
+from mpframe.numerics.product_noise import Noise, ProductProbe
 
 _LEAST_SIGNAL = 10.0  # decibels: the noise has a tenth of the signal's energy
 

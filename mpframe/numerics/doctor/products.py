@@ -10,11 +10,10 @@ import torch
 
 from mpframe.numerics.doctor.subject import Subject
 from mpframe.numerics.hints import Finding, few, note, warning
-from mpframe.numerics.product_noise import WITHOUT_WEIGHT, Noises, ProductProbe
+from mpframe.numerics.product_noise import WITHOUT_WEIGHT, Noise, Noises, ProductProbe
 from mpframe.numerics.remedies import pin_words
 from mpframe.objectives import compute
 from mpframe.precision.policy import NO_PRODUCTS
-from mpframe.precision.products.noise import Noise
 from mpframe.precision.undisturbed import undisturbed
 
 _LEAST_DB = 10.0
