@@ -144,7 +144,7 @@ def test_a_product_without_a_weight_has_a_row_of_its_own() -> None:
 
 
 def test_the_record_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
-    path, noise = tmp_path / "numerics" / "products.csv", Noise(10, 31.5, 0.1, 0.2, 2.0, -1.0)
+    path, noise = tmp_path / "numerics" / "products.csv", Noise(10, 31.5, 0.1, 0.2, 3.0)
     record = NoiseRecord(path)
     for step in (5, 10, 15):
         record.add(step, {("head", "dw.x"): noise, ("a,b", "dx.w"): noise})
