@@ -32,7 +32,7 @@ FIELDS = (
     "over",
     "amax",
 )
-"""The numbers before the bins in a row of `measured`."""
+"""The numbers before the bins in a row of `count_exponents`."""
 WIDTH = len(FIELDS) + BINS
 
 
@@ -57,7 +57,7 @@ class Limits:
         return cls(info.smallest_normal * info.eps / 2, info.smallest_normal, info.max)
 
 
-def measured(
+def count_exponents(
     values: Tensor, limits: Limits, scale: Tensor | float = 1.0, held_at: Tensor | float = 1.0
 ) -> Tensor:
     """Count a tensor's magnitudes.
@@ -78,7 +78,7 @@ def measured(
     values = values.detach().reshape(-1)
     if values.device.type == "cpu" and values.element_size() > 2 and values.numel() > _PART:
         parts = torch.split(values, _PART)
-        return added([measured(part, limits, scale, held_at) for part in parts])
+        return add_rows([count_exponents(part, limits, scale, held_at) for part in parts])
     magnitudes, counts = _different(values)
     wide = magnitudes.float() if _is_one(held_at) else magnitudes.float() / held_at
 
@@ -145,7 +145,7 @@ def _tally(numbers: Tensor, size: int, counts: Tensor | None = None) -> Tensor:
     return total.scatter_add_(0, numbers.long(), ones)
 
 
-def added(rows: list[Tensor]) -> Tensor:
+def add_rows(rows: list[Tensor]) -> Tensor:
     """One row for several tensors: counts add up, `amax` is the largest."""
     stacked = torch.stack(rows)
     total = stacked.sum(dim=0)

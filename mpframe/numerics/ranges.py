@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from mpframe.numerics.exponents import FIELDS, WIDTH, Limits, added, measured
+from mpframe.numerics.exponents import FIELDS, WIDTH, Limits, add_rows, count_exponents
 from mpframe.training.trainer import Trainer
 from mpframe.tree import device_of, tensors_in
 
@@ -42,7 +42,7 @@ class Ranges:
         step: global step.
         scale: its loss scale.
         layers: names of modules.
-        rows: [kinds, layers, WIDTH] of `exponents.measured`; count 0 if a layer has none.
+        rows: [kinds, layers, WIDTH] of `count_exponents`; count 0 if a layer has none.
         rounded_away: [layers], weights whose update half would have rounded away.
         in_half: [kinds, layers], whether the values were in a 16-bit format.
     """
@@ -55,7 +55,7 @@ class Ranges:
     in_half: npt.NDArray[np.bool_]
 
     def field(self, kind: str, name: str) -> Counts:
-        """[layers]: a field of `exponents.FIELDS`."""
+        """[layers]: a field of `FIELDS`."""
         column: Counts = self.rows[KINDS.index(kind), :, FIELDS.index(name)]
         return column
 
@@ -182,11 +182,11 @@ class RangeProbe:
         values = values.coalesce().values() if values.is_sparse else values
         scale = self._scale() if kind in SCALED else 1.0
         with torch._C.DisableTorchFunction():  # A hook of a module runs in its casts, op by op.
-            self._add(kind, layer, measured(values, self._limits, scale, held_at=scale))
+            self._add(kind, layer, count_exponents(values, self._limits, scale, held_at=scale))
 
     def _add(self, kind: str, layer: str, row: Tensor) -> None:
         known = self._rows.get((kind, layer))
-        self._rows[kind, layer] = row if known is None else added([known, row])
+        self._rows[kind, layer] = row if known is None else add_rows([known, row])
 
     @torch.no_grad()
     def _measure_weights(self) -> dict[str, Tensor]:
