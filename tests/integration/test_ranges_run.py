@@ -7,8 +7,7 @@ from conftest import StartRun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpframe.numerics.product_noise import NAMES
-from mpframe.numerics.range_record import read_ranges
-from mpframe.numerics.ranges import KINDS
+from mpframe.numerics.ranges import KINDS, read_ranges
 
 OPTIONS = ("numerics=on", "numerics.every=5", "model=mlp", "numerics.layers=[head,hidden1.linear]")
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mpframe.numerics.exponents import (
+from mpframe.numerics.ranges import (
     BINS,
     FIELDS,
     HIGHEST,

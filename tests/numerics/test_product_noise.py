@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import Precision
-from mpframe.numerics.noise_picture import draw_noises
+from mpframe.numerics.pictures import draw_noises
 from mpframe.numerics.product_noise import (
     NAMES,
     WITHOUT_WEIGHT,

@@ -15,9 +15,8 @@ from mpframe.checkpoint import rng_state
 from mpframe.checkpoint.snapshot import Snapshot
 from mpframe.distributed.world import World
 from mpframe.errors import ConfigError
-from mpframe.numerics.autopsy.case import Case
-from mpframe.numerics.autopsy.replay import Setting, replay
-from mpframe.numerics.doctor.products import noises_of
+from mpframe.numerics.autopsy.replay import Case, Setting, replay
+from mpframe.numerics.doctor.checks import noises_of
 from mpframe.numerics.doctor.subject import Subject
 from mpframe.objectives import supervised
 from mpframe.precision.products.formats import FORMATS

@@ -16,11 +16,18 @@ from vocabulary import CalledOps
 from mpframe import Backoff, Precision, Trainer
 from mpframe.errors import DataError
 from mpframe.numerics import range_pictures
-from mpframe.numerics.exponents import FIELDS, Limits
-from mpframe.numerics.range_pictures import draw_layers, draw_time
-from mpframe.numerics.range_record import FOLDER, RangeRecord, read_ranges
+from mpframe.numerics.pictures import draw_layers, draw_time
 from mpframe.numerics.range_watch import RangeWatch
-from mpframe.numerics.ranges import KINDS, RangeProbe, Ranges
+from mpframe.numerics.ranges import (
+    FIELDS,
+    FOLDER,
+    KINDS,
+    Limits,
+    RangeProbe,
+    RangeRecord,
+    Ranges,
+    read_ranges,
+)
 from mpframe.objectives import supervised
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.loader import Batch

@@ -15,8 +15,7 @@ import yaml
 
 from mpframe.errors import MpframeError
 from mpframe.files.durable import write_atomically
-from mpframe.report.sweep_jobs import COLUMNS, find_jobs
-from mpframe.report.sweep_table import as_text, write_table
+from mpframe.report.sweep import COLUMNS, as_text, find_jobs, write_table
 from mpframe.tracking.summary import Status, Summary
 
 SUMMARY = Summary(

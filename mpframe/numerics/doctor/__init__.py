@@ -14,17 +14,20 @@ numerics/hints.py, which compute nothing: each run reports them.
 
 from collections.abc import Callable, Iterable
 
-from mpframe.numerics.doctor.numbers import check_masters, check_numbers
-from mpframe.numerics.doctor.ops import check_dimensions, check_norms
-from mpframe.numerics.doctor.products import check_products
-from mpframe.numerics.doctor.scaling import check_overflow, check_small_scale
-from mpframe.numerics.doctor.speed import check_emulation
-from mpframe.numerics.doctor.subject import Subject
-from mpframe.numerics.doctor.weights import (
+from mpframe.numerics.doctor.checks import (
+    check_dimensions,
+    check_emulation,
+    check_masters,
+    check_norms,
+    check_numbers,
+    check_overflow,
+    check_products,
+    check_small_scale,
     check_small_weights,
     check_training_format,
     check_weight_range,
 )
+from mpframe.numerics.doctor.subject import Subject
 from mpframe.numerics.hints import HINTS, Finding, Severity, findings_of
 
 Check = Callable[[Subject], Iterable[Finding]]

@@ -1,14 +1,12 @@
-"""Pictures of ranges: layers over exponents, and exponents over time.
+"""What all pictures of numerics share: how they are made, named and saved.
 
-The colour of a cell is the share of a layer's values with that exponent, on a logarithmic scale
-from one in a million to all. The lines are the limits of the half format at the loss scale: below
-the first a value is lost, below the second it keeps fewer bits, above the third it is inf. Values
-in fp32 do not meet these limits, so their layers have no lines.
+Pictures of ranges: layers over exponents, and exponents over time.
 
-TensorBoard first shows a picture a few hundred pixels wide, so they are small, with few words and
-large letters.
+A picture of quantisation: signal to noise of every operand of every layer, in decibels.
 """
 
+import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpframe.numerics.exponents import HIGHEST, LOWEST, Limits
-from mpframe.numerics.picture import new_figure, save, short
-from mpframe.numerics.ranges import KINDS, SCALED, Counts, Ranges
+from mpframe.files.durable import write_atomically
+from mpframe.numerics.product_noise import NAMES, Noises
+from mpframe.numerics.ranges import HIGHEST, KINDS, LOWEST, SCALED, Counts, Limits, Ranges
 from mpframe.tree import dtype_name
+
+_DPI = 100
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches."""
+    from matplotlib.figure import Figure  # Imported late: it takes half a second.
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def short(name: str) -> str:
+    """The end of a layer's name, at most 20 letters."""
+    return name if len(name) <= 20 else "…" + name[-19:]
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a PNG, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=_DPI)
+    write_atomically(path, png.getvalue())
+
 
 LEAST = 1e-6
 _EXPONENT = "exponent, floor(log2 |x|)"
@@ -183,3 +204,31 @@ def _window(shares: Counts, half: torch.dtype, scale: float, limited: bool) -> t
 def _every(values: Sequence[int], step: int) -> tuple[list[int], list[str]]:
     at = list(range(0, len(values), step))
     return at, [str(values[index]) for index in at]
+
+
+_LIMITS = 0.0, 60.0  # dB: noise as large as the signal, and 10 bits
+
+
+def draw_noises(noises: Noises, step: int, path: Path) -> None:
+    """Draw one report.
+
+    Args:
+        noises: of the step; not empty.
+        step: for the title.
+        path: where the PNG goes.
+    """
+    layers = list(dict.fromkeys(layer for layer, _ in noises))
+    shown = np.full((len(layers), len(NAMES)), np.nan)
+    for (layer, operand), noise in noises.items():
+        shown[layers.index(layer), NAMES.index(operand)] = noise.snr_db
+    figure = new_figure(width=6.6, height=max(3.4, 1.4 + 0.26 * len(layers)))
+    axes = figure.subplots()
+    image = axes.imshow(shown, aspect="auto", cmap="RdYlGn", vmin=_LIMITS[0], vmax=_LIMITS[1])
+    axes.set_xticks(range(len(NAMES)), [n.replace(".", "\n") for n in NAMES], fontsize=11)
+    axes.set_yticks(range(len(layers)), [short(name) for name in layers], fontsize=11)
+    for (row, column), decibels in np.ndenumerate(shown):
+        if not math.isnan(decibels):
+            axes.text(column, row, f"{decibels:.0f}", ha="center", va="center", fontsize=11)
+    axes.set_title(f"signal to noise of quantised operands, step {step}", fontsize=12)
+    figure.colorbar(image, ax=axes, pad=0.01).set_label("dB", fontsize=12)
+    save(figure, path)
