@@ -1,8 +1,16 @@
-"""What all pictures of numerics share: how they are made, named and saved.
+"""Pictures of ranges and of quantisation noise.
 
-Pictures of ranges: layers over exponents, and exponents over time.
+Ranges: layers over exponents, and exponents over time. The colour of a cell is the share of a
+layer's values with that exponent, on a logarithmic scale from one in a million to all. The lines
+are the limits of the half format at the loss scale: below the first a value is lost, below the
+second it keeps fewer bits, above the third it is inf. Values in fp32 do not meet these limits, so
+their layers have no lines.
 
-A picture of quantisation: signal to noise of every operand of every layer, in decibels.
+Noise: signal to noise of every operand of every layer, in decibels. A row is a layer, a column an
+operand of a product. Six decibels are one bit. Operands that stay in half are empty.
+
+TensorBoard first shows a picture a few hundred pixels wide, so they are small, with few words and
+large letters.
 """
 
 import io

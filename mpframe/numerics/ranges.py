@@ -1,20 +1,27 @@
-"""The ranges of one training step: how large the numbers of every layer are, in five kinds.
+"""How large the numbers of every layer are in one step: counts by exponent, in five kinds.
 
     weights                as stored
     activations            outputs of leaf modules, as computed
     activation_gradients   dL/d(output), as the backward pass gave them, divided by the scale s
-    gradients              dL/dw, likewise
+    gradients              dL/dw, also divided by s
     updates                master after the step minus master before it
+
+The exponent of x is floor(log2 |x|), for x other than 0. A half format with smallest normal number
+2^e, f bits behind the point and largest number M meets a scaled value y = s x. If |y| <= 2^(e-f-1),
+half its smallest number, y becomes 0 (a tie goes to the even number, zero). Below 2^e the format
+keeps fewer bits of y than it has. Above M it cannot hold y.
 
 The half format holds gradients multiplied by s, so for gradients its limits are log2(s) lower. A
 value that half has already rounded to zero counts as a zero, because nobody can tell the two apart.
 An update is `rounded_away` if a weight without a master, stored in half, would not change.
 
-Everything is counted on the device while the step runs; one transfer brings it to the host.
+Everything is counted in fp32 on the device while the step runs; one transfer brings it to the host.
+`RangeRecord` appends each report to a file of the run's folder:
 
-How large the values of a tensor are: a count for each power of two, and for each half limit.
+    numerics/ranges.bin    { length (8 bytes), zlib of a JSON line and float64 numbers } ...
 
-The reports of a run's ranges, in one file of its folder.
+When the file is opened again, a report that a kill cut short is dropped, and so are the reports of
+steps that a resumed run repeats.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""The report as one HTML file: no scripts, no addresses, all pictures inside.
+"""The report as one HTML file that loads nothing, with its curves, and as Markdown.
 
 Text from runs goes through `escape`; a content security policy forbids the page to load anything,
-in case that ever fails.
+in case that ever fails. In Markdown it can neither end a cell nor start markup.
 
-The report's tables as Markdown; text from runs can neither end a cell nor start markup.
-
-The runs' curves in one picture: losses, every metric, loss scale, skipped steps.
+The curves are one picture: losses, every metric, loss scale, skipped steps. Each group has one
+colour and one dash pattern, because the lines of two modes often coincide. There is a line for each
+run. Text and axes take the reader's colour scheme, light or dark.
 """
 
 import base64
@@ -38,8 +38,8 @@ _METRIC = re.compile(metric_tag("(.+)"))
 _DASHES = ("-", (0, (6, 3)), (3, (2, 3)), (0, (7, 2, 1, 2)), (0, (3, 5)), (2, (1, 2)), (0, (9, 5)))
 _MOST_METRICS = 12  # the first by name
 _MOST_POINTS = 300  # a panel is about 400 pixels wide
-_LONG = 55  # letters; if a label has more, the legend has one column
-_FEW = 40  # points; if a curve has no more, each is marked
+_LONG_LABEL = 55  # letters; if a label has more, the legend has one column
+_FEW_POINTS = 40  # points; if a curve has no more, each is marked
 _INK = "#010203"  # stands for the reader's text colour until the picture is written
 _COLOURED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 _SCHEME = (
@@ -68,7 +68,7 @@ def draw(groups: Sequence[RunGroup]) -> bytes:
             _panel(axes, tag, title, groups)
         handles = [_line(number) for number, _ in enumerate(groups)]
         labels = [_plain(f"{group.label}, n {len(group.runs)}") for group in groups]
-        columns = 2 if max(map(len, labels)) < _LONG else 1
+        columns = 2 if max(map(len, labels)) < _LONG_LABEL else 1
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
         text = io.BytesIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
@@ -113,7 +113,7 @@ def _panel(axes: Any, tag: str, title: str, groups: Sequence[RunGroup]) -> None:
 def _plot(axes: Any, curve: Curve, run: Record, number: int) -> None:
     thinned = _thinned(curve)
     steps, values = [step for step, _ in thinned], [value for _, value in thinned]
-    style = _style(number) | {"marker": "." if len(curve) <= _FEW else ""}
+    style = _style(number) | {"marker": "." if len(curve) <= _FEW_POINTS else ""}
     axes.plot(steps, values, linewidth=1.3, alpha=0.85, markersize=4, **style)
     if not run.finished and steps:
         axes.plot(steps[-1], values[-1], "x", color=style["color"], markersize=8)
@@ -304,22 +304,22 @@ def as_markdown(title: str, groups: Sequence[RunGroup], records: Sequence[Record
     pictures = [f"{record.name}: {name}" for record in records for name, _ in record.pictures]
     parts = [
         f"# {_escaped(title)}",
-        _table_markdown(results(groups)),
+        _markdown_table(results(groups)),
         *NOTES,
-        *(["## Products below 16 bits", _table_markdown(narrow), *RECIPE_NOTES] if narrow else []),
+        *(["## Products below 16 bits", _markdown_table(narrow), *RECIPE_NOTES] if narrow else []),
         "## Speed and memory",
-        _table_markdown(costs(groups)),
+        _markdown_table(costs(groups)),
         *COST_NOTES,
-        *(["## Not finished", _table_markdown(stopped)] if stopped else []),
+        *(["## Not finished", _markdown_table(stopped)] if stopped else []),
         "## Every run",
-        _table_markdown(every_run(groups)),
+        _markdown_table(every_run(groups)),
         "The curves" + (" and range pictures" if pictures else "") + " are in report.html.",
         *(["\n".join(f"- {_escaped(text)}" for text in pictures)] if pictures else []),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _table_markdown(table: Table) -> str:
+def _markdown_table(table: Table) -> str:
     return markdown([[_in_one_line(cell) for cell in row] for row in table])
 
 

@@ -2,8 +2,6 @@
 
 It has every job that lies in the sweep's folder, also those of earlier starts of the sweep.
 cli/sweep.py keeps it while the sweep runs.
-
-The jobs of a sweep, read back from the folders they ran in.
 """
 
 import csv

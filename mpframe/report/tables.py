@@ -1,9 +1,12 @@
-"""The report's tables as plain text cells; page.py and markdown.py lay them out.
+"""Groups of runs that differ only in the seed, and the report's tables as plain text cells.
+
+A group's numbers are means over its finished runs; the spread is from the lowest to the highest.
+Its fp32 counterpart is every finished fp32 run with the same options, except those of dtype, loss
+scaling and ops. A group with products below 16 bits is also compared with every finished run
+without them that has the same options, except ops.
 
 The second line of a cell is less important: options, a spread, a ratio. A column of empty cells is
 left out. No table has more columns than fit on a page of 800 pixels.
-
-Runs that differ only in the seed, and how each such group compares with fp32.
 """
 
 import math

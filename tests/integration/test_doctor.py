@@ -16,7 +16,6 @@ from mpframe.cli.commands.doctor import subject_of
 from mpframe.config.composition.command_line import jobs
 from mpframe.numerics import hints
 from mpframe.numerics.doctor import CHECKS, Finding, Severity, Subject, checks, examine
-from mpframe.numerics.doctor import checks as weights_checks
 
 DIGITS = "dataset._target_=planted.digits"
 NET = "model._target_=planted.net"
@@ -51,17 +50,17 @@ CASES = [
          r"error: optimizer\.parts\.generator\.eps=1e-60 is 0 in float32, .*; fix: \+\+optimizer\.parts\.generator\.eps=1e-08"),
     Case(checks.check_masters, "dtype.master_weights=false", "dtype=amp",
          r"warning: dtype\.master_weights=false: updates below half a unit in the last place of the \d+ float16 weights are lost; fix: dtype\.master_weights=true"),
-    Case(weights_checks.check_weight_range, f"{NET} model.head=1e7", NET,
+    Case(checks.check_weight_range, f"{NET} model.head=1e7", NET,
          r"error: head\.weight: weights beyond 65504, the largest float16 number \(head\.weight reaches 1\.\d+e\+06\); fix: 'ops\.modules=\{head:fp32\}'"),
-    Case(weights_checks.check_weight_range, f"{NET} model.head=1e7 dtype=amp", f"{NET} model.head=1e7 dtype=fp32",
+    Case(checks.check_weight_range, f"{NET} model.head=1e7 dtype=amp", f"{NET} model.head=1e7 dtype=fp32",
          r"error: head\.weight: weights beyond 65504, .*"),
-    Case(weights_checks.check_weight_range, "model._target_=planted.numbered model.head=1e7", f"{NET} model.head=1e7 dtype=amp_bf16",
+    Case(checks.check_weight_range, "model._target_=planted.numbered model.head=1e7", f"{NET} model.head=1e7 dtype=amp_bf16",
          r"error: 2\.weight: weights beyond .*; fix: ops\.modules\.2=fp32"),
-    Case(weights_checks.check_small_weights, f"{NET} model.head=1e-7", f"{NET} model.head=1e-7 dtype=mixed_bf16",
+    Case(checks.check_small_weights, f"{NET} model.head=1e-7", f"{NET} model.head=1e-7 dtype=mixed_bf16",
          r"warning: head\.weight: small weights; in float16 100\.0% of head\.weight become 0 and 0\.0% subnormal; fix: 'ops\.modules=\{head:fp32\}'"),
-    Case(weights_checks.check_small_weights, f"{NET} model.head=1e-4", NET,
+    Case(checks.check_small_weights, f"{NET} model.head=1e-4", NET,
          r"warning: head\.weight: small weights; in float16 0\.\d% of head\.weight become 0 and 100\.0% subnormal; .*"),
-    Case(weights_checks.check_training_format, f"{NET} model.form=bfloat16", f"{NET} model.form=float16",
+    Case(checks.check_training_format, f"{NET} model.form=bfloat16", f"{NET} model.form=float16",
          r"warning: head\.weight: all values are bfloat16 numbers; weights trained in bfloat16 may make activations beyond 65504, the largest float16 number; fix: dtype\.half=bfloat16"),
     Case(checks.check_overflow, "model._target_=planted.loud model.gain=1e5", "model._target_=planted.loud",
          r"error: middle, op linear, forward pass on the first batch: its input reaches 100000 in fp32; float16 ends at 65504, 0\.\d bits below; fix: 'ops\.modules=\{middle:fp32\}'"),
@@ -186,19 +185,17 @@ def test_what_is_counted_leaves_no_trace() -> None:
 def test_weights_of_a_bfloat16_run_are_recognised(tmp_path: Path, start_run: Any) -> None:
     start_run(tmp_path, "experiment=digits_mlp", "dtype=mixed_bf16", "trainer.max_steps=1")
     words = f"experiment=digits_mlp init_from={tmp_path}"
-    (finding,) = found(weights_checks.check_training_format, words)
+    (finding,) = found(checks.check_training_format, words)
     assert str(finding) == (
         f"warning: init_from={tmp_path}: trained as mixed(bfloat16), whose activations may be "
         "beyond 65504, the largest float16 number; fix: dtype.half=bfloat16"
     )
-    assert not found(weights_checks.check_training_format, f"{words} {finding.fix[0]}")
+    assert not found(checks.check_training_format, f"{words} {finding.fix[0]}")
 
 
 def test_weights_of_a_float16_run_are_not(tmp_path: Path, start_run: Any) -> None:
     start_run(tmp_path, "experiment=digits_mlp", "dtype=mixed", "trainer.max_steps=1")
-    assert not found(
-        weights_checks.check_training_format, f"experiment=digits_mlp init_from={tmp_path}"
-    )
+    assert not found(checks.check_training_format, f"experiment=digits_mlp init_from={tmp_path}")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp"])
@@ -207,7 +204,7 @@ def test_a_norm_without_weights_is_not_stored_in_half(dtype: str) -> None:
 
 
 def test_constant_weights_are_born_nowhere() -> None:
-    assert not found(weights_checks.check_training_format, f"{NET} model.head=0")
+    assert not found(checks.check_training_format, f"{NET} model.head=0")
 
 
 def test_every_shipped_experiment_is_examined() -> None:

@@ -15,7 +15,7 @@ from vocabulary import CalledOps
 
 from mpframe import Backoff, Precision, Trainer
 from mpframe.errors import DataError
-from mpframe.numerics import range_pictures
+from mpframe.numerics import pictures
 from mpframe.numerics.pictures import draw_layers, draw_time
 from mpframe.numerics.range_watch import RangeWatch
 from mpframe.numerics.ranges import (
@@ -232,7 +232,7 @@ def test_pictures_are_drawn(tmp_path: Path, half: torch.dtype, layers: int) -> N
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The axes of every picture, which is not written."""
     axes: list[Any] = []
-    monkeypatch.setattr(range_pictures, "_finish", lambda figure, own, *_: axes.append(own))
+    monkeypatch.setattr(pictures, "_finish", lambda figure, own, *_: axes.append(own))
     return axes
 
 

@@ -13,11 +13,10 @@
 A remedy is tried, not guessed: modules are pinned to fp32, the first culprit and then the next,
 until the replay is finite.
 
-From what replays observed to the first call in which a value left the range.
-
-An operand of a product below 16 bits that its scale is too small for: most of it is cut off.
-
-Underflow: gradients below half's normal range.
+`Culprit` is the first call in which a value left the range. `Saturation` is an operand of a product
+below 16 bits whose scale is too small: most of it is cut off, although the step is finite and no
+loss scale helps. It happens if scales do not follow the values, such as `fp8_delayed`'s when values
+grow suddenly. Underflow means gradients below half's normal range.
 """
 
 import math

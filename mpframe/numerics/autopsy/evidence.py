@@ -7,8 +7,7 @@
                           report.md       the diagnosis
 
 It is written and verified like a checkpoint. A reader trusts it no more than a checkpoint.
-
-A batch as evidence keeps it: tensors, numbers and text in tuples, lists and dicts.
+A batch is stored as tensors, numbers and text in tuples, lists and dicts, without classes.
 """
 
 from collections.abc import Sequence

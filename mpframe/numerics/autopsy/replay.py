@@ -1,11 +1,9 @@
-"""Replays a saved step, in another format or at another scale, and observes every op of it.
+"""A step to examine, and its replay in another format or at another scale, observed op by op.
 
 Nothing changes: no optimizer steps, and gradients, buffers and random generators are restored. The
 fp32 replay computes with the masters and without casts, so precision is not the cause if it is not
-finite. It is not scaled: its gradients times the scale are those that the run's own pass would have
-in a format without limits.
-
-A training step to examine: everything that its forward and backward pass depend on.
+finite. It is not scaled: its gradients times the scale are what the run's own pass would have in a
+format without limits.
 """
 
 import math

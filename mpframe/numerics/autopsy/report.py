@@ -1,7 +1,4 @@
-"""The report of an autopsy, to be read in ten seconds: what, where, how much, what to do.
-
-A failed step, examined: replayed, diagnosed, and reported beside its evidence.
-"""
+"""A diagnosis in words: the report on a step, written beside its evidence."""
 
 import logging
 import math

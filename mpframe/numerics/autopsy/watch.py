@@ -10,7 +10,7 @@ graph reports what comes in and what goes out, and belongs to the op whose call 
 If the incoming gradient is the first that is not finite, it is a sum that overflowed: of the
 gradients from several users of one tensor.
 
-Tensors as a few numbers: the largest finite magnitude, and whether a value is not finite.
+Of each tensor it keeps a few numbers: the largest finite magnitude, and whether all are finite.
 """
 
 from collections import Counter

@@ -1,15 +1,9 @@
 """Tells before training what will go wrong, and which option corrects it.
 
-Each check examines a `Subject`, a trainer built as for training, and returns findings. Nothing is
-written, and each trial is undone. Begin with subject.py, then any of the checks. The first are
-numerics/hints.py, which compute nothing: each run reports them.
+    subject    a trainer built as for training, its data, and trials on them
+    checks     each examines a `Subject` and returns findings; hints.py has those of every run
 
-    numbers    eps, learning rate, betas in the optimizer's format
-    weights    their range in half, and the format they were trained in
-    scaling    does the first step overflow, and at which scale does it not
-    ops        norms, dimensions
-    products   what quantisation below 16 bits takes from the first batch
-    speed      emulation
+Nothing is written, and each trial is undone. Begin with subject.py.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,14 +1,17 @@
-"""Does the optimizer's format hold its numbers, and its updates?
+"""The doctor's checks: each looks at a `Subject` and yields findings.
 
-Does the half format in which weights are stored or computed hold them?
-
-Does the first step overflow, and is the loss scale right for it?
-
-Which ops of this model run where they should not, or slower than they could.
-
-What do products below 16 bits take from each operand of the first batch?
-
-Half that a CPU emulates, or computes slowly.
+optimizer  does its format hold eps, learning rate and betas, and its updates?
+weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, with all of its
+           bits from 2^-14 on; bfloat16 has the range of fp32, so weights that were trained in
+           bfloat16, and their activations, may be anywhere in that range.
+scaling    does the first step overflow, and at which scale does it not? The autopsy diagnoses
+           the step with the run's own pins, lists and scale, and each fix has been tried on it.
+ops        norms and sizes that run where they should not, or slower than they could
+products   what products below 16 bits lose of each operand of the first batch. Noise of 10
+           decibels below the signal is a third of its size. Signal to noise only sees the
+           largest values: if a few of them set the scale, the others become 0, and `lost`
+           counts them.
+emulation  half that a CPU emulates, or computes slowly
 """
 
 import inspect
@@ -78,7 +81,7 @@ def _default_of(optimizer: MasterWeights, name: str) -> Any:
 
 
 _MANY_SUBNORMAL = 0.05
-_MANY_LOST = 0.01
+_MANY_WEIGHTS_LOST = 0.01
 _TELLING = (
     64  # values, and a quarter as many different ones: fewer values may fit bfloat16 by chance
 )
@@ -109,7 +112,7 @@ def check_small_weights(subject: Subject) -> Iterator[Finding]:
         module: (name, lost, subnormal)
         for module, name, values in subject.half_weights()
         for lost, subnormal in [_small(values, subject.half)]
-        if lost > _MANY_LOST or subnormal > _MANY_SUBNORMAL
+        if lost > _MANY_WEIGHTS_LOST or subnormal > _MANY_SUBNORMAL
     }
     if small:
         name, lost, subnormal = max(small.values(), key=lambda entry: entry[1:])
@@ -164,7 +167,7 @@ def _all_bfloat16(values: Tensor) -> bool:
     return different >= _TELLING // 4
 
 
-_MANY_LOST_scaling = 0.05
+_MANY_GRADIENTS_LOST = 0.05
 
 
 def check_overflow(subject: Subject) -> Iterator[Finding]:
@@ -196,7 +199,7 @@ def check_small_scale(subject: Subject) -> Iterator[Finding]:
     scale = min(subject.first_scale(own) for own in subject.trainer.scalers.values())
     best = safe_scale(gradients.amax, half) or DEFAULT_SCALE
     lost, least = (gradients.lost_fraction(s, half) for s in (scale, best))
-    if lost > _MANY_LOST_scaling and least < lost / 2:
+    if lost > _MANY_GRADIENTS_LOST and least < lost / 2:
         static = subject.scaling == "static"
         option = "loss_scaling.scale" if static else "loss_scaling.init_scale"
         ceiling = float(subject.options.get("loss_scaling.max_scale", 2.0**24))  # Backoff's own
@@ -332,7 +335,7 @@ def _unlisted(subject: Subject, norms: list[tuple[Row, str]]) -> tuple[str, ...]
 
 
 _LEAST_DB = 10.0
-_MANY_LOST_products = 0.5
+_MANY_OF_OPERAND_LOST = 0.5
 
 
 def check_products(subject: Subject) -> Iterator[Finding]:
@@ -374,7 +377,7 @@ def noises_of(subject: Subject) -> Noises:
 
 def _bearable(noise: Noise) -> bool:
     """Beside inf and nan there is no ratio; an overflow is another check's."""
-    return not noise.snr_db < _LEAST_DB and noise.lost <= _MANY_LOST_products
+    return not noise.snr_db < _LEAST_DB and noise.lost <= _MANY_OF_OPERAND_LOST
 
 
 def _words(noise: Noise) -> str:
