@@ -1,17 +1,19 @@
 """The doctor's checks: each looks at a `Subject` and yields findings.
 
-optimizer  does its format hold eps, learning rate and betas, and its updates?
-weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, with all of its
-           bits from 2^-14 on; bfloat16 has the range of fp32, so weights that were trained in
-           bfloat16, and their activations, may be anywhere in that range.
-scaling    does the first step overflow, and at which scale does it not? The autopsy diagnoses
-           the step with the run's own pins, lists and scale, and each fix has been tried on it.
-ops        norms and sizes that run where they should not, or slower than they could
-products   what products below 16 bits lose of each operand of the first batch. Noise of 10
-           decibels below the signal is a third of its size. Signal to noise only sees the
-           largest values: if a few of them set the scale, the others become 0, and `lost`
-           counts them.
-emulation  half that a CPU emulates, or computes slowly
+    optimizer  does its format hold eps, learning rate and betas, and its updates?
+    weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, with all of its
+               bits from 2^-14 on; bfloat16 has the range of fp32, so weights that were trained in
+               bfloat16, and their activations, may be anywhere in that range.
+    scaling    does the first step overflow, and at which scale does it not? The autopsy diagnoses
+               the step with the run's own pins, lists and scale, and each fix has been tried on it.
+    ops        norms and sizes that run where they should not, or slower than they could
+    products   what products below 16 bits lose of each operand of the first batch. Noise of 10
+               decibels below the signal is a third of its size. Signal to noise only sees the
+               largest values: if a few of them set the scale, the others become 0, and `lost`
+               counts them.
+    emulation  half that a CPU emulates, or computes slowly
+
+The checks of options that every run makes are in numerics/hints.py.
 """
 
 import inspect
