@@ -30,7 +30,6 @@ COMMANDS = {
     "autopsy": "mpframe.cli.commands.autopsy",
     "search": "mpframe.cli.commands.search",
     "simulate": "mpframe.cli.commands.simulate",
-    "gradient_picture": "mpframe.cli.commands.gradient_picture",
     "options": "mpframe.cli.commands.options",
 }
 """The module of each command, in the order of the help."""

@@ -11,6 +11,7 @@ from mpframe.config.schema import (
     RunOptions,
 )
 from mpframe.ranges import Range
+from mpframe.table import markdown
 
 _HEAD = """# Options
 
@@ -20,6 +21,7 @@ Written from `mpframe/config/schema.py` by `python scripts/options.py`; a test k
 those of the loss scalers: [Backoff](loss_scaling/backoff.md), [LogMax](loss_scaling/logmax.md),
 [static](loss_scaling/static.md).
 """
+_COLUMNS = ("option", "type", "default", "allowed", "meaning")
 
 
 def options_page() -> str:
@@ -33,11 +35,10 @@ def options_page() -> str:
 def _table(path: str, section: Any) -> str:
     title = " ".join(str(section.__doc__).split())
     rows = [_row(path, field) for field in dataclasses.fields(section)]
-    head = ["| option | type | default | allowed | meaning |", "|---|---|---|---|---|"]
-    return "\n".join([f"## {title}", "", *head, *rows, ""])
+    return "\n".join([f"## {title}", "", markdown([_COLUMNS, *rows]), ""])
 
 
-def _row(path: str, field: Any) -> str:
+def _row(path: str, field: Any) -> list[str]:
     limits: Range = field.metadata["range"]
     kind = getattr(field.type, "__name__", str(field.type))
     unit = f" ({field.metadata['unit']})" if field.metadata["unit"] else ""
@@ -49,7 +50,7 @@ def _row(path: str, field: Any) -> str:
         str(limits),
         field.metadata["sentence"],
     ]
-    return "| " + " | ".join(cell.replace("|", "or") for cell in cells) + " |"
+    return [cell.replace("|", "or") for cell in cells]
 
 
 def _default(field: Any) -> Any:

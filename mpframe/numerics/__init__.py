@@ -1,15 +1,16 @@
 """What precision does to your numbers: observed, explained, searched and simulated.
 
-    ranges      how large the numbers of every layer are: ranges, exponents, range_record,
-                range_watch (the callback), range_pictures, gradient_picture
-    noise       what quantisation takes from each operand: product_noise, noise_picture
-    autopsy/    why a step failed, found by replaying it
-    doctor/     what will go wrong, before training
-    search      which modules must stay in fp32
-    simulation  what another loss scaler would have done
+    ranges         how large the numbers of every layer are, counted and recorded
+    product_noise  what products below 16 bits lose of each operand
+    range_watch    the callback that reports both during a run; pictures draws them
+    autopsy/       why a step failed, found by replaying it
+    doctor/        what will go wrong, before training
+    hints          options that are allowed, but probably not intended; a run reports them
+    search         which modules must stay in fp32
+    simulation     what another loss scaler would have done
 
-Begin with exponents.py, then ranges.py. optimizer_numbers.py knows which of an optimizer's numbers
-a format loses; remedies.py puts pins and moved ops into words for the command line.
+Begin with ranges.py. optimizer_numbers.py knows which of an optimizer's numbers a format loses;
+remedies.py writes pins and moved ops as words for the command line.
 
 Imports `training` and all below it; `assembly` and the programs in `cli` use it. Nothing of it is
 loaded before it is used; hints.py is what every run uses.

@@ -8,8 +8,11 @@ Operands are named by their product, as `dw.x`: the input of a layer, as quantis
 
 import csv
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,17 +21,47 @@ from mpframe.distributed.world import ALONE, World
 from mpframe.files.durable import AppendLog, write_atomically
 from mpframe.precision import Precision
 from mpframe.precision.products.handler import watch_products
-from mpframe.precision.products.noise import Noise, merged
 from mpframe.precision.products.recipe import OPERANDS
 
 FILE_NAME = "products.csv"
 NAMES = tuple(f"{product}.{operand}" for product, pair in OPERANDS.items() for operand in pair)
 WITHOUT_WEIGHT = "without a weight"
 _HEAD = ("step", "layer", "operand", "values", "snr_db", "saturated", "lost", "scale_spread")
+_SUMS = 5  # count, signal, noise, saturated, lost; after them the largest and the smallest scale
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What quantisation took from one operand of one product.
+
+    Attributes:
+        count: values.
+        snr_db: 10 log10(sum v^2 / sum (q - v)^2) of values v and their quantised q, in decibels;
+            inf without noise, nan beside inf and nan.
+        saturated: the share of values beyond the format's largest number at their scale.
+        lost: the share of values that are not zero but became zero.
+        scale_spread: octaves from the smallest to the largest scale; 0 if there is one, or none.
+    """
+
+    count: int
+    snr_db: float
+    saturated: float
+    lost: float
+    scale_spread: float = 0.0
+
+    @classmethod
+    def of(cls, row: list[float]) -> Self:
+        """Read a row of `count_noise` or `merged`."""
+        count, signal, noise, saturated, lost, highest, lowest = row
+        shares = saturated / count, lost / count
+        # If all values are zero, the highest is -inf and the lowest inf.
+        return cls(int(count), _decibels(signal, noise), *shares, max(highest - lowest, 0.0))
+
+
 Noises = Mapping[tuple[str, str], Noise]
 """By layer and operand."""
 Rows = dict[tuple[str, str], Tensor]
-"""The same as counted; see `noise.merged`."""
+"""The same as counted by `count_noise`."""
 
 
 class ProductProbe:
@@ -104,3 +137,15 @@ def _text(rows: Sequence[Sequence[object]]) -> str:
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows(rows)
     return file.getvalue()
+
+
+def merged(one: Tensor, other: Tensor) -> Tensor:
+    """The row of both together."""
+    ends = torch.maximum(one[_SUMS], other[_SUMS]), torch.minimum(one[-1], other[-1])
+    return torch.cat([one[:_SUMS] + other[:_SUMS], torch.stack(ends)])
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else math.nan

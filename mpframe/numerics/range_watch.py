@@ -17,13 +17,20 @@ import numpy as np
 import torch
 
 from mpframe.numerics import product_noise
-from mpframe.numerics.exponents import HIGHEST, LOWEST, Limits
-from mpframe.numerics.noise_picture import draw_noises
-from mpframe.numerics.product_limits import product_limits
+from mpframe.numerics.pictures import draw_layers, draw_noises, draw_time
 from mpframe.numerics.product_noise import NoiseRecord, Noises, ProductProbe
-from mpframe.numerics.range_pictures import draw_layers, draw_time
-from mpframe.numerics.range_record import FOLDER, RangeRecord, read_ranges
-from mpframe.numerics.ranges import KINDS, Counts, RangeProbe, Ranges
+from mpframe.numerics.ranges import (
+    FOLDER,
+    HIGHEST,
+    KINDS,
+    LOWEST,
+    Counts,
+    Limits,
+    RangeProbe,
+    RangeRecord,
+    Ranges,
+    read_ranges,
+)
 from mpframe.optim.step_result import StepResult
 from mpframe.precision.policy import Policy
 from mpframe.tracking.tracker import Tracker
@@ -166,8 +173,7 @@ class RangeWatch(Callback):
         reports = read_ranges(self._folder)
         for kind in KINDS:
             path = folder / f"{kind}.png"
-            limits = product_limits(self._noises, self._policy, kind, last.scale)
-            if not draw_layers(last, kind, self._half, path, limits):
+            if not draw_layers(last, kind, self._half, path):
                 continue
             self._tracker.image(f"numerics/{kind}/layers_by_exponent", path.read_bytes(), step)
             self._histograms(kind, step)

@@ -17,6 +17,7 @@ import torch
 
 from mpframe.files.durable import write_atomically
 from mpframe.loss_scaling.interface import LossScaler
+from mpframe.table import aligned
 
 Series = npt.NDArray[np.float64]
 
@@ -82,12 +83,7 @@ def as_table(replays: Mapping[str, Simulation]) -> str:
         )
         for name, done in replays.items()
     ]
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
-        for row in (head, *rows)
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    return aligned([head, *rows])
 
 
 def draw(amax: Series, replays: Mapping[str, Simulation], path: Path, half: torch.dtype) -> None:

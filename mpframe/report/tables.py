@@ -1,18 +1,173 @@
-"""The report's tables as plain text cells; page.py and markdown.py lay them out.
+"""Groups of runs that differ only in the seed, and the report's tables as plain text cells.
+
+A group's numbers are means over its finished runs; the spread is from the lowest to the highest.
+Its fp32 counterpart is every finished fp32 run with the same options, except those of dtype, loss
+scaling and ops. A group with products below 16 bits is also compared with every finished run
+without them that has the same options, except ops.
 
 The second line of a cell is less important: options, a spread, a ratio. A column of empty cells is
 left out. No table has more columns than fit on a page of 800 pixels.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from mpframe.report.groups import NO_RECIPE, RunGroup, Span
-from mpframe.report.recipes import RATES, bits_of, is_narrow, recipe_of, saturated, time_on
+from mpframe.config.schema import only_watches
 from mpframe.report.records import Record
 from mpframe.tracking.summary import Summary
 
+PRECISION = ("dtype", "loss_scaling", "ops")
+PRODUCTS, RECIPES = "dtype.products", "dtype.recipes"
+NO_RECIPE = "none"
+_OF_PRODUCTS = (PRODUCTS, RECIPES, "ops.")
+SHOWN_APART = (
+    *("dtype.mode", "dtype.half"),
+    *("loss_scaling._target_", "loss_scaling.mode", "loss_scaling.half"),
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The mean, the lowest and the highest of some numbers."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, numbers: Iterable[float | None]) -> "Span | None":
+        """The span of the numbers that are known; None if no number is known."""
+        known = [float(number) for number in numbers if number is not None]
+        if not known:
+            return None
+        return cls(math.fsum(known) / len(known), min(known), max(known), len(known))
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs that differ only in the seed.
+
+    Attributes:
+        differing: `option=value` words that other groups of its mode and scaling do not have.
+        runs: all of them, finished or not.
+        fp32: the finished runs to compare with; empty if there are none.
+        in_half: likewise, of a group with a recipe for its products.
+    """
+
+    differing: tuple[str, ...]
+    runs: Sequence[Record]
+    fp32: Sequence[Record] = ()
+    in_half: Sequence[Record] = ()
+
+    @property
+    def label(self) -> str:
+        """Mode, scaling and differing options in one line."""
+        return " · ".join([self.runs[0].mode, self.runs[0].scaling, *self.differing])
+
+    @property
+    def products(self) -> str:
+        """The recipe for products below 16 bits, or `none`."""
+        return str(self.runs[0].options.get(PRODUCTS, NO_RECIPE))
+
+    def span(self, value: Callable[[Summary], float | None]) -> Span | None:
+        """The span of a number over the finished runs."""
+        return _span(self.runs, value)
+
+    def beside(
+        self, value: Callable[[Summary], float | None], others: Sequence[Record]
+    ) -> tuple[Span, Span] | None:
+        """(of this group, of others, as its counterpart); None if either is unknown."""
+        own, full = _span(self.runs, value), _span(others, value)
+        return (own, full) if own and full else None
+
+
+def compared(records: Sequence[Record]) -> list[RunGroup]:
+    """The records by group, with their fp32 counterparts; fp32 comes first."""
+    keys = _differing(records)
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        label = (record.mode, record.scaling, *_words(record, keys))
+        groups.setdefault(label, []).append(record)
+    ordered = sorted(groups.values(), key=lambda runs: runs[0].mode != "fp32")
+    return [
+        RunGroup(
+            tuple(_words(runs[0], keys)),
+            runs,
+            _fp32_of(runs[0], records, keys),
+            _in_half_of(runs[0], records, keys),
+        )
+        for runs in ordered
+    ]
+
+
+def _differing(records: Sequence[Record]) -> list[str]:
+    """The options that are not the same in all runs.
+
+    If some runs chose another class for a section (another `_target_`), an option that only one
+    class has is not counted as a difference; nor are the values of a recipe that only some chose.
+    """
+    known = [record.options for record in records if record.options]
+    paths = dict.fromkeys(path for options in known for path in options)
+    differing = []
+    for path in paths:
+        values = {str(options[path]) for options in known if path in options}
+        lacking = any(path not in options for options in known)
+        if len(values) > 1 or (lacking and not _another_choice(path, known)):
+            differing.append(path)
+    apart = {"seed", *SHOWN_APART}
+    return [path for path in differing if path not in apart and not only_watches(path)]
+
+
+def _another_choice(path: str, known: Sequence[Mapping[str, object]]) -> bool:
+    chosen = f"{path.split('.')[0]}._target_"
+    if path.startswith(RECIPES):
+        chosen = PRODUCTS
+    return len({str(options.get(chosen)) for options in known}) > 1
+
+
+def _words(record: Record, keys: Sequence[str]) -> list[str]:
+    own = record.options
+    return [f"{key}={_typed(own[key])}" for key in keys if key in own]
+
+
+def _typed(value: object) -> str:
+    """A value as it is typed on a command line."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _fp32_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> tuple[Record, ...]:
+    alike = _alike(record, records, [key for key in keys if key.split(".")[0] not in PRECISION])
+    return tuple(run for run in alike if run.mode == "fp32")
+
+
+def _in_half_of(
+    record: Record, records: Sequence[Record], keys: Sequence[str]
+) -> tuple[Record, ...]:
+    alike = _alike(record, records, [key for key in keys if not key.startswith(_OF_PRODUCTS)])
+    how = (record.mode, record.scaling)
+    return tuple(
+        run
+        for run in alike
+        if (run.mode, run.scaling) == how and run.options.get(PRODUCTS, NO_RECIPE) == NO_RECIPE
+    )
+
+
+def _alike(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
+    """The finished runs that have the record's values of these options."""
+    own = _words(record, keys)
+    return [run for run in records if run.finished and _words(run, keys) == own]
+
+
+def _span(runs: Iterable[Record], value: Callable[[Summary], float | None]) -> Span | None:
+    return Span.of(value(run.summary) for run in runs if run.finished and run.summary)
+
+
 Table = list[list[str]]
 Number = Callable[[Summary], float | None]
+_SATURATED = "numerics/products/saturated/"
 NO_SPREAD = "one seed,\nno spread"
 NOTES = (
     "Numbers are means over the n finished runs of a group, then the lowest and the highest. The "
@@ -28,20 +183,10 @@ COST_NOTES = (
     "process, which all jobs of a sweep share: there only its growth is meaningful.",
 )
 
-_PUBLISHED = "; ".join(
-    f"{gpu}: {', '.join(f'{kind} {rate:g} x' for kind, rate in rates.items())}"
-    for gpu, rates in RATES.items()
-)
 RECIPE_NOTES = (
-    "The gap is that of the validation loss to the runs with products in half and otherwise equal "
-    "options. Saturated is the largest share, in one operand, of values beyond the format's range, "
-    "at the last report of numerics=on.",
-    "Times and bits are calculated, not measured. A time is that of the products alone, relative "
-    f"to bf16, at the dense peak rates that NVIDIA publishes ({_PUBLISHED} bf16); 1 means that the "
-    "GPU has no instructions for them. Only what a recipe takes gets faster: norms, softmax, the "
-    "optimizer and layers in half take as long as before, and to quantise takes time as well. Bits "
-    "are those of an operand's value with its share of the scale, where bf16 has 16; weights and "
-    "masters are stored as before.",
+    "The gap compares the validation loss with runs whose products are in half and whose other "
+    "options are equal. Saturated is the largest share of values beyond the format's range in any "
+    "operand, at the last report of numerics=on.",
 )
 
 
@@ -89,26 +234,29 @@ def recipes(groups: Sequence[RunGroup]) -> Table:
     """Products below 16 bits: a row for each group, after the head; empty if none has them."""
     if all(group.products == NO_RECIPE for group in groups):
         return []
-    calculated = [*(f"{gpu} time" for gpu in RATES), "bits"]
-    head = ["precision, scaling", "n", "loss gap to none", "saturated", *calculated]
+    head = ["precision, scaling", "n", "loss gap to none", "saturated"]
     rows = [
         [
             _shown(group),
             _count(group),
             _gap(group, _val_loss, group.in_half, "none"),
-            _spread(saturated(group.runs), ".2%"),
-            *_calculated(group),
+            _spread(_saturated(group.runs), ".2%"),
         ]
         for group in groups
     ]
     return _without_empty([head, *rows])
 
 
-def _calculated(group: RunGroup) -> list[str]:
-    recipe = recipe_of(group)
-    if recipe is None or not is_narrow(recipe):
-        return [""] * (len(RATES) + 1)
-    return [*(f"{time_on(gpu, recipe):.2f}" for gpu in RATES), f"{bits_of(recipe):.2f}"]
+def _saturated(runs: Sequence[Record]) -> Span | None:
+    """Over the runs, the largest share of saturated values of an operand in the last report."""
+    return Span.of(_largest_saturated(run) for run in runs if run.finished)
+
+
+def _largest_saturated(run: Record) -> float | None:
+    curves = [curve for tag, curve in run.curves.items() if tag.startswith(_SATURATED)]
+    last = [curve[-1] for curve in curves if curve]
+    step = max((step for step, _ in last), default=None)
+    return max((value for at, value in last if at == step), default=None)
 
 
 def unfinished(groups: Sequence[RunGroup]) -> Table:
@@ -149,10 +297,6 @@ def _shown(group: RunGroup) -> str:
 def _named(run: Record, *more: str) -> str:
     seed = run.summary.seed if run.summary else run.options.get("seed", "unknown")
     return _lines(run.name, ", ".join([f"seed {seed}", *more]))
-
-
-def _where(done: Summary | None) -> list[str]:
-    return [done.device, f"torch {done.torch}"] if done else []
 
 
 def _numbers(done: Summary | None) -> list[str]:

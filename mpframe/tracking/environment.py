@@ -19,6 +19,7 @@ import torch
 
 from mpframe.config.redaction import HIDDEN, SECRET_NAME, hide, secrets_of
 from mpframe.distributed.world import ALONE, World
+from mpframe.table import markdown
 
 PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
@@ -37,9 +38,7 @@ def environment_text() -> str:
         "git commit": _commit(),
         "command": f"`{shown_command(sys.argv, os.environ)}`",
     }
-    # A bar would end the cell, and a line break the table.
-    cells = {name: text.replace("|", "\\|").replace("\n", " ") for name, text in rows.items()}
-    return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in cells.items())])
+    return markdown([("", ""), *rows.items()])
 
 
 def arithmetic(device: torch.device, world: World = ALONE) -> dict[str, str]:

@@ -1,12 +1,11 @@
 """Models and data with one fault each, for the doctor to find."""
 
-import time
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset, get_worker_info
+from torch.utils.data import TensorDataset
 
 from mpframe.data.metrics import Accuracy
 from mpframe.data.task import Task
@@ -90,18 +89,6 @@ def bare_norm() -> nn.Module:
     return nn.Sequential(model[0], model[1], nn.BatchNorm1d(32, affine=False), model.head)
 
 
-class Likely(nn.Module):
-    """Probabilities of the ten classes, each on its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, images: Tensor) -> Tensor:
-        """[N, 10] in [0, 1]."""
-        return torch.sigmoid(self.net(images))
-
-
 class Plain(nn.Module):
     """Parameters of its own beside a layer."""
 
@@ -115,35 +102,15 @@ class Plain(nn.Module):
         return self.layer(images.flatten(1) + self.shift)
 
 
-def digits(
-    gain: float = 1.0, loss: str = "cross_entropy", delay: float = 0.0, size: int = 256
-) -> Task:
-    """Random images; the loss multiplied by `gain`; each sample takes `delay` seconds to load.
-
-    Worker processes load at once.
-    """
+def digits(gain: float = 1.0, size: int = 256) -> Task:
+    """Random images; the loss multiplied by `gain`."""
     images, labels = torch.randn(size, 1, 8, 8), torch.arange(size) % 10
 
     def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-        if loss == "bce":
-            return F.binary_cross_entropy(outputs, F.one_hot(targets, 10).float())
         return gain * F.cross_entropy(outputs, targets)
 
-    data = _Slow(TensorDataset(images, labels), delay)
+    data = TensorDataset(images, labels)
     return Task(data, data, loss=loss_of, metric=Accuracy)
-
-
-class _Slow(Dataset[Any]):
-    def __init__(self, data: TensorDataset, delay: float) -> None:
-        self._data, self._delay = data, delay
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int) -> Any:
-        if get_worker_info() is None:
-            time.sleep(self._delay)
-        return self._data[index]
 
 
 def faint(model: nn.Module, batch: Any) -> StepOutput:

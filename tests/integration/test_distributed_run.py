@@ -23,7 +23,7 @@ from mpframe import checkpoint
 from mpframe.cli.commands.train import of_this_rank
 from mpframe.data import Loader
 from mpframe.errors import ConfigError
-from mpframe.numerics.range_record import read_ranges
+from mpframe.numerics.ranges import read_ranges
 from mpframe.tracking.summary import Status
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,19 +15,7 @@ from mpframe.cli.commands import doctor as doctor_command
 from mpframe.cli.commands.doctor import subject_of
 from mpframe.config.composition.command_line import jobs
 from mpframe.numerics import hints
-from mpframe.numerics.doctor import (
-    CHECKS,
-    Finding,
-    Severity,
-    Subject,
-    examine,
-    numbers,
-    ops,
-    products,
-    scaling,
-    speed,
-)
-from mpframe.numerics.doctor import weights as weights_checks
+from mpframe.numerics.doctor import CHECKS, Finding, Severity, Subject, checks, examine
 
 DIGITS = "dataset._target_=planted.digits"
 NET = "model._target_=planted.net"
@@ -46,57 +34,53 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(numbers.check_numbers, "dtype.master_weights=false", "",
+    Case(checks.check_numbers, "dtype.master_weights=false", "",
          r"error: optimizer\.eps=1e-08 is 0 in float16, the format optimizer works in; fix: dtype\.master_weights=true"),
-    Case(numbers.check_numbers, "dtype.master_weights=false optimizer.eps=1e-4 optimizer.lr=1e-8", "optimizer.lr=1e-8",
+    Case(checks.check_numbers, "dtype.master_weights=false optimizer.eps=1e-4 optimizer.lr=1e-8", "optimizer.lr=1e-8",
          r"error: optimizer\.lr=1e-08 is 0 in float16, the format optimizer works in; fix: dtype\.master_weights=true"),
-    Case(numbers.check_numbers, "dtype.master_weights=false optimizer.eps=1e-4", "dtype=fp32",
+    Case(checks.check_numbers, "dtype.master_weights=false optimizer.eps=1e-4", "dtype=fp32",
          r"warning: optimizer\.betas\[1\]=0\.999 becomes 0\.999023 in float16, the format .*"),
-    Case(numbers.check_numbers, "dtype=mixed_bf16 dtype.master_weights=false", "dtype=mixed_bf16",
+    Case(checks.check_numbers, "dtype=mixed_bf16 dtype.master_weights=false", "dtype=mixed_bf16",
          r"error: optimizer\.betas\[1\]=0\.999 is 1 in bfloat16, the format optimizer works in; fix: dtype\.master_weights=true"),
-    Case(numbers.check_numbers, "dtype=fp32 optimizer.eps=1e-50", "dtype=fp32",
+    Case(checks.check_numbers, "dtype=fp32 optimizer.eps=1e-50", "dtype=fp32",
          r"error: optimizer\.eps=1e-50 is 0 in float32, the format optimizer works in; fix: optimizer\.eps=1e-08"),
-    Case(numbers.check_numbers, "dtype=fp32 optimizer.betas=[0.9,0.999999999]", "dtype=fp32",
+    Case(checks.check_numbers, "dtype=fp32 optimizer.betas=[0.9,0.999999999]", "dtype=fp32",
          r"error: optimizer\.betas\[1\]=0\.999999999 is 1 in float32, the format optimizer works in; fix: 'optimizer\.betas=\[0\.9,0\.999\]'"),
-    Case(numbers.check_numbers, "experiment=digits_gan +optimizer.parts.generator.eps=1e-60", "experiment=digits_gan",
+    Case(checks.check_numbers, "experiment=digits_gan +optimizer.parts.generator.eps=1e-60", "experiment=digits_gan",
          r"error: optimizer\.parts\.generator\.eps=1e-60 is 0 in float32, .*; fix: \+\+optimizer\.parts\.generator\.eps=1e-08"),
-    Case(numbers.check_masters, "dtype.master_weights=false", "dtype=amp",
+    Case(checks.check_masters, "dtype.master_weights=false", "dtype=amp",
          r"warning: dtype\.master_weights=false: updates below half a unit in the last place of the \d+ float16 weights are lost; fix: dtype\.master_weights=true"),
-    Case(weights_checks.check_weight_range, f"{NET} model.head=1e7", NET,
+    Case(checks.check_weight_range, f"{NET} model.head=1e7", NET,
          r"error: head\.weight: weights beyond 65504, the largest float16 number \(head\.weight reaches 1\.\d+e\+06\); fix: 'ops\.modules=\{head:fp32\}'"),
-    Case(weights_checks.check_weight_range, f"{NET} model.head=1e7 dtype=amp", f"{NET} model.head=1e7 dtype=fp32",
+    Case(checks.check_weight_range, f"{NET} model.head=1e7 dtype=amp", f"{NET} model.head=1e7 dtype=fp32",
          r"error: head\.weight: weights beyond 65504, .*"),
-    Case(weights_checks.check_weight_range, "model._target_=planted.numbered model.head=1e7", f"{NET} model.head=1e7 dtype=amp_bf16",
+    Case(checks.check_weight_range, "model._target_=planted.numbered model.head=1e7", f"{NET} model.head=1e7 dtype=amp_bf16",
          r"error: 2\.weight: weights beyond .*; fix: ops\.modules\.2=fp32"),
-    Case(weights_checks.check_small_weights, f"{NET} model.head=1e-7", f"{NET} model.head=1e-7 dtype=mixed_bf16",
+    Case(checks.check_small_weights, f"{NET} model.head=1e-7", f"{NET} model.head=1e-7 dtype=mixed_bf16",
          r"warning: head\.weight: small weights; in float16 100\.0% of head\.weight become 0 and 0\.0% subnormal; fix: 'ops\.modules=\{head:fp32\}'"),
-    Case(weights_checks.check_small_weights, f"{NET} model.head=1e-4", NET,
+    Case(checks.check_small_weights, f"{NET} model.head=1e-4", NET,
          r"warning: head\.weight: small weights; in float16 0\.\d% of head\.weight become 0 and 100\.0% subnormal; .*"),
-    Case(weights_checks.check_training_format, f"{NET} model.form=bfloat16", f"{NET} model.form=float16",
+    Case(checks.check_training_format, f"{NET} model.form=bfloat16", f"{NET} model.form=float16",
          r"warning: head\.weight: all values are bfloat16 numbers; weights trained in bfloat16 may make activations beyond 65504, the largest float16 number; fix: dtype\.half=bfloat16"),
-    Case(scaling.check_overflow, "model._target_=planted.loud model.gain=1e5", "model._target_=planted.loud",
+    Case(checks.check_overflow, "model._target_=planted.loud model.gain=1e5", "model._target_=planted.loud",
          r"error: middle, op linear, forward pass on the first batch: its input reaches 100000 in fp32; float16 ends at 65504, 0\.\d bits below; fix: 'ops\.modules=\{middle:fp32\}'"),
-    Case(scaling.check_overflow, "model._target_=planted.loud model.gain=1e5 'ops.modules={first:fp32}'", "model._target_=planted.loud model.gain=1e5 'ops.modules={middle:fp32}'",
+    Case(checks.check_overflow, "model._target_=planted.loud model.gain=1e5 'ops.modules={first:fp32}'", "model._target_=planted.loud model.gain=1e5 'ops.modules={middle:fp32}'",
          r"error: middle, .*; fix: 'ops\.modules=\{middle:fp32\}'"),
-    Case(scaling.check_overflow, "model._target_=planted.loud model.gain=1e5 dtype=amp", "model._target_=planted.loud model.gain=1e5 dtype=amp_bf16",
+    Case(checks.check_overflow, "model._target_=planted.loud model.gain=1e5 dtype=amp", "model._target_=planted.loud model.gain=1e5 dtype=amp_bf16",
          r"error: middle, .*; fix: 'ops\.modules=\{middle:fp32\}'"),
-    Case(scaling.check_overflow, "model._target_=planted.loud model.gain=1e5 loss_scaling=static", "model._target_=planted.loud model.gain=1e5 'ops.deny+=[linear]'",
+    Case(checks.check_overflow, "model._target_=planted.loud model.gain=1e5 loss_scaling=static", "model._target_=planted.loud model.gain=1e5 'ops.deny+=[linear]'",
          r"error: middle, .*; fix: 'ops\.modules=\{middle:fp32\}'"),
-    Case(ops.check_binary_cross_entropy, f"{DIGITS} dataset.loss=bce model._target_=planted.Likely", f"{DIGITS} dataset.loss=bce model._target_=planted.Likely dtype=fp32",
-         r"warning: binary_cross_entropy: its probabilities are float16 numbers, none of them between 0\.999512 and 1; use BCEWithLogitsLoss, or compute in fp32; fix: 'ops\.deny\+=\[sigmoid\]'"),
-    Case(ops.check_binary_cross_entropy, f"{DIGITS} dataset.loss=bce model._target_=planted.Likely ops=none", f"{NET} {DIGITS}",
-         r"warning: binary_cross_entropy: .*; fix: ops=default 'ops\.deny\+=\[sigmoid\]'"),
-    Case(ops.check_norms, "ops=none model._target_=planted.normed", "model._target_=planted.normed",
+    Case(checks.check_norms, "ops=none model._target_=planted.normed", "model._target_=planted.normed",
          r"warning: 2, 3: norms stored and computed in float16; their sums lose small terms; fix: ops=default"),
-    Case(ops.check_norms, "ops=fast model._target_=planted.normed dtype=amp", "ops=fast",
+    Case(checks.check_norms, "ops=fast model._target_=planted.normed dtype=amp", "ops=fast",
          r"note: 2: norms with float16 inputs and outputs; the kernels sum in fp32 and each output is rounded once; fix: 'ops\.deny\+=\[layer_norm\]'"),
-    Case(ops.check_norms, "ops=fast model._target_=planted.normed", "ops=fp32_norms model._target_=planted.normed",
+    Case(checks.check_norms, "ops=fast model._target_=planted.normed", "ops=fp32_norms model._target_=planted.normed",
          r"warning: 2: norms stored and computed in float16; their sums lose small terms; fix: 'ops\.deny\+=\[layer_norm\]'"),
-    Case(ops.check_norms, "ops.modules={2*:half} model._target_=planted.normed", "model._target_=planted.normed",
+    Case(checks.check_norms, "ops.modules={2*:half} model._target_=planted.normed", "model._target_=planted.normed",
          r"warning: 2: norms stored .*; fix: ops\.modules\.2=fp32"),
-    Case(ops.check_dimensions, "experiment=digits_mlp model.hidden=100", "experiment=digits_mlp model.hidden=104",
+    Case(checks.check_dimensions, "experiment=digits_mlp model.hidden=100", "experiment=digits_mlp model.hidden=104",
          r"note: model\.hidden=100: not a multiple of 8; tensor cores compute float16 products in tiles of it; fix: model\.hidden=104"),
-    Case(ops.check_dimensions, "dataset.batch_size=60", "dataset.batch_size=60 dtype=fp32",
+    Case(checks.check_dimensions, "dataset.batch_size=60", "dataset.batch_size=60 dtype=fp32",
          r"note: dataset\.batch_size=60: not .*; fix: dataset\.batch_size=64"),
     Case(hints.check_unscaled, "loss_scaling=none", "loss_scaling=none dtype=mixed_bf16",
          r"warning: loss_scaling=none with float16: gradients of at most 3e-08 become 0; fix: loss_scaling=Backoff"),
@@ -124,26 +108,24 @@ CASES = [
          r"warning: model\.classes=12: the data set has 10, so 2 outputs are never right; fix: model\.classes=10"),
     Case(hints.check_classes, "model.classes=9", "model.classes=10",
          r"warning: model\.classes=9: the data set has 10, so its labels from 9 on have no output; fix: model\.classes=10"),
-    Case(scaling.check_overflow, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e4", f"{NET} {DIGITS} loss_scaling=static",
+    Case(checks.check_overflow, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e4", f"{NET} {DIGITS} loss_scaling=static",
          r"error: loss_scaling\.scale=1024: too large, the first batch overflows at it; fix: loss_scaling\.scale=\d+"),
-    Case(scaling.check_small_scale, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9", f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9 dtype=mixed_bf16",
+    Case(checks.check_small_scale, f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9", f"{NET} {DIGITS} loss_scaling=static dataset.gain=1e-9 dtype=mixed_bf16",
          r"warning: loss_scaling\.scale=1024: too small, 99\.\d% of the first batch's gradients become 0 \(\d\.\d% at [\d.e+]+\); fix: loss_scaling\.scale=\d+"),
-    Case(scaling.check_small_scale, f"{NET} {DIGITS} dataset.gain=1e-9", f"{NET} {DIGITS} dataset.gain=1e-4",
+    Case(checks.check_small_scale, f"{NET} {DIGITS} dataset.gain=1e-9", f"{NET} {DIGITS} dataset.gain=1e-4",
          r"warning: loss_scaling\.init_scale=65536: too small, \d+\.\d% of the first batch's gradients become 0 \(\d\.\d% at [\d.e+]+\); fix: loss_scaling=Backoff loss_scaling\.init_scale=(\d+) loss_scaling\.max_scale=\1"),
-    Case(scaling.check_small_scale, f"{NET} {DIGITS} dataset.gain=1e-6 loss_scaling=LogMax loss_scaling.init_scale=1", f"{NET} {DIGITS} loss_scaling=LogMax",
+    Case(checks.check_small_scale, f"{NET} {DIGITS} dataset.gain=1e-6 loss_scaling=LogMax loss_scaling.init_scale=1", f"{NET} {DIGITS} loss_scaling=LogMax",
          r"warning: loss_scaling\.init_scale=1: too small, \d+\.\d% of the first batch's gradients become 0 \(\d\.\d% at [\d.e+]+\); fix: loss_scaling\.init_scale=(\d+) loss_scaling\.max_scale=\1"),
-    Case(scaling.check_overflow, f"{NET} {DIGITS} dataset.gain=1e3", f"{NET} {DIGITS}",
+    Case(checks.check_overflow, f"{NET} {DIGITS} dataset.gain=1e3", f"{NET} {DIGITS}",
          r"note: loss_scaling\.init_scale=65536: the first batch overflows, and steps are skipped until the scale is down to about \d+; fix: loss_scaling=Backoff loss_scaling\.init_scale=probe"),
-    Case(scaling.check_overflow, f"{NET} {DIGITS} dataset.gain=1e4 loss_scaling=LogMax loss_scaling.min_scale=1024", f"{NET} {DIGITS} loss_scaling=LogMax",
+    Case(checks.check_overflow, f"{NET} {DIGITS} dataset.gain=1e4 loss_scaling=LogMax loss_scaling.min_scale=1024", f"{NET} {DIGITS} loss_scaling=LogMax",
          r"error: loss_scaling\.min_scale=1024: too large, the first batch overflows at it; fix: loss_scaling\.init_scale=probe loss_scaling\.min_scale=\d+"),
-    Case(products.check_products, "dtype=mixed_bf16 dtype.products=fp8_tensorwise model._target_=planted.outlier", "dtype=mixed_bf16 model._target_=planted.outlier",
+    Case(checks.check_products, "dtype=mixed_bf16 dtype.products=fp8_tensorwise model._target_=planted.outlier", "dtype=mixed_bf16 model._target_=planted.outlier",
          r"warning: dtype\.products=fp8_tensorwise: takes too much of middle forward\.w \(\d+ dB, 100% lost\), middle dx\.w \(.*\) on the first batch; fix: 'ops\.modules=\{middle:none\}'"),
-    Case(speed.check_emulation, "device=cpu", "device=cpu dtype=fp32",
+    Case(checks.check_emulation, "device=cpu", "device=cpu dtype=fp32",
          r"note: dtype\.half=float16 on cpu is emulated: the numbers are a tensor core's, the speed and memory are not; fix: (dtype\.half=bfloat16|dtype=fp32|device=cuda)"),
-    Case(speed.check_emulation, "device=cpu dtype.compute=native", "device=cpu dtype=fp32 dtype.compute=native",
+    Case(checks.check_emulation, "device=cpu dtype.compute=native", "device=cpu dtype=fp32 dtype.compute=native",
          r"warning: dtype\.compute=native: this cpu has no float16 products, and PyTorch's kernels for them are many times slower than fp32's; fix: dtype\.compute=auto"),
-    Case(speed.check_loading, f"{NET} {DIGITS} model.width=2048 dataset.delay=0.005", f"{NET} {DIGITS} model.width=2048",
-         r"warning: dataset\.workers=0: loading is the bottleneck, \d+ ms a batch for steps of [\d.]+ ms, about \d+ s of waiting in all; fix: dataset\.workers=\d+"),
 ]  # fmt: skip
 
 
@@ -182,7 +164,7 @@ def test_a_fault_is_one_line_and_what_it_says_to_type_mends_it(case: Case) -> No
 def test_the_noisiest_operands_are_named(dtype: str) -> None:
     """The noise of four bits, the gradients' of them rounded at random; the head is in half."""
     words = f"experiment=digits_mlp dtype={dtype} dtype.products=nvfp4"
-    (finding,) = found(products.check_products, words)
+    (finding,) = found(checks.check_products, words)
     assert re.fullmatch(
         r"note: dtype\.products=nvfp4: the noisiest on the first batch are "
         r"(hidden\d\.linear \w+\.\w+ \(1\d dB, \d+% lost\)(, )?){3}",
@@ -194,7 +176,7 @@ def test_what_is_counted_leaves_no_trace() -> None:
     """Random numbers and histories are as before, and no gradient is left."""
     own = subject("experiment=digits_mlp dtype=mixed dtype.products=fp8_delayed")
     before, drawn = copy.deepcopy(own.trainer.precision.state_dict()), torch.get_rng_state()
-    assert products.noises_of(own) == products.noises_of(own)
+    assert checks.noises_of(own) == checks.noises_of(own)
     assert own.trainer.precision.state_dict() == before == {"generators": {}, "amax": {}}
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(parameter.grad is None for parameter in own.trainer.model.parameters())
@@ -203,28 +185,26 @@ def test_what_is_counted_leaves_no_trace() -> None:
 def test_weights_of_a_bfloat16_run_are_recognised(tmp_path: Path, start_run: Any) -> None:
     start_run(tmp_path, "experiment=digits_mlp", "dtype=mixed_bf16", "trainer.max_steps=1")
     words = f"experiment=digits_mlp init_from={tmp_path}"
-    (finding,) = found(weights_checks.check_training_format, words)
+    (finding,) = found(checks.check_training_format, words)
     assert str(finding) == (
         f"warning: init_from={tmp_path}: trained as mixed(bfloat16), whose activations may be "
         "beyond 65504, the largest float16 number; fix: dtype.half=bfloat16"
     )
-    assert not found(weights_checks.check_training_format, f"{words} {finding.fix[0]}")
+    assert not found(checks.check_training_format, f"{words} {finding.fix[0]}")
 
 
 def test_weights_of_a_float16_run_are_not(tmp_path: Path, start_run: Any) -> None:
     start_run(tmp_path, "experiment=digits_mlp", "dtype=mixed", "trainer.max_steps=1")
-    assert not found(
-        weights_checks.check_training_format, f"experiment=digits_mlp init_from={tmp_path}"
-    )
+    assert not found(checks.check_training_format, f"experiment=digits_mlp init_from={tmp_path}")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp"])
 def test_a_norm_without_weights_is_not_stored_in_half(dtype: str) -> None:
-    assert not found(ops.check_norms, f"model._target_=planted.bare_norm dtype={dtype}")
+    assert not found(checks.check_norms, f"model._target_=planted.bare_norm dtype={dtype}")
 
 
 def test_constant_weights_are_born_nowhere() -> None:
-    assert not found(weights_checks.check_training_format, f"{NET} model.head=0")
+    assert not found(checks.check_training_format, f"{NET} model.head=0")
 
 
 def test_every_shipped_experiment_is_examined() -> None:
@@ -262,7 +242,7 @@ def test_shipped_scalers_start_without_a_hint(scaling: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp_bf16"])
 def test_what_no_format_holds_is_said_in_any_mode(dtype: str) -> None:
     words = f"{NET} {DIGITS} dataset.gain=1e39 dtype={dtype}"
-    (finding,) = found(scaling.check_overflow, words)
+    (finding,) = found(checks.check_overflow, words)
     assert str(finding) == (
         "error: model, dataset: the first batch is not finite in fp32 either (first the loss, op "
         "mul, forward pass); look for a division by zero, a logarithm of zero, or first weights "
@@ -272,7 +252,7 @@ def test_what_no_format_holds_is_said_in_any_mode(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "mixed", "amp_bf16"])
 def test_gradients_that_are_0_in_fp32_too(dtype: str) -> None:
-    (finding,) = found(scaling.check_small_scale, f"{NET} {DIGITS} dataset.gain=0 dtype={dtype}")
+    (finding,) = found(checks.check_small_scale, f"{NET} {DIGITS} dataset.gain=0 dtype={dtype}")
     assert str(finding) == (
         "warning: model, dataset: all gradients of the first batch are 0, in fp32 too, and nothing "
         "is learnt from it; look at the loss"
@@ -280,7 +260,7 @@ def test_gradients_that_are_0_in_fp32_too(dtype: str) -> None:
 
 
 def test_where_no_pin_helps_fp32_does() -> None:
-    (finding,) = found(scaling.check_overflow, "model._target_=planted.scattered")
+    (finding,) = found(checks.check_overflow, "model._target_=planted.scattered")
     assert finding.what.startswith("layers.0, op linear, forward pass on the first batch: ")
     assert finding.fix == ("dtype=fp32",)
 

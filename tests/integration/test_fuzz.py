@@ -31,10 +31,9 @@ from mpframe.checkpoint.digest import sha256_of
 from mpframe.checkpoint.manifest import Manifest, content_digest
 from mpframe.config.stored import config_of
 from mpframe.errors import MpframeError
-from mpframe.report.groups import compared
-from mpframe.report.markdown import as_markdown
-from mpframe.report.page import as_page
+from mpframe.report.page import as_markdown, as_page
 from mpframe.report.records import find_runs
+from mpframe.report.tables import compared
 from mpframe.run.resume import resuming
 from mpframe.tracking.summary import Summary
 from mpframe.training.trainer import Trainer

@@ -18,7 +18,7 @@ from sameness import differing
 from mpframe import checkpoint
 from mpframe.checkpoint import retention, writing
 from mpframe.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
-from mpframe.numerics.range_record import read_ranges
+from mpframe.numerics.ranges import read_ranges
 from mpframe.tracking import event_file
 from mpframe.tracking.amax_record import read_amax
 from mpframe.tracking.summary import Summary

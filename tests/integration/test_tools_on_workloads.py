@@ -10,8 +10,7 @@ from tiny_experiments import EXPERIMENTS, tiny
 from mpframe.cli.commands import search as search_command
 from mpframe.errors import DivergedError
 from mpframe.numerics.autopsy import evidence
-from mpframe.numerics.range_record import read_ranges
-from mpframe.numerics.ranges import KINDS
+from mpframe.numerics.ranges import KINDS, read_ranges
 
 # The full sizes are of the same parts.
 ONE_SIZE = ("bikes", "digits_mlp", "fashion_mnist_cnn")

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.checkpoint.random_state import RandomState
-from mpframe.numerics.autopsy.case import Case
-from mpframe.numerics.autopsy.diagnosis import Kind, diagnose
+from mpframe.numerics.autopsy.diagnosis import Kind, diagnose, underflow_share
 from mpframe.numerics.autopsy.evidence import Evidence
-from mpframe.numerics.autopsy.replay import Setting, replay
+from mpframe.numerics.autopsy.replay import Case, Setting, replay
 from mpframe.numerics.autopsy.report import report_on
-from mpframe.numerics.autopsy.underflow import underflow_share
 from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
 from mpframe.objectives import StepOutput, model_loss, supervised
 from mpframe.precision import OpLists, Precision

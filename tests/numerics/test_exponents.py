@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mpframe.numerics.exponents import BINS, FIELDS, HIGHEST, LOWEST, Limits, added, measured
+from mpframe.numerics.ranges import (
+    BINS,
+    FIELDS,
+    HIGHEST,
+    LOWEST,
+    Limits,
+    add_rows,
+    count_exponents,
+)
 
 HALVES = [torch.float16, torch.bfloat16]
 FORMATS = [torch.float32, *HALVES]
@@ -56,7 +64,7 @@ def test_a_float64_recount_agrees(
     scale = 2.0**exponent
     # A product beyond fp32 would be inf there and finite in the recount.
     scale = scale if not (tensor.abs()[tensor.isfinite()] * scale).isinf().any() else 1.0
-    row = measured(tensor, Limits.of(half), torch.tensor(scale))
+    row = count_exponents(tensor, Limits.of(half), torch.tensor(scale))
     # fp32 products below 2^-149 are rounded: exact where nothing so small is made still smaller.
     if exponent >= 1 or not (tensor.abs()[tensor != 0] < 2.0**-120).any():
         assert row.tolist() == recount(tensor, half, scale)
@@ -68,25 +76,27 @@ def test_the_tie_at_half_the_smallest_number_is_lost(half: torch.dtype) -> None:
     smallest = info.smallest_normal * info.eps
     values = torch.tensor([smallest / 2, smallest * 0.50001, smallest])
     assert values.to(half).count_nonzero() == 2
-    row = dict(zip(FIELDS, measured(values, Limits.of(half)).tolist(), strict=False))
+    row = dict(zip(FIELDS, count_exponents(values, Limits.of(half)).tolist(), strict=False))
     assert (row["lost"], row["subnormal"]) == (1, 2)
     assert (row["lost_at_twice_scale"], row["lost_at_half_scale"]) == (0, 3)
 
 
 def test_an_empty_tensor_has_no_magnitudes() -> None:
-    assert not measured(torch.empty(0, 3), Limits.of(torch.float16)).any()
+    assert not count_exponents(torch.empty(0, 3), Limits.of(torch.float16)).any()
 
 
 def test_rows_add_up() -> None:
     one, two = torch.randn(50) * 1e-6, torch.randn(3, 7) * 1e5
     limits = Limits.of(torch.float16)
-    both = measured(torch.cat([one, two.ravel()]), limits, 4.0)
-    assert torch.equal(added([measured(one, limits, 4.0), measured(two, limits, 4.0)]), both)
+    both = count_exponents(torch.cat([one, two.ravel()]), limits, 4.0)
+    assert torch.equal(
+        add_rows([count_exponents(one, limits, 4.0), count_exponents(two, limits, 4.0)]), both
+    )
 
 
 def test_every_finite_number_has_its_bin() -> None:
     values = torch.tensor([2.0**e for e in range(-126, HIGHEST + 1)])
-    bins = measured(values, Limits.of(torch.bfloat16))[len(FIELDS) :]
+    bins = count_exponents(values, Limits.of(torch.bfloat16))[len(FIELDS) :]
     assert bins[1:].tolist() == [1.0] * (BINS - 1)
     assert bins[0] == 0
 
@@ -98,21 +108,23 @@ def test_many_values_of_a_format_are_counted_as_few(stored: torch.dtype, half: t
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(stored)
     values = torch.cat([every, torch.randn(2**16).to(stored), every[2**14 : 2**14 + 999]])
     limits, scale, held_at = Limits.of(half), torch.tensor(2.0**8), torch.tensor(2.0**3)
-    parts = [measured(p, limits, scale, held_at) for p in values.split(2**15)]
-    whole = measured(values, limits, scale, held_at)
-    assert torch.equal(whole, added(parts))
+    parts = [count_exponents(p, limits, scale, held_at) for p in values.split(2**15)]
+    whole = count_exponents(values, limits, scale, held_at)
+    assert torch.equal(whole, add_rows(parts))
     assert whole[FIELDS.index("count")] == len(values)
 
 
 def test_many_values_of_fp32_are_counted_in_parts() -> None:
     values = torch.randn(2**17 + 5) * 1e-4
     values[-1], values[7] = 1e6, torch.nan
-    row = measured(values, Limits.of(torch.float16), 2.0)
+    row = count_exponents(values, Limits.of(torch.float16), 2.0)
     assert row.tolist() == recount(values, torch.float16, 2.0)
 
 
 def test_the_largest_is_among_what_is_there() -> None:
-    row = measured(torch.full((2**16,), 3.0, dtype=torch.float16), Limits.of(torch.float16), 2.0)
+    row = count_exponents(
+        torch.full((2**16,), 3.0, dtype=torch.float16), Limits.of(torch.float16), 2.0
+    )
     assert row[FIELDS.index("amax")] == 6.0
 
 
@@ -120,5 +132,5 @@ def test_the_largest_is_among_what_is_there() -> None:
 def test_what_is_held_at_a_scale_is_divided_by_it(stored: torch.dtype) -> None:
     values, limits = torch.randn(100).to(stored), Limits.of(torch.float16)
     assert torch.equal(
-        measured(values * 8, limits, 4.0, held_at=8.0), measured(values, limits, 4.0)
+        count_exponents(values * 8, limits, 4.0, held_at=8.0), count_exponents(values, limits, 4.0)
     )

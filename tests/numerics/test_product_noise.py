@@ -2,7 +2,6 @@
 
 import csv
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpframe import OpLists, Precision
-from mpframe.numerics.noise_picture import draw_noises
-from mpframe.numerics.product_limits import product_limits
-from mpframe.numerics.product_noise import NAMES, WITHOUT_WEIGHT, NoiseRecord, ProductProbe
+from mpframe import Precision
+from mpframe.numerics.pictures import draw_noises
+from mpframe.numerics.product_noise import (
+    NAMES,
+    WITHOUT_WEIGHT,
+    Noise,
+    NoiseRecord,
+    ProductProbe,
+    merged,
+)
 from mpframe.precision.products.formats import FORMATS
-from mpframe.precision.products.noise import Noise, measured, merged
+from mpframe.precision.products.noise import count_noise
 from mpframe.precision.products.recipe import Recipe, shipped
 from mpframe.precision.products.scaling import Axes, Quantization, quantize
 
@@ -33,7 +38,7 @@ HOWS = {
 
 def of(values: Tensor, how: Quantization, known: Tensor | None = None) -> tuple[Noise, Tensor]:
     quantized = quantize(values, ROWS, how, known_amax=known)
-    return Noise.of(measured(values, quantized, ROWS, how, known).tolist()), quantized
+    return Noise.of(count_noise(values, quantized, ROWS, how, known).tolist()), quantized
 
 
 @pytest.mark.parametrize("name", HOWS)
@@ -90,7 +95,7 @@ def test_rows_of_two_parts_are_that_of_the_whole() -> None:
     torch.manual_seed(0)
     values, how = torch.randn(8, 64), HOWS["mxfp8"]
     rows = [
-        measured(part, quantize(part, ROWS, how), ROWS, how)
+        count_noise(part, quantize(part, ROWS, how), ROWS, how)
         for part in (values, values[:3], values[3:])
     ]
     torch.testing.assert_close(merged(*rows[1:]), rows[0], rtol=1e-12, atol=0)
@@ -126,37 +131,6 @@ def test_every_operand_of_a_layer_is_counted(recipe: str) -> None:
 HEADS_IN_HALF = ("fp8_tensorwise", "fp8_delayed", "nvfp4")
 
 
-def test_the_limits_of_a_layer_at_its_scales() -> None:
-    """Of the weights, and of unscaled gradients of outputs: recounted from the largest values."""
-    torch.manual_seed(0)
-    layers = nn.Linear(32, 32, bias=False), nn.Linear(32, 32), nn.Linear(32, 32)
-    model = nn.Sequential(*layers)
-    with torch.no_grad():
-        layers[0].weight[:, :16] = 2.0**-3
-        layers[0].weight[:, 16:] = 2.0**-9
-    ops = replace(OpLists.named(), modules={"1": "fp8_tensorwise", "2": "none"})
-    precision = Precision("mixed", half="bfloat16", products="nvfp4", ops=ops)
-    precision.prepare(model, torch.optim.SGD(model.parameters()))
-    probe, seen = ProductProbe(precision), []
-    with precision.cast():
-        y = model[1](model[0](torch.randn(32, 32, requires_grad=True)))
-        y.register_hook(lambda dy: seen.append(dy.float().abs().max()))
-        (model[2](y).float().sum() * 1024).backward()
-    noises, policy = probe.noises(), precision.policy
-    weights = product_limits(noises, policy, "weights", 1024.0)
-    # e2m1: the largest number is 6, what is at most half of 0.5 is lost. The e4m3 scale of the
-    # larger half is 448, by which 2^-3 = 6 * 448 * g; that of the smaller 448 / 64 = 7.
-    assert weights["0"] == pytest.approx((math.log2(0.25 * 7 / 2688) - 3, -3), abs=1e-5)
-    amax = float(layers[1].weight.detach().abs().max())
-    largest = math.log2(amax)
-    lost = math.log2(amax / 448 * 2.0**-10)
-    assert weights["1"] == pytest.approx((lost, largest), abs=1e-5)
-    assert set(weights) == {"0", "1"}
-    gradients = product_limits(noises, policy, "activation_gradients", 1024.0)
-    assert gradients["1"][1] == pytest.approx(math.log2(seen[0] / 1024), abs=1e-5)
-    assert product_limits(noises, policy, "activations", 1024.0) == {}
-
-
 def test_a_product_without_a_weight_has_a_row_of_its_own() -> None:
     precision = Precision("mixed", half="bfloat16", products="mxfp8")
     model = nn.Linear(32, 32)
@@ -170,7 +144,7 @@ def test_a_product_without_a_weight_has_a_row_of_its_own() -> None:
 
 
 def test_the_record_drops_what_a_resumed_run_repeats(tmp_path: Path) -> None:
-    path, noise = tmp_path / "numerics" / "products.csv", Noise(10, 31.5, 0.1, 0.2, 2.0, -1.0)
+    path, noise = tmp_path / "numerics" / "products.csv", Noise(10, 31.5, 0.1, 0.2, 3.0)
     record = NoiseRecord(path)
     for step in (5, 10, 15):
         record.add(step, {("head", "dw.x"): noise, ("a,b", "dx.w"): noise})

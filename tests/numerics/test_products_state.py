@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from mpframe.checkpoint import rng_state
 from mpframe.checkpoint.snapshot import Snapshot
 from mpframe.distributed.world import World
 from mpframe.errors import ConfigError
-from mpframe.numerics.autopsy.case import Case
-from mpframe.numerics.autopsy.replay import Setting, replay
-from mpframe.numerics.doctor.dry_run import dry_run
+from mpframe.numerics.autopsy.replay import Case, Setting, replay
+from mpframe.numerics.doctor.checks import noises_of
+from mpframe.numerics.doctor.subject import Subject
 from mpframe.objectives import supervised
 from mpframe.precision.products.formats import FORMATS
 from mpframe.precision.products.recipe import Recipe
@@ -201,14 +201,16 @@ def test_a_trace_leaves_no_trace() -> None:
 
 
 def test_what_looks_at_a_run_leaves_no_trace() -> None:
-    """The autopsy replays forward and backward passes, the doctor runs the objectives."""
+    """The autopsy and the doctor replay forward and backward passes."""
     run = trainer()
     train(run, 0, 1)
     before = state_of(run)
     objectives = run.objectives
     case = Case(run.model, run.optimizer, run.precision, objectives, [batch(2)], {"": 1.0})
     assert replay(case, Setting()).finite
-    dry_run(run, batch(3))
+    subject = Subject(run, loader=cast(Any, None), options={})
+    subject.batch = batch(3)
+    assert noises_of(subject)
     after = state_of(run)
     assert after.keys() == before.keys()
     assert same(after, before)

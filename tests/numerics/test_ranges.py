@@ -15,12 +15,19 @@ from vocabulary import CalledOps
 
 from mpframe import Backoff, Precision, Trainer
 from mpframe.errors import DataError
-from mpframe.numerics import range_pictures
-from mpframe.numerics.exponents import FIELDS, Limits
-from mpframe.numerics.range_pictures import draw_layers, draw_time
-from mpframe.numerics.range_record import FOLDER, RangeRecord, read_ranges
+from mpframe.numerics import pictures
+from mpframe.numerics.pictures import draw_layers, draw_time
 from mpframe.numerics.range_watch import RangeWatch
-from mpframe.numerics.ranges import KINDS, RangeProbe, Ranges
+from mpframe.numerics.ranges import (
+    FIELDS,
+    FOLDER,
+    KINDS,
+    Limits,
+    RangeProbe,
+    RangeRecord,
+    Ranges,
+    read_ranges,
+)
 from mpframe.objectives import supervised
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.loader import Batch
@@ -225,7 +232,7 @@ def test_pictures_are_drawn(tmp_path: Path, half: torch.dtype, layers: int) -> N
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The axes of every picture, which is not written."""
     axes: list[Any] = []
-    monkeypatch.setattr(range_pictures, "_finish", lambda figure, own, *_: axes.append(own))
+    monkeypatch.setattr(pictures, "_finish", lambda figure, own, *_: axes.append(own))
     return axes
 
 
@@ -238,21 +245,6 @@ def test_only_layers_in_half_are_drawn_against_its_limits(drawn: list[Any], tmp_
     middles = {(a[1] + b[1]) / 2 for lines in axes.collections for a, b in lines.get_segments()}
     assert middles == {0.0, 2.0, 4.0}
     assert [text.get_text() for text in axes.texts] == ["lost", "fewer\nbits", "inf"]
-
-
-def test_limits_of_products_go_through_their_rows(drawn: list[Any], tmp_path: Path) -> None:
-    ranges = made(7, layers=3)
-    limits = {ranges.layers[1]: (-20.0, 2.0), ranges.layers[2]: (-300.0, 1.0)}  # one out of sight
-    draw_layers(ranges, "weights", torch.bfloat16, tmp_path, limits)
-    (axes,) = drawn
-    lines = [own for own in axes.collections if tuple(own.get_color()[0][:3]) == (1.0, 0.0, 1.0)]
-    segments = [own.get_segments()[0].tolist() for own in lines]
-    assert segments == [
-        [[-20.5, 0.5], [-20.5, 1.5]],
-        [[1.5, 0.5], [1.5, 1.5]],
-        [[0.5, 1.5], [0.5, 2.5]],
-    ]
-    assert axes.get_xlabel().endswith("\nmagenta: lost and largest in products")
 
 
 def test_a_layer_in_fp32_has_no_limits_over_time(drawn: list[Any], tmp_path: Path) -> None:

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from mpframe.numerics.autopsy.case import Case
-from mpframe.numerics.autopsy.culprit import Culprit
-from mpframe.numerics.autopsy.diagnosis import Diagnosis, Kind
+from mpframe.numerics.autopsy.diagnosis import Culprit, Diagnosis, Kind
 from mpframe.numerics.autopsy.evidence import Evidence
-from mpframe.numerics.autopsy.replay import Pass, Replay, Setting
+from mpframe.numerics.autopsy.replay import Case, Pass, Replay, Setting
 from mpframe.numerics.autopsy.report import Report, report_on
 from mpframe.numerics.autopsy.watch import OpCall, Trace
 from mpframe.objectives import supervised

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mpframe.data import Loader, loading
 from mpframe.errors import MpframeError
-from mpframe.numerics.range_record import read_ranges
+from mpframe.numerics.ranges import read_ranges
 from mpframe.tracking.tracker import Tracker
 
 

@@ -15,8 +15,7 @@ import yaml
 
 from mpframe.errors import MpframeError
 from mpframe.files.durable import write_atomically
-from mpframe.report.sweep_jobs import COLUMNS, find_jobs
-from mpframe.report.sweep_table import as_text, write_table
+from mpframe.report.sweep import COLUMNS, as_text, find_jobs, write_table
 from mpframe.tracking.summary import Status, Summary
 
 SUMMARY = Summary(
@@ -226,7 +225,7 @@ def test_table_reads_as_written_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "sweep.md").read_text().splitlines()[2:5] == [
         "| job | overrides | mode | scaling | val metric | val loss | best "
         "| skipped steps | final scale | seconds | status |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "|" + "---|" * 11,
         "| 0 | dtype=fp32 | fp32 | none | accuracy 0.9733 | 0.1235 | 0.9811 at step 80 "
         "| 2 |  | 12.35 | finished |",
     ]

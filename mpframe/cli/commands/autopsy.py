@@ -34,8 +34,7 @@ from mpframe.errors import CheckpointError, ConfigError, UserCodeError
 from mpframe.files.durable import write_atomically
 from mpframe.numerics.autopsy import evidence
 from mpframe.numerics.autopsy.evidence import Evidence
-from mpframe.numerics.autopsy.examination import examine, write_report
-from mpframe.numerics.autopsy.report import Report
+from mpframe.numerics.autopsy.report import Report, examine, write_report
 from mpframe.training.plan import Progress
 from mpframe.training.trainer import Trainer
 

@@ -20,10 +20,9 @@ from mpframe.config.composition.command_line import refuse_unwritable
 from mpframe.console import take_options
 from mpframe.errors import ConfigError
 from mpframe.files.durable import write_atomically
-from mpframe.report.groups import compared
-from mpframe.report.markdown import as_markdown
-from mpframe.report.page import as_page
+from mpframe.report.page import as_markdown, as_page
 from mpframe.report.records import find_runs
+from mpframe.report.tables import compared
 
 _OPTIONS = ("out",)
 PAGE, TABLES = "report.html", "report.md"

@@ -48,6 +48,7 @@ from mpframe.numerics.remedies import pin_words
 from mpframe.numerics.search import Pins, RelativeError, Search, SearchResult, Sensitivity
 from mpframe.precision.module_ops import op_of
 from mpframe.precision.policy import NO_PRODUCTS
+from mpframe.table import markdown
 from mpframe.training.callbacks.skip_guard import SkipGuard
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.trainer import Trainer
@@ -272,17 +273,16 @@ def _proved(proof: Proof, reference: str) -> list[str]:
         "",
         f"Validation after training, {len(proof[reference])} seeds: mean (lowest to highest)",
         "",
-        "| | loss | " + name + " |",
-        "|---|---|---|",
     ]
-    for run, results in proof.items():
-        losses, values = [e.loss for e in results], [e.value for e in results]
-        lines.append(f"| {run} | {_spread(losses)} | {_spread(values)} |")
+    rows = [
+        (run, _spread([e.loss for e in results]), _spread([e.value for e in results]))
+        for run, results in proof.items()
+    ]
     full, found = ([e.loss for e in proof[run]] for run in (reference, "found"))
     gap, noise = fmean(found) - fmean(full), max(full) - min(full)
     verdict = "within" if abs(gap) <= noise else "BEYOND"
     last = f"The gap in loss is {gap:.3g}, {verdict} the range of {reference}'s seeds, {noise:.3g}."
-    return [*lines, "", last, ""]
+    return [*lines, markdown([("", "loss", name), *rows]), "", last, ""]
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -294,12 +294,11 @@ def _spread(values: Sequence[float]) -> str:
 def _table(title: str, sensitivities: Sequence[Sensitivity]) -> list[str]:
     if not sensitivities:
         return []
-    head = [f"## {title}", "", "| name | kind | gradients | loss |", "|---|---|---|---|"]
     rows = [
-        f"| `{own.name}` | {own.kind} | {own.error.gradients:.3g} | {own.error.loss:.3g} |"
+        (f"`{own.name}`", own.kind, f"{own.error.gradients:.3g}", f"{own.error.loss:.3g}")
         for own in sensitivities
     ]
-    return [*head, *rows, ""]
+    return [f"## {title}", "", markdown([("name", "kind", "gradients", "loss"), *rows]), ""]
 
 
 def _shown(error: RelativeError) -> str:

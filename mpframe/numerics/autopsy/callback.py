@@ -134,7 +134,7 @@ class Autopsy(Callback):
 
     def _reported(self, step: "Evidence", trainer: Trainer) -> tuple[Path, str] | None:
         # The replays are loaded when a step has failed: most runs need none.
-        from mpframe.numerics.autopsy.examination import report_beside_evidence
+        from mpframe.numerics.autopsy.report import report_beside_evidence
 
         folder, config = self._context.folder, self._context.config
         try:

@@ -1,5 +1,6 @@
-"""The report of an autopsy, to be read in ten seconds: what, where, how much, what to do."""
+"""A diagnosis in words: the report on a step, written beside its evidence."""
 
+import logging
 import math
 import shlex
 from collections.abc import Sequence
@@ -8,15 +9,16 @@ from pathlib import Path
 
 from torch import nn
 
-from mpframe.numerics.autopsy.case import Case
-from mpframe.numerics.autopsy.culprit import Culprit
-from mpframe.numerics.autopsy.diagnosis import Diagnosis, Kind
+from mpframe.files.durable import write_atomically
+from mpframe.numerics.autopsy import evidence
+from mpframe.numerics.autopsy.diagnosis import Culprit, Diagnosis, Kind, Saturation, diagnose
 from mpframe.numerics.autopsy.evidence import Evidence
-from mpframe.numerics.autopsy.replay import Replay, Setting
-from mpframe.numerics.autopsy.saturation import Saturation
+from mpframe.numerics.autopsy.replay import Case, Replay, Setting
 from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
 from mpframe.numerics.remedies import deny_words, pin_words
 from mpframe.precision.policy import NO_PRODUCTS
+from mpframe.table import markdown
+from mpframe.training.trainer import Trainer
 
 _FEW = 8
 
@@ -45,9 +47,7 @@ class Report:
     def markdown(self) -> str:
         """As Markdown, with the replays."""
         facts = [f"- **{word}**: {sentence}" for word, sentence in self.facts]
-        head, *rows = (f"| {' | '.join(row)} |" for row in self.replays)
-        rule = "|" + "---|" * len(self.replays[0])
-        table = ["The replays of the step (no weight changed):", "", head, rule, *rows]
+        table = ["The replays of the step (no weight changed):", "", markdown(self.replays)]
         return "\n".join([f"# {self.title}", "", *facts, "", *table, ""])
 
 
@@ -257,3 +257,43 @@ def _setting(setting: Setting) -> str:
 
 def _number(value: float) -> str:
     return "NaN" if math.isnan(value) else f"{value:g}"
+
+
+log = logging.getLogger(__name__)
+
+REPORT = "report.md"
+
+
+def examine(step: Evidence, trainer: Trainer) -> Report:
+    """Replay a step with a trainer that has its weights, and say what is wrong with it."""
+    case = step.case(trainer)
+    return report_on(diagnose(case), case, step)
+
+
+def write_report(folder: Path, report: Report) -> Path:
+    """Write a report beside its evidence; returns its path."""
+    path = folder / REPORT
+    write_atomically(path, report.markdown())
+    return path
+
+
+def report_beside_evidence(
+    step: Evidence, trainer: Trainer, run: Path, config: str
+) -> tuple[Path, str]:
+    """Save the evidence of a step, examine it, and log and write the report.
+
+    Args:
+        step: the step that failed.
+        trainer: still holds the weights that it began with.
+        run: the run's folder.
+        config: the run's resolved options, YAML.
+
+    Returns:
+        The report's path, and the diagnosis, empty if that is no fault.
+    """
+    folder = evidence.save(run, step, trainer.weights(), config)
+    report = examine(step, trainer)
+    path = write_report(folder, report)
+    log.warning("warning: %s\n%s", step.reason, report.text(path))
+    diagnosis = report.title.partition(": ")[2]
+    return path, "" if diagnosis == Kind.NO_FAULT.value else diagnosis

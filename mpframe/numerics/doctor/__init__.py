@@ -1,34 +1,27 @@
 """Tells before training what will go wrong, and which option corrects it.
 
-Each check examines a `Subject`, a trainer built as for training, and returns findings. Nothing is
-written, and each trial is undone. Begin with subject.py, then any of the checks. The first are
-numerics/hints.py, which compute nothing: each run reports them.
+    subject    a trainer built as for training, its data, and trials on them
+    checks     each examines a `Subject` and returns findings; hints.py has those of every run
 
-    numbers    eps, learning rate, betas in the optimizer's format
-    weights    their range in half, and the format they were trained in
-    scaling    does the first step overflow, and at which scale does it not
-    ops        BCELoss, norms, dimensions
-    products   what quantisation below 16 bits takes from the first batch
-    speed      emulation, waits for the data
+Nothing is written, and each trial is undone. Begin with subject.py.
 """
 
 from collections.abc import Callable, Iterable
 
-from mpframe.numerics.doctor.numbers import check_masters, check_numbers
-from mpframe.numerics.doctor.ops import (
-    check_binary_cross_entropy,
+from mpframe.numerics.doctor.checks import (
     check_dimensions,
+    check_emulation,
+    check_masters,
     check_norms,
-)
-from mpframe.numerics.doctor.products import check_products
-from mpframe.numerics.doctor.scaling import check_overflow, check_small_scale
-from mpframe.numerics.doctor.speed import check_emulation, check_loading
-from mpframe.numerics.doctor.subject import Subject
-from mpframe.numerics.doctor.weights import (
+    check_numbers,
+    check_overflow,
+    check_products,
+    check_small_scale,
     check_small_weights,
     check_training_format,
     check_weight_range,
 )
+from mpframe.numerics.doctor.subject import Subject
 from mpframe.numerics.hints import HINTS, Finding, Severity, findings_of
 
 Check = Callable[[Subject], Iterable[Finding]]
@@ -42,12 +35,10 @@ CHECKS: tuple[Check, ...] = (
     check_training_format,
     check_overflow,
     check_small_scale,
-    check_binary_cross_entropy,
     check_norms,
     check_dimensions,
     check_products,
     check_emulation,
-    check_loading,
 )
 
 __all__ = ["CHECKS", "Finding", "Severity", "Subject", "examine"]

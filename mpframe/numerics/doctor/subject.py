@@ -14,11 +14,10 @@ from torch import Tensor
 
 from mpframe.loss_scaling.interface import LossScaler, wants_probe
 from mpframe.numerics.autopsy.callback import floors_of
-from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.diagnosis import Diagnosis, diagnose
-from mpframe.numerics.doctor.dry_run import DryRun, dry_run
-from mpframe.numerics.exponents import ExponentHistogram
+from mpframe.numerics.autopsy.replay import Case
 from mpframe.numerics.hints import PlannedRun
+from mpframe.numerics.ranges import ExponentHistogram
 from mpframe.precision.dtype_map import Row
 from mpframe.training.loader import Batch
 from mpframe.training.probe import probe
@@ -96,8 +95,3 @@ class Subject(PlannedRun):
         if wants_probe(tried):
             tried.start_from(torch.tensor(self.gradients.amax))
         return float(tried.scale)
-
-    @cached_property
-    def dry_run(self) -> DryRun:
-        """The forward pass of the first batch, in the run's precision."""
-        return dry_run(self.trainer, self.batch)

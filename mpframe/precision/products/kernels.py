@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mpframe.precision.products import native
-from mpframe.precision.products.noise import measured
+from mpframe.precision.products.noise import count_noise
 from mpframe.precision.products.parts import Parts, take_apart
 from mpframe.precision.products.recipe import Recipe
 from mpframe.precision.products.scaling import Axes, quantize
@@ -124,7 +124,7 @@ class Quantizer:
         taken = take(own.values, own.axes, how, self.state.draw, known)
         if self.state.watch is not None:
             quantized = taken.values(own.axes.free) if isinstance(taken, Parts) else taken
-            row = measured(own.values, quantized, own.axes, how, known)
+            row = count_noise(own.values, quantized, own.axes, how, known)
             self.state.watch(site, product, own.role, row)
         return taken
 

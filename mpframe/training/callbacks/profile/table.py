@@ -4,11 +4,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpframe.table import aligned, markdown
 from mpframe.training.callbacks.profile.trace import Op
 
 _LARGEST = 5
 _HEAD = ("module", "format", "ms a step", "share", "backward")
-_ALIGNED = "| :--- | :--- | ---: | ---: | ---: |"
+_NUMBERS = (2, 3, 4)  # the columns of numbers
 
 
 @dataclass(frozen=True)
@@ -53,21 +54,12 @@ class Costs:
 
     def text(self) -> str:
         """The table for a log."""
-        rows = self.rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if place < 2 else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        return "\n".join([*lines, f"by format: {self.formats()}"])
+        table = aligned(self.rows(), right=_NUMBERS)
+        return f"{table}\nby format: {self.formats()}"
 
     def markdown(self) -> str:
         """The table for TensorBoard's text."""
-        head, *rows = [f"| {' | '.join(row)} |" for row in self.rows()]
-        return "\n".join([head, _ALIGNED, *rows, "", f"By format: {self.formats()}"])
+        return f"{markdown(self.rows(), right=_NUMBERS)}\n\nBy format: {self.formats()}"
 
     def _row(self, module: str, form: str, ops: Sequence[Op]) -> tuple[str, ...]:
         total, behind = _total(ops), _total([op for op in ops if op.backward])

@@ -1,38 +1,60 @@
-"""Pictures of ranges: layers over exponents, and exponents over time.
+"""Pictures of ranges and of quantisation noise.
 
-The colour of a cell is the share of a layer's values with that exponent, on a logarithmic scale
-from one in a million to all. The lines are the limits of the half format at the loss scale: below
-the first a value is lost, below the second it keeps fewer bits, above the third it is inf. Values
-in fp32 do not meet these limits, so their layers have no lines. Where products are quantised below
-16 bits, weights and gradients of outputs have two more, at the scales of the step.
+Ranges: layers over exponents, and exponents over time. The colour of a cell is the share of a
+layer's values with that exponent, on a logarithmic scale from one in a million to all. The lines
+are the limits of the half format at the loss scale: below the first a value is lost, below the
+second it keeps fewer bits, above the third it is inf. Values in fp32 do not meet these limits, so
+their layers have no lines.
+
+Noise: signal to noise of every operand of every layer, in decibels. A row is a layer, a column an
+operand of a product. Six decibels are one bit. Operands that stay in half are empty.
 
 TensorBoard first shows a picture a few hundred pixels wide, so they are small, with few words and
 large letters.
 """
 
-from collections.abc import Mapping, Sequence
+import io
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from mpframe.numerics.exponents import HIGHEST, LOWEST, Limits
-from mpframe.numerics.picture import new_figure, save, short
-from mpframe.numerics.ranges import KINDS, SCALED, Counts, Ranges
+from mpframe.files.durable import write_atomically
+from mpframe.numerics.product_noise import NAMES, Noises
+from mpframe.numerics.ranges import HIGHEST, KINDS, LOWEST, SCALED, Counts, Limits, Ranges
 from mpframe.tree import dtype_name
+
+_DPI = 100
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches."""
+    from matplotlib.figure import Figure  # Imported late: it takes half a second.
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def short(name: str) -> str:
+    """The end of a layer's name, at most 20 letters."""
+    return name if len(name) <= 20 else "…" + name[-19:]
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a PNG, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=_DPI)
+    write_atomically(path, png.getvalue())
+
 
 LEAST = 1e-6
 _EXPONENT = "exponent, floor(log2 |x|)"
 
 
-def draw_layers(
-    ranges: Ranges,
-    kind: str,
-    half: torch.dtype,
-    path: Path,
-    products: Mapping[str, tuple[float, float]] | None = None,
-) -> bool:
+def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> bool:
     """One kind of a report: a row for each layer, with its name and its share of zeros.
 
     Args:
@@ -40,7 +62,6 @@ def draw_layers(
         kind: one of KINDS.
         half: the format whose limits are drawn.
         path: where the PNG goes.
-        products: by layer, the limits of its products (`product_limits`).
 
     Returns:
         False, and no picture, if the report has no value of this kind.
@@ -65,9 +86,7 @@ def draw_layers(
     axes.set_yticks(range(len(names)), labels, fontsize=letters, fontfamily="monospace")
     if in_half.any():
         _draw_limits(axes, half, scale, np.flatnonzero(in_half), (low - 0.5, high + 0.5))
-    _draw_products(axes, [(products or {}).get(name) for name in names])
-    says = "\nmagenta: lost and largest in products" if products else ""
-    axes.set_xlabel(f"{_EXPONENT}; % = zeros{says}")
+    axes.set_xlabel(f"{_EXPONENT}; % = zeros")
     axes.set_title(
         _title(f"{_words(kind)}, step {ranges.step}", half, kind, ranges, in_half), pad=34
     )
@@ -132,15 +151,6 @@ def _draw_limits(
             axes.text(at, -0.6, says, ha=side, va="bottom", fontsize=11)
 
 
-def _draw_products(axes: Any, limits: Sequence[tuple[float, float] | None]) -> None:
-    """What quantised operands lose and hold: two lines through each such row that is in sight."""
-    left, right = axes.get_xlim()
-    for row, pair in enumerate(limits):
-        for limit, style in zip(pair or (), ("dotted", "solid"), strict=False):
-            if left <= limit - 0.5 <= right:
-                axes.vlines(limit - 0.5, row - 0.5, row + 0.5, "magenta", style, lw=1.6)
-
-
 def _in_half(ranges: Ranges, kind: str) -> Any:
     return ranges.in_half[KINDS.index(kind)]
 
@@ -202,3 +212,31 @@ def _window(shares: Counts, half: torch.dtype, scale: float, limited: bool) -> t
 def _every(values: Sequence[int], step: int) -> tuple[list[int], list[str]]:
     at = list(range(0, len(values), step))
     return at, [str(values[index]) for index in at]
+
+
+_LIMITS = 0.0, 60.0  # dB: noise as large as the signal, and 10 bits
+
+
+def draw_noises(noises: Noises, step: int, path: Path) -> None:
+    """Draw one report.
+
+    Args:
+        noises: of the step; not empty.
+        step: for the title.
+        path: where the PNG goes.
+    """
+    layers = list(dict.fromkeys(layer for layer, _ in noises))
+    shown = np.full((len(layers), len(NAMES)), np.nan)
+    for (layer, operand), noise in noises.items():
+        shown[layers.index(layer), NAMES.index(operand)] = noise.snr_db
+    figure = new_figure(width=6.6, height=max(3.4, 1.4 + 0.26 * len(layers)))
+    axes = figure.subplots()
+    image = axes.imshow(shown, aspect="auto", cmap="RdYlGn", vmin=_LIMITS[0], vmax=_LIMITS[1])
+    axes.set_xticks(range(len(NAMES)), [n.replace(".", "\n") for n in NAMES], fontsize=11)
+    axes.set_yticks(range(len(layers)), [short(name) for name in layers], fontsize=11)
+    for (row, column), decibels in np.ndenumerate(shown):
+        if not math.isnan(decibels):
+            axes.text(column, row, f"{decibels:.0f}", ha="center", va="center", fontsize=11)
+    axes.set_title(f"signal to noise of quantised operands, step {step}", fontsize=12)
+    figure.colorbar(image, ax=axes, pad=0.01).set_label("dB", fontsize=12)
+    save(figure, path)
