@@ -7,7 +7,6 @@ half weights (masters/), and makes a step that is all or nothing. Around it stan
     verdict.py                      the one place where the host reads whether a step is skipped
     multi_optimizer.py              several optimizers that make one step
     larc.py                         gradients scaled by the size of their weights
-    unfreezing.py                   what is trained after it was frozen
     selection.py, param_group.py    which parameter belongs to which optimizer or group
     schedules.py, ema.py            learning rates over the run, and the average of the weights
 

@@ -5,53 +5,35 @@
 where the loss of micro-batch i is the mean of n_i samples, so that a window is one large batch
 however it is cut. The sums hold g_i n_i / n_1: where all counts are equal that is g_i, bit for bit.
 
-In half the sum would lose small terms, and one inf would spoil the whole window. The verdict on a
-micro-batch stays on the device: a bad one adds zeros, and so does one that counts 0. If several
-ranks step together, the sum runs over all of them, too: they send their gradients once a window,
-unscaled and in fp32.
+In half the sum would lose small terms, and one inf would spoil the whole window. Whether a
+micro-batch is bad stays on the device: a bad one adds zeros, and so does one that counts 0. With
+several ranks, the sum also runs over them: they send their gradients once a window, unscaled and in
+fp32. The only micro-batch of a single process is not summed at all: it stays as it is, in half.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mpframe.distributed.world import World, weigh_
 from mpframe.errors import ConfigError
-from mpframe.optim.gradients import Gradients, agreed, as_count, measured, not_finite, ready
-
-
-@dataclass(frozen=True, slots=True)
-class StepGradients:
-    """All that the backward passes of one step left behind.
-
-    Attributes:
-        gradients: what the update is computed from.
-        largest: 0-d fp32, the amax that a scaler is told. If the step was accumulated, it is the
-            largest amax of its micro-batches, because each of them was computed in half by itself;
-            inf or nan if one overflowed.
-        dropped: 0-d int64, micro-batches left out; None if the step was not accumulated.
-        spent: the step before has consumed the gradients, and there are no new ones.
-    """
-
-    gradients: Gradients
-    largest: Tensor
-    dropped: Tensor | None = None
-    spent: bool = False
-
-    def worst(self) -> Tensor:
-        """0-d: inf or nan if a micro-batch was left out, or if the mean is not finite."""
-        if self.dropped is None:
-            return self.gradients.amax
-        # Also of the mean: finite gradients may have a sum that is not.
-        return torch.maximum(self.largest, self.gradients.amax)
+from mpframe.optim.gradients import (
+    Gradients,
+    all_reduce_amax,
+    as_count,
+    measure_grads,
+    not_finite,
+)
 
 
 class Accumulator:
     """Sums of the gradients of the micro-batches of one optimizer step, in fp32."""
 
-    def __init__(self) -> None:
+    def __init__(self, reduced: Gradients | None = None) -> None:
+        self._reduced = reduced  # The mean, if the ranks computed it during the backward pass.
+        self._only: Gradients | None = None
         self._sums: dict[Tensor, Tensor] = {}
         self._amaxes: list[Tensor] = []
         self._counts: list[Tensor] = []  # 0-d float64; 0 for what adds nothing
@@ -59,34 +41,27 @@ class Accumulator:
 
     def add(self, gradients: Gradients) -> None:
         """Use up one micro-batch; if its amax is inf or nan it adds nothing and does not count."""
-        count = as_count(gradients.count, gradients.amax.device)
-        added = torch.where(not_finite(gradients.amax), 0.0, count)
-        if not self._amaxes:
-            self._unit = count
-        elif len(self._amaxes) == 1:
+        if self._only is None and not self._counts:
+            self._only = gradients
+            return
+        if self._only is not None:
+            self._sum(self._only)
+            self._only = None
+        if len(self._counts) == 1:
             self._clean_first()
-        weight = (count / self._unit).float()
-        for master in list(gradients.by_master):
-            (gradient,) = gradients.take([master])
-            if self._amaxes:
-                gradient = _zero_where(added == 0, gradient)
-                gradient = _plus(self._sums.get(master), gradient, weight)
-            self._sums[master] = gradient
-        self._amaxes.append(gradients.amax)
-        self._counts.append(added)
+        self._sum(gradients)
 
-    def mean(self, masters: Iterable[Tensor], world: World) -> StepGradients:
-        """The mean over the good micro-batches of all ranks; its amax is inf if none counts.
+    def mean(self, masters: Iterable[Tensor], world: World) -> Gradients:
+        """Return the mean over the good micro-batches of all ranks; its amax is inf without any.
 
-        It is computed in the memory of the sums: nothing can be added afterwards.
-
-        Args:
-            masters: of all parameters, in the order of the other ranks.
-            world: the ranks that step together.
-
-        Raises:
-            ConfigError: a gradient is sparse, and there are several ranks.
+        Computed in the memory of the sums. `masters` are in the order of the other ranks.
         """
+        if self._reduced is not None:
+            return self._reduced
+        if self._only is not None:
+            if world.size == 1:
+                return _mean_of_one(self._only)
+            self._sum(self._only)
         unit, count = self._unit, torch.stack(self._counts).sum()
         if world.size > 1 and world.sharding is None:  # Shards were summed in the backward pass.
             unit, count = world.mean(torch.stack([unit, count])).unbind()
@@ -94,23 +69,36 @@ class Accumulator:
         amaxes = torch.stack(self._amaxes)
         bad = not_finite(amaxes)
         divisor = world.size * torch.where(count > 0, count / unit, 1.0).float()
-        mean = measured(self._sums.items(), divisor, bad.device)
-        # Agreed on once more: what the ranks were sent may be damaged on one of them.
-        mean = agreed(replace(mean, amax=torch.where(count > 0, mean.amax, torch.inf)), world)
-        dropped = None if len(amaxes) == 1 and world.size > 1 else bad.sum()
-        return StepGradients(mean, amaxes.max(), dropped)
+        mean = measure_grads(self._sums, divisor, bad.device)
+        # Reduced once more: what one of the ranks was sent may be damaged.
+        amax = torch.where(count > 0, mean.amax, torch.inf)
+        mean = all_reduce_amax(replace(mean, amax=amax), world)
+        dropped = None if len(amaxes) == 1 else bad.sum()
+        return replace(mean, scaler_amax=amaxes.max(), dropped=dropped)
+
+    def _sum(self, gradients: Gradients) -> None:
+        count = as_count(gradients.count, gradients.amax.device)
+        added = torch.where(not_finite(gradients.amax), 0.0, count)
+        if not self._amaxes:
+            self._unit = count
+        weight = (count / self._unit).float()
+        for master in list(gradients.by_master):
+            (gradient,) = gradients.pop_fp32([master])
+            if self._amaxes:
+                gradient = _zero_where(added == 0, gradient)
+                gradient = _plus(self._sums.get(master), gradient, weight)
+            self._sums[master] = gradient
+        self._amaxes.append(gradients.amax)
+        self._counts.append(added)
 
     def _clean_first(self) -> None:
-        """Drop the first micro-batch if it is bad, as others follow it.
-
-        Alone it needs no copy with zeros: nothing takes its sums, for the step is skipped.
-        """
+        """Drop the first micro-batch if it is bad; as the only one it would skip the step."""
         bad = self._counts[0] == 0
-        self._sums = {master: _zero_where(bad, own) for master, own in self._sums.items()}
+        self._sums = {master: _zero_where(bad, grad) for master, grad in self._sums.items()}
         self._unit = torch.where(self._unit > 0, self._unit, 1.0)
 
     def _sum_over(self, world: World, masters: list[Tensor], weight: Tensor) -> None:
-        """Add the sums of all ranks; a parameter that a rank did not use has zeros there."""
+        """Add the sums of all ranks, with zeros for parameters that only other ranks used."""
         used = world.max_of([master in self._sums for master in masters])
         for master, anywhere in zip(masters, used, strict=True):
             if anywhere and master not in self._sums:
@@ -127,38 +115,17 @@ class Accumulator:
         world.sum_(sums)
 
 
-class Averaged(Accumulator):
-    """The gradients of one backward pass, which the ranks have averaged while it ran.
-
-    Args:
-        means: by master, fp32 and unscaled; used up by `mean`.
-        amax: 0-d fp32, their largest magnitude on any rank; None: it is looked for.
-        before: 0-d fp32, the largest magnitude on any rank before they were averaged; inf or nan if
-            any is. None: that of the means is told in its place.
-        device: where they are.
-    """
-
-    def __init__(
-        self,
-        means: dict[Tensor, Tensor],
-        amax: Tensor | None,
-        before: Tensor | None,
-        device: torch.device,
-    ) -> None:
-        super().__init__()
-        self._sums, self._amax, self._before, self._device = means, amax, before, device
-
-    def mean(self, masters: Iterable[Tensor], world: World) -> StepGradients:
-        """What the ranks have: inf or nan where one of them had it."""
-        if self._amax is None:
-            mean = agreed(measured(self._sums.items(), 1.0, self._device), world)
-        else:
-            mean = ready(self._sums, self._amax)
-        return StepGradients(mean, mean.amax if self._before is None else self._before)
+def _mean_of_one(gradients: Gradients) -> Gradients:
+    """Return the only micro-batch as it is; its amax is inf if it counts 0."""
+    count, amax = gradients.count, gradients.amax
+    if isinstance(count, Tensor) or not count:
+        counts = as_count(count, amax.device) > 0
+        return replace(gradients, amax=torch.where(counts, amax, torch.inf), scaler_amax=amax)
+    return gradients
 
 
 def _plus(kept: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:
-    """kept + gradient * weight; without anything kept the product."""
+    """Return kept + gradient * weight, or only the product if nothing is kept."""
     if kept is None:
         return gradient * weight
     if gradient.is_sparse:
@@ -167,7 +134,7 @@ def _plus(kept: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def _zero_where(bad: Tensor, gradient: Tensor) -> Tensor:
-    """`gradient` itself, or zeros of its kind if `bad`."""
+    """Return `gradient`, or zeros of its kind if `bad`."""
     if not gradient.is_sparse:
         return torch.where(bad, 0.0, gradient)
     values = torch.where(bad, 0.0, gradient.values())

@@ -1,6 +1,6 @@
 """Buckets: an update goes over a few parameters at a time, and so needs fp32 gradients of few.
 
-The wrapped optimizer is stepped once for each bucket, with the gradients of the others unset. That
+The wrapped optimizer is stepped once for each bucket, without the gradients of the others. That
 equals one step bit for bit if the optimizer treats each parameter by itself, as nearly all of
 torch's do. Any other optimizer gets everything in one bucket.
 """
@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from mpframe.optim.masters.master import Master
+from mpframe.optim.masters.master import Master, Pair, by_kind
 
-Bucket = list[tuple[Tensor, Master]]  # (half weight, its master)
+# Half weights with their masters, by the masters' kind.
+Bucket = list[tuple[type[Master], list[Pair]]]
 
 # 16 MB of fp32 gradients, as much as a CPU's cache holds. On an accelerator launches count more.
 _SIZE_ON_CPU = 2**22
@@ -27,10 +27,10 @@ _BY_PARAMETER = (
 _STEPS_BY_PARAMETER = {getattr(torch.optim, name) for name in _BY_PARAMETER.split()}
 
 
-def in_buckets(pairs: Iterable[tuple[Tensor, Master]], device: torch.device) -> list[Bucket]:
-    """The pairs in their order, cut where a bucket would hold too many values; at least one."""
+def in_buckets(pairs: Iterable[Pair], device: torch.device) -> list[Bucket]:
+    """Return the pairs in their order, cut where a bucket would have too many values."""
     size = _SIZE_ON_CPU if device.type == "cpu" else _SIZE
-    buckets: list[Bucket] = [[]]
+    buckets: list[list[Pair]] = [[]]
     held = 0
     for weight, master in pairs:
         if held and held + weight.numel() > size:
@@ -38,16 +38,13 @@ def in_buckets(pairs: Iterable[tuple[Tensor, Master]], device: torch.device) -> 
             held = 0
         buckets[-1].append((weight, master))
         held += weight.numel()
-    return buckets
+    return [list(by_kind(bucket).items()) for bucket in buckets]
 
 
 def steps_by_parameter(stepped: Optimizer) -> bool:
-    """Whether several steps, each with a part of the gradients, equal one with all of them.
-
-    A hook expects all gradients, and one call for a step.
-    """
-    own: Any = stepped
-    hooked = own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks
+    """Whether steps with parts of the gradients equal one with all; hooks expect a single step."""
+    optimizer: Any = stepped
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     every = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
     foreign = [hook for hook in every if not str(hook.__module__).startswith("mpframe.")]
     return type(stepped) in _STEPS_BY_PARAMETER and not hooked and not foreign

@@ -8,6 +8,7 @@ losses that they compare must not be rounded: fp32 weights, no loss scaling, no 
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpframe.errors import ConfigError
-from mpframe.optim.gradients import measured
+from mpframe.optim.gradients import measure_grads
 from mpframe.optim.step_result import StepResult
 from mpframe.optim.verdict import Verdict
+from mpframe.tree import HALF
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -31,37 +33,66 @@ def runs_closure_first(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
-def step_with_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> StepResult:
-    """One step; the amax and norm are those of the last evaluation's gradients."""
-    loss = evaluate(lambda: optimizer.step(closure))
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    device = parameters[0].device
-    last = measured([(p, p.grad) for p in parameters if p.grad is not None], 1.0, device)
-    applied = Verdict(skipped=False, dropped=0)
-    never, one = torch.zeros((), dtype=torch.bool, device=device), torch.ones((), device=device)
-    norm = last.norm()
-    return StepResult(never, last.amax, norm, one, loss=loss, verdict=applied)
-
-
-def take_closure(scaler: Any, closure: Any = None) -> tuple[Any, Any]:
-    """The scaler and the closure: torch's callers give the closure first, where a scaler stands."""
-    first = callable(scaler) and not hasattr(scaler, "scale")
-    return (None, scaler) if first else (scaler, closure)
+def is_closure(scaler: Any) -> bool:
+    """Whether a closure stands in the scaler's place: torch's callers give it first."""
+    return callable(scaler) and not hasattr(scaler, "scale")
 
 
 def evaluate(closure: Callable[[], Any]) -> Tensor | None:
-    """Run a closure once, as torch's optimizers do before they step; its loss, detached."""
+    """Run a closure once, as torch's optimizers do before they step; return its loss, detached."""
     with torch.enable_grad():
         loss = closure()
     return None if loss is None else torch.as_tensor(loss).detach()
 
 
-def missing_closure(optimizer: Optimizer) -> ConfigError:
-    """The error of a step without the closure it needs."""
-    return ConfigError(
-        f"optimizer={type(optimizer).__name__}: evaluates the loss itself; give "
-        "step(closure=...) a function that does, or use an optimizer without a closure"
+def step_with_closure(
+    masters: Any, closure: Callable[[], Any] | None, scaler: Any, **options: Any
+) -> StepResult:
+    """Make the step of a `MasterWeights` that was given a closure, or needs one.
+
+    Args:
+        masters: the `MasterWeights`.
+        closure: computes the loss and calls backward.
+        scaler: of the loss, or None.
+        options: the other arguments of `MasterWeights.step`.
+
+    Raises:
+        ConfigError: there is no closure; or the optimizer calls it by itself, and there are half
+            weights, a scaler, clipping or a skip_mask.
+    """
+    optimizer = masters.optimizer
+    if is_closure(scaler):
+        scaler, closure = None, scaler
+    if closure is None:
+        raise ConfigError(
+            f"optimizer={type(optimizer).__name__}: evaluates the loss itself; give "
+            "step(closure=...) a function that does, or use an optimizer without a closure"
+        )
+    if not masters.needs_closure and runs_closure_first(optimizer):
+        loss = evaluate(closure)
+        result: StepResult = masters.step(scaler, **options)
+        return replace(result, loss=loss)
+    parameters = [p for group in masters.param_groups for p in group["params"]]
+    refuse_beside_closure(
+        optimizer,
+        half=any(parameter.dtype in HALF for parameter in parameters),
+        scaled=scaler is not None,
+        clipped=(options["max_norm"] or options["max_value"]) is not None,
+        masked=options["skip_mask"] is not None,
     )
+    loss = evaluate(lambda: optimizer.step(closure))
+    result = _result(parameters, loss)
+    masters.zero_grad()
+    return result
+
+
+def _result(parameters: list[Tensor], loss: Tensor | None) -> StepResult:
+    """Describe a step; the amax and norm are those of the last evaluation's gradients."""
+    device = parameters[0].device
+    last = measure_grads({p: p.grad for p in parameters if p.grad is not None}, 1.0, device)
+    applied = Verdict(skipped=False, dropped=0)
+    never, one = torch.zeros((), dtype=torch.bool, device=device), torch.ones((), device=device)
+    return StepResult(never, last.amax, last.norm(), one, loss=loss, verdict=applied)
 
 
 def refuse_beside_closure(
@@ -74,7 +105,7 @@ def refuse_beside_closure(
     cast: bool = False,
     accumulated: bool = False,
 ) -> None:
-    """Refuse what does not go with a closure.
+    """Check that nothing is used that does not go with a closure.
 
     Raises:
         ConfigError: half weights, ops cast to half, a scaler, clipping, accumulation or a

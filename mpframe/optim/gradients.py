@@ -1,19 +1,19 @@
 """From scaled half gradients to what the optimizer may use: measured first, then fp32.
 
-There are two passes over the half gradients. The first reads them as they lie, and makes no copy:
+There are two passes over the half gradients. The first reads them where they lie, without a copy:
 
-    amax = max |g| / scale         inf or nan says that the step overflowed
+    amax = max |g| / scale         inf or nan if the step overflowed
     norm = sqrt(sum g^2) / scale   over all parameters, summed in fp32
 
-The second comes with the update, for a few parameters at a time: first to fp32, then times one
-factor that unscales and clips. In half 2^-14 / 2^14 is 0; in fp32 it is exact.
+The second comes with the update, a few parameters at a time: first to fp32, then times one factor
+that unscales and clips. In half 2^-14 / 2^14 is 0; in fp32 it is exact.
 
-fp32 gradients are unscaled, and clipped, in the memory they have. Half ones that are few all in all
-become fp32 at once, for the two passes would cost more calls than they save memory.
+fp32 gradients are unscaled and clipped in place. If there are only a few half ones they become fp32
+at once: the two passes would cost more calls than they save memory.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,17 +31,21 @@ class Gradients:
     """The gradients of a step or a micro-batch, sparse ones coalesced.
 
     Attributes:
-        by_master: what is left of them: half ones as the backward pass left them, the others fp32
+        by_master: those not popped yet: half ones as the backward pass left them, the others fp32
             (or wider) and unscaled.
         values: their dense values, sharing memory with them; empty ones are left out.
-        half: those of them that are half.
+        half: the float16 and bfloat16 tensors in `values`.
         wide: the others.
         sparse: the masters whose gradient is sparse.
-        scale: what the half ones are multiplied by, 0-d on their device; 1.0: nothing.
+        scale: what the half ones are divided by, 0-d on their device; 1.0: nothing.
         amax: 0-d float32, the largest unscaled magnitude; inf or nan if any is; 0 if there is none.
         clip_factor: 0-d, what clipping multiplies the half ones by; None: nothing.
         count: how many samples the loss of a micro-batch is the mean of, >= 0; a tensor is 0-d.
-        max_value: the largest magnitude that `take` leaves to any value; None: it leaves all.
+        max_value: `pop_fp32` clamps each value to this magnitude; None: it does not clamp.
+        scaler_amax: 0-d float32, the amax for the scaler if it is not `amax`: the largest of the
+            micro-batches, as each of them was computed in half by itself.
+        dropped: 0-d int64, how many micro-batches of a window of several were left out, else None.
+        no_new: the previous step has consumed the gradients, and there are no new ones.
     """
 
     by_master: dict[Tensor, Tensor]
@@ -54,6 +58,16 @@ class Gradients:
     clip_factor: Tensor | None = None
     count: Tensor | float = 1
     max_value: float | None = None
+    scaler_amax: Tensor | None = None
+    dropped: Tensor | None = None
+    no_new: bool = False
+
+    def worst(self) -> Tensor:
+        """0-d: inf or nan if a micro-batch was left out, or if the mean is not finite."""
+        if self.dropped is None or self.scaler_amax is None:
+            return self.amax
+        # Finite gradients may have a sum that is not.
+        return torch.maximum(self.scaler_amax, self.amax)
 
     def norm(self) -> Tensor:
         """The global 2-norm as 0-d fp32, by the rule of torch's clipping; 0 without a value."""
@@ -68,50 +82,43 @@ class Gradients:
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm.float()
 
-    def take(self, masters: Iterable[Tensor]) -> list[Tensor]:
-        """The gradients of some masters as the optimizer may use them; they are here no more."""
+    def pop_fp32(self, masters: Iterable[Tensor]) -> list[Tensor]:
+        """Pop the gradients of these masters as unscaled, clipped fp32 tensors."""
         for values in (self.values, self.half, self.wide):
             values.clear()  # So that nothing else holds what is used up here.
-        taken, widened = [], []
+        popped, widened = [], []
         for master in masters:
             gradient = self.by_master.pop(master)
             if gradient.dtype in HALF:
                 gradient = gradient.float()
                 widened.append(gradient)
-            taken.append(gradient)
+            popped.append(gradient)
         if widened and self.clip_factor is not None:
-            # One product for both; if the scale is a power of two, it takes no bit.
+            # One product for both; if the scale is a power of two, it costs no bit.
             torch._foreach_mul_(widened, _unscale(self.clip_factor, self.scale))
         elif widened and isinstance(self.scale, Tensor):
             torch._foreach_div_(widened, self.scale)
-        if taken and self.max_value is not None:
-            values = [own._values() if own.is_sparse else own for own in taken]
+        if popped and self.max_value is not None:
+            values = [grad._values() if grad.is_sparse else grad for grad in popped]
             torch._foreach_clamp_min_(values, -self.max_value)
             torch._foreach_clamp_max_(values, self.max_value)
-        return taken
+        return popped
 
 
-def measured(
-    scaled: Iterable[tuple[Tensor, Tensor]], scale: Tensor | float, device: torch.device
+def measure_grads(
+    scaled: Mapping[Tensor, Tensor],
+    scale: Tensor | float,
+    device: torch.device,
+    amax: Tensor | None = None,
 ) -> Gradients:
-    """The gradients with their amax; half ones are left as they are, fp32 ones are unscaled.
-
-    Args:
-        scaled: (master, gradient as the backward pass left it).
-        scale: what the loss was multiplied by: 0-d float32 or a number, > 0. A power of two takes
-            no bit from an fp32 gradient.
-        device: where all of them are.
-    """
-    scaled = list(scaled)
-    count = 0
-    for _, gradient in scaled:
-        count += gradient.numel()
+    """Return the gradients (by master) with their amax; fp32 ones are unscaled, half ones kept."""
+    count = sum(map(Tensor.numel, scaled.values()))
     by_master: dict[Tensor, Tensor] = {}
     values: list[Tensor] = []
     half: list[Tensor] = []
     wide: list[Tensor] = []
     sparse: list[Tensor] = []
-    for master, gradient in scaled:
+    for master, gradient in scaled.items():
         if gradient.dtype in HALF and (count <= _FEW or gradient.is_sparse):
             gradient = gradient.float()
         dense = gradient
@@ -128,27 +135,22 @@ def measured(
         scale = torch.as_tensor(scale, device=device)
     if wide and isinstance(scale, Tensor):
         torch._foreach_div_(wide, scale)
-    amax = _amax(half, wide, scale, device)
+    if amax is None:
+        amax = _amax(half, wide, scale, device)
     return Gradients(by_master, values, half, wide, sparse, scale, amax)
 
 
-def ready(by_master: dict[Tensor, Tensor], amax: Tensor) -> Gradients:
-    """Gradients that are fp32 or wider, dense and unscaled, and whose amax is known."""
-    values = [gradient for gradient in by_master.values() if gradient.numel()]
-    return Gradients(by_master, values, [], list(values), [], 1.0, amax)
-
-
-def agreed(gradients: Gradients, world: World) -> Gradients:
-    """The same with the largest amax of all ranks: what overflows on one overflows on all."""
+def all_reduce_amax(gradients: Gradients, world: World) -> Gradients:
+    """Return them with the largest amax of all ranks: an overflow on one is one on all."""
     if world.size == 1:
         return gradients
     return replace(gradients, amax=world.max(gradients.amax))
 
 
-def before_the_sum(gradients: Gradients, world: World) -> Gradients:
-    """Gradients that the backward pass has summed over ranks, with the amax from before.
+def pre_reduction_amax(gradients: Gradients, world: World) -> Gradients:
+    """Return sharded gradients with the amax from before the ranks summed them.
 
-    It is what had to fit into half. Sums that are not finite still count as an overflow.
+    That is the number that had to fit into half. A sum that is not finite also is an overflow.
     """
     if world.sharding is None:
         return gradients
@@ -158,18 +160,14 @@ def before_the_sum(gradients: Gradients, world: World) -> Gradients:
 
 
 def as_count(count: Tensor | float, device: torch.device) -> Tensor:
-    """A count as a 0-d float64 tensor; a number becomes one without waiting for the device."""
+    """Return a count as a 0-d float64 tensor, without waiting for the device."""
     if isinstance(count, Tensor):
         return count.detach().to(device, torch.float64)
     return torch.full((), count, dtype=torch.float64, device=device)
 
 
 def check_clipping(**bounds: float | None) -> None:
-    """Refuse what gradients cannot be clipped to; the bounds are named as messages call them.
-
-    Raises:
-        ConfigError: one is not a finite number > 0, or several are given.
-    """
+    """Raise ConfigError unless at most one bound is given, by its name, finite and > 0."""
     given = {name: bound for name, bound in bounds.items() if bound is not None}
     for name, bound in given.items():
         if not 0.0 < bound < math.inf:
@@ -193,14 +191,14 @@ def clip(gradients: Gradients, norm: Tensor, max_norm: float) -> Gradients:
 
 
 def not_finite(magnitude: Tensor) -> Tensor:
-    """True if a magnitude (>= 0, or nan) is inf or nan: the verdict, in two kernels."""
+    """True if a magnitude (>= 0, or nan) is inf or nan, in two kernels."""
     return ~(magnitude < torch.inf)
 
 
 def _amax(
     half: list[Tensor], wide: list[Tensor], scale: Tensor | float, device: torch.device
 ) -> Tensor:
-    """The largest magnitude, 0-d float32; of several half formats they are compared in fp32."""
+    """Return the largest magnitude, 0-d float32; different half formats are compared in fp32."""
     found: list[Tensor] = []
     ends: list[Tensor]
     for values, divisor in ((half, scale), (wide, 1.0)):
@@ -221,10 +219,10 @@ def _amax(
 
 
 def _norms_of_half(values: list[Tensor]) -> list[Tensor]:
-    """The norm of each, summed in fp32 and in the order in which fp32 values are summed."""
+    """Return the norm of each, summed in fp32 and in the order of fp32 values."""
     if not values[0].is_cpu:
         return list(torch._foreach_norm(values, 2, torch.float32))
-    # On a CPU a copy and its norm take no longer, and the norm of the copy is that of `amp`.
+    # On a CPU a copy and its norm take no longer, and this is the norm that `amp` has.
     return [torch.linalg.vector_norm(value.float()) for value in values]
 
 

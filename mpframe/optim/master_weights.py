@@ -9,54 +9,45 @@ and weight decay, momentum and second moments act on, and live beside, fp32 valu
 parameter is its own master: the wrapper adds nothing to it but the check of its gradient.
 
 A step consumes the gradients, whether it is skipped or not: afterwards no parameter and no master
-has one.
-
-The wrapped optimizer stays the same object, so schedules built on it go on working; those built on
-the wrapper move it as well.
+has one. The wrapped optimizer stays the same object: schedules may be built on either of the two.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.loss_scaling.interface import LossScaler, scale_of
-from mpframe.optim.accumulation import Accumulator, Averaged, StepGradients
+from mpframe.loss_scaling.interface import LossScaler
+from mpframe.optim.accumulation import Accumulator
 from mpframe.optim.buckets import Bucket, in_buckets, steps_by_parameter
-from mpframe.optim.closure import (
-    evaluate,
-    missing_closure,
-    needs_closure,
-    refuse_beside_closure,
-    runs_closure_first,
-    step_with_closure,
-    take_closure,
-)
+from mpframe.optim.closure import is_closure, needs_closure, step_with_closure
 from mpframe.optim.gradients import (
     Gradients,
-    agreed,
+    all_reduce_amax,
     as_count,
-    before_the_sum,
     check_clipping,
     clip,
+    measure_grads,
     not_finite,
+    pre_reduction_amax,
 )
-from mpframe.optim.masters.master import copy_to_params
-from mpframe.optim.masters.masters import Masters, load_by_name, note_wrapped, refuse_wrapped
+from mpframe.optim.masters.masters import Masters, load_weights, to_part, to_sharded
 from mpframe.optim.masters.split_master import KINDS
-from mpframe.optim.masters.widening import widen_turned, widen_written
-from mpframe.optim.masters.write_detector import adopt_writes
+from mpframe.optim.masters.widening import Frozen, frozen_beside, widen_turned, widen_written
 from mpframe.optim.param_group import ParamGroup, refuse_other_groups
 from mpframe.optim.sparse_gradients import refuse_untaken
 from mpframe.optim.step_result import StepResult
-from mpframe.optim.unfreezing import fill_momentum
 from mpframe.optim.verdict import Verdict, read
 from mpframe.tree import HALF, is_waited_for
+
+_WRAPPED: WeakSet[Optimizer] = WeakSet()  # Their parameters are masters.
 
 
 class MasterWeights(Optimizer):
@@ -72,7 +63,7 @@ class MasterWeights(Optimizer):
             groups that are added later. A half parameter without a value here keeps the master
             that it has; if it has none, its master starts from the half value.
         keep_masters: False updates the half weights themselves, to study what masters are for;
-            "split" keeps of each master the bits alone that a bfloat16 weight lacks.
+            "split" keeps of each master only the bits that a bfloat16 weight lacks.
 
     Raises:
         ConfigError: a parameter is complex or sparse in half, the parameters are on several
@@ -81,12 +72,12 @@ class MasterWeights(Optimizer):
     Attributes:
         optimizer: the wrapped one, the same object.
         needs_closure: the optimizer evaluates the loss itself, as LBFGS does.
-        skips_on_device: the optimizer's kernels take the verdict on the device (torch's fused ones
-            do) and the host would wait for that device, as for any but a CPU. None before the first
-            step, which makes the optimizer's state: a skip on the device would leave that state
-            behind, with arbitrary values in SGD's momentum.
-        world: the ranks that step together, each over parameters of the same values. What
-            `accumulate` took is averaged over them, and they agree on whether a step is skipped.
+        skips_on_device: the optimizer's kernels skip on the device (torch's fused ones do) and the
+            host would wait for that device, as for any but a CPU. None before the first step, which
+            makes the optimizer's state: a skip on the device would leave that state behind, with
+            arbitrary values in SGD's momentum.
+        world: the ranks that step together, each over parameters of the same values. Accumulated
+            gradients are averaged over them, and they agree on whether a step is skipped.
     """
 
     def __init__(
@@ -96,49 +87,50 @@ class MasterWeights(Optimizer):
         *,
         keep_masters: bool | str = True,
     ) -> None:
-        refuse_wrapped(optimizer)
+        if optimizer in _WRAPPED:
+            raise ConfigError(
+                f"optimizer={type(optimizer).__name__}: has its masters already; use what the "
+                "first call returned, or make a new optimizer"
+            )
         self.optimizer = optimizer
         self.needs_closure = needs_closure(optimizer)
-        self._known = Masters({} if masters is None else masters, KINDS[keep_masters])
-        self._known_groups = 0
         self.skips_on_device: bool | None = None
         self.world: World = ALONE
+        self._masters = Masters({} if masters is None else masters, KINDS[keep_masters])
+        self._registered = 0  # groups
         self._keeps_masters = bool(keep_masters)
         self._buckets: list[Bucket] = [[]]
+        self._frozen: list[Frozen] = []
+        self._steps = 0  # that have looked at the frozen weights
         self._accumulator: Accumulator | None = None
         self._consumed = False
-        self._taken_sparse: set[Tensor] = set()
-        self._share_hooks()
+        self._tried_sparse: set[Tensor] = set()
+        self._share_with_wrapped()
         self._register_groups()
 
     @property
     def param_groups(self) -> list[Any]:  # type: ignore[override]
         """The wrapped optimizer's groups; their `params` are the model's own parameters."""
-        owners = self._masters.owners
+        of = {master: parameter for parameter, master in self._masters.items()}
         return [
-            ParamGroup(group, [owners[master] for master in group["params"]])
+            ParamGroup(group, [of.get(master, master) for master in group["params"]])
             for group in self.optimizer.param_groups
         ]
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
         """The wrapped optimizer's state, by the model's own parameters."""
-        owners = self._masters.owners
-        return {owners.get(master, master): own for master, own in self.optimizer.state.items()}
+        of = {master: parameter for parameter, master in self._masters.items()}
+        return {of.get(master, master): state for master, state in self.optimizer.state.items()}
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """What the wrapped optimizer's groups begin with."""
+        """The wrapped optimizer's default options for groups."""
         return self.optimizer.defaults
 
     @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self._masters.device
-
-    @property
     def parameters(self) -> list[Tensor]:
-        """The parameters that this optimizer moves, in the order of its groups."""
+        """The parameters that require gradients, in the order of the groups."""
         return [parameter for parameter in self._masters if parameter.requires_grad]
 
     def holds(self, parameter: Tensor) -> bool:
@@ -146,18 +138,18 @@ class MasterWeights(Optimizer):
         return parameter in self._masters
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """The fp32 tensor the update acts on: `parameter` itself if it is fp32.
+        """Return the fp32 tensor the update acts on: `parameter` itself if it is fp32.
 
-        Of a split master it is a copy.
+        For a split master, return a copy.
+        """
+        return self._masters.fp32(parameter)
+
+    def optimizer_param(self, parameter: Tensor) -> Tensor:
+        """Return the tensor in the wrapped optimizer's groups, and state, for `parameter`.
+
+        A split master's has memory only during the step.
         """
         return self._masters[parameter]
-
-    def stepped(self, parameter: Tensor) -> Tensor:
-        """The tensor in the wrapped optimizer's groups that stands for `parameter`.
-
-        Its state is kept by it. That of a split master has no memory outside of the step.
-        """
-        return self._masters.stepped(parameter)
 
     def set_requires_grad(self, parameters: Iterable[Tensor], requires_grad: bool) -> None:
         """Freeze some of the parameters, or train them from the next step on.
@@ -166,11 +158,11 @@ class MasterWeights(Optimizer):
         """
         masters = []
         for parameter in parameters:
-            masters.append(self.stepped(parameter).requires_grad_(requires_grad))
+            masters.append(self.optimizer_param(parameter).requires_grad_(requires_grad))
             parameter.requires_grad_(requires_grad)
         if requires_grad:
-            fill_momentum(self.optimizer, masters)
-        self.skips_on_device = None  # What is trained again has no state yet.
+            _fill_momentum(self.optimizer, masters)
+        self.skips_on_device = None  # Parameters that are trained again may have no state yet.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its half parameters get masters."""
@@ -182,9 +174,11 @@ class MasterWeights(Optimizer):
         self.world = world
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of parameters and masters, and what was accumulated."""
+        """Clear the gradients of parameters and masters, and the accumulated ones."""
+        if len(self.optimizer.param_groups) > self._registered:
+            self._register_groups()
         self.optimizer.zero_grad(set_to_none)
-        for parameter in self._known.half:
+        for parameter in self._masters.half:
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -192,28 +186,39 @@ class MasterWeights(Optimizer):
         self._accumulator = None
         self._consumed = False
 
-    @torch.no_grad()
     def accumulate(self, scale: Tensor | float = 1.0, count: Tensor | float = 1) -> Tensor:
         """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
 
-        A micro-batch whose gradients are not finite, or whose count is 0, adds nothing to the mean
-        that `step` takes. If none is left, `step` skips. It does not wait for the device.
+        A micro-batch whose gradients are not finite, or whose count is 0, is left out of the mean.
+        If none is left, `step` skips. It does not wait for the device.
 
         Args:
             scale: the loss scale of the backward pass, > 0.
             count: how many samples (or tokens) the loss is the mean of, >= 0: a number, or 0-d on
-                the device. The mean weighs each micro-batch, on each rank, by it. Gradients that
-                `step` finds without a call of `accumulate` count 1.
+                the device. It is the weight of the micro-batch in the mean over all of them and
+                all ranks. Gradients that only `step` finds count 1.
 
         Returns:
-            0-d fp32, the micro-batch's amax, not weighed; inf or nan if it was dropped, 0 if it
-            counts 0.
+            0-d fp32, the micro-batch's amax; inf or nan if it was dropped, 0 if it counts 0.
         """
-        gradients = self.take(scale, count)
-        self.keep(gradients)
+        gradients = self.collect_grads(scale, count)
+        self.accumulate_grads(gradients)
         return gradients.amax
 
-    def keep(self, gradients: Gradients) -> None:
+    @torch.no_grad()
+    def collect_grads(self, scale: Tensor | float, count: Tensor | float = 1) -> Gradients:
+        """Return a micro-batch's gradients, measured; parameters and masters are left without."""
+        self._register_groups()
+        gradients = pre_reduction_amax(self._masters.collect_grads(scale), self.world)
+        if self.world.sharding is not None:  # The ranks have averaged them.
+            count = self.world.mean(as_count(count, gradients.amax.device))
+        amax = gradients.amax
+        if isinstance(count, Tensor) or not count:  # Of no sample, whatever the gradients are.
+            amax = torch.where(as_count(count, amax.device) == 0, 0.0, amax)
+        return all_reduce_amax(replace(gradients, count=count, amax=amax), self.world)
+
+    @torch.no_grad()
+    def accumulate_grads(self, gradients: Gradients) -> None:
         """Add a micro-batch's gradients to the accumulators, unless their amax is not finite."""
         if self._accumulator is None:
             self._accumulator = Accumulator()
@@ -222,17 +227,18 @@ class MasterWeights(Optimizer):
     def keep_means(
         self, means: Mapping[Tensor, Tensor], amax: Tensor | None, before: Tensor | None
     ) -> None:
-        """Take the gradients of a step that the ranks have averaged already.
+        """Set the gradients of a step, which the ranks have averaged during the backward pass.
 
         Args:
-            means: fp32 and unscaled, by parameter; others than this optimizer's are left out.
-            amax: 0-d fp32, the largest magnitude of this optimizer's on any rank; None: it is
-                looked for.
-            before: 0-d fp32, what the scaler is told: the largest magnitude on any rank before;
-                None if there is no scaler.
+            means: fp32 and unscaled, by parameter; those of other optimizers are ignored.
+            amax: 0-d fp32, the largest magnitude on any rank; None: computed.
+            before: 0-d fp32, the same before they were averaged, for the scaler; None without one.
         """
-        own = {self._masters.stepped(p): means[p] for p in self._masters if p in means}
-        self._accumulator = Averaged(own, amax, before, self.device)
+        grads = {master: means[p] for p, master in self._masters.items() if p in means}
+        reduced = measure_grads(grads, 1.0, self._masters.device, amax)
+        if amax is None:
+            reduced = all_reduce_amax(reduced, self.world)
+        self._accumulator = Accumulator(replace(reduced, scaler_amax=before))
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -248,15 +254,14 @@ class MasterWeights(Optimizer):
         """Unscale, check, clip, update or skip, and tell the scaler: one step, all or nothing.
 
         It consumes the gradients: afterwards every parameter's is None. Without any gradient
-        nothing is updated and amax is 0, as in torch.
+        nothing is updated and amax is 0. After a skip no parameter, master or optimizer state has
+        changed.
 
         Args:
-            scaler: scaled this step's loss; None: the loss was not scaled. A function without a
-                `scale` is a closure, which torch's users pass first.
-            max_norm: clip the global 2-norm of the gradients to this, > 0 and finite; None: do
-                not clip.
-            max_value: clamp each value of the gradients to [-max_value, max_value] instead, > 0
-                and finite; None: do not clip.
+            scaler: of this step's loss; None: not scaled. A closure may stand here, as in torch.
+            max_norm: clip the global 2-norm of the gradients to this, > 0 and finite.
+            max_value: instead clamp each of their values to [-max_value, max_value], > 0 and
+                finite.
             skip_mask: 0-d bool on the device; True skips the step whatever its gradients are.
             skip_if_dropped: skip the step if any of its micro-batches was dropped, not only if all
                 were.
@@ -264,149 +269,117 @@ class MasterWeights(Optimizer):
                 once, before the step. LBFGS and optimizers from elsewhere call it themselves: that
                 takes fp32 weights, no scaler and no clipping, and no such step is ever skipped.
 
-        Returns:
-            What was done. After a skip no parameter, master or optimizer state has changed.
-
         Raises:
-            ConfigError: a second step without new gradients; `max_norm` or `max_value` out of
-                its range, or both given; a closure that is missing, or that meets half weights, a
-                scaler, clipping or a skip_mask; a sparse gradient that the optimizer does not take.
-                Nothing has changed.
+            ConfigError: there are no new gradients; a bound is out of its range, or both are given;
+                a closure is missing, or meets half weights, a scaler, clipping or a skip_mask; the
+                optimizer does not take a sparse gradient. Nothing has changed.
         """
-        check_clipping(max_norm=max_norm, max_value=max_value)
-        widen_written()
-        scaling, closure = take_closure(scaler, closure)
-        if self.needs_closure or (closure is not None and not runs_closure_first(self.optimizer)):
-            return self._step_with_closure(closure, scaling, max_norm or max_value, skip_mask)
-        loss = None if closure is None else evaluate(closure)
-        scale = scale_of(scaling)
-        gathered = self.gather(scale)
-        if gathered.spent:
+        if max_norm is not None or max_value is not None:
+            check_clipping(max_norm=max_norm, max_value=max_value)
+        if closure is not None or self.needs_closure or (callable(scaler) and is_closure(scaler)):
+            options = {"max_norm": max_norm, "max_value": max_value, "skip_mask": skip_mask}
+            return step_with_closure(
+                self, closure, scaler, **options, skip_if_dropped=skip_if_dropped
+            )
+        scaling: Any = scaler
+        scale = 1.0 if scaling is None else scaling.scale
+        gradients = self.collect_step_grads(scale)
+        if gradients.no_new:
             raise no_new_gradients()
-        gradients = gathered.gradients
-        skipped = not_finite(gathered.worst() if skip_if_dropped else gradients.amax)
-        norm = gradients.norm()
-        if self.world.sharding is not None:  # This rank has a part of the gradients.
-            norm = self.world.norm(norm)
+        skipped = not_finite(gradients.worst() if skip_if_dropped else gradients.amax)
+        # With shards this rank has a part of the gradients.
+        parts, norm = self.world.sharding is not None, gradients.norm()
+        norm = self.world.norm(norm) if parts else norm
         if max_norm is not None:
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
             skipped = skipped | not_finite(norm)
             gradients = clip(gradients, norm, max_norm)
         if skip_mask is not None:
             skipped = skipped | skip_mask
-        verdict = None if self.skips_on_device else read([(skipped, gathered.dropped)])[0]
+        dropped, amax = gradients.dropped, gradients.amax
+        verdict = None if self.skips_on_device else read([(skipped, dropped)])[0]
         if max_value is not None:
             gradients = replace(gradients, max_value=max_value)
         self.apply(gradients, skipped, verdict)
         if scaling is not None:
-            scaling.update(gathered.largest)
+            scaling.update(amax if gradients.scaler_amax is None else gradients.scaler_amax)
         used = scale if isinstance(scale, Tensor) else torch.ones_like(norm)
-        return StepResult(skipped, gradients.amax, norm, used, gathered.dropped, loss, verdict)
+        return StepResult(skipped, amax, norm, used, dropped, None, verdict)
 
-    def gather(self, scale: Tensor | float) -> StepGradients:
-        """The gradients of the step, measured: accumulated, or of one backward pass.
-
-        Args:
-            scale: the loss scale of a backward pass that was not accumulated yet, > 0.
-
-        Raises:
-            ConfigError: the optimizer does not take a gradient, as it is sparse.
-        """
-        if len(self.optimizer.param_groups) > self._known_groups:  # No call: every step asks.
+    def collect_step_grads(self, scale: Tensor | float) -> Gradients:
+        """Return the step's gradients: the accumulated ones, or those of a pass with this scale."""
+        if len(self.optimizer.param_groups) > self._registered:  # No call: every step asks.
             self._register_groups()
-        gradients = self._known.take_gradients(scale)
-        if self._accumulator is None:
-            if self.world.size > 1:
-                gradients = agreed(gradients, self.world)
-            spent = self._consumed and not gradients.by_master
-            gathered = StepGradients(gradients, gradients.amax, spent=spent)
-        else:
+        for frozen in self._frozen:
+            widen_written(frozen, self._steps)
+        self._steps += 1
+        gradients = self._masters.collect_grads(scale)
+        if self._accumulator is not None:
             if gradients.by_master:
                 self._accumulator.add(gradients)
-            gathered = self._accumulator.mean(self._known.values(), self.world)
+            gradients = self._accumulator.mean(self._masters.values(), self.world)
             self._accumulator = None
-        if gathered.gradients.sparse:
-            self._try_sparse(gathered.gradients.sparse)
-        return gathered
-
-    def take(self, scale: Tensor | float, count: Tensor | float) -> Gradients:
-        """The gradients, measured and with their count; parameters and masters are left without."""
-        gradients = before_the_sum(self._masters.take_gradients(scale), self.world)
-        count = as_count(count, self.device)
-        if self.world.sharding is not None:  # They are the ranks' mean.
-            count = self.world.mean(count)
-        amax = torch.where(count == 0, 0.0, gradients.amax)  # Of nothing, whatever they are.
-        return agreed(replace(gradients, count=count, amax=amax), self.world)
+        else:
+            if self.world.size > 1:
+                gradients = all_reduce_amax(gradients, self.world)
+            if self._consumed and not gradients.by_master:
+                gradients = replace(gradients, no_new=True)
+        if gradients.sparse:
+            new = [master for master in gradients.sparse if master not in self._tried_sparse]
+            refuse_untaken(self.optimizer, new)
+            self._tried_sparse.update(new)
+        return gradients
 
     @torch.no_grad()
     def apply(self, gradients: Gradients, skipped: Tensor, verdict: Verdict | None) -> None:
-        """Update the masters and round them into the weights, unless the step is skipped.
+        """Update the masters and round them into the weights, bucket by bucket, unless `skipped`.
 
-        It goes by buckets: the gradients of some of them are widened, applied and given back, and
-        their weights rounded while they are in the cache, before the next are widened.
-
-        Args:
-            gradients: what `gather` gave; they are used up.
-            skipped: 0-d bool on the device.
-            verdict: the same, known on the host; None only if `skips_on_device`.
+        `verdict` is the same on the host; None only if `skips_on_device`.
         """
         self._consumed = bool(gradients.by_master)
         if verdict is not None and verdict.skipped:
             return
         by_master = gradients.by_master
         moved = list(by_master)
-        buckets = self._buckets
-        if len(buckets) > 1 and not steps_by_parameter(self.optimizer):
-            buckets = [[pair for bucket in buckets for pair in bucket]]
-        *others, last = buckets
-        for bucket in others:
-            masters = [held.value for _, held in bucket if held.value in by_master]
+        in_parts = len(self._buckets) > 1 and steps_by_parameter(self.optimizer)
+        for bucket in self._buckets[:-1] if in_parts else ():
+            values = [master.value for _, pairs in bucket for _, master in pairs]
+            masters = [master for master in values if master in by_master]
             self._update(bucket, masters, gradients, skipped, verdict)
+        last = self._buckets[-1] if in_parts else [*chain(*self._buckets)]
         self._update(last, list(by_master), gradients, skipped, verdict)
-        # Fused kernels do not raise the counters by which a kept cast knows that it is old.
+        # Fused kernels do not raise the counters that tell a kept cast that it is old.
         torch.autograd.graph.increment_version(moved)
         if verdict is not None and self.skips_on_device is None:
-            takes = is_waited_for(self.device) and _takes_found_inf(self.optimizer)
-            self.skips_on_device = takes
-
-    def saturated(self) -> Tensor:
-        """How many half weights are held at the end of their range (0-d int64, on the device)."""
-        return self._masters.saturated()
-
-    def saturation_warning(self, model: nn.Module) -> str | None:
-        """A line on half weights held at the end of their range; None if there are none.
-
-        Waits for the device: ask at reports, not in steps.
-        """
-        return self._masters.saturation_warning(model)
+            on_device = is_waited_for(self._masters.device) and _takes_found_inf(self.optimizer)
+            self.skips_on_device = on_device
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, in the layout a plain optimizer loads, and the masters.
+        """Return the wrapped optimizer's state, in its own layout, and the `masters`.
 
-        `masters` lists the fp32 master of each half parameter in the groups' order, None if a
-        parameter is its own.
+        They are listed in the groups' order, with None for a parameter that is its own.
         """
+        self._register_groups()
         return {**self.inner_state_dict(), "masters": self._masters.listed()}
 
     def inner_state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state alone, beside masters that are kept by name."""
-        return self._masters.with_shards(self.optimizer.state_dict())
+        """Return only the wrapped optimizer's state, for masters that are kept by name."""
+        return self._masters.map_state(to_sharded, self.optimizer.state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` of this class, or of a plain optimizer, returned.
-
-        A plain optimizer's state has no masters: they stay as they are.
+        """Load a state, also a plain optimizer's: without `masters` they stay as they are.
 
         Raises:
             CheckpointError: the state was made over other parameters; nothing is loaded.
         """
+        self._register_groups()
         state = dict(state_dict)
         masters = state.pop("masters", [None for _ in self._masters])
         self._masters.check_listed(masters)
         refuse_other_groups(state, self.optimizer.param_groups)
         try:
-            self.optimizer.load_state_dict(self._masters.with_parts(state))
+            self.optimizer.load_state_dict(self._masters.map_state(to_part, state))
         except ValueError as error:
             raise CheckpointError(
                 f"optimizer state: {error}; load it into the model it was made with"
@@ -415,67 +388,41 @@ class MasterWeights(Optimizer):
         self.skips_on_device = None
 
     def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """The fp32 tensor behind each parameter of `model`, by its name, if there is one."""
+        """Return the fp32 tensor behind each parameter of `model`, by its name, if it has one."""
+        self._register_groups()
         return self._masters.by_name(model)
 
     @torch.no_grad()
     def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Take parameters and buffers by name: masters exactly, half weights as their rounding.
+        """Load parameters and buffers by name: masters exactly, half weights as their rounding.
 
         Raises:
-            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
+            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is loaded.
         """
-        load_masters_of([self], model, weights)
-
-    def _step_with_closure(
-        self,
-        closure: Callable[[], Any] | None,
-        scaler: LossScaler | None,
-        clip_bound: float | None,
-        skip_mask: Tensor | None,
-    ) -> StepResult:
-        if closure is None:
-            raise missing_closure(self.optimizer)
-        half = any(parameter.dtype in HALF for parameter in self._masters)
-        refuse_beside_closure(
-            self.optimizer,
-            half=half,
-            scaled=scaler is not None,
-            clipped=clip_bound is not None,
-            masked=skip_mask is not None,
-        )
-        result = step_with_closure(self.optimizer, closure)
-        self._masters.take_gradients(1.0)
-        return result
-
-    def _try_sparse(self, sparse: list[Tensor]) -> None:
-        refuse_untaken(self.optimizer, [m for m in sparse if m not in self._taken_sparse])
-        self._taken_sparse.update(sparse)
-
-    @property
-    def _masters(self) -> Masters:
-        self._register_groups()  # Other code may have added one to the wrapped optimizer.
-        return self._known
+        load_weights(model, self.masters_by_name(model), weights)
 
     def _register_groups(self) -> None:
-        for group in self.optimizer.param_groups[self._known_groups :]:
-            self._known.register(self.optimizer, group)
-            self._known_groups += 1
+        for group in self.optimizer.param_groups[self._registered :]:
+            self._masters.register(self.optimizer, group)
+            self._registered += 1
             self.skips_on_device = None  # The new parameters have no state yet.
-            self._buckets = in_buckets(self._known.half.items(), self._known.device)
+            self._buckets = in_buckets(self._masters.half.items(), self._masters.device)
+            beside = {id(frozen): frozen for frozen in map(frozen_beside, self._masters) if frozen}
+            self._frozen = list(beside.values())
 
-    def _share_hooks(self) -> None:
+    def _share_with_wrapped(self) -> None:
         """Hooks registered here are the wrapped optimizer's: they see the steps it takes."""
+        _WRAPPED.add(self.optimizer)
         vars(self).update({k: v for k, v in vars(self.optimizer).items() if k.endswith("_hooks")})
 
     def __getstate__(self) -> dict[str, Any]:
         # Schedulers put a function of their own in the place of `step`.
-        return {k: v for k, v in vars(self).items() if k != "step" and not k.endswith("_hooks")}
+        kept = {k: v for k, v in vars(self).items() if k != "step" and not k.endswith("_hooks")}
+        return {**kept, "_frozen": []}  # A copy's frozen weights are fp32.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        note_wrapped(self.optimizer)
-        self._share_hooks()
+        self._share_with_wrapped()
 
     def _update(
         self,
@@ -485,9 +432,9 @@ class MasterWeights(Optimizer):
         skipped: Tensor,
         verdict: Verdict | None,
     ) -> None:
-        if bucket:
-            adopt_writes(bucket, join=True)
-        for master, gradient in zip(masters, gradients.take(masters), strict=True):
+        for kind, pairs in bucket:
+            kind.materialize(pairs)
+        for master, gradient in zip(masters, gradients.pop_fp32(masters), strict=True):
             if master.dtype in HALF and self._keeps_masters:
                 widen_turned(master)
             master.grad = gradient.to(master.dtype)
@@ -497,8 +444,8 @@ class MasterWeights(Optimizer):
             self.optimizer.step()
         for master in masters:
             master.grad = None
-        if bucket:
-            copy_to_params(bucket)
+        for kind, pairs in bucket:
+            kind.round_to_weights(pairs)
 
     def _step_on_device(self, skipped: Tensor) -> None:
         fused: Any = self.optimizer
@@ -510,19 +457,24 @@ class MasterWeights(Optimizer):
 
 
 def no_new_gradients() -> ConfigError:
-    """The error of a step whose gradients the step before has consumed."""
+    """Return the error of a step whose gradients the step before has consumed."""
     return ConfigError(
         "optimizer.step: the step before has consumed the gradients and no backward pass has "
         "left new ones; call backward, or zero_grad where a step without gradients is meant"
     )
 
 
-@torch.no_grad()
-def load_masters_of(
-    parts: Sequence[MasterWeights], model: nn.Module, weights: Mapping[str, Tensor]
-) -> None:
-    """`MasterWeights.load_masters` for a model whose parameters are in several of them."""
-    load_by_name(model, [part._masters for part in parts], weights)
+def _fill_momentum(optimizer: Optimizer, masters: list[Tensor]) -> None:
+    """Give masters without momentum a buffer of zeros, if others of their group have one.
+
+    Fused SGD takes the buffers of all parameters of a group, or of none. From zeros the first step
+    gives momentum * 0 + g = g, which is what SGD starts with. Other optimizers begin by themselves.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        started = any("momentum_buffer" in optimizer.state.get(m, ()) for m in group["params"])
+        if group["fused"] and started and not group["dampening"]:
+            for master in set(masters).intersection(group["params"]):
+                optimizer.state[master].setdefault("momentum_buffer", torch.zeros_like(master))
 
 
 def _takes_found_inf(optimizer: Optimizer) -> bool:

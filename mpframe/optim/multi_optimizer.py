@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError, ConfigError, nearest
 from mpframe.loss_scaling.interface import Scaling, scale_of
-from mpframe.optim.accumulation import StepGradients
-from mpframe.optim.closure import evaluate, take_closure
-from mpframe.optim.gradients import check_clipping, clip, not_finite
-from mpframe.optim.master_weights import MasterWeights, load_masters_of, no_new_gradients
-from mpframe.optim.masters.widening import widen_written
+from mpframe.optim.closure import evaluate, is_closure
+from mpframe.optim.gradients import Gradients, check_clipping, clip, not_finite
+from mpframe.optim.master_weights import MasterWeights, no_new_gradients
+from mpframe.optim.masters.masters import load_weights
 from mpframe.optim.step_result import StepResult, any_of, joined_verdict, largest
 from mpframe.optim.verdict import Verdict, read
 
@@ -69,10 +68,10 @@ class MultiOptimizer:
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters that the parts move, part by part."""
-        return [own for part in self.parts.values() for own in part.parameters]
+        return [parameter for part in self.parts.values() for parameter in part.parameters]
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """The fp32 tensor the update acts on: `parameter` itself if it is fp32."""
+        """Return the fp32 tensor the update acts on: `parameter` itself if it is fp32."""
         for part in self.parts.values():
             if part.holds(parameter):
                 return part.master_of(parameter)
@@ -82,9 +81,9 @@ class MultiOptimizer:
         """Freeze some of the parameters, or train them from the next step on."""
         parameters = list(parameters)
         for part in self.parts.values():
-            own = [parameter for parameter in parameters if part.holds(parameter)]
-            if own:
-                part.set_requires_grad(own, requires_grad)
+            held = [parameter for parameter in parameters if part.holds(parameter)]
+            if held:
+                part.set_requires_grad(held, requires_grad)
 
     def join(self, world: World) -> None:
         """Step together with other ranks; see `MasterWeights.world`."""
@@ -92,7 +91,7 @@ class MultiOptimizer:
             part.join(world)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of parameters and masters, and what was accumulated."""
+        """Clear the gradients of parameters and masters, and the accumulated ones."""
         for part in self.parts.values():
             part.zero_grad(set_to_none)
 
@@ -108,21 +107,24 @@ class MultiOptimizer:
             0-d fp32, the largest amax; if it is inf or nan, parts dropped the micro-batch: all
             of them with skip="all", those that overflowed with skip="each".
         """
-        taken = {
-            name: part.take(_of(scale, name), _of(count, name)) for name, part in self.parts.items()
+        collected = {
+            name: part.collect_grads(_of(scale, name), _of(count, name))
+            for name, part in self.parts.items()
         }
-        amax = largest([gradients.amax for gradients in taken.values()])
+        amax = largest([gradients.amax for gradients in collected.values()])
         for name, part in self.parts.items():
-            own = taken[name]
-            part.keep(own if self.skip == "each" else replace(own, amax=amax))
+            gradients = collected[name]
+            part.accumulate_grads(
+                gradients if self.skip == "each" else replace(gradients, amax=amax)
+            )
         return amax
 
     def keep_means(
         self, means: Mapping[Tensor, Tensor], amax: Tensor, before: Tensor | None
     ) -> None:
-        """Take the gradients of a step that the ranks have averaged already, by parameter."""
+        """Set the gradients of a step, averaged over the ranks, by parameter."""
         for part in self.parts.values():
-            part.keep_means(means, None, before)  # Each with the amax of its own.
+            part.keep_means(means, None, before)  # Each computes its own amax.
 
     @torch.no_grad()
     def step(
@@ -155,44 +157,39 @@ class MultiOptimizer:
                 `max_value` out of its range, or both given.
         """
         check_clipping(max_norm=max_norm, max_value=max_value)
-        widen_written()
-        scaling, closure = take_closure(scaler)
-        loss = None if closure is None else evaluate(closure)
+        given: Any = scaler
+        loss = evaluate(given) if is_closure(given) else None
+        scaling = None if is_closure(given) else given
         scales = {name: scale_of(_of(scaling, name)) for name in self.parts}
-        gathered = {name: part.gather(scales[name]) for name, part in self.parts.items()}
-        if all(own.spent for own in gathered.values()):
+        grads = {name: part.collect_step_grads(scales[name]) for name, part in self.parts.items()}
+        if all(gradients.no_new for gradients in grads.values()):
             raise no_new_gradients()
-        norms = {name: own.gradients.norm() for name, own in gathered.items()}
-        skips = self._verdicts(gathered, norms if max_norm is not None else {}, skip_if_dropped)
+        norms = {name: gradients.norm() for name, gradients in grads.items()}
+        skips = self._skips(grads, norms if max_norm is not None else {}, skip_if_dropped)
         if skip_mask is not None:
             skips = {name: skipped | skip_mask for name, skipped in skips.items()}
         if max_norm is not None:
-            gathered = self._clipped(gathered, norms, skips, max_norm)
+            grads = self._clipped(grads, norms, skips, max_norm)
         verdicts: dict[str, Verdict | None] = dict.fromkeys(self.parts)
         if not all(part.skips_on_device for part in self.parts.values()):
-            told = read([(skips[name], own.dropped) for name, own in gathered.items()])
-            verdicts = dict(zip(self.parts, told, strict=True))
+            known = read([(skips[name], gradients.dropped) for name, gradients in grads.items()])
+            verdicts = dict(zip(self.parts, known, strict=True))
         for name, part in self.parts.items():
-            clipped = replace(gathered[name].gradients, max_value=max_value)
+            clipped = replace(grads[name], max_value=max_value)
             part.apply(clipped, skips[name], verdicts[name])
         results = {
             name: StepResult(
                 skips[name],
-                own.gradients.amax,
+                gradients.amax,
                 norms[name],
                 torch.ones_like(norms[name]) * scales[name],
-                dropped=own.dropped,
+                dropped=gradients.dropped,
                 verdict=verdicts[name],
             )
-            for name, own in gathered.items()
+            for name, gradients in grads.items()
         }
-        _tell(scaling, {name: own.largest for name, own in gathered.items()})
+        _update_scalers(scaling, grads)
         return replace(joined(results), loss=loss)
-
-    def saturation_warning(self, model: nn.Module) -> str | None:
-        """A line on half weights held at the end of their range; None if there are none."""
-        lines = [part.saturation_warning(model) for part in self.parts.values()]
-        return "; ".join(line for line in lines if line) or None
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every part, by name."""
@@ -229,18 +226,15 @@ class MultiOptimizer:
         Raises:
             CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
         """
-        load_masters_of(list(self.parts.values()), model, weights)
+        load_weights(model, self.masters_by_name(model), weights)
 
-    def _verdicts(
-        self,
-        gathered: Mapping[str, StepGradients],
-        norms: Mapping[str, Tensor],
-        skip_if_dropped: bool,
+    def _skips(
+        self, grads: Mapping[str, Gradients], norms: Mapping[str, Tensor], skip_if_dropped: bool
     ) -> dict[str, Tensor]:
         """Which parts skip. A norm beyond fp32's range would clip every gradient to zero."""
         amaxes = {
-            name: own.worst() if skip_if_dropped else own.gradients.amax
-            for name, own in gathered.items()
+            name: gradients.worst() if skip_if_dropped else gradients.amax
+            for name, gradients in grads.items()
         }
         bad = {name: not_finite(amax) for name, amax in amaxes.items()}
         bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
@@ -248,19 +242,18 @@ class MultiOptimizer:
 
     def _clipped(
         self,
-        gathered: Mapping[str, StepGradients],
+        grads: Mapping[str, Gradients],
         norms: Mapping[str, Tensor],
         skips: Mapping[str, Tensor],
         max_norm: float,
-    ) -> dict[str, StepGradients]:
+    ) -> dict[str, Gradients]:
         # A part that skips must not spoil the others' norm with its inf.
         clean = {name: torch.where(skips[name], 0.0, norm) for name, norm in norms.items()}
         together = torch.linalg.vector_norm(torch.stack(list(clean.values())))
-        clipped = {}
-        for name, own in gathered.items():
-            norm = clean[name] if self.own_losses else together
-            clipped[name] = replace(own, gradients=clip(own.gradients, norm, max_norm))
-        return clipped
+        return {
+            name: clip(gradients, clean[name] if self.own_losses else together, max_norm)
+            for name, gradients in grads.items()
+        }
 
 
 def joined(results: Mapping[str, StepResult]) -> StepResult:
@@ -281,15 +274,16 @@ def joined(results: Mapping[str, StepResult]) -> StepResult:
 
 
 def _of(given: Any, name: str) -> Any:
-    """What is given for a part: its entry of a mapping, or the one thing given for all."""
+    """Return the part's entry if `given` is a mapping, else `given`."""
     return given[name] if isinstance(given, Mapping) else given
 
 
-def _tell(scaler: Scaling, amax: Mapping[str, Tensor]) -> None:
-    """Each scaler its part's amax; one that is shared, once, the largest."""
+def _update_scalers(scaler: Any, grads: Mapping[str, Gradients]) -> None:
+    """Give each scaler its part's amax; one that is shared gets the largest, once."""
+    amax = {n: g.amax if g.scaler_amax is None else g.scaler_amax for n, g in grads.items()}
     if isinstance(scaler, Mapping):
-        for name, own in scaler.items():
-            own.update(amax[name])
+        for name, of_part in scaler.items():
+            of_part.update(amax[name])
     elif scaler is not None:
         scaler.update(largest(list(amax.values())))
 
@@ -308,8 +302,13 @@ def _refuse_misfits(parts: Mapping[str, MasterWeights]) -> None:
                 f"optimizer.parts: {shared} parameters are in {name} and in {other}; each belongs "
                 "to one part"
             )
-        if part.device != second.device:
+        device, other_device = _device(part), _device(second)
+        if device != other_device:
             raise ConfigError(
-                f"optimizer.parts: {name} is on {part.device} and {other} on {second.device}; one "
-                "step covers one device"
+                f"optimizer.parts: {name} is on {device} and {other} on {other_device}; one step "
+                "covers one device"
             )
+
+
+def _device(part: MasterWeights) -> torch.device:
+    return next((p.device for p in part.parameters), torch.device("cpu"))

@@ -9,12 +9,7 @@ from mpframe.errors import CheckpointError, ConfigError
 
 
 class ParamGroup(MutableMapping[str, Any]):
-    """A wrapped optimizer's group: `params` are the model's own, all other entries are the group's.
-
-    Args:
-        group: the wrapped optimizer's, over masters.
-        params: the parameters that the masters are of, in the same order.
-    """
+    """A wrapped optimizer's group, with the model's own `params` in the place of the masters."""
 
     def __init__(self, group: dict[str, Any], params: list[Tensor]) -> None:
         self._group = group
@@ -41,15 +36,12 @@ class ParamGroup(MutableMapping[str, Any]):
         return repr(dict(self))
 
 
-def refuse_other_groups(saved: Mapping[str, Any], own: list[dict[str, Any]]) -> None:
-    """Refuse the saved state of an optimizer whose groups have other names (a group may have none).
+def refuse_other_groups(saved: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Raise CheckpointError if the groups of a saved state have other names, or another order.
 
-    torch compares their sizes alone, and would give one group the settings of another.
-
-    Raises:
-        CheckpointError: the names differ, or their order.
+    torch compares only their sizes, and would give one group the settings of another.
     """
-    then, now = _names(saved.get("param_groups", ())), _names(own)
+    then, now = _names(saved.get("param_groups", ())), _names(groups)
     if then != now:
         raise CheckpointError(
             f"optimizer.groups: the checkpoint has {', '.join(then) or 'none'}, this run "

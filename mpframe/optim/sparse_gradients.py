@@ -1,7 +1,7 @@
 """Finds out whether an optimizer takes sparse gradients, before it moves anything.
 
-Most optimizers refuse them in the middle of a step, when some parameters have moved and others have
-not. So the first sparse gradient of each parameter is tried on a stand-in of one row of zeros.
+Most optimizers refuse them in the middle of a step, when some parameters have moved already. So the
+first sparse gradient of each parameter is tried on a stand-in of one row of zeros.
 """
 
 import copy
@@ -18,11 +18,7 @@ from mpframe.errors import ConfigError
 
 
 def refuse_untaken(optimizer: Optimizer, masters: Iterable[Tensor]) -> None:
-    """Try sparse gradients of some masters.
-
-    Raises:
-        ConfigError: the optimizer does not take them; nothing has moved.
-    """
+    """Raise ConfigError if the optimizer does not take sparse gradients of these masters."""
     for master in masters:
         try:
             _try(optimizer, master)
@@ -54,6 +50,6 @@ def _try(optimizer: Optimizer, master: Tensor) -> None:
 
 
 def _row(value: Any, master: Tensor) -> Any:
-    """A copy of what the state holds; of a tensor like the parameter the first row."""
+    """Return a copy of a value of the state; only the first row of a tensor like the parameter."""
     like = isinstance(value, Tensor) and value.shape == master.shape and not value.is_sparse
     return value[:1].clone() if like else copy.deepcopy(value)

@@ -16,6 +16,7 @@ from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.optim import gradients as optim_gradients
 from mpframe.optim.multi_optimizer import MultiOptimizer
+from mpframe.training.callbacks.saturation import saturation_warning
 from mpframe.training.plan import Plan
 
 FP32, HALF = torch.float32, torch.float16
@@ -868,8 +869,7 @@ class TestSaturation:
         assert model.weight.flatten().tolist() == [65504.0, -65504.0, 65504.0, 1.0]
         master = wrapped.master_of(model.weight).flatten().tolist()
         assert master == [1e5, -1e9, 65504.0 + 60000.0, 1.0]
-        assert wrapped.saturated().item() == 3
-        assert wrapped.saturation_warning(model) == (
+        assert saturation_warning(wrapped, model) == (
             "3 weights lie beyond the half range and are held at its end (weight); their masters "
             "go on: lower optimizer.lr, use dtype.half=bfloat16, or pin the module with "
             "ops.modules=...:fp32"
@@ -879,8 +879,7 @@ class TestSaturation:
         for mode in ("fp32", "mixed", "amp"):
             model = nn.Linear(2, 2)
             model, wrapped = Precision(mode).prepare(model, torch.optim.SGD(model.parameters()))
-            assert wrapped.saturation_warning(model) is None
-            assert wrapped.saturated().item() == 0
+            assert saturation_warning(wrapped, model) is None
 
     def test_a_master_back_in_range_is_followed(self) -> None:
         weight = nn.Parameter(torch.full((1,), 65504.0, dtype=HALF))

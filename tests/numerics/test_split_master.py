@@ -116,7 +116,7 @@ def test_fp32_masters_have_memory_for_one_bucket_at_a_time(
 ) -> None:
     monkeypatch.setattr(buckets, "_SIZE_ON_CPU", 12)
     params, optimizer = wrapped("split")
-    stepped = [optimizer.stepped(p) for p in params]
+    stepped = [optimizer.optimizer_param(p) for p in params]
     with_memory = []
     step: Any = optimizer.optimizer.step
 
@@ -223,7 +223,7 @@ def test_channels_last_weights_keep_their_order() -> None:
     assert torch.equal(optimizer.master_of(weight), values)
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    assert optimizer.stepped(weight).stride() == weight.stride()
+    assert optimizer.optimizer_param(weight).stride() == weight.stride()
 
 
 def trained(master_weights: bool | str, **extra: Any) -> Trainer:

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mpframe.optim.masters.write_detector import WriteDetector, adopt_writes, mark_known
+from mpframe.optim.masters.write_detector import WriteDetector, mark_known, sync_from_weights
 from mpframe.tree import HALF
 
-_LARGE = 2**14  # values; fewer are clamped sooner than looked at
+_LARGE = 2**14  # below this many values, clamping is cheaper than checking
 _MASTERS: MutableMapping[Tensor, "Master"] = WeakTensorKeyDictionary()
 
 
 class Master(WriteDetector):
-    """The fp32 tensor behind a half weight.
+    """The fp32 tensor behind a half weight. Another kind of master overrides all methods.
 
     Args:
         weight: float16 or bfloat16.
@@ -31,7 +31,7 @@ class Master(WriteDetector):
             not copied.
 
     Attributes:
-        value: fp32, on the weight's device; always the same tensor.
+        value: fp32, on the weight's device, in the optimizer's groups; always the same tensor.
         half: the weight's format when it was last written from here.
     """
 
@@ -41,8 +41,8 @@ class Master(WriteDetector):
         mark_known([(weight, self)])
 
     def current(self, weight: Tensor) -> Tensor:
-        """`value`, after it has taken over what others wrote into the weight."""
-        adopt_writes([(weight, self)])
+        """Return the fp32 value, with what others wrote into the weight."""
+        sync_from_weights([(weight, self)])
         return self.value
 
     def start_from(self, weight: Tensor, start: Tensor) -> None:
@@ -51,8 +51,8 @@ class Master(WriteDetector):
         self.value.detach().copy_(start)
 
     @torch.no_grad()
-    def adopt(self, weight: Tensor) -> Tensor | bool:
-        """Take over what others have written into the weight; whether they wrote other values."""
+    def sync_from_weight(self, weight: Tensor, noticed: bool) -> Tensor | bool:
+        """Take over the weight's values; return whether others than the master's were written."""
         half = weight.dtype if weight.dtype in HALF else self.half
         now, rounded = weight.detach(), torch.empty_like(self.value, dtype=half)
         round_into([(rounded, self.value)])
@@ -61,27 +61,58 @@ class Master(WriteDetector):
         self.half = weight.dtype
         return ~same.all()
 
-    def publish(self, weight: Tensor) -> None:
-        """Round `value` into the weight."""
-        self.half = weight.dtype
-        round_into([(weight, self.value)])
+    # Both take pairs of a weight and a master of this kind, so that an update takes few calls.
+
+    materialize = staticmethod(sync_from_weights)  # `value` is there and current, for an update.
+
+    @staticmethod
+    def round_to_weights(pairs: "Collection[Pair]") -> None:
+        """Round each `value` into its weight after an update."""
+        rounded = []
+        for weight, master in pairs:
+            master.half = weight.dtype
+            rounded.append((weight, master.value))
+        round_into(rounded)
+        mark_known(pairs)
+
+
+Pair = tuple[Tensor, Master]  # a half weight and its master
+
+
+def by_kind(pairs: Iterable[Pair]) -> dict[type[Master], list[Pair]]:
+    """Group the pairs by the class of the master."""
+    kinds: dict[type[Master], list[Pair]] = {}
+    for weight, master in pairs:
+        kinds.setdefault(type(master), []).append((weight, master))
+    return kinds
+
+
+def copy_to_params(pairs: Iterable[Pair]) -> None:
+    """Round masters into their weights; beyond the format's range, to its end."""
+    for kind, alike in by_kind(pairs).items():
+        kind.round_to_weights(alike)
 
 
 def master_behind(weight: Tensor) -> Master | None:
-    """The master of a half weight that has one."""
+    """Return the master of a half weight, if it has one."""
     return _MASTERS.get(weight) if weight.dtype in HALF else None
 
 
+def known_master(weight: Tensor) -> Master | None:
+    """Return the master of a weight, also of one that was widened to fp32."""
+    return _MASTERS.get(weight)
+
+
 def exact_value(weight: Tensor) -> Tensor | None:
-    """A copy of the fp32 value of a weight, its master's if it is half; None if it has none."""
-    held = master_behind(weight)
-    if held is not None:
-        return held.current(weight).detach().clone()
+    """Return a copy of a weight's fp32 value, its master's if it is half; None if it has none."""
+    master = master_behind(weight)
+    if master is not None:
+        return master.current(weight).detach().clone()
     return weight.detach().clone() if weight.dtype == torch.float32 else None
 
 
 def master_for(weight: Tensor, kind: type[Master] = Master) -> Master:
-    """The master of a half weight; if it has none yet, a new one from the half value."""
+    """Return a half weight's master; if it has none yet, a new one from the half value."""
     known = _MASTERS.get(weight)
     if known is None or known.value.device != weight.device:
         known = kind(weight, weight if known is None else known.current(weight))
@@ -99,15 +130,12 @@ def remember(weight: Tensor, start: Tensor, kind: type[Master] = Master) -> None
         mark_known([(weight, known)])
 
 
-def widen(weight: Tensor) -> None:
-    """Store a half weight in fp32, where its master is: what writes one writes the other."""
-    master = master_for(weight)
-    weight.data = master.current(weight).detach()
-    master.half = weight.dtype
-    mark_known([(weight, master)])
+def clear_master(weight: Tensor) -> None:
+    """Let a weight have no master."""
+    _MASTERS.pop(weight, None)
 
 
-def restore(weight: Tensor, master: Master) -> None:
+def rebind_master(weight: Tensor, master: Master) -> None:
     """Give a weight that was copied the copy of its master, and its format."""
     if weight.dtype not in HALF and master.half in HALF:  # Without its optimizer a copy is fp32.
         exact, weight.data = weight.data, weight.data.to(master.half)
@@ -116,22 +144,12 @@ def restore(weight: Tensor, master: Master) -> None:
     _MASTERS[weight] = master
 
 
-def forget(weight: Tensor) -> None:
-    """Let a weight have no master."""
-    _MASTERS.pop(weight, None)
-
-
-def copy_to_params(pairs: Collection[tuple[Tensor, Master]]) -> None:
-    """Round masters into their weights; beyond the format's range, to its end."""
-    plain = []
-    for weight, master in pairs:
-        if type(master) is Master:  # As `publish` does it, but all at once.
-            master.half = weight.dtype
-            plain.append((weight, master.value))
-        else:
-            master.publish(weight)
-    round_into(plain)
-    mark_known(pairs)
+def widen(weight: Tensor) -> None:
+    """Store a half weight in fp32 where its master is: a write to one is a write to the other."""
+    master = master_for(weight)
+    weight.data = master.current(weight).detach()
+    master.half = weight.dtype
+    mark_known([(weight, master)])
 
 
 @torch.no_grad()
@@ -144,8 +162,8 @@ def round_into(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         masters.append(master)
     for half, (weights, masters) in by_format.items():
         torch._foreach_copy_(weights, masters)
-        # The copy rounds what lies beyond the range to inf; it belongs at the range's end. On a
-        # CPU a look at a large weight takes a third of the time of holding it there.
+        # The copy rounds values beyond the range to inf; they belong at the range's end. On a CPU
+        # a look at a large weight takes a third of the time of clamping it.
         held = []
         for weight in weights:
             if weight.is_cpu and weight.numel() >= _LARGE:

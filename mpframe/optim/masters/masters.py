@@ -1,13 +1,8 @@
-"""Masters: the fp32 tensor behind each parameter of an optimizer.
+"""The fp32 tensor behind each parameter of an optimizer: its master, or itself if it is fp32."""
 
-A half parameter has a master, made from the fp32 value it had before it was rounded. An fp32
-parameter is its own master, and one that appears under several names has one.
-"""
-
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,24 +10,23 @@ from torch.optim import Optimizer
 
 from mpframe.distributed.shards import is_sharded, part_for, part_of, sharded_as
 from mpframe.errors import CheckpointError, ConfigError
-from mpframe.optim.gradients import Gradients, measured
+from mpframe.optim.gradients import Gradients, measure_grads
 from mpframe.optim.masters.master import (
     Master,
+    clear_master,
     copy_to_params,
-    forget,
+    known_master,
     master_behind,
     master_for,
+    rebind_master,
     remember,
-    restore,
 )
-from mpframe.optim.masters.write_detector import adopt_writes
+from mpframe.optim.masters.write_detector import sync_from_weights
 from mpframe.tree import HALF, map_tensors, to_fp32
 
-_WRAPPED: WeakSet[Optimizer] = WeakSet()
 
-
-class Masters:
-    """A mapping from parameters to masters, in the order of the optimizer's groups.
+class Masters(dict[Tensor, Tensor]):
+    """Each parameter with the tensor in the optimizer's groups that stands for it, in their order.
 
     Args:
         starts: fp32 values from before the rounding, by half parameter. They may include
@@ -45,194 +39,124 @@ class Masters:
     """
 
     def __init__(self, starts: Mapping[Tensor, Tensor], kind: type[Master] | None) -> None:
+        super().__init__()
         for parameter, start in starts.items():
             if parameter.dtype in HALF:
                 remember(parameter, start.clone(), kind or Master)
         self._kind = kind
-        self._masters: dict[Tensor, Tensor] = {}
         self._sharded = False  # Asked once for all parameters, not for each in every step.
         self.half: dict[Tensor, Master] = {}
         self.device = torch.device("cpu")
 
-    def __getitem__(self, parameter: Tensor) -> Tensor:
-        held = self.half.get(parameter) or master_behind(parameter)
-        return self._masters[parameter] if held is None else held.current(parameter)
-
-    def __contains__(self, parameter: object) -> bool:
-        return parameter in self._masters
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._masters)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        for parameter, held in self.half.items():
-            restore(parameter, held)
+        for parameter, master in self.half.items():
+            rebind_master(parameter, master)
 
-    def values(self) -> Collection[Tensor]:
-        """The masters, in the order of the parameters."""
-        return self._masters.values()
+    def fp32(self, parameter: Tensor) -> Tensor:
+        """Return the fp32 tensor behind a parameter; `parameter` if it is fp32 itself."""
+        master = self.half.get(parameter) or master_behind(parameter)
+        return self[parameter] if master is None else master.current(parameter)
 
-    @property
-    def owners(self) -> dict[Tensor, Tensor]:
-        """The parameter of each master."""
-        return {master: parameter for parameter, master in self._masters.items()}
+    def by_name(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the fp32 tensor behind each parameter of `model`, by its name, if it has one."""
+        masters: dict[str, Tensor] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if is_sharded(parameter):
+                masters[name] = parameter.detach()
+            elif parameter in self or master_behind(parameter) is not None:
+                masters[name] = self.fp32(parameter).detach()
+        return masters
 
     def register(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Put masters in the place of a group's half parameters, state and all.
-
-        Raises:
-            ConfigError: a parameter is complex, sparse and half, or on another device than the
-                others; nothing has been changed.
-        """
-        self._refuse(group["params"])
+        """Put masters in the place of a group's half parameters, state and all."""
+        self._check(group["params"])
         for index, parameter in enumerate(group["params"]):
-            self._masters[parameter] = part_of(parameter)
+            self[parameter] = part_of(parameter)
             if is_sharded(parameter):
                 self._sharded = True
-                group["params"][index] = self._masters[parameter]
+                group["params"][index] = self[parameter]
             if parameter.dtype not in HALF:
                 continue
             if self._kind is None:
-                forget(parameter)
+                clear_master(parameter)
                 continue
             held = self.half[parameter] = master_for(parameter, self._kind)
-            adopt_writes([(parameter, held)])
-            master = self._masters[parameter] = held.value
+            sync_from_weights([(parameter, held)])
+            master = self[parameter] = held.value
             group["params"][index] = master.requires_grad_(parameter.requires_grad)
             if parameter in optimizer.state:
                 kept = optimizer.state.pop(parameter)
                 optimizer.state[master] = {k: to_fp32(v) for k, v in kept.items()}
 
-    def take_gradients(self, scale: Tensor | float) -> Gradients:
-        """The gradients, measured; parameters and masters are left without.
+    def collect_grads(self, scale: Tensor | float) -> Gradients:
+        """Return the gradients, measured; parameters and masters are left without.
 
-        A gradient that a user's own backward pass left at a master counts as well, in fp32.
-
-        Args:
-            scale: what the loss was multiplied by, > 0.
+        A gradient that a user's backward pass left at a master is added in fp32.
         """
-        taken = []
-        for parameter, master in self._masters.items():
+        collected = {}
+        for parameter, master in self.items():
             gradient = parameter.grad
             if master is not parameter and master.grad is not None:
                 gradient = _sum(gradient, master.grad)
             if gradient is not None:
                 if self._sharded:
                     gradient = part_of(gradient)
-                taken.append((master, gradient))
+                collected[master] = gradient
                 parameter.grad = master.grad = None
-        return measured(taken, scale, self.device)
+        return measure_grads(collected, scale, self.device)
 
-    def saturated(self) -> Tensor:
-        """How many half weights are held at the end of their range (0-d int64, on the device)."""
-        counts = [_beyond(parameter, self[parameter]) for parameter in self.half]
-        zero = torch.zeros((), dtype=torch.int64, device=self.device)
-        return torch.stack(counts).sum() if counts else zero
-
-    def saturation_warning(self, model: nn.Module) -> str | None:
-        """A line for the log: how many, and the parameters with the most; None if there is none."""
-        if not self.saturated():
-            return None
-        pairs = [(name, p) for name, p in model.named_parameters() if p in self._masters]
-        counts = {name: int(_beyond(p, self._masters[p])) for name, p in pairs}
-        worst = sorted((name for name in counts if counts[name]), key=lambda name: -counts[name])
-        return (
-            f"{sum(counts.values())} weights lie beyond the half range and are held at its end "
-            f"({', '.join(worst[:3])}{', ...' if len(worst) > 3 else ''}); their masters go on: "
-            "lower optimizer.lr, use dtype.half=bfloat16, or pin the module with "
-            "ops.modules=...:fp32"
-        )
-
-    def by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """The fp32 tensor behind each parameter of `model`, by its name, if there is one."""
-        named = model.named_parameters(remove_duplicate=False)
-        known = {name: self._behind(parameter) for name, parameter in named}
-        return {name: master.detach() for name, master in known.items() if master is not None}
-
-    def with_shards(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state, as it keeps it by its groups, with sharded tensors where they are.
-
-        What has the shape of a part is one.
-        """
-        return self._by_parameter(
-            state,
-            lambda own, value: (
-                sharded_as(own, value) if value.shape == part_of(own).shape else value
-            ),
-        )
-
-    def with_parts(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The reverse of `with_shards`, also for a state that is whole."""
-        return self._by_parameter(
-            state,
-            lambda own, value: part_for(own, value) if value.shape == own.shape else value,
-        )
+    def map_state(
+        self, change: Callable[[Tensor, Tensor], Tensor], state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return an optimizer's `state_dict` with the tensors of sharded parameters changed."""
+        kept = dict(state["state"])
+        for index, parameter in enumerate(self):
+            if is_sharded(parameter) and index in kept:
+                kept[index] = map_tensors(partial(change, parameter), kept[index])
+        return {**state, "state": kept}
 
     def listed(self) -> list[Tensor | None]:
-        """The master of each half parameter, None if a parameter is its own."""
-        return [self[parameter] if parameter in self.half else None for parameter in self]
+        """Return the master of each half parameter, None for a parameter that is its own."""
+        return [self.fp32(p) if p in self.half else None for p in self]
 
     def check_listed(self, listed: list[Tensor | None]) -> None:
         """Raise CheckpointError if `listed` was made over other parameters."""
-        shapes = [tuple(master.shape) for master in self._masters.values()]
-        others = [None if master is None else tuple(master.shape) for master in listed]
-        fits = len(shapes) == len(others)
-        if not fits or any(b not in (None, a) for a, b in zip(shapes, others, strict=True)):
+        fits = len(listed) == len(self) and all(
+            saved is None or saved.shape == master.shape
+            for saved, master in zip(listed, self.values(), strict=True)
+        )
+        if not fits:
             raise CheckpointError(
-                f"optimizer state holds {len(others)} masters, and not the shapes of the model's "
-                f"{len(shapes)}: load it into the model it was made with"
+                f"optimizer state holds {len(listed)} masters, and not the shapes of the model's "
+                f"{len(self)}: load it into the model it was made with"
             )
 
     def load_listed(self, listed: list[Tensor | None]) -> None:
-        """Take what `listed` gave; if it has None the master stays as it is."""
-        adopt_writes(self.half.items(), join=True)
-        for own, loaded in zip(self._masters.values(), listed, strict=True):
-            if loaded is not None:
-                own.copy_(loaded)
-        copy_to_params(self.half.items())
+        """Take what `listed` gave; a master for which it has None stays as it is."""
+        loaded = [(p, saved) for p, saved in zip(self, listed, strict=True) if saved is not None]
+        for parameter, saved in loaded:
+            if parameter in self.half:
+                self.half[parameter].start_from(parameter, saved)
+            else:
+                self[parameter].copy_(saved)
+        copy_to_params((p, self.half[p]) for p, _ in loaded if p in self.half)
 
-    def stepped(self, parameter: Tensor) -> Tensor:
-        """The tensor in the optimizer's groups, by which it keeps its state."""
-        return self._masters[parameter]
-
-    def _by_parameter(
-        self, state: dict[str, Any], change: Callable[[Tensor, Tensor], Tensor]
-    ) -> dict[str, Any]:
-        """The state with each tensor changed that belongs to a sharded parameter."""
-        kept = dict(state["state"])
-        for index, own in enumerate(self._masters):
-            if is_sharded(own) and index in kept:
-                kept[index] = map_tensors(partial(change, own), kept[index])
-        return {**state, "state": kept}
-
-    def _behind(self, parameter: Tensor) -> Tensor | None:
-        """The master of a parameter in a group, or of one that no group has yet."""
-        if is_sharded(parameter):
-            return parameter
-        if parameter in self._masters:
-            return self[parameter]
-        held = master_behind(parameter)
-        return None if held is None else held.current(parameter)
-
-    def _refuse(self, parameters: list[Tensor]) -> None:
+    def _check(self, parameters: list[Tensor]) -> None:
         for index, parameter in enumerate(parameters):
-            if not self._masters and index == 0:
+            if not self and index == 0:
                 self.device = parameter.device
+            what = f"optimizer: parameter {index} of shape {tuple(parameter.shape)} is"
             if parameter.is_complex():
                 raise ConfigError(
-                    f"optimizer: parameter {index} of shape {tuple(parameter.shape)} is "
-                    f"{parameter.dtype}; masters hold real numbers: store it as two real parameters"
+                    f"{what} {parameter.dtype}; masters hold real numbers: store it as two real "
+                    "parameters"
                 )
-            if (
-                self._kind is not None
-                and parameter.dtype in HALF
-                and parameter.layout != torch.strided
-            ):
+            half = self._kind is not None and parameter.dtype in HALF
+            if half and parameter.layout != torch.strided:
                 raise ConfigError(
-                    f"optimizer: parameter {index} of shape {tuple(parameter.shape)} is sparse and "
-                    f"{parameter.dtype}; a half weight is dense: store it in fp32 "
-                    "(ops.modules=...:fp32), or dense"
+                    f"{what} sparse and {parameter.dtype}; a half weight is dense: store it in "
+                    "fp32 (ops.modules=...:fp32), or dense"
                 )
             if parameter.device != self.device:
                 raise ConfigError(
@@ -241,54 +165,36 @@ class Masters:
                 )
 
 
-def load_by_name(model: nn.Module, parts: Sequence[Masters], weights: Mapping[str, Tensor]) -> None:
-    """Take parameters and buffers by name: masters exactly, half weights as their rounding.
+def to_sharded(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return a part's state as a sharded tensor; a value of another shape as it is."""
+    return sharded_as(parameter, value) if value.shape == part_of(parameter).shape else value
 
-    Args:
-        model: what the weights are of.
-        parts: the masters of all its optimizers.
-        weights: fp32 values by name.
 
-    Raises:
-        CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
-    """
-    own = dict(model.state_dict())
-    for masters in parts:
-        own |= masters.by_name(model)
-    _refuse_other_weights(own, weights)
-    known, held = {p: m for masters in parts for p, m in masters.half.items()}, {}
+def to_part(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return the part of a state that is sharded or whole; a value of another shape as it is."""
+    return part_for(parameter, value) if value.shape == parameter.shape else value
+
+
+def load_weights(
+    model: nn.Module, masters: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> None:
+    """Load a model's parameters and buffers by name; see `MasterWeights.load_masters`."""
+    present = {**model.state_dict(), **masters}
+    _check_names_and_shapes(present, weights)
+    loaded = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        master = known.get(parameter) or master_behind(parameter)
+        master = known_master(parameter)
         if master is not None:
             master.start_from(parameter, weights[name])
-            held[parameter] = master
-            own.pop(name, None)
-    for name, tensor in own.items():
-        _copy_held(tensor, weights[name])
-    copy_to_params(held.items())
-
-
-def refuse_wrapped(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose parameters are masters already, and remember this one.
-
-    Raises:
-        ConfigError: the optimizer was given here before.
-    """
-    if optimizer in _WRAPPED:
-        raise ConfigError(
-            f"optimizer={type(optimizer).__name__}: has its masters already; use what the first "
-            "call returned, or make a new optimizer"
-        )
-    note_wrapped(optimizer)
-
-
-def note_wrapped(optimizer: Optimizer) -> None:
-    """Remember that an optimizer's parameters are masters."""
-    _WRAPPED.add(optimizer)
+            loaded[parameter] = master
+            present.pop(name, None)
+    for name, tensor in present.items():
+        _copy_clamped(tensor, weights[name])
+    copy_to_params(loaded.items())
 
 
 def _sum(gradient: Tensor | None, of_master: Tensor) -> Tensor:
-    """A half gradient and one of its master, in fp32; one alone is itself."""
+    """Add a half gradient to its master's in fp32; if there is only the master's, return it."""
     if gradient is None:
         return of_master
     wide = gradient.float()
@@ -296,23 +202,19 @@ def _sum(gradient: Tensor | None, of_master: Tensor) -> Tensor:
     return wide + of_master if of_master.is_sparse else of_master + wide
 
 
-def _beyond(parameter: Tensor, master: Tensor) -> Tensor:
-    return (master.abs() > torch.finfo(parameter.dtype).max).sum()
-
-
-def _copy_held(target: Tensor, source: Tensor) -> None:
-    """Copy into a tensor that may be half (a buffer, if there are no op lists), saturated."""
+def _copy_clamped(target: Tensor, source: Tensor) -> None:
+    """Copy into a tensor that may be half (a buffer, if there are no op lists), in its range."""
     if target.dtype in HALF:
         limit = torch.finfo(target.dtype).max
         source = source.clamp(-limit, limit)
     part_of(target).copy_(part_for(target, source))
 
 
-def _refuse_other_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    for name in sorted(own.keys() ^ weights.keys()):
-        what = "is missing from" if name in own else "is unknown to the model but in"
+def _check_names_and_shapes(present: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    for name in sorted(present.keys() ^ weights.keys()):
+        what = "is missing from" if name in present else "is unknown to the model but in"
         raise CheckpointError(f"weights: {name!r} {what} the checkpoint; load the model it is of")
-    for name, tensor in own.items():
+    for name, tensor in present.items():
         if tensor.shape != weights[name].shape:
             raise CheckpointError(
                 f"weights: {name!r} has shape {tuple(weights[name].shape)} in the checkpoint and "

@@ -11,12 +11,15 @@ more bit. The fp32 tensor that the optimizer steps has memory only while its buc
 A master beyond the end of bfloat16 is held there with its weight: a difference cannot say more.
 """
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mpframe.errors import ConfigError
 from mpframe.optim.masters.master import Master
-from mpframe.optim.masters.write_detector import adopt_writes, find_written, mark_known
+from mpframe.optim.masters.write_detector import mark_known, sync_from_weights
 
 _END = torch.finfo(torch.bfloat16).max
 _PIECE = 2**17  # values
@@ -30,7 +33,7 @@ class SplitMaster(Master):
         start: the value to begin with, of the weight's shape and any format; copied.
 
     Attributes:
-        value: the tensor in the optimizer's groups, fp32; without memory unless it is `joined`.
+        value: the tensor in the optimizer's groups, fp32; it has memory only during an update.
         low: int16, of the weight's shape.
 
     Raises:
@@ -46,11 +49,11 @@ class SplitMaster(Master):
         self.start_from(weight, start)
 
     def current(self, weight: Tensor) -> Tensor:
-        """The fp32 value, in memory of its own: what is written there does not reach the master."""
-        adopt_writes([(weight, self)])
-        if self.joined:
+        """Return a new tensor with the fp32 value: writing to it does not reach the master."""
+        sync_from_weights([(weight, self)])
+        if self._in_update:
             return self.value.detach().clone()
-        return self._joined(weight, torch.empty_like(self.low, dtype=torch.float32))
+        return self._fp32_into(torch.empty_like(self.low, dtype=torch.float32), weight)
 
     def start_from(self, weight: Tensor, start: Tensor) -> None:
         """Take another value, and write it into the weight."""
@@ -59,35 +62,40 @@ class SplitMaster(Master):
         mark_known([(weight, self)])
 
     @torch.no_grad()
-    def adopt(self, weight: Tensor) -> bool:
-        """Take over what others have written into the weight: its low bits stay as they are.
+    def sync_from_weight(self, weight: Tensor, noticed: bool) -> bool:
+        """Take over the weight's values; its low bits stay, so that it still is the nearest half.
 
-        With them the master is still one that rounds to the weight. Only to zero, inf and nan no
-        bits can be added.
+        Only to zero, inf and nan no bits can be added.
         """
         if weight.dtype == torch.bfloat16:
             bits = weight.detach().view(torch.int16) & 0x7FFF
             self.low.masked_fill_((bits == 0) | (bits >= 0x7F80), 0)
-        if self.joined:
-            self._joined(weight, self.value.detach())
-        return bool(find_written([(weight, self)]))
+        if self._in_update:
+            self._fp32_into(self.value.detach(), weight)
+        return noticed
 
-    def join(self, weight: Tensor) -> None:
-        """Let `value` have its memory, and what it stands for."""
-        if not self.joined:
-            self.value.untyped_storage().resize_(4 * self.value.numel())
-            self._joined(weight, self.value.detach())
-            self.joined = True
+    @staticmethod
+    def materialize(pairs: Collection[tuple[Tensor, Any]]) -> None:  # type: ignore[override]
+        """Allocate each `value` and fill it with the fp32 master."""
+        sync_from_weights(pairs)
+        for weight, master in pairs:
+            if not master._in_update:
+                master.value.untyped_storage().resize_(4 * master.value.numel())
+                master._fp32_into(master.value.detach(), weight)
+                master._in_update = True
 
-    def publish(self, weight: Tensor) -> None:
-        """Round `value` into the weight, keep the rest as `low`, and give the memory back."""
-        if self.joined:
-            self._write(weight, self.value)
-            self._drop_value()
+    @staticmethod
+    def round_to_weights(pairs: Collection[tuple[Tensor, Any]]) -> None:
+        """Round each `value` into its weight, keep the rest as `low`, and free its memory."""
+        for weight, master in pairs:
+            if master._in_update:
+                master._write(weight, master.value)
+                master._drop_value()
+        mark_known(pairs)
 
     def _drop_value(self) -> None:
         self.value.untyped_storage().resize_(0)
-        self.joined = False
+        self._in_update = False
 
     @torch.no_grad()
     def _write(self, weight: Tensor, values: Tensor) -> None:
@@ -104,7 +112,7 @@ class SplitMaster(Master):
             low.copy_(bits.sub_(high << 16))
 
     @torch.no_grad()
-    def _joined(self, weight: Tensor, into: Tensor) -> Tensor:
+    def _fp32_into(self, into: Tensor, weight: Tensor) -> Tensor:
         """Fill `into`, fp32, with the value."""
         if weight.dtype != torch.bfloat16:
             return into.copy_(weight)
@@ -125,7 +133,7 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def refuse_split(half: torch.dtype) -> None:
-    """Refuse to split masters of another format.
+    """Check that masters of this format can be split.
 
     Raises:
         ConfigError: it is not bfloat16.

@@ -1,9 +1,9 @@
-"""Half weights that go back to fp32, because other code than an optimizer's step writes them.
+"""Half weights that go back to fp32, because code other than an optimizer's step writes them.
 
 Momentum teachers and moving averages move a little after each step, by 0.001 * (a - b), say. In
 half that is less than half a unit in the last place of b, and lost. So these are stored in fp32:
 
-    a frozen weight that is written    from the first time that a step notices it
+    a frozen weight that is written    from the first time that its model's optimizer notices it
     a deep copy of a model             at once, with the values of the masters
     a weight that turns half           before each step, if a forward pass has set its `.data`
 
@@ -22,52 +22,52 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpframe.optim.masters.master import exact_value, master_behind, widen
-from mpframe.optim.masters.write_detector import find_written, mark_known
+from mpframe.optim.masters.write_detector import sync_from_weights
 from mpframe.tree import HALF
 
 log = logging.getLogger(__name__)
 
 _LOOKS = 4  # Steps at which the values on an accelerator are compared, though the host waits.
 _NAMES: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
-_FROZEN: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()  # steps that have looked at it
+# The weights of a model that are frozen when it is prepared: the keys of a weak mapping.
+Frozen = MutableMapping[Tensor, None]
+_FROZEN: MutableMapping[Tensor, Frozen] = WeakTensorKeyDictionary()  # by each weight of the model
 
 
 def watch(model: nn.Module, *, widens: bool) -> None:
-    """Know the weights of a model by their names.
-
-    Args:
-        model: prepared.
-        widens: its ops are cast, so that any weight may be fp32: its frozen weights will be where
-            they are written, and so will its copies.
-    """
+    """Remember a prepared model's weights; `widens`: its ops are cast, so any may turn fp32."""
     _NAMES.update({weight: name for name, weight in model.named_parameters()})
     if widens:
-        frozen = [weight for weight in model.parameters() if not weight.requires_grad]
-        _FROZEN.update({weight: 0 for weight in frozen if master_behind(weight) is not None})
+        weights = list(model.parameters())
+        known = (frozen_beside(weight) for weight in weights)
+        frozen = next((one for one in known if one is not None), WeakTensorKeyDictionary())
+        kept = [w for w in weights if not w.requires_grad and master_behind(w) is not None]
+        frozen.update(dict.fromkeys(kept))
+        _FROZEN.update(dict.fromkeys(weights, frozen))
         for module in model.modules():
             vars(module)["_fp32_in_copies"] = _CopyHook(module)
 
 
-@torch.no_grad()
-def widen_written() -> None:
-    """Store in fp32 the frozen weights that were written since the last step, and say which.
+def frozen_beside(weight: Tensor) -> Frozen | None:
+    """Return the frozen weights of the model of a weight, if it was prepared to widen them."""
+    return _FROZEN.get(weight)
 
-    What is written before the first step was only loaded, and stays half.
+
+@torch.no_grad()
+def widen_written(frozen: Frozen, steps: int) -> None:
+    """Store in fp32 the frozen weights that were written since the last step, and log which.
+
+    Values written before the first of the `steps` so far were only loaded, and stay half.
     """
     names = []
-    for weight, steps in list(_FROZEN.items()):
+    for weight in list(frozen):
         master = master_behind(weight)
-        if master is None or weight.requires_grad:
-            continue
-        _FROZEN[weight] = steps + 1
-        seen = steps >= _LOOKS or master.bits is not None
-        if seen and not find_written([(weight, master)]):
-            continue
-        written = master.adopt(weight)
-        mark_known([(weight, master)])
-        if steps and written:
-            widen(weight)
-            names.append(_NAMES[weight])
+        if master is not None and not weight.requires_grad:
+            look = steps < _LOOKS and master.bits is None
+            changed = sync_from_weights([(weight, master)], look=look)
+            if steps and any(changed):
+                widen(weight)
+                names.append(_NAMES[weight])
     if names:
         log.warning(
             "%s: frozen, and written outside of the step: stored in float32 from now on",
@@ -84,21 +84,24 @@ def widen_turned(weight: Tensor) -> None:
 
 
 def widened(model: nn.Module) -> list[str]:
-    """The names of the frozen weights that are stored in fp32 since they were written."""
-    named = model.named_parameters()
-    return [name for name, weight in named if weight in _FROZEN and weight.dtype not in HALF]
+    """Return the names of the frozen weights that are stored in fp32 since they were written."""
+    return [n for n, w in model.named_parameters() if _is_frozen(w) and w.dtype not in HALF]
 
 
 def widen_named(model: nn.Module, names: Collection[str]) -> None:
     """Store in fp32 the weights that `widened` named when a checkpoint was made."""
     for name, weight in model.named_parameters():
-        if name in names and weight in _FROZEN and weight.dtype in HALF:
+        if name in names and _is_frozen(weight) and weight.dtype in HALF:
             widen(weight)
+
+
+def _is_frozen(weight: Tensor) -> bool:
+    return weight in _FROZEN.get(weight, ())
 
 
 @contextmanager
 def fp32_weights(model: nn.Module, but: Container[nn.Parameter] = ()) -> Iterator[None]:
-    """Within the block half weights are replaced by copies of their fp32 masters, except `but`."""
+    """Replace half weights by copies of their fp32 masters within the block, except `but`."""
     half = {p: p.data for p in model.parameters() if p.dtype in HALF and p not in but}
     try:
         for parameter in half:

@@ -1,7 +1,7 @@
 """Whether a weight was written since its master wrote it.
 
 Most writes raise the tensor's version counter, and a new `.data` has another address. A
-`w.data.clamp_()` does neither, so on a CPU the values are compared, too: the values of a small
+`w.data.clamp_()` does neither, so on a CPU the values are also compared: the values of a small
 weight, or the sums over the bits of each row of a large one. On an accelerator this would make
 every step wait for the device, so it is not done there.
 """
@@ -16,13 +16,13 @@ _LARGE = 2**14  # words; a copy of fewer costs no more than their sums
 
 
 class WriteDetector:
-    """What a half weight was like when its master last wrote it.
+    """A half weight as its master last wrote it.
 
     Attributes:
         address: where its memory is; -1 before the first time.
         version: its version counter.
         words: a view of its bits. It keeps the memory, so that no other tensor gets this address.
-        bits: a copy of `words`, or the sums of its rows; None if the values do not count.
+        bits: a copy of `words`, or the sums of its rows; None if values are not compared.
         summed: which of the two it is.
     """
 
@@ -36,49 +36,32 @@ class WriteDetector:
         # These are left out, because the copy of a weight has another address.
         return {k: v for k, v in vars(self).items() if k not in WriteDetector.__annotations__}
 
-    joined = True  # whether the master has its memory
-
-    def adopt(self, weight: Tensor) -> Tensor | bool:
-        """Take over what others have written into the weight; whether they wrote other values."""
+    def sync_from_weight(self, weight: Tensor, noticed: bool) -> Tensor | bool:
+        """Take over the weight's values; return whether others than the master's were written."""
         raise NotImplementedError
 
-    def join(self, weight: Tensor) -> None:
-        """Let the master have its memory, and what it stands for."""
 
+def sync_from_weights(
+    pairs: Iterable[tuple[Tensor, WriteDetector]], *, look: bool = False
+) -> list[Tensor | bool]:
+    """Let each master take over the values that others have written into its weight.
 
-def adopt_writes(watched: Iterable[tuple[Tensor, WriteDetector]], *, join: bool = False) -> None:
-    """Let each master take over what others have written since it was marked as known.
-
-    Args:
-        watched: weights with their masters.
-        join: let each master have its memory, too.
+    With `look` also where no counter tells. Returns for each of them whether values have changed.
     """
-    watched = list(watched)
-    for weight, last in find_written(watched):
-        last.adopt(weight)
-        mark_known([(weight, last)])
-    for weight, last in watched if join else ():
-        if not last.joined:
-            last.join(weight)
-
-
-def find_written(
-    watched: Iterable[tuple[Tensor, WriteDetector]],
-) -> list[tuple[Tensor, WriteDetector]]:
-    """Return those whose weight something else has written since it was marked as known."""
-    written = []
-    for weight, last in watched:
+    changed = []
+    for weight, last in pairs:
         same = last.address == weight.data_ptr() and last.version == weight._version
         if same and last.bits is not None:
             same = torch.equal(_sums(last.words) if last.summed else last.words, last.bits)
-        if not same:
-            written.append((weight, last))
-    return written
+        if look or not same:
+            changed.append(last.sync_from_weight(weight, not same))
+            mark_known([(weight, last)])
+    return changed
 
 
-def mark_known(watched: Iterable[tuple[Tensor, WriteDetector]]) -> None:
+def mark_known(pairs: Iterable[tuple[Tensor, WriteDetector]]) -> None:
     """Note that each weight is now as its master wrote it."""
-    for weight, last in watched:
+    for weight, last in pairs:
         if last.address != weight.data_ptr():
             _move(last, weight)
         last.version = weight._version
@@ -105,7 +88,7 @@ def _values_count(weight: Tensor) -> bool:
 
 
 def _words(weight: Tensor) -> Tensor:
-    """A view of the weight's bits, 64 at a time if its rows allow it; otherwise as it is.
+    """Return a view of the weight's bits, 64 at a time if its rows allow it; else as it is.
 
     The sums take 60 times as long over words of 16 bits.
     """

@@ -60,7 +60,9 @@ class StepHook(Callback):
         optimizer = trainer.optimizer
         parts = optimizer.parts.values() if isinstance(optimizer, MultiOptimizer) else [optimizer]
         for part in parts:  # A frozen group is in none of them.
-            self.names |= {part.stepped(own): n for n, own in named.items() if part.holds(own)}
+            self.names |= {
+                part.optimizer_param(own): n for n, own in named.items() if part.holds(own)
+            }
             self._handles.append(part.register_step_pre_hook(self))
         takes = Selection(self._without).takes
         self.left_out = {w for w, name in self.names.items() if takes(name, named[name])}

@@ -55,7 +55,7 @@ def watched(trainer: Trainer, clock: Clock = time.perf_counter) -> Parts:
     parts.watch(trainer, "_forward_backward", "backward")
     parts.watch(optimizer.optimizer, "step", "AdamW itself")
     parts.watch(optimizer, "zero_grad", "gradients cleared")
-    parts.watch(optimizer, "gather", "gradients collected, the largest one")
+    parts.watch(optimizer, "collect_step_grads", "gradients collected, the largest one")
     parts.watch(optimizer, "step", "norm and verdict")
     parts.watch(optimizer, "apply", "around AdamW")
     parts.watch(trainer, "_call", "callbacks")
