@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpframe.distributed.in_backward import InBackward
+from mpframe.distributed.data_parallel import DataParallel
 from mpframe.distributed.launch import Place
 from mpframe.distributed.pieces import pieces
 from mpframe.distributed.store import answer_within, store_at
@@ -168,14 +168,15 @@ class ProcessGroup(World):
         if sharding is not None:
             sharding.refuse_unused()
 
-    def in_backward(self) -> InBackward | None:
+    def in_backward(self) -> DataParallel | None:
         """What sums gradients while a backward pass runs; divided weights do so by themselves."""
         if self.sharding is not None:
             return None
         if self._early is None:  # Layers that compare notes send meanwhile, as BatchNorm does.
             with self._answered():
                 self._early = dist.new_group(timeout=timedelta(seconds=self._timeout))
-        return InBackward(self)
+        with self._answered():
+            return DataParallel(self)
 
     def start(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, on_host: bool = False) -> Any:
         """Begin to sum a tensor over the ranks in place, or another `op`; see `wait`.

@@ -123,10 +123,8 @@ class InBackwardWindow(Window):
     def backward(self, part: NamedObjective, output: StepOutput, batch: Any) -> Loss:
         """Scaled backward pass of the loss; gradients are sent meanwhile."""
         loss, count = output.loss, count_of(output.count, batch)
-        scale = scale_of(part.scaler)
-        with self._ranks.summing(self._optimizer.parameters, scale):
-            self._ranks.weigh(as_count(count, loss.device))
-            self._world.backward(loss, part.scaler.scale, count, part.parameters)
+        samples = as_count(count, loss.device)
+        self._ranks.backward(loss, scale_of(part.scaler), samples, self._optimizer.parameters)
         return Loss(part.name, loss.detach(), count)
 
     def accumulate(self, optimizer: Any, scaler: Any, losses: Losses) -> Losses:

@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 from mpframe import LogMax, MasterWeights, Precision
 from mpframe.data import Loader
 from mpframe.data.metrics import Accuracy
-from mpframe.distributed import pieces
-from mpframe.distributed.in_backward import InBackward
+from mpframe.distributed import data_parallel, pieces
+from mpframe.distributed.data_parallel import DataParallel
 from mpframe.distributed.joining import joined
 from mpframe.distributed.world import ALONE, World
 from mpframe.errors import ConfigError, MpframeError
@@ -136,7 +136,9 @@ def trained(mode: str, world: World, options: dict[str, Any]) -> dict[str, Any]:
 def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """`trained` as one of the ranks; tensors of `large` bytes are sent alone."""
     with joined(None, lambda: CPU, 120) as world, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pieces, "_LARGE", options.get("large", 2**22))
+        large = options.get("large", 2**22)
+        patched.setattr(pieces, "_LARGE", large)
+        patched.setattr(data_parallel, "_BUCKET_MB", large / 2**20)
         return trained(mode, world, options)
 
 
@@ -229,21 +231,21 @@ def bad_gradient(trainer: Trainer, batches: Any) -> None:
 
 def bad_sum(trainer: Trainer, batches: Any) -> None:
     """inf on this rank alone, in what the ranks have already summed."""
-    patch, sum_, received = pytest.MonkeyPatch(), trainer.world.sum_, InBackward._received
+    patch, sum_, receive = pytest.MonkeyPatch(), trainer.world.sum_, DataParallel._receive
 
     def spoilt(tensors: Any) -> None:
         sum_(tensors)
         tensors[0].view(-1)[0] = torch.inf
         patch.undo()
 
-    def spoilt_early(ranks: InBackward, bucket: Any) -> Any:
-        flat, slots = received(ranks, bucket)
-        flat[0] = torch.inf
+    def spoilt_early(ranks: DataParallel, reduction: Any) -> Tensor:
+        means = receive(ranks, reduction)
+        means[0] = torch.inf
         patch.undo()
-        return flat, slots
+        return means
 
     patch.setattr(trainer.world, "sum_", spoilt)
-    patch.setattr(InBackward, "_received", spoilt_early)
+    patch.setattr(DataParallel, "_receive", spoilt_early)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -293,7 +295,7 @@ def test_averaged_in_the_backward_pass_it_is_the_same_step(two: Ranks, mode: str
 def sent_before_the_first_layer(large: int) -> int:
     """How many pieces were under way when the backward pass came to the first of three layers."""
     with joined(None, lambda: CPU, 120) as world, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pieces, "_LARGE", large)
+        patched.setattr(data_parallel, "_BUCKET_MB", large / 2**20)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
         optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
         trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), world=world)
@@ -348,8 +350,8 @@ def reentrant_step(reduce: str) -> str:
 
 def test_a_second_gradient_in_one_backward_pass_is_refused(two: Ranks) -> None:
     said = (
-        "trainer.reduce=in_backward: the weight of [2, 2] got a second gradient in one backward "
-        "pass, as by checkpoint(use_reentrant=True); use use_reentrant=False, or "
+        "trainer.reduce=in_backward: a weight got a second gradient in one backward pass, "
+        "as by checkpoint(use_reentrant=True); use use_reentrant=False, or "
         "trainer.reduce=after_backward"
     )
     assert two(reentrant_step, "in_backward") == [said, said]
