@@ -49,6 +49,7 @@ class DataParallel:
         self._ddp: Any = None
         self._parameters: Sequence[Any] = ()
         self._leaves: list[Any] = []
+        self._strides: dict[Any, tuple[int, ...]] = {}  # of the gradients that lie as parameters do
         self._scale: Tensor | float = 1.0
         self._count = self._total = torch.ones(())
         self._weight: Tensor | None = None
@@ -135,7 +136,7 @@ class DataParallel:
 
     def _wrap(self, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """The loss; its backward pass fills DDP's buckets."""
-        seen: Any = _Leaves.apply(*parameters)  # type: ignore[no-untyped-call]
+        seen: Any = _Leaves.apply(*parameters)
         leaves = [leaf for leaf, _ in seen.grad_fn.next_functions]
         if leaves != self._leaves:  # One has changed: it was frozen, or had another dtype.
             self._parameters, self._leaves = parameters, leaves
@@ -159,6 +160,12 @@ class DataParallel:
         )
         # A proxy, because the garbage collector cannot look into DDP.
         self._ddp.register_comm_hook(proxy(self), DataParallel._reduce)
+        # Others lie in rows, whatever their parameters do.
+        self._strides = {
+            own: own.stride()
+            for own in self._parameters
+            if own.stride() == torch.empty_like(own, device="meta").stride()
+        }
         self._reductions = None
         self._ddp(torch.zeros((), device=device))
         self._complete()
@@ -184,8 +191,10 @@ class DataParallel:
                 self._amaxes.append(_amax(flat))
             weigh_([flat], self.weight)
             slots = {
-                own: flat.as_strided(slot.size(), slot.stride(), slot.storage_offset())
-                for own, slot in zip(bucket.parameters(), bucket.gradients(), strict=True)
+                own: flat.as_strided(
+                    own.size(), self._strides.get(own, rows.stride()), rows.storage_offset()
+                )
+                for own, rows in zip(bucket.parameters(), bucket.gradients(), strict=True)
             }
             self._reductions.append((flat, slots, self._world.start(flat)))
             self._sent |= {own: own.grad._version for own in slots if own.grad is not None}
