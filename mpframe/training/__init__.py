@@ -8,6 +8,7 @@ multi_objective.py has one for several losses, closure_trainer.py one for LBFGS 
     recompute, channels_last  modules that keep no activations; another order of weights in memory
     allocator                 memory that is freed and kept for the next step
     probe                     the first loss scale, from one backward pass in fp32
+    window                    from the backward passes of micro-batches to one step's gradients
     loss_spike                finite losses that are far too high
     evaluation/               the loss and the metrics of a validation; the best one; predictions
     interruption              signals that ask a run to stop
