@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mpframe import assembly, checkpoint
-from mpframe.checkpoint import retention
 from mpframe.checkpoint.export.sidecar import facts_of
+from mpframe.checkpoint.retention import best_in
 from mpframe.checkpoint.saved_weights import averages_of, extra_state_of, steps_tried, weights_of
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
@@ -50,7 +50,7 @@ def checkpoint_of(path: Path, split: str | None = None) -> Path:
         tested = Summary.read(path).tested
     except OSError:  # A run that is not finished may have none, and has not been tested.
         return path
-    best = retention.best_in(path, 1) if tested == "best" else []
+    best = best_in(path, 1) if tested == "best" else []
     if best:
         checkpoint.refuse_mixed(path)
     return best[0] if best else path

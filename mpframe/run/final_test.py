@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mpframe import checkpoint
-from mpframe.checkpoint import Snapshot, retention
+from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.layout import step_of
+from mpframe.checkpoint.retention import best_in
 from mpframe.checkpoint.saved_weights import averages_of, extra_state_of, weights_of
 from mpframe.training.evaluation.best import Best
 from mpframe.training.loader import Loader
@@ -47,7 +48,7 @@ def best_checkpoint(folder: Path, keep_best: int, best: Best) -> Path | None:
         keep_best: `trainer.keep_best`; with 0 there is none, and nothing is said.
         best: the best validation.
     """
-    kept = retention.best_in(folder, min(1, keep_best))
+    kept = best_in(folder, min(1, keep_best))
     if not keep_best or best.step is None or best.step in map(step_of, kept):
         return kept[0] if kept else None
     log.warning(

@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from mpframe import assembly
-from mpframe.checkpoint import retention
+from mpframe.checkpoint.retention import set_aside_after, tidy
 from mpframe.config.composition.composing import checked
 from mpframe.config.composition.overrides import word_of
 from mpframe.config.composition.source import stand_ins
@@ -130,7 +130,7 @@ class Run:
             self.folder = self.world.broadcast_object(self.folder)
             _refuse_to_forget(self.config)
             self.run_folder.refuse_unfit(self.config.run.resume)
-            retention.tidy(self.own_folder)
+            tidy(self.own_folder)
             if not self.run_folder.holds_a_run():
                 self.run_folder.take()
             return self._train()
@@ -219,7 +219,7 @@ class Run:
         identity = resume.into(trainer, self._renew_callbacks)
         refuse_other_start(trainer, options.resume)
         self.run_folder.take()
-        for moved in retention.set_aside_after(self.own_folder, trainer.progress.global_step):
+        for moved in set_aside_after(self.own_folder, trainer.progress.global_step):
             log.warning("warning: newer than where the run goes on, now %s", moved)
         return identity
 
