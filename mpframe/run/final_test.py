@@ -7,9 +7,8 @@ from pathlib import Path
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.layout import step_of
-from mpframe.checkpoint.retention import best_in
-from mpframe.checkpoint.saved_weights import averages_of, extra_state_of, weights_of
+from mpframe.checkpoint.folder import best_in, step_of
+from mpframe.checkpoint.state import averages_of, extra_state_of, weights_of
 from mpframe.training.evaluation.best import Best
 from mpframe.training.loader import Loader
 from mpframe.training.trainer import Trainer

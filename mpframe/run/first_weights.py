@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint.init_from import fitted, is_foreign, read_foreign, renamed
-from mpframe.checkpoint.saved_weights import rounding, trained_in, weights_of
+from mpframe.checkpoint.state import rounding, trained_in, weights_of
 from mpframe.config.schema import RunOptions
 from mpframe.training.trainer import Trainer
 

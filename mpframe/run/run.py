@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from mpframe import assembly
-from mpframe.checkpoint.retention import set_aside_after, tidy
+from mpframe.checkpoint.folder import set_aside_after, tidy
 from mpframe.config.composition.composing import checked
 from mpframe.config.composition.overrides import word_of
 from mpframe.config.composition.source import stand_ins

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mpframe.checkpoint.export.sidecar import versions
+from mpframe.checkpoint.export import versions
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.errors import RunInterrupted

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from mpframe.checkpoint.saved_weights import conversion, rounding
+from mpframe.checkpoint.state import conversion, rounding
 from mpframe.distributed.world import ALONE, World, weighted
 from mpframe.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.loss_scaling.interface import LossScaler, Scaling, scale_of, wants_probe

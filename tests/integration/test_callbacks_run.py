@@ -10,7 +10,7 @@ from conftest import StartRun, scalars
 from sameness import assert_same_run
 
 from mpframe import checkpoint
-from mpframe.checkpoint.retention import best_in
+from mpframe.checkpoint.folder import best_in
 from mpframe.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.tracking.summary import Summary
 

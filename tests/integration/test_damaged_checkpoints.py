@@ -15,9 +15,7 @@ from sameness import differing
 from time_limit import time_limit
 
 from mpframe import checkpoint
-from mpframe.checkpoint.digest import sha256_of
-from mpframe.checkpoint.manifest import Manifest
-from mpframe.checkpoint.retention import prune
+from mpframe.checkpoint.folder import Manifest, prune, sha256_of
 from mpframe.errors import CheckpointError
 from mpframe.run.resume.resuming import Renew, Resume
 from mpframe.training.trainer import Trainer

@@ -14,7 +14,7 @@ from conftest import StartRun, scalars, train
 from sameness import differing
 
 from mpframe import assembly, checkpoint
-from mpframe.checkpoint.retention import best_in
+from mpframe.checkpoint.folder import best_in
 from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.composition.command_line import checked, compose_named, without_hydra
 from mpframe.errors import CheckpointError, ConfigError, DataError, DivergedError, RunInterrupted

@@ -27,8 +27,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from time_limit import time_limit
 
 from mpframe import checkpoint
-from mpframe.checkpoint.digest import sha256_of
-from mpframe.checkpoint.manifest import Manifest, content_digest
+from mpframe.checkpoint.folder import Manifest, content_digest, sha256_of
 from mpframe.config.stored import config_of
 from mpframe.errors import MpframeError
 from mpframe.report.groups import compared

@@ -17,7 +17,7 @@ from sameness import differing
 
 from mpframe import checkpoint
 from mpframe.checkpoint import writing
-from mpframe.checkpoint.retention import best_in
+from mpframe.checkpoint.folder import best_in
 from mpframe.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.numerics.range_record import read_ranges
 from mpframe.tracking import event_file

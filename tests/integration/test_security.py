@@ -25,8 +25,7 @@ import yaml
 from conftest import StartRun, train
 
 from mpframe import checkpoint
-from mpframe.checkpoint.digest import sha256_of
-from mpframe.checkpoint.manifest import Manifest
+from mpframe.checkpoint.folder import Manifest, sha256_of
 from mpframe.cli.commands.doctor import main as doctor
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.cli.commands.export import main as export

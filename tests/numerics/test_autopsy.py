@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpframe.checkpoint.random_state import RandomState
+from mpframe.checkpoint.state import RandomState
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.diagnosis import Kind, diagnose
 from mpframe.numerics.autopsy.evidence import Evidence

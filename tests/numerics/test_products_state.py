@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpframe import Precision, Trainer
 from mpframe.checkpoint import rng_state
-from mpframe.checkpoint.snapshot import Snapshot
+from mpframe.checkpoint.state import Snapshot
 from mpframe.distributed.world import World
 from mpframe.errors import ConfigError
 from mpframe.numerics.autopsy.case import Case

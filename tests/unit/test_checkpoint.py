@@ -11,7 +11,7 @@ import torch
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot, writing
-from mpframe.checkpoint.retention import best_in, prune, rank_to_beat, set_aside_after, tidy
+from mpframe.checkpoint.folder import best_in, prune, rank_to_beat, set_aside_after, tidy
 from mpframe.checkpoint.writing import Background
 from mpframe.errors import CheckpointError
 

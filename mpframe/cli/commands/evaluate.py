@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpframe import assembly
-from mpframe.checkpoint.saved_weights import KINDS
+from mpframe.checkpoint.state import KINDS
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
 from mpframe.config.composition.command_line import refuse_unwritable

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mpframe import assembly, checkpoint
-from mpframe.checkpoint.saved_weights import steps_tried, weights_of
+from mpframe.checkpoint.state import steps_tried, weights_of
 from mpframe.cli.program import program
 from mpframe.cli.restored import run_folder
 from mpframe.config.composition.command_line import refuse_unwritable

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpframe.checkpoint.random_state import RandomState
+from mpframe.checkpoint.state import RandomState
 from mpframe.objectives import samples_in
 from mpframe.precision import Precision
 from mpframe.training.named_objective import NamedObjective

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.random_state import RandomState
+from mpframe.checkpoint.state import RandomState
 from mpframe.errors import CheckpointError
 from mpframe.numerics.autopsy.case import Case
 from mpframe.numerics.autopsy.plain_batch import as_in, is_plain, plain

@@ -23,7 +23,7 @@ from typing import Any
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.retention import prune, rank_of, rank_to_beat
+from mpframe.checkpoint.folder import prune, rank_of, rank_to_beat
 from mpframe.checkpoint.writing import Background
 from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError, RunInterrupted
