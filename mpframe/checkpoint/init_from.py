@@ -2,7 +2,7 @@
 
 The files of other programs (safetensors, shards, state dicts) are read without running any code.
 Patterns give the weights the model's names. Then what fits is taken; a weight that is left out or
-missing is refused, unless the user names it. run/first_weights.py does these in turn.
+missing is refused, unless the user names it. run/resume.py does these in turn.
 """
 
 import json

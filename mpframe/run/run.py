@@ -44,16 +44,12 @@ from mpframe.errors import (
 )
 from mpframe.files.stored_yaml import parsed
 from mpframe.run.callbacks import RunCallbacks
-from mpframe.run.console import RESULT, console
-from mpframe.run.description import announce, describe
-from mpframe.run.final_test import best_checkpoint, final_test
-from mpframe.run.folder import RunFolder, unwritable_in_one_line
-from mpframe.run.lock import RunLock
-from mpframe.run.outcome import summary_of, worsening_of
-from mpframe.run.requeue import requeue
-from mpframe.run.resume.resuming import Resume
-from mpframe.run.usage import usage_of
-from mpframe.run.vocabulary import keep_vocabulary
+from mpframe.run.description import announce, describe, usage_of
+from mpframe.run.folder import RunFolder, RunLock, unwritable_in_one_line
+from mpframe.run.outcome import best_checkpoint, final_test, summary_of, worsening_of
+from mpframe.run.preprocessing import keep_vocabulary
+from mpframe.run.process import RESULT, console, requeue
+from mpframe.run.resume import Resume
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import set_up
@@ -212,7 +208,7 @@ class Run:
         options = self.config.run
         if options.init_from is not None:
             # Readers of others' files: most runs need none.
-            from mpframe.run.first_weights import take_first_weights
+            from mpframe.run.resume import take_first_weights
 
             take_first_weights(trainer, options)
         resume = Resume(options.resume, self.folder, self.config_text)

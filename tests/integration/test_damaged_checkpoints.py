@@ -17,7 +17,7 @@ from time_limit import time_limit
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest, prune, sha256_of
 from mpframe.errors import CheckpointError
-from mpframe.run.resume.resuming import Renew, Resume
+from mpframe.run.resume import Renew, Resume
 from mpframe.training.trainer import Trainer
 
 OPTIONS = [

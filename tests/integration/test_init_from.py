@@ -20,7 +20,7 @@ from mpframe.config.composition.command_line import checked, compose_named, with
 from mpframe.config.schema import RunOptions
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.objectives import supervised
-from mpframe.run.first_weights import take_first_weights
+from mpframe.run.resume import take_first_weights
 from mpframe.tree import HALF
 
 MODES = ["fp32", "mixed", "amp"]

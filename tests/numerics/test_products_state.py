@@ -23,7 +23,7 @@ from mpframe.precision.products.formats import FORMATS
 from mpframe.precision.products.recipe import Recipe
 from mpframe.precision.products.scaling import Quantization
 from mpframe.precision.products.state import ProductState
-from mpframe.run.resume.resuming import _load
+from mpframe.run.resume import _load
 
 # Both in one: delayed scales forward, stochastic rounding of the gradients.
 BOTH = Recipe.from_mapping(
