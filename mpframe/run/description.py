@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mpframe.checkpoint.export import versions
-from mpframe.config.composition.overrides import parsed
 from mpframe.config.locations import CONF
+from mpframe.config.overrides import parsed
 from mpframe.config.redaction import hide, redacted
 from mpframe.config.schema import Config, only_watches
 from mpframe.data.loading import Loader

@@ -20,7 +20,7 @@ from mpframe.checkpoint.init_from import fitted, is_foreign, read_foreign, renam
 from mpframe.checkpoint.state import rounding, trained_in, weights_of
 from mpframe.config.check import flatten
 from mpframe.config.schema import RunOptions, only_watches, watching
-from mpframe.config.sweep.earlier import ELSEWHERE, changes
+from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.errors import CheckpointError, MpframeError, RunInterrupted
 from mpframe.files.stored_yaml import parsed
 from mpframe.tracking import record_sizes

@@ -21,13 +21,12 @@ from omegaconf import DictConfig
 
 from mpframe import assembly
 from mpframe.checkpoint.folder import set_aside_after, tidy
-from mpframe.config.composition.composing import checked
-from mpframe.config.composition.overrides import word_of
-from mpframe.config.composition.source import stand_ins
+from mpframe.config.composing import checked
 from mpframe.config.output_folder import refuse_unwritable
+from mpframe.config.overrides import stand_ins, word_of
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config, only_watches
-from mpframe.config.sweep.earlier import ELSEWHERE, changes
+from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.distributed.joining import joined

@@ -16,7 +16,7 @@ from sameness import differing
 from mpframe import assembly, checkpoint
 from mpframe.checkpoint.folder import best_in
 from mpframe.cli.commands.evaluate import evaluate, main
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.errors import CheckpointError, ConfigError, DataError, DivergedError, RunInterrupted
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary

@@ -16,7 +16,7 @@ from torchvision.models import resnet18
 from mpframe import Precision, Trainer, checkpoint
 from mpframe.checkpoint.init_from import read_foreign
 from mpframe.checkpoint.state import weights_of
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.schema import RunOptions
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.objectives import supervised

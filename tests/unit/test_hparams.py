@@ -6,7 +6,7 @@ import pytest
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.schema import Config
 from mpframe.precision import OpLists
 from mpframe.run.description import called, hparams, ops_in_words, varied

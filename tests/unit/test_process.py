@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.schema import Config
 from mpframe.run import process
 from mpframe.training import allocator

@@ -24,7 +24,7 @@ from typing import Any
 from mpframe import assembly, checkpoint
 from mpframe.checkpoint.state import RandomState, extra_state_of, steps_tried, weights_of
 from mpframe.cli.program import program
-from mpframe.config.composition.command_line import refuse_unwritable
+from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.data.loading import Loader

@@ -63,7 +63,7 @@ from mpframe.checkpoint.export_graph import (
 from mpframe.checkpoint.state import KINDS, validated_kind, weights_of
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import checkpoint_of
-from mpframe.config.composition.source import take_source
+from mpframe.config.overrides import take_source
 from mpframe.config.redaction import redacted, secrets_of
 from mpframe.config.stored import config_of
 from mpframe.errors import ConfigError, nearest, printable, take_options

@@ -23,7 +23,7 @@ from mpframe import assembly, checkpoint
 from mpframe.checkpoint.state import steps_tried, weights_of
 from mpframe.cli.program import program
 from mpframe.cli.restored import run_folder
-from mpframe.config.composition.command_line import refuse_unwritable
+from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.errors import ConfigError, take_options

@@ -41,7 +41,7 @@ from mpframe import assembly
 from mpframe.checkpoint.state import KINDS
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
-from mpframe.config.composition.command_line import refuse_unwritable
+from mpframe.config.command_line import refuse_unwritable
 from mpframe.data.image_files import FileImages, Listing, list_unlabelled
 from mpframe.data.images import Normalize
 from mpframe.data.task import Task
