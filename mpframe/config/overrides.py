@@ -1,4 +1,4 @@
-"""The words of a command line: Hydra's flags, `option=value` overrides, and where Hydra composes from.
+"""The words of a command line: Hydra's flags, `option=value`, and where Hydra composes from.
 
     --config-dir=FOLDER    is searched before the shipped conf/, as are those of hydra.searchpath
     --config-path=FOLDER   takes the place of the shipped conf/

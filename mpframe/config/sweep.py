@@ -1,4 +1,4 @@
-"""The jobs of a sweep: the values of each swept option, the jobs' names, the folders of earlier starts.
+"""The jobs of a sweep: the swept values, the jobs' names, the folders of earlier starts.
 
 Hydra's sweepers make the jobs. The values are checked before the first job. A job is named by what
 was swept, `dtype=mixed,seed=2`, and its folder has this name; the folder may already hold the same
