@@ -15,7 +15,7 @@ from mpframe.checkpoint.folder import best_in, step_of
 from mpframe.checkpoint.state import averages_of, extra_state_of, weights_of
 from mpframe.config.schema import Config
 from mpframe.run.callbacks import RunCallbacks
-from mpframe.tracking.memory import peak_memory
+from mpframe.tracking.environment import peak_memory
 from mpframe.tracking.summary import Status, Summary
 from mpframe.training.callbacks.results import Results
 from mpframe.training.evaluation import Evaluation
