@@ -5,4 +5,4 @@ the package when it looks for a file in it, and so gets the schema, with which e
 begins.
 """
 
-from mpframe.config import store as _  # noqa: F401
+from mpframe.config import schema as _  # noqa: F401

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from mpframe.checkpoint.digest import sha256_of
-from mpframe.checkpoint.manifest import Manifest, content_digest
+from mpframe.checkpoint.folder import Manifest, content_digest, sha256_of
 
 Change = Callable[[Path], None]
 

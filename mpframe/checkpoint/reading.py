@@ -6,11 +6,17 @@ torch.load does not notice a flipped bit, so every file is compared with the man
 from pathlib import Path
 from typing import Any
 
-from mpframe.checkpoint.identity import refuse_mixed
-from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, all_parts, newest, step_of
-from mpframe.checkpoint.manifest import Manifest
-from mpframe.checkpoint.parts import put_together
-from mpframe.checkpoint.snapshot import Snapshot
+from mpframe.checkpoint.folder import (
+    CONFIG,
+    MANIFEST,
+    STATE,
+    Manifest,
+    all_parts,
+    newest,
+    refuse_mixed,
+    step_of,
+)
+from mpframe.checkpoint.state import Snapshot, put_together
 from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
 from mpframe.errors import CheckpointError
 from mpframe.files.plain_file import read_regular

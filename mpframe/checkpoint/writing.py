@@ -17,11 +17,17 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from mpframe.checkpoint.digest import HashingFile
-from mpframe.checkpoint.layout import CONFIG, MANIFEST, STATE, hidden, parts_of, path_of
-from mpframe.checkpoint.manifest import Manifest
-from mpframe.checkpoint.parts import divided
-from mpframe.checkpoint.snapshot import Snapshot
+from mpframe.checkpoint.folder import (
+    CONFIG,
+    MANIFEST,
+    STATE,
+    HashingFile,
+    Manifest,
+    hidden,
+    parts_of,
+    path_of,
+)
+from mpframe.checkpoint.state import Snapshot, divided
 from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError
 from mpframe.files.durable import sync_file, sync_folder, sync_paths
@@ -232,7 +238,7 @@ def _put_in_place(new: Path, final: Path) -> None:
     replaced = hidden(final, "replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
-        final.rename(replaced)  # A folder cannot be renamed over another; see retention.tidy.
+        final.rename(replaced)  # A folder cannot be renamed over another; see folder.tidy.
     new.rename(final)
     sync_folder(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)

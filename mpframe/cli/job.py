@@ -23,11 +23,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from mpframe.cli.program import current_folder_importable
-from mpframe.config.composition.command_line import checked
+from mpframe.config.command_line import checked
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.config.schema import Config
-from mpframe.config.sweep.again import stopped
-from mpframe.config.sweep.earlier import holds_this_run, resolved_text
+from mpframe.config.sweep import holds_this_run, resolved_text, stopped
 from mpframe.console import printable
 from mpframe.distributed.launch import place
 from mpframe.distributed.saying import line_of

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from mpframe import assembly, checkpoint
-from mpframe.checkpoint import retention
-from mpframe.checkpoint.export.sidecar import facts_of
-from mpframe.checkpoint.saved_weights import averages_of, extra_state_of, steps_tried, weights_of
+from mpframe.checkpoint.export import facts_of
+from mpframe.checkpoint.folder import best_in
+from mpframe.checkpoint.state import averages_of, extra_state_of, steps_tried, weights_of
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.data.task import Task
@@ -51,7 +51,7 @@ def checkpoint_of(path: Path, split: str | None = None) -> Path:
         tested = Summary.read(path).tested
     except OSError:  # A run that is not finished may have none, and has not been tested.
         return path
-    best = retention.best_in(path, 1) if tested == "best" else []
+    best = best_in(path, 1) if tested == "best" else []
     if best:
         checkpoint.refuse_mixed(path)
     return best[0] if best else path
@@ -69,7 +69,7 @@ def restored(
         path: a run's folder (its newest checkpoint) or a checkpoint within it.
         given: `GROUP=CHOICE` and `option=value` words that change the run's options.
         weights: `trained` or `ema`; None: as the run was validated.
-        task_of: makes the task of what the checkpoint says of itself (see export/sidecar.py);
+        task_of: makes the task of what the checkpoint says of itself (see checkpoint/export.py);
             the run's dataset is then not built, nor its objective and metrics. None: it is.
 
     Raises:

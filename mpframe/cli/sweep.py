@@ -20,10 +20,9 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from mpframe.config.composition.overrides import word_of
+from mpframe.config.overrides import word_of
 from mpframe.config.redaction import as_yaml, secrets_of, values_of
-from mpframe.config.sweep.again import say_on_signal
-from mpframe.config.sweep.values import axes
+from mpframe.config.sweep import axes, say_on_signal
 from mpframe.files.durable import write_atomically
 
 

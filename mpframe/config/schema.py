@@ -6,11 +6,17 @@ a composed configuration against it. Neither imports torch, so a wrong option is
 Closed sections (`dtype`, `ops`, `trainer`, `numerics`, the run itself) take the options listed here
 and no others. Open sections (`OPEN`) name a `_target_` and take whatever that takes, plus the
 options listed here.
+
+To import this file gives Hydra the schema: `schema`, the first entry of conf/config.yaml's
+defaults list. So Hydra itself knows the type and default of each closed option, and refuses any
+other one, on the command line and in every file.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
+
+from hydra.core.config_store import ConfigStore
 
 from mpframe.ranges import Range
 
@@ -519,3 +525,32 @@ class Config:
         if self.joint is None:
             return [self.optimizer]
         return [part.node for part in self.joint.parts.values()]
+
+
+# What a user changes most comes first, and the long lists of ops last: so `--help` shows them.
+_ORDER = (
+    *("model", "dataset", "dtype", "loss_scaling", "optimizer", "scheduler", "trainer"),
+    *("objective", "metrics", "callbacks", "numerics", "ops"),
+)
+
+
+def _schema() -> Any:
+    """A dataclass of the whole configuration; an open section may hold anything."""
+    closed = {
+        name: (name, section, dataclasses.field(default_factory=section))
+        for name, section in SECTIONS.items()
+        if name not in OPEN
+    }
+    own = {"dataset": lambda: dataclasses.asdict(DatasetOptions())}
+    free = {
+        name: (name, Any, dataclasses.field(default_factory=own.get(name, lambda: None)))
+        for name in OPEN
+    }
+    fields = free | closed
+    # OmegaConf fills a typed mapping at the root with nothing; check.py holds it against its type.
+    names = ("init_from_names", Any, dataclasses.field(default=None))
+    ordered = [names, *(fields[name] for name in sorted(fields, key=_ORDER.index))]
+    return dataclasses.make_dataclass("Options", ordered, bases=(RunOptions,))
+
+
+ConfigStore.instance().store(name="schema", node=_schema(), provider="mpframe")

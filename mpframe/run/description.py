@@ -1,25 +1,159 @@
-"""What a run says about itself before it trains: in its log, and in TensorBoard."""
+"""The description of a run: its log, its HParams in TensorBoard, and how to use its weights.
 
+In the HParams table each option that the sweep varies has a column, and TensorBoard shows these
+first; a single run's are the options that its command line gave. The other columns are the same for
+every run. Each open section is one of them, with its arguments in it, because two models do not
+have the same arguments and TensorBoard drops a column that some runs lack.
+
+Each checkpoint and each export says how a stranger uses its weights.
+"""
+
+import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Glob, Override
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from mpframe.checkpoint.export import versions
 from mpframe.config.locations import CONF
+from mpframe.config.overrides import parsed
 from mpframe.config.redaction import hide, redacted
-from mpframe.config.schema import Config
+from mpframe.config.schema import Config, only_watches
 from mpframe.data.loading import Loader
+from mpframe.data.task import Task
+from mpframe.errors import RunInterrupted
 from mpframe.numerics.hints import PlannedRun, hints_on, scaling_of
+from mpframe.objectives import Objective
 from mpframe.precision import OpLists
-from mpframe.run.hparams import called, hparams, precision_in_words, varied
+from mpframe.precision.undisturbed import undisturbed
 from mpframe.tracking.environment import environment_text
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.trainer import Trainer
-from mpframe.tree import device_of
+from mpframe.tree import HALF, device_of, dtype_name, named_tensors
+
+_SWEEP = "multirun.yaml"  # Hydra writes it before the first job
+_ONE_COLUMN = {"dtype.mode": "dtype", "dtype.half": "dtype"}
+_MOST = 512  # values of an option that are looked at
+
+Value = str | float | int | bool | None
+
+
+def precision_in_words(config: Config) -> str:
+    """The dtype mode with its half format, e.g. `mixed float16`."""
+    mode = config.dtype.mode
+    return mode if mode == "fp32" else f"{mode} {config.dtype.half}"
+
+
+def called(node: Mapping[str, Any] | None) -> str:
+    """An open section in one line, e.g. `cnn width=32 stages=2`."""
+    if not node:
+        return "none"
+    arguments = [f"{key}={_typed(value)}" for key, value in node.items() if key[0] != "_"]
+    return " ".join([str(node["_target_"]).rpartition(".")[2], *arguments])
+
+
+def varied(hydra: DictConfig | None) -> dict[str, Sequence[str]]:
+    """The options that the jobs of a sweep differ in, each with its values as they are typed.
+
+    Args:
+        hydra: Hydra's own section of the job; None: there is none. Of a run that is no sweep's job
+            they are all options of the command line.
+    """
+    if hydra is None:
+        return {}
+    own = {o.key_or_group: o for o in parsed(list(hydra.overrides.task)) if not o.is_delete()}
+    sweep = _sweep(hydra)
+    varies = {
+        key: override
+        for key, override in own.items()
+        if not only_watches(key) and (key not in sweep or sweep[key].is_sweep_override())
+    }
+    return {key: _values(sweep.get(key, word), word) for key, word in varies.items()}
+
+
+def _sweep(hydra: DictConfig) -> dict[str, Override]:
+    """The words of the sweep that a job belongs to; none if it belongs to none."""
+    file = Path(hydra.runtime.cwd, hydra.sweep.dir, _SWEEP)
+    if hydra.mode is not RunMode.MULTIRUN or not file.is_file():
+        return {}
+    words = list(OmegaConf.load(file).hydra.overrides.task)
+    return {override.key_or_group: override for override in parsed(words)}
+
+
+def hparams(
+    config: Config, scaling: str, varied: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, Value], list[str]]:
+    """The columns of a run, and the names of those that vary.
+
+    Args:
+        config: the run's options.
+        scaling: the name of the loss scaling.
+        varied: of `varied`.
+    """
+    nodes = config.optimizer_nodes
+    columns: dict[str, Value] = {
+        "dtype": precision_in_words(config),
+        "loss_scaling": scaling,
+        "model": called(config.model),
+        "optimizer": " + ".join(map(called, nodes)),
+        "scheduler": called(config.scheduler),
+        "dataset": called({"_target_": config.dataset["_target_"]}),
+        "optimizer.lr": float(nodes[0].get("lr", float("nan"))),
+        "dataset.batch_size": config.data.batch_size,
+        "trainer.accumulate": config.trainer.accumulate,
+        "trainer.clip_norm": config.trainer.clip_norm or 0.0,
+        "trainer.ema_decay": config.trainer.ema_decay or 0.0,
+        "trainer.epochs": config.trainer.epochs,
+        "seed": config.run.seed,
+    }
+    first: dict[str, None] = {}
+    for key, values in varied.items():
+        name = _ONE_COLUMN.get(key, key.removesuffix("._target_"))
+        first[name] = None
+        if name not in columns:
+            columns[name] = _value(config.flat.get(key, values[0]), values)
+    return columns, list(first)
+
+
+def _values(sweep: Override, own: Override) -> Sequence[str]:
+    """The values of an option as far as they are known before a sweeper draws them."""
+    listed = sweep.is_choice_sweep() or sweep.is_range_sweep()
+    if listed and not isinstance(sweep.value(), Glob):  # Only Hydra knows what a glob matches.
+        return list(islice(sweep.sweep_string_iterator(), _MOST))
+    return [own.get_value_element_as_str()]
+
+
+def _value(own: Any, values: Sequence[str]) -> Value:
+    """A number only if every value of the column is one: TensorBoard cannot sort a mixed column."""
+    numbers = all(map(_is_number, values)) and isinstance(own, int | float)
+    return own if numbers and not isinstance(own, bool) else _typed(own)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _typed(value: Any) -> str:
+    """A value as it is typed on a command line."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_typed, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_typed(held)}" for key, held in value.items()) + "}"
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
+
 
 log = logging.getLogger(__name__)
 
@@ -108,3 +242,79 @@ def _moved(ops: OpLists, shipped: OpLists) -> dict[str, str]:
     lists = (ops, shipped)
     names = sorted({op for one in lists for op in one.allow | one.deny | one.infer})
     return {op: ops.list_of(op) for op in names if ops.list_of(op) != shipped.list_of(op)}
+
+
+def usage_of(task: Task, trainer: Trainer) -> dict[str, Any]:
+    """What this module's docstring lists, as JSON values; null for what cannot be known."""
+    names = task.class_names
+    return {
+        "inputs": _inputs_of(task, trainer.model),
+        "class_names": None if names is None else list(names),
+        "preprocessing": None if task.preprocessing is None else dict(task.preprocessing),
+        "precision": _precision_of(trainer),
+        "versions": versions(),
+    }
+
+
+def _precision_of(trainer: Trainer) -> dict[str, Any]:
+    policy = trainer.precision.policy
+    weights = trainer.model.named_parameters()
+    return {
+        "mode": policy.mode,
+        "half": None if policy.mode == "fp32" else policy.half,
+        "ops": None if policy.mode == "fp32" else ops_in_words(policy.ops).replace("`", ""),
+        "half_weights": [name for name, weight in weights if weight.dtype in HALF],
+        "evaluated_in": str(trainer.evaluator.precision or trainer.precision),
+    }
+
+
+def _inputs_of(task: Task, model: nn.Module) -> list[dict[str, Any]] | None:
+    """What the objective calls the model with, for one sample of the validation data."""
+    if isinstance(task.objective, Mapping):
+        return None  # Several losses call the model's parts, each in its own way.
+    try:
+        call = _call_of(task.objective, _one_sample(task))
+        given = inspect.signature(model.forward).bind(*call[0], **call[1]).arguments
+    except RunInterrupted:
+        raise
+    except (Exception, SystemExit):  # Users' code; if something is wrong, the run will say it.
+        return None
+    return [
+        {"name": name, "shape": _shape(tensor), "dtype": dtype_name(tensor.dtype)}
+        for name, tensor in named_tensors(dict(given))
+    ]
+
+
+def _one_sample(task: Task) -> Any:
+    return next(Loader(task.val, 1, shuffle=False, collate=task.collate).epoch(0))
+
+
+def _call_of(objective: Objective, batch: Any) -> tuple[Any, Any]:
+    """The arguments and keywords that the objective calls its model with."""
+    model = _Recorder()
+    with undisturbed(model):
+        try:
+            objective(model, batch)
+        except Exception:
+            if model.call is None:
+                raise
+        assert model.call is not None
+        return model.call
+
+
+class _Called(Exception):  # noqa: N818 - not an error, but the way out of the objective
+    pass
+
+
+class _Recorder(nn.Module):
+    """Stands in for a model: keeps what it is called with, and goes no further."""
+
+    call: tuple[Any, Any] | None = None
+
+    def forward(self, *arguments: Any, **keywords: Any) -> None:
+        self.call = arguments, keywords
+        raise _Called
+
+
+def _shape(tensor: Tensor) -> list[int | None]:
+    return [None, *tensor.shape[1:]] if tensor.dim() else []

@@ -1,4 +1,4 @@
-"""A run's folder: the run looks at it first, and writes into it only once it may have it.
+"""A run's folder: the run looks at it first, and writes into it only once it holds its lock.
 
 A start that is refused leaves the record of the earlier run as it is: summary, stored options, log.
 So the files that Hydra writes before a job starts are written here instead, when the lock is held,
@@ -7,16 +7,21 @@ the folder is found to be fit and a resume has succeeded:
     .hydra/config.yaml, hydra.yaml, overrides.yaml    as Hydra writes them, without secrets
     config_resolved.yaml                              every option's value
     train.log                                         from its first line on; until then in memory
+
+One process holds the lock, and the kernel releases it, however the process ends.
 """
 
 import errno
 import logging
 import logging.handlers
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from omegaconf import DictConfig
 
@@ -199,3 +204,63 @@ def _as_hydra_writes(
         "overrides.yaml": hydra.overrides.task,
     }
     return {name: as_yaml(node, secrets) for name, node in nodes.items()}
+
+
+if sys.platform != "win32":  # Windows has no such lock.
+    import fcntl
+
+FILE_NAME = ".lock"
+
+
+class RunLock:
+    """Holds a run's folder within a `with` block.
+
+    Args:
+        folder: the run's folder; exists.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE_NAME
+
+    def __enter__(self) -> Self:
+        """Take the lock.
+
+        Raises:
+            ConfigError: another process holds it.
+            MpframeError: the folder cannot be written.
+        """
+        try:
+            self._file = open_regular(self._path, "a+")
+            self._lock()
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            self._file.flush()
+        except OSError as error:
+            raise MpframeError(
+                f"hydra.run.dir={self._path.parent}: cannot be written ({error.strerror}); "
+                "free space or choose another folder"
+            ) from None
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.truncate(0)  # It names who holds it: no process does now.
+        self._file.close()
+
+    def _lock(self) -> None:
+        if sys.platform == "win32":
+            return
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.seek(0)
+            holder = self._file.read() or "another process"
+            self._file.close()
+            raise ConfigError(
+                f"hydra.run.dir={self._path.parent}: {holder} is training in this folder; "
+                "wait for it or choose another folder"
+            ) from None

@@ -1,7 +1,8 @@
 """Whether data are read as the run's were: the same numbers for the same words, colours and values.
 
-What a raw input becomes is measured on the training data, and is something else when these change.
-The weights would mean something else, and nothing would say so.
+These numbers are measured on the training data. If they change, the weights mean something else,
+and nothing would say so. A tokenizer's vocabulary is a file in the run's folder, the same one from
+start to end.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 from mpframe.data.task import Task
 from mpframe.errors import DataError
+from mpframe.files import read_regular, write_atomically
 
 VOCABULARY = "vocab.txt"
 """The file of a run's folder that holds its tokenizer's pieces; see vocabulary.py."""
@@ -58,3 +60,27 @@ def _differ(key: str, ours: Mapping[str, Any], runs: Mapping[str, Any]) -> bool:
 def as_mapping(preprocessing: Any) -> Mapping[str, Any]:
     """What a task says of its preprocessing; nothing if it is no mapping."""
     return preprocessing if isinstance(preprocessing, Mapping) else {}
+
+
+_MOST_BYTES = 2**26
+
+
+def keep_vocabulary(task: Task, folder: Path, resumed: bool) -> None:
+    """Write `vocab.txt` into a run's folder, if the task has a tokenizer.
+
+    Args:
+        task: its `preprocessing` may have `vocab`, the pieces, one a line.
+        folder: the run's.
+        resumed: whether the run goes on; then the file must be what is there.
+
+    Raises:
+        DataError: the run goes on with another vocabulary.
+        OSError: the file cannot be written.
+    """
+    vocab, path = as_mapping(task.preprocessing).get("vocab"), folder / VOCABULARY
+    if vocab is None:
+        return
+    if resumed and path.exists():
+        before = read_regular(path, _MOST_BYTES).decode("utf-8").rstrip("\n")
+        refuse_other_preprocessing(task, {"vocab": before}, folder)
+    write_atomically(path, f"{vocab}\n")

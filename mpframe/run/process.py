@@ -1,17 +1,62 @@
-"""What a program sets and sees to in its own process before a run on a CPU.
+"""The process of a run: its memory and threads, its console, and its job in Slurm's queue.
 
 `mpframe.train` in a notebook leaves the process as it is.
 """
 
 import logging
 import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from mpframe.assembly import resolve_device
 from mpframe.config.schema import Config
-from mpframe.run.threads import advice_on_threads
 from mpframe.training.allocator import keep_freed_memory
+
+_LOAD = Path("/proc/loadavg")
+
+
+def advice_on_threads(threads: int, environment: Mapping[str, str]) -> str | None:
+    """A line with the way out where threads are likely to fight for cores; None elsewhere.
+
+    Args:
+        threads: that torch computes with.
+        environment: of the process.
+    """
+    if threads == 1 or environment.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
+        return None
+    usable = _usable_cores()
+    free = max(1, min(usable, (os.cpu_count() or usable) - _busy_cores()))
+    if threads <= free:
+        return None
+    return (
+        f"torch computes with {threads} threads, and {free} of {usable} cores "
+        f"{'is' if free == 1 else 'are'} free: threads that spin while they wait can make a step "
+        f"many times slower; set OMP_NUM_THREADS={free} or OMP_WAIT_POLICY=PASSIVE"
+    )
+
+
+def _busy_cores() -> int:
+    """Cores that other processes use: in the last minute and now; 0 where nothing tells.
+
+    The load alone would count the run that ended a second ago, as in a sweep.
+    """
+    if not _LOAD.exists():
+        return 0
+    load, _, _, tasks, _ = _LOAD.read_text().split()
+    running = int(tasks.partition("/")[0]) - 1  # Without this process.
+    return int(min(float(load), running))
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
 
 log = logging.getLogger(__name__)
 
@@ -26,3 +71,62 @@ def prepare_process(config: Config) -> None:
     advice = advice_on_threads(torch.get_num_threads(), os.environ)
     if advice is not None:
         log.warning("warning: %s", advice)
+
+
+RESULT = {"result": True}
+"""`extra` of the log line that says how a run ended, which `quiet` shows, too."""
+
+
+@contextmanager
+def console(verbosity: str, rank: int = 0) -> Iterator[None]:
+    """Within the block the console shows that much; train.log must be opened later, within it.
+
+    Of several ranks only rank 0 says anything, since all of them would say the same.
+    """
+    shown = _nothing if rank else _is_loud
+    quiet = rank or verbosity == "quiet"
+    own, handlers = logging.getLogger("mpframe"), _of_console() if quiet else []
+    before = own.level
+    for handler in handlers:
+        handler.addFilter(shown)
+    if verbosity == "verbose":
+        own.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        own.setLevel(before)
+        for handler in handlers:
+            handler.removeFilter(shown)
+
+
+def _of_console() -> list[logging.Handler]:
+    """The root logger's handlers that do not write to a file."""
+    known = logging.getLogger().handlers
+    return [handler for handler in known if not isinstance(handler, logging.FileHandler)]
+
+
+def _is_loud(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or hasattr(record, "result")
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+def requeue(received: signal.Signals) -> None:
+    """Ask Slurm to run this job again, if the signal is SIGUSR1: its warning of the time limit.
+
+    Any other signal does nothing, nor does a run outside Slurm; a refusal of Slurm is logged.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None or received.name != "SIGUSR1":
+        return
+    try:
+        subprocess.run(
+            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        log.warning("warning: job %s was not requeued: %s", job, said[0] if said else error)
+    else:
+        log.info("job %s requeued", job)

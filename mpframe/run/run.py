@@ -20,14 +20,13 @@ from typing import Any
 from omegaconf import DictConfig
 
 from mpframe import assembly
-from mpframe.checkpoint import retention
-from mpframe.config.composition.composing import checked
-from mpframe.config.composition.overrides import word_of
-from mpframe.config.composition.source import stand_ins
+from mpframe.checkpoint.folder import set_aside_after, tidy
+from mpframe.config.composing import checked
 from mpframe.config.output_folder import refuse_unwritable
+from mpframe.config.overrides import stand_ins, word_of
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config, only_watches
-from mpframe.config.sweep.earlier import ELSEWHERE, changes
+from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.distributed.joining import joined
@@ -44,16 +43,12 @@ from mpframe.errors import (
 )
 from mpframe.files.stored_yaml import parsed
 from mpframe.run.callbacks import RunCallbacks
-from mpframe.run.console import RESULT, console
-from mpframe.run.description import announce, describe
-from mpframe.run.final_test import best_checkpoint, final_test
-from mpframe.run.folder import RunFolder, unwritable_in_one_line
-from mpframe.run.lock import RunLock
-from mpframe.run.outcome import summary_of, worsening_of
-from mpframe.run.requeue import requeue
-from mpframe.run.resume.resuming import Resume
-from mpframe.run.usage import usage_of
-from mpframe.run.vocabulary import keep_vocabulary
+from mpframe.run.description import announce, describe, usage_of
+from mpframe.run.folder import RunFolder, RunLock, unwritable_in_one_line
+from mpframe.run.outcome import best_checkpoint, final_test, summary_of, worsening_of
+from mpframe.run.preprocessing import keep_vocabulary
+from mpframe.run.process import RESULT, console, requeue
+from mpframe.run.resume import Resume
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callback import set_up
@@ -130,7 +125,7 @@ class Run:
             self.folder = self.world.broadcast_object(self.folder)
             _refuse_to_forget(self.config)
             self.run_folder.refuse_unfit(self.config.run.resume)
-            retention.tidy(self.own_folder)
+            tidy(self.own_folder)
             if not self.run_folder.holds_a_run():
                 self.run_folder.take()
             return self._train()
@@ -212,14 +207,14 @@ class Run:
         options = self.config.run
         if options.init_from is not None:
             # Readers of others' files: most runs need none.
-            from mpframe.run.first_weights import take_first_weights
+            from mpframe.run.resume import take_first_weights
 
             take_first_weights(trainer, options)
         resume = Resume(options.resume, self.folder, self.config_text)
         identity = resume.into(trainer, self._renew_callbacks)
         refuse_other_start(trainer, options.resume)
         self.run_folder.take()
-        for moved in retention.set_aside_after(self.own_folder, trainer.progress.global_step):
+        for moved in set_aside_after(self.own_folder, trainer.progress.global_step):
             log.warning("warning: newer than where the run goes on, now %s", moved)
         return identity
 

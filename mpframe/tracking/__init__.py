@@ -7,7 +7,7 @@ Begin with tracker.py, which writes TensorBoard's event file, and summary.py.
     metrics_csv            the same numbers as a table
     amax_record            the largest gradient of every step, to try loss scalers on afterwards
     summary                summary.json: how a run ended
-    environment, memory    versions, hardware, command line; the most memory in use
+    environment            versions, hardware, command line; the most memory in use
 
 May import config, files and errors; knows no trainer. Nothing else is here, because
 summary.py is imported by programs that do not need torch.

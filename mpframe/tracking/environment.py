@@ -1,4 +1,4 @@
-"""Where a run happened: versions, hardware, commit and command line, as a Markdown table.
+"""Where a run happened: versions, hardware, commit and command line, as a table; and peak memory.
 
 Environment variables are never shown, and the command line is shown without its secrets: the
 value of any option that speaks of one, passwords inside addresses, and whatever the shell filled
@@ -108,3 +108,21 @@ def _commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "none"
     return done.stdout.strip()
+
+
+if sys.platform != "win32":  # Imported now: later a process may have no file left to open.
+    import resource
+
+
+def peak_memory() -> int:
+    """The most memory in use at once so far, in bytes.
+
+    On CUDA what torch allocated on the device; elsewhere the process's resident memory (0 on
+    Windows, which does not tell).
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "win32":
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes elsewhere than on macOS

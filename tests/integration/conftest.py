@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.locations import CONF
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary

@@ -10,7 +10,7 @@ from conftest import StartRun, scalars
 from sameness import assert_same_run
 
 from mpframe import checkpoint
-from mpframe.checkpoint import retention
+from mpframe.checkpoint.folder import best_in
 from mpframe.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.tracking.summary import Summary
 
@@ -202,7 +202,7 @@ def test_one_is_monitored(
     assert summary.monitor == monitor
     assert summary.metric == ("accuracy" if monitor == "loss" else monitor)
     assert summary.monitored == (summary.val_loss if monitor == "loss" else summary.val_metric)
-    (kept,) = retention.best_in(tmp_path, 1)
+    (kept,) = best_in(tmp_path, 1)
     facts: Any = checkpoint.read(kept).facts["validation"]
     assert (facts["metric"], facts["higher_is_better"]) == (monitor, monitor != "loss")
     assert Summary.read(tmp_path) == summary

@@ -15,11 +15,9 @@ from sameness import differing
 from time_limit import time_limit
 
 from mpframe import checkpoint
-from mpframe.checkpoint import retention
-from mpframe.checkpoint.digest import sha256_of
-from mpframe.checkpoint.manifest import Manifest
+from mpframe.checkpoint.folder import Manifest, prune, sha256_of
 from mpframe.errors import CheckpointError
-from mpframe.run.resume.resuming import Renew, Resume
+from mpframe.run.resume import Renew, Resume
 from mpframe.training.trainer import Trainer
 
 OPTIONS = [
@@ -266,7 +264,7 @@ def test_facts_that_are_none_change_nothing(
     sealed(**facts)(folder / "checkpoints/step_00000008")
     Resume("auto", folder, (folder / "config_resolved.yaml").read_text()).into(trainer)
     assert trainer.progress.global_step == 8
-    retention.prune(folder, 1, 1)
+    prune(folder, 1, 1)
     assert folder / "checkpoints/step_00000008" in checkpoint.all_in(folder)
 
 

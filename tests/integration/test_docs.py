@@ -20,7 +20,7 @@ from conftest import train
 from pages import PAGES, ROOT, Command, Page
 
 from mpframe.cli.main import COMMANDS
-from mpframe.config.composition.command_line import jobs, prepare
+from mpframe.config.command_line import jobs, prepare
 from mpframe.errors import DivergedError
 
 GUIDES = [

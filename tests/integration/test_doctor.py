@@ -13,7 +13,7 @@ from tiny_experiments import EXPERIMENTS, TINY, tiny
 
 from mpframe.cli.commands import doctor as doctor_command
 from mpframe.cli.commands.doctor import subject_of
-from mpframe.config.composition.command_line import jobs
+from mpframe.config.command_line import jobs
 from mpframe.numerics import hints
 from mpframe.numerics.doctor import CHECKS, Finding, Severity, Subject, checks, examine
 

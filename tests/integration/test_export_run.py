@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mpframe import checkpoint
-from mpframe.checkpoint.export import graph
+from mpframe.checkpoint import export_graph
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.cli.commands.export import main
 from mpframe.cli.restored import checkpoint_of
@@ -170,15 +170,15 @@ def embedded(form: str, path: Path) -> Any:
     """What the file itself says."""
     if form == "safetensors":
         with safe_open(path, framework="pt") as file:
-            return json.loads(file.metadata()[graph.KEY])
+            return json.loads(file.metadata()[export_graph.KEY])
     if form == "torch_export":
-        extra = {graph.KEY: ""}
+        extra = {export_graph.KEY: ""}
         torch.export.load(path, extra_files=extra)
-        return json.loads(extra[graph.KEY])
+        return json.loads(extra[export_graph.KEY])
     import onnx
 
     properties = {one.key: one.value for one in onnx.load(path).metadata_props}
-    return json.loads(properties[graph.KEY])
+    return json.loads(properties[export_graph.KEY])
 
 
 @pytest.mark.parametrize("form", ENDINGS)
@@ -312,7 +312,9 @@ def test_a_mistake_is_one_line(
 def test_onnx_without_its_packages_is_refused_first(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(graph, "find_spec", lambda name: None if name == missing else object())
+    monkeypatch.setattr(
+        export_graph, "find_spec", lambda name: None if name == missing else object()
+    )
     with pytest.raises(SystemExit):
         main(["checkpoint=nowhere", f"out={tmp_path}/model.onnx", "format=onnx"])
     assert capsys.readouterr().err.strip() == (

@@ -14,9 +14,9 @@ from conftest import StartRun, scalars, train
 from sameness import differing
 
 from mpframe import assembly, checkpoint
-from mpframe.checkpoint import retention
+from mpframe.checkpoint.folder import best_in
 from mpframe.cli.commands.evaluate import evaluate, main
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.errors import CheckpointError, ConfigError, DataError, DivergedError, RunInterrupted
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
@@ -52,7 +52,7 @@ def table(folder: Path) -> list[dict[str, str]]:
 
 
 def best_of(folder: Path) -> Path:
-    (best,) = retention.best_in(folder, 1)
+    (best,) = best_in(folder, 1)
     return best
 
 

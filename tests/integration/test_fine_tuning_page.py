@@ -13,7 +13,7 @@ from test_docs import Story
 from torchvision.models import resnet18
 
 from mpframe import checkpoint
-from mpframe.checkpoint.saved_weights import weights_of
+from mpframe.checkpoint.state import weights_of
 
 PAGE = Page(ROOT / "docs" / "fine_tuning.md")
 

@@ -14,7 +14,7 @@ from test_resume import cut
 from torch import Tensor
 
 from mpframe import assembly
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.errors import ConfigError
 from mpframe.training.callbacks.average import ema_of
 from mpframe.training.callbacks.freeze import Freeze

@@ -27,14 +27,13 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from time_limit import time_limit
 
 from mpframe import checkpoint
-from mpframe.checkpoint.digest import sha256_of
-from mpframe.checkpoint.manifest import Manifest, content_digest
+from mpframe.checkpoint.folder import Manifest, content_digest, sha256_of
 from mpframe.config.stored import config_of
 from mpframe.errors import MpframeError
 from mpframe.report.page import as_markdown, as_page
 from mpframe.report.records import find_runs
 from mpframe.report.tables import compared
-from mpframe.run.resume import resuming
+from mpframe.run import resume
 from mpframe.tracking.summary import Summary
 from mpframe.training.trainer import Trainer
 
@@ -85,15 +84,15 @@ def ours_alone(outer: Path, run: Path) -> Iterator[None]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
     """A finished run in a folder of its own, and its trainer."""
     kept: list[Trainer] = []
-    into = resuming.Resume.into
+    into = resume.Resume.into
 
-    def keep(resume: resuming.Resume, trainer: Trainer, renew: resuming.Renew) -> str:
+    def keep(resume: resume.Resume, trainer: Trainer, renew: resume.Renew) -> str:
         kept.append(trainer)
         return into(resume, trainer, renew)
 
     run = tmp_path_factory.mktemp("fuzz") / "run"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(resuming.Resume, "into", keep)
+        patched.setattr(resume.Resume, "into", keep)
         train(run, "model=mlp", "model.hidden=4", "loss_scaling=LogMax", "trainer.max_steps=2",
               "trainer.ema_decay=0.9", "dtype=mixed", "trainer.log_every=1")  # fmt: skip
     (run.parent / "precious").write_text("beside the run")
@@ -201,10 +200,10 @@ def test_states(cases: int, trained: tuple[Path, Trainer], run: Path) -> None:
         before = checkpoint.Snapshot(0, trainer.state_dict()).detached().state
         taken = False
         with ours_alone(run.parent, run):
-            resuming._apply(snapshot, ({}, {}), newest, trainer)
+            resume._apply(snapshot, ({}, {}), newest, trainer)
             taken = True
         if taken:  # Back to where it was, for the next case.
-            resuming._load(whole, trainer)
+            resume._load(whole, trainer)
         else:
             assert differing(before, trainer.state_dict()) == []
 
@@ -277,5 +276,5 @@ def test_the_control_is_read(run: Path, trained: tuple[Path, Trainer]) -> None:
     assert Summary.read(run).status == "finished"
     newest = checkpoint.newest(run)
     assert config_of((newest / "config.yaml").read_text(), newest, []).run.seed == 0
-    resuming._apply(checkpoint.read(run), ({}, {}), newest, trained[1])
+    resume._apply(checkpoint.read(run), ({}, {}), newest, trained[1])
     assert torch.get_rng_state().numel() > 0

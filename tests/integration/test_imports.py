@@ -64,7 +64,7 @@ def test_a_default_run_imports_few_modules(default_run: set[str]) -> None:
         "mpframe.numerics.autopsy.evidence",
         "mpframe.numerics.autopsy.replay",
         "mpframe.numerics.autopsy.diagnosis",
-        "mpframe.checkpoint.export.graph",
+        "mpframe.checkpoint.export_graph",
         "mpframe.checkpoint.init_from",
         "mpframe.optim.larc",
         "mpframe.training.closure_trainer",

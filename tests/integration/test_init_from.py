@@ -15,12 +15,12 @@ from torchvision.models import resnet18
 
 from mpframe import Precision, Trainer, checkpoint
 from mpframe.checkpoint.init_from import read_foreign
-from mpframe.checkpoint.saved_weights import weights_of
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.checkpoint.state import weights_of
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.schema import RunOptions
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.objectives import supervised
-from mpframe.run.first_weights import take_first_weights
+from mpframe.run.resume import take_first_weights
 from mpframe.tree import HALF
 
 MODES = ["fp32", "mixed", "amp"]

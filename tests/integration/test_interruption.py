@@ -18,7 +18,7 @@ from sameness import assert_same_run
 
 from mpframe import assembly, checkpoint
 from mpframe.errors import ConfigError, MpframeError, RunInterrupted
-from mpframe.run.lock import RunLock
+from mpframe.run.folder import RunLock
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks.stop_on_signal import StopOnSignal
 

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 
 from mpframe import assembly
 from mpframe.cli.commands.evaluate import evaluate
-from mpframe.config.composition.command_line import checked, compose_named, prepare
+from mpframe.config.command_line import checked, compose_named, prepare
 from mpframe.config.locations import CONF
 from mpframe.errors import DataError, MpframeError
 from mpframe.objectives import Objective, Supervised, cross_entropy, model_loss

@@ -10,7 +10,7 @@ from sameness import assert_same_run
 from test_resume import cut
 
 from mpframe import assembly, checkpoint
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.training.trainer import Trainer
 

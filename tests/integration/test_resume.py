@@ -14,7 +14,7 @@ from sameness import MEASURED, assert_same_run, differing, results
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.errors import CheckpointError
 from mpframe.run.run import Run
 from mpframe.training.trainer import Trainer

@@ -11,7 +11,7 @@ import pytest
 from conftest import StartRun, train
 
 from mpframe import checkpoint
-from mpframe.checkpoint.manifest import Manifest
+from mpframe.checkpoint.folder import Manifest
 from mpframe.cli.commands.autopsy import main as autopsy
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.errors import CheckpointError, ConfigError, MpframeError

@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from mpframe import checkpoint
-from mpframe.checkpoint.layout import step_of
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.checkpoint.folder import step_of
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks import progress_bar

@@ -16,7 +16,8 @@ from conftest import StartRun, scalars
 from sameness import differing
 
 from mpframe import checkpoint
-from mpframe.checkpoint import retention, writing
+from mpframe.checkpoint import writing
+from mpframe.checkpoint.folder import best_in
 from mpframe.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.numerics.ranges import read_ranges
 from mpframe.tracking import event_file
@@ -57,9 +58,7 @@ def test_the_best_are_saved_when_made_and_kept(start_run: StartRun, tmp_path: Pa
     curve = scalars(tmp_path)["metric/accuracy/val"]
     best = sorted(curve, key=lambda point: (-point[1], point[0]))[:2]
     assert {step for step, _ in best} | {10} == set(steps(tmp_path))
-    assert [path.name for path in retention.best_in(tmp_path, 2)] == [
-        f"step_{step:08d}" for step, _ in best
-    ]
+    assert [path.name for path in best_in(tmp_path, 2)] == [f"step_{step:08d}" for step, _ in best]
 
 
 def test_of_a_metric_that_does_not_say_which_is_better_the_loss_decides(
@@ -72,7 +71,7 @@ def test_of_a_metric_that_does_not_say_which_is_better_the_loss_decides(
     start_run(tmp_path, *OPTIONS, "trainer.eval_every=2", "optimizer.lr=0.03")
     curve = scalars(tmp_path)["loss/val"]
     best, _ = min(curve, key=lambda point: (point[1], point[0]))
-    assert [path.name for path in retention.best_in(tmp_path, 1)] == [f"step_{best:08d}"]
+    assert [path.name for path in best_in(tmp_path, 1)] == [f"step_{best:08d}"]
     (said,) = [line for line in caplog.messages if "keep_best" in line]
     assert said == (
         "warning: trainer.keep_best=1: metric accuracy does not say which value is better, so the "
@@ -243,7 +242,7 @@ def test_a_run_that_keeps_none_of_the_newest(
     options = ["trainer.keep_last=0", f"trainer.keep_best={best}", "trainer.eval_every=1"]
     summary = start_run(tmp_path, *OPTIONS, *options, "trainer.checkpoint_every=2")
     assert (summary.status, summary.steps) == ("finished", 10)
-    assert checkpoint.all_in(tmp_path) == sorted(retention.best_in(tmp_path, 2))
+    assert checkpoint.all_in(tmp_path) == sorted(best_in(tmp_path, 2))
     assert len(checkpoint.all_in(tmp_path)) == kept
 
 

@@ -11,7 +11,7 @@ from test_resume import cut
 
 from mpframe import checkpoint
 from mpframe.assembly.optimizer import build_schedule
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.planned import filled_in
 from mpframe.errors import ConfigError
 from mpframe.optim import schedules

@@ -25,12 +25,11 @@ import yaml
 from conftest import StartRun, train
 
 from mpframe import checkpoint
-from mpframe.checkpoint.digest import sha256_of
-from mpframe.checkpoint.manifest import Manifest
+from mpframe.checkpoint.folder import Manifest, sha256_of
 from mpframe.cli.commands.doctor import main as doctor
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.cli.commands.export import main as export
-from mpframe.config.composition.command_line import jobs, prepare
+from mpframe.config.command_line import jobs, prepare
 from mpframe.errors import CheckpointError, ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,8 @@ from sameness import assert_same_run
 from test_hydra import command
 
 from mpframe.cli.commands import train
-from mpframe.config.composition.command_line import prepare
-from mpframe.config.sweep.earlier import holds_this_run
+from mpframe.config.command_line import prepare
+from mpframe.config.sweep import holds_this_run
 from mpframe.errors import ConfigError
 from mpframe.tracking.summary import Summary
 

@@ -8,7 +8,7 @@ import pytest
 from hydra import compose
 from test_hydra import command, plugin, statuses
 
-from mpframe.config.composition.source import hydra_over
+from mpframe.config.overrides import hydra_over
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text()
 SMALL = [

@@ -16,7 +16,7 @@ from test_resume import cut
 
 from mpframe import assembly
 from mpframe.cli.commands.evaluate import evaluate
-from mpframe.config.composition.command_line import checked, prepare
+from mpframe.config.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.errors import RunInterrupted, UserCodeError
 from mpframe.precision import Precision

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.assembly import build_task, build_trainer
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.locations import CONF
 
 RUNGS = sorted(path.stem for path in (CONF / "rung").glob("*.yaml"))

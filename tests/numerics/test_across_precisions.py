@@ -16,7 +16,7 @@ from mpframe.checkpoint.init_from import fitted
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.objectives import supervised
 from mpframe.optim.ema import Ema
-from mpframe.run.resume.resuming import load_state
+from mpframe.run.resume import load_state
 from mpframe.training.callbacks.average import AverageWeights, ema_of
 
 MODES = {

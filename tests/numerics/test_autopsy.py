@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpframe.checkpoint.random_state import RandomState
+from mpframe.checkpoint.state import RandomState
 from mpframe.numerics.autopsy.diagnosis import Kind, diagnose, underflow_share
 from mpframe.numerics.autopsy.evidence import Evidence
 from mpframe.numerics.autopsy.replay import Case, Setting, replay

@@ -19,7 +19,7 @@ from mpframe.checkpoint import Snapshot
 from mpframe.errors import CheckpointError
 from mpframe.objectives import supervised
 from mpframe.precision.undisturbed import undisturbed
-from mpframe.run.resume.resuming import Resume
+from mpframe.run.resume import Resume
 from mpframe.training.plan import Plan
 from mpframe.training.recompute import recompute
 

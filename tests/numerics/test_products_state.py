@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpframe import Precision, Trainer
 from mpframe.checkpoint import rng_state
-from mpframe.checkpoint.snapshot import Snapshot
+from mpframe.checkpoint.state import Snapshot
 from mpframe.distributed.world import World
 from mpframe.errors import ConfigError
 from mpframe.numerics.autopsy.replay import Case, Setting, replay
@@ -23,7 +23,7 @@ from mpframe.precision.products.formats import FORMATS
 from mpframe.precision.products.recipe import Recipe
 from mpframe.precision.products.scaling import Quantization
 from mpframe.precision.products.state import ProductState
-from mpframe.run.resume.resuming import _load
+from mpframe.run.resume import _load
 
 # Both in one: delayed scales forward, stochastic rounding of the gradients.
 BOTH = Recipe.from_mapping(

@@ -16,7 +16,7 @@ from bench.whole.workloads import WORKLOADS, Workload
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from mpframe.config.composition.command_line import compose_named, without_hydra
+from mpframe.config.command_line import compose_named, without_hydra
 from mpframe.run.run import train
 
 TINY: dict[str, dict[str, int]] = {

@@ -12,7 +12,7 @@ from mpframe import Precision, Trainer, checkpoint
 from mpframe.assembly import build_callbacks
 from mpframe.errors import CheckpointError, ConfigError, UserCodeError
 from mpframe.objectives import supervised
-from mpframe.run.resume.callback_states import restore
+from mpframe.run.resume import restore
 from mpframe.training.callback import Callback, call, set_up
 from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
 from mpframe.training.run_context import RunContext

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mpframe import checkpoint
-from mpframe.checkpoint import Snapshot, retention, writing
+from mpframe.checkpoint import Snapshot, writing
+from mpframe.checkpoint.folder import best_in, prune, rank_to_beat, set_aside_after, tidy
 from mpframe.checkpoint.writing import Background
 from mpframe.errors import CheckpointError
 
@@ -52,7 +53,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 def test_the_newest_stay_by_number_not_by_name(tmp_path: Path) -> None:
     for global_step in (9, 10, 99_999_999, 100_000_000):
         save(tmp_path, global_step)
-    retention.prune(tmp_path, keep_last=2, keep_best=0)
+    prune(tmp_path, keep_last=2, keep_best=0)
     assert names(tmp_path) == ["step_100000000", "step_99999999"]
 
 
@@ -61,7 +62,7 @@ def test_the_best_stay_besides_the_newest(tmp_path: Path, higher: bool, kept: li
     for global_step, value in enumerate((0.1, 0.9, 0.8, 0.2, 0.5), start=1):
         facts = {"validation": {"metric": "m", "value": value, "higher_is_better": higher}}
         checkpoint.save(tmp_path, Snapshot(global_step, STATE, facts=facts))
-    retention.prune(tmp_path, keep_last=1, keep_best=2)
+    prune(tmp_path, keep_last=1, keep_best=2)
     assert names(tmp_path) == [f"step_{n:08d}" for n in kept]
 
 
@@ -70,19 +71,19 @@ def test_what_was_never_validated_or_is_nan_is_no_best(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, Snapshot(1, STATE, facts=facts))
     save(tmp_path, 2)
     save(tmp_path, 3, 0.1)
-    assert [path.name for path in retention.best_in(tmp_path, 3)] == ["step_00000003"]
-    assert retention.rank_to_beat(tmp_path, 1) == -0.1
-    assert retention.rank_to_beat(tmp_path, 2) == float("inf")
+    assert [path.name for path in best_in(tmp_path, 3)] == ["step_00000003"]
+    assert rank_to_beat(tmp_path, 1) == -0.1
+    assert rank_to_beat(tmp_path, 2) == float("inf")
 
 
 def test_newer_ones_are_set_aside_and_not_lost(tmp_path: Path) -> None:
     for global_step in (1, 2, 3):
         save(tmp_path, global_step)
-    moved = retention.set_aside_after(tmp_path, 1)
+    moved = set_aside_after(tmp_path, 1)
     assert [path.name for path in moved] == ["step_00000002.set_aside", "step_00000003.set_aside"]
     assert [path.name for path in checkpoint.all_in(tmp_path)] == ["step_00000001"]
     save(tmp_path, 2)
-    retention.set_aside_after(tmp_path, 1)
+    set_aside_after(tmp_path, 1)
     assert checkpoint.load(moved[0])["steps"] == 3
 
 
@@ -95,7 +96,7 @@ def test_what_a_kill_leaves_behind_is_tidied(tmp_path: Path) -> None:
     shutil.copytree(parent / "step_00000002", parent / ".step_00000002.new")
     shutil.copytree(parent / "step_00000002", parent / ".step_00000002.replaced")
     (parent / "step_00000003").rename(parent / ".step_00000003.replaced")
-    retention.tidy(tmp_path)
+    tidy(tmp_path)
     assert names(tmp_path) == ["step_00000002", "step_00000003"]
     assert checkpoint.load(tmp_path)["steps"] == 3
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.checkpoint.layout import all_parts, parts_of
-from mpframe.checkpoint.parts import put_together
+from mpframe.checkpoint.folder import all_parts, parts_of
+from mpframe.checkpoint.state import put_together
 from mpframe.errors import CheckpointError
 
 FIVE = torch.arange(10.0).view(5, 2)

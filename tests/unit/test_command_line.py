@@ -16,10 +16,9 @@ from time_limit import time_limit
 
 from mpframe.cli import job as job_module
 from mpframe.cli.commands import train
-from mpframe.config.composition.command_line import jobs, prepare
-from mpframe.config.composition.overrides import parsed, word_of
-from mpframe.config.composition.source import stand_ins
+from mpframe.config.command_line import jobs, prepare
 from mpframe.config.locations import CONF
+from mpframe.config.overrides import parsed, stand_ins, word_of
 from mpframe.errors import ConfigError, MpframeError
 
 Started = Callable[..., list[DictConfig]]

@@ -11,10 +11,10 @@ from hydra.errors import ConfigCompositionException
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
+from mpframe.cli.commands.options import options_page
 from mpframe.config.check import check, known_paths
-from mpframe.config.composition.command_line import checked
+from mpframe.config.command_line import checked
 from mpframe.config.locations import CONF
-from mpframe.config.options_page import options_page
 from mpframe.config.schema import (
     RUN_OPTIONS,
     SECTIONS,

@@ -17,17 +17,18 @@ from torch import Tensor, nn
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.export.files import as_safetensors, refuse_taken, write
-from mpframe.checkpoint.export.graph import (
+from mpframe.checkpoint.export import as_safetensors, refuse_taken, write
+from mpframe.checkpoint.export_graph import (
+    DTYPES,
     as_onnx,
     as_pt2,
+    converted,
     describe_inputs,
     graph_inputs,
     traced,
     without_labels,
 )
-from mpframe.checkpoint.export.rounding import DTYPES, converted
-from mpframe.checkpoint.saved_weights import weights_of
+from mpframe.checkpoint.state import weights_of
 from mpframe.cli.commands.export import main
 from mpframe.errors import CheckpointError, ConfigError
 from mpframe.tracking.summary import Status, Summary

@@ -6,11 +6,10 @@ import pytest
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.schema import Config
 from mpframe.precision import OpLists
-from mpframe.run.description import ops_in_words
-from mpframe.run.hparams import called, hparams, varied
+from mpframe.run.description import called, hparams, ops_in_words, varied
 
 ALWAYS = {
     "dtype", "loss_scaling", "model", "optimizer", "scheduler", "dataset", "optimizer.lr",

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from mpframe.config.sweep.again import command_again
-from mpframe.config.sweep.job_name import leave_out, name_of
+from mpframe.config.sweep import command_again, leave_out, name_of
 
 SECRET = "hunter-2-hunter"
 

@@ -10,7 +10,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from mpframe.assembly.target import found
-from mpframe.config.composition.command_line import compose_named, without_hydra
+from mpframe.config.command_line import compose_named, without_hydra
 from mpframe.config.moved import MOVED
 from mpframe.config.stored import config_of
 from mpframe.errors import ConfigError

@@ -6,7 +6,7 @@ from hydra import compose, initialize_config_dir
 from torch import nn
 
 from mpframe import assembly
-from mpframe.config.composition.command_line import checked
+from mpframe.config.command_line import checked
 from mpframe.config.locations import CONF
 from mpframe.errors import ConfigError
 from mpframe.models import mlp

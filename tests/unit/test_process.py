@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.schema import Config
-from mpframe.run import process, threads
+from mpframe.run import process
 from mpframe.training import allocator
 
 
@@ -85,9 +85,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def made(load: float, running: int, usable: int = 8) -> None:
         (tmp_path / "loadavg").write_text(f"{load} 0.50 0.40 {running}/812 4711\n")
-        monkeypatch.setattr(threads, "_LOAD", tmp_path / "loadavg")
+        monkeypatch.setattr(process, "_LOAD", tmp_path / "loadavg")
         monkeypatch.setattr(os, "cpu_count", lambda: 8)
-        monkeypatch.setattr(threads, "_usable_cores", lambda: usable)
+        monkeypatch.setattr(process, "_usable_cores", lambda: usable)
 
     return made
 
@@ -104,7 +104,7 @@ def test_more_threads_than_free_cores_are_told(
     load: float, running: int, usable: int, count: int, free: str, machine: Any
 ) -> None:
     machine(load, running, usable)
-    assert threads.advice_on_threads(count, {"OMP_WAIT_POLICY": "ACTIVE"}) == (
+    assert process.advice_on_threads(count, {"OMP_WAIT_POLICY": "ACTIVE"}) == (
         f"torch computes with {count} threads, and {free} free: threads that spin while they wait "
         f"can make a step many times slower; set OMP_NUM_THREADS={free[0]} or "
         "OMP_WAIT_POLICY=PASSIVE"
@@ -127,16 +127,16 @@ def test_elsewhere_nothing_is_said(
     load: float, running: int, count: int, environment: dict[str, str], machine: Any
 ) -> None:
     machine(load, running)
-    assert threads.advice_on_threads(count, environment) is None
+    assert process.advice_on_threads(count, environment) is None
 
 
 def test_where_nothing_tells_the_load_only_the_cores_count(
     machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(31.0, 40)
-    monkeypatch.setattr(threads, "_LOAD", Path("/no/such/file"))
-    assert threads.advice_on_threads(8, {}) is None
-    assert threads.advice_on_threads(9, {}) is not None
+    monkeypatch.setattr(process, "_LOAD", Path("/no/such/file"))
+    assert process.advice_on_threads(8, {}) is None
+    assert process.advice_on_threads(9, {}) is not None
 
 
 # --- both, before a run

@@ -9,7 +9,7 @@ from torch import nn
 
 from mpframe import OpLists, Precision
 from mpframe.assembly.parts import build_precision, in_fp32
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.locations import CONF
 from mpframe.config.schema import Config
 from mpframe.errors import ConfigError

@@ -4,7 +4,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from mpframe.assembly import build_precision
-from mpframe.config.composition.command_line import checked, prepare
+from mpframe.config.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.config.schema import Config
 from mpframe.numerics.remedies import deny_words, pin_words

@@ -4,7 +4,7 @@ import pytest
 from torch import Tensor
 
 from mpframe.assembly.trainer import refuse_beside_sharding
-from mpframe.config.composition.command_line import checked, compose_named, without_hydra
+from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.data.task import Task
 from mpframe.distributed.launch import refuse_misfit
 from mpframe.errors import ConfigError

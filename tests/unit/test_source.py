@@ -6,10 +6,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from mpframe.config.composition.command_line import compose_named, jobs, prepare, without_hydra
-from mpframe.config.composition.source import take_source
-from mpframe.config.stored import config_of
-from mpframe.config.trust import Trusted
+from mpframe.config.command_line import compose_named, jobs, prepare, without_hydra
+from mpframe.config.overrides import take_source
+from mpframe.config.stored import Trusted, config_of
 from mpframe.errors import CheckpointError, ConfigError
 
 FILES = {

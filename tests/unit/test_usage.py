@@ -10,7 +10,7 @@ from mpframe import OpLists, Precision, Trainer
 from mpframe.data import Task
 from mpframe.objectives import StepOutput, model_loss
 from mpframe.optim import MasterWeights
-from mpframe.run.usage import usage_of
+from mpframe.run.description import usage_of
 
 PAIRS = [(torch.ones(3, 4), torch.tensor(1))] * 2
 TEXTS = [{"input_ids": torch.ones(5).long(), "labels": torch.tensor(0)}] * 2

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from mpframe import assembly, checkpoint
-from mpframe.checkpoint.random_state import RandomState
-from mpframe.checkpoint.saved_weights import extra_state_of, steps_tried, weights_of
+from mpframe.checkpoint.state import RandomState, extra_state_of, steps_tried, weights_of
 from mpframe.cli.program import program
-from mpframe.config.composition.command_line import refuse_unwritable
+from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.console import take_options

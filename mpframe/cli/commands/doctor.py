@@ -21,10 +21,10 @@ from dataclasses import replace
 
 from mpframe import assembly
 from mpframe.cli.program import program, without_secrets
-from mpframe.config.composition.command_line import jobs
+from mpframe.config.command_line import jobs
 from mpframe.config.schema import Config
 from mpframe.numerics.doctor import Finding, Severity, Subject, examine
-from mpframe.run.first_weights import take_first_weights
+from mpframe.run.resume import take_first_weights
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -31,13 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpframe import assembly
-from mpframe.checkpoint.saved_weights import KINDS
+from mpframe.checkpoint.state import KINDS
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
-from mpframe.config.composition.command_line import refuse_unwritable
-from mpframe.config.composition.source import take_source
+from mpframe.config.command_line import refuse_unwritable
+from mpframe.config.overrides import take_source
 from mpframe.config.redaction import secrets_of
-from mpframe.config.sweep.job_name import name_of
+from mpframe.config.sweep import name_of
 from mpframe.console import printable, take_options
 from mpframe.data.loading import Loader
 from mpframe.errors import ConfigError

@@ -36,30 +36,34 @@ from torch import nn
 
 from mpframe import assembly, checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.export.files import (
+from mpframe.checkpoint.export import (
     FORMATS,
     GRAPHS,
+    as_json,
     as_safetensors,
     as_state_dict,
     beside,
+    facts_of,
+    model_facts,
     refuse_taken,
     write,
 )
-from mpframe.checkpoint.export.graph import (
+from mpframe.checkpoint.export_graph import (
+    DTYPES,
+    Exported,
     as_onnx,
     as_pt2,
+    converted,
     describe_inputs,
     graph_inputs,
     require_onnx,
     traced,
     without_labels,
 )
-from mpframe.checkpoint.export.rounding import DTYPES, Exported, converted
-from mpframe.checkpoint.export.sidecar import as_json, facts_of, model_facts
-from mpframe.checkpoint.saved_weights import KINDS, validated_kind, weights_of
+from mpframe.checkpoint.state import KINDS, validated_kind, weights_of
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import checkpoint_of
-from mpframe.config.composition.source import take_source
+from mpframe.config.overrides import take_source
 from mpframe.config.redaction import redacted, secrets_of
 from mpframe.config.stored import config_of
 from mpframe.console import printable, take_options

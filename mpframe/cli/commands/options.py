@@ -9,14 +9,63 @@ Options:
     out=FILE.md     default: the page is printed
 """
 
+import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 from mpframe.cli.program import program, refuse_words
-from mpframe.config.options_page import options_page
 from mpframe.config.output_folder import refuse_unwritable
+from mpframe.config.schema import SECTIONS, GroupOptions, JointOptions, PartOptions, RunOptions
 from mpframe.console import take_options
 from mpframe.files.durable import write_atomically
+from mpframe.ranges import Range
+from mpframe.table import markdown
+
+_HEAD = """# Options
+
+Written from `mpframe/config/schema.py` by `python scripts/options.py`; a test keeps it current.
+`GROUP=CHOICE` picks a file of `conf/GROUP/`, `option=value` sets one value. Open sections (`model`,
+`dataset`, `loss_scaling`, `optimizer`, `scheduler`) also take every argument of their `_target_`;
+those of the loss scalers: [Backoff](loss_scaling/backoff.md), [LogMax](loss_scaling/logmax.md),
+[static](loss_scaling/static.md).
+"""
+_COLUMNS = ("option", "type", "default", "allowed", "meaning")
+
+
+def options_page() -> str:
+    """The page as Markdown, one table for each section."""
+    sections: list[tuple[str, type]] = [("", RunOptions), *SECTIONS.items()]
+    sections += [("optimizer.groups.NAME", GroupOptions)]
+    sections += [("optimizer", JointOptions), ("optimizer.parts.NAME", PartOptions)]
+    return "\n".join([_HEAD, *(_table(path, section) for path, section in sections)])
+
+
+def _table(path: str, section: Any) -> str:
+    title = " ".join(str(section.__doc__).split())
+    rows = [_row(path, field) for field in dataclasses.fields(section)]
+    return "\n".join([f"## {title}", "", markdown([_COLUMNS, *rows]), ""])
+
+
+def _row(path: str, field: Any) -> list[str]:
+    limits: Range = field.metadata["range"]
+    kind = getattr(field.type, "__name__", str(field.type))
+    unit = f" ({field.metadata['unit']})" if field.metadata["unit"] else ""
+    name = f"{path}.{field.name}" if path else field.name
+    cells = [
+        f"`{name}`",
+        f"{kind}{unit}",
+        f"`{_default(field)}`",
+        str(limits),
+        field.metadata["sentence"],
+    ]
+    return [cell.replace("|", "or") for cell in cells]
+
+
+def _default(field: Any) -> Any:
+    value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+
 
 _OPTIONS = ("out",)
 

@@ -38,10 +38,10 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from mpframe import assembly
-from mpframe.checkpoint.saved_weights import KINDS
+from mpframe.checkpoint.state import KINDS
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
-from mpframe.config.composition.command_line import refuse_unwritable
+from mpframe.config.command_line import refuse_unwritable
 from mpframe.console import printable, take_options
 from mpframe.data.image_files import FileImages, Listing, list_unlabelled
 from mpframe.data.images import Normalize

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from mpframe.cli.program import program
-from mpframe.config.composition.command_line import refuse_unwritable
+from mpframe.config.command_line import refuse_unwritable
 from mpframe.console import take_options
 from mpframe.errors import ConfigError
 from mpframe.files.durable import write_atomically

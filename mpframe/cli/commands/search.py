@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from mpframe import assembly
 from mpframe.cli.program import program
-from mpframe.config.composition.command_line import checked, compose_named, refuse_unwritable
+from mpframe.config.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.console import take_options
 from mpframe.data.loading import Loader

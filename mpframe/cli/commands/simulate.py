@@ -23,7 +23,7 @@ import torch
 
 from mpframe.assembly import build_scaler
 from mpframe.cli.program import program
-from mpframe.config.composition.command_line import checked, compose_named, refuse_unwritable
+from mpframe.config.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.console import take_options
 from mpframe.errors import ConfigError

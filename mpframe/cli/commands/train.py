@@ -24,19 +24,19 @@ import hydra
 
 from mpframe.cli.job import JobError, Jobs, print_error, sweep_of_ranks
 from mpframe.cli.program import current_folder_importable
-from mpframe.config.composition.command_line import prepare
-from mpframe.config.composition.composing import composed
-from mpframe.config.composition.flags import parsed_flags
-from mpframe.config.composition.overrides import rewritten, word_of
-from mpframe.config.composition.refusal import refusal_of
-from mpframe.config.composition.source import (
+from mpframe.config.command_line import prepare
+from mpframe.config.composing import composed, refusal_of
+from mpframe.config.locations import CONF
+from mpframe.config.overrides import (
     PRIMARY,
     Source,
     hydra_over,
     own_folders_first,
+    parsed_flags,
+    rewritten,
     source_of,
+    word_of,
 )
-from mpframe.config.locations import CONF
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.console import unreachable_in_one_line
 from mpframe.distributed.launch import place

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpframe.checkpoint.random_state import RandomState
+from mpframe.checkpoint.state import RandomState
 from mpframe.distributed.world import World
 from mpframe.errors import DivergedError, MpframeError, first_line
 from mpframe.numerics.hints import scaling_of

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.random_state import RandomState
+from mpframe.checkpoint.state import RandomState
 from mpframe.errors import CheckpointError
 from mpframe.numerics.autopsy.replay import Case
 from mpframe.numerics.optimizer_numbers import rounded_numbers

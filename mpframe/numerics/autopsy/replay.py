@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.checkpoint.random_state import RandomState
+from mpframe.checkpoint.state import RandomState
 from mpframe.numerics.autopsy.watch import Trace, Watch, magnitudes_of
 from mpframe.objectives import compute, samples_in
 from mpframe.optim import fp32_weights

@@ -22,7 +22,8 @@ from functools import partial
 from typing import Any
 
 from mpframe import checkpoint
-from mpframe.checkpoint import Snapshot, retention
+from mpframe.checkpoint import Snapshot
+from mpframe.checkpoint.folder import prune, rank_of, rank_to_beat
 from mpframe.checkpoint.writing import Background
 from mpframe.distributed.world import World
 from mpframe.errors import CheckpointError, RunInterrupted
@@ -106,7 +107,7 @@ class Checkpoints(Callback):
         """Continue from a saved one."""
         if state["validation"] is not None:
             global_step, validation = state["validation"]
-            retention.rank_of(validation)  # Raises if it is none.
+            rank_of(validation)  # Raises if it is none.
             self._validation = int(global_step), dict(validation)
 
     def save(self, trainer: Trainer) -> None:
@@ -180,14 +181,14 @@ class Checkpoints(Callback):
 
     def _among_the_best(self, trainer: Trainer) -> bool:
         validation = self._validation_at(trainer.progress.global_step)
-        place = retention.rank_of(validation) if self._plan.keep_best and validation else None
+        place = rank_of(validation) if self._plan.keep_best and validation else None
         if place is None:
             return False
         if not trainer.world.is_main:  # The others have no checkpoints to compare with.
             return trainer.world.any(False)
         with self._reported():
             self._background.wait()  # A checkpoint that is being written counts, too.
-        beaten = retention.rank_to_beat(self._context.folder, self._plan.keep_best)
+        beaten = rank_to_beat(self._context.folder, self._plan.keep_best)
         return trainer.world.any(place < beaten)
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
@@ -222,7 +223,7 @@ class Checkpoints(Callback):
 
     def _prune(self) -> None:
         try:
-            retention.prune(self._context.folder, self._plan.keep_last, self._plan.keep_best)
+            prune(self._context.folder, self._plan.keep_last, self._plan.keep_best)
         except OSError as error:
             log.warning("warning: an old checkpoint could not be deleted: %s", error)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from mpframe.data.loading import Loader
 from mpframe.optim.multi_optimizer import MultiOptimizer
 from mpframe.optim.step_result import StepResult
-from mpframe.tracking.memory import peak_memory
+from mpframe.tracking.environment import peak_memory
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import Tracker, checked_events
 from mpframe.training.callback import Callback

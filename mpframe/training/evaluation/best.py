@@ -17,7 +17,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Self
 
-from mpframe.checkpoint.retention import rank
+from mpframe.checkpoint.folder import rank
 
 _TIMES_THE_CHANGE = 8.0
 _SHARE_OF_BEST = 0.05

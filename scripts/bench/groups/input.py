@@ -21,7 +21,7 @@ from bench.measure import Clock, Competitor, Spread, race, threads
 from bench.photographs import make_photographs
 from bench.table import Claim, Table
 from mpframe.assembly import build_loaders, build_task, build_trainer
-from mpframe.config.composition.command_line import checked, compose_named
+from mpframe.config.command_line import checked, compose_named
 from mpframe.config.schema import Config
 from mpframe.data.loading import Loader
 from mpframe.training.trainer import Trainer

@@ -1,4 +1,12 @@
-"""A model with its weights as one graph, which runs without the model's code.
+"""Weights in one format, and a model with them as one graph, which runs without the model's code.
+
+The weights are the fp32 masters (or their averages), rounded once:
+
+    w = round_to_half(m),  |m| beyond the format's range -> its end
+
+so that no weight becomes inf; the number of such values is reported. Floating buffers are written
+in the same format, except that an export in fp32 changes only half buffers. Integer and boolean
+buffers are written as they are.
 
 The graph computes in the format of its weights and casts nothing: an export in float16 takes
 float16 inputs. The first dimension of each input is the batch and may have any size. So may the
@@ -12,16 +20,75 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpframe.checkpoint.export.rounding import DTYPES, Exported
 from mpframe.errors import CheckpointError, ConfigError, UserCodeError, first_line
-from mpframe.tree import dtype_name, fields_of, tensors_in
+from mpframe.tree import HALVES, dtype_name, fields_of, tensors_in
 from mpframe.user_code import name_of, raised
+
+DTYPES = {"fp32": torch.float32, **HALVES}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Converted weights.
+
+    Attributes:
+        tensors: by name, in the format asked for, contiguous, each with memory of its own.
+        saturated: values clamped to the format's range, by the name of their tensor.
+    """
+
+    tensors: dict[str, Tensor]
+    saturated: dict[str, int]
+
+
+def converted(weights: Mapping[str, Tensor], dtype: str) -> Exported:
+    """Round weights once to a format.
+
+    Args:
+        weights: parameters and buffers by name.
+        dtype: `fp32`, `float16` or `bfloat16`.
+
+    Raises:
+        ConfigError: another format.
+        CheckpointError: a weight is nan or inf, or complex or double and would lose more than
+            the rounding.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"weights_dtype={dtype}: choose {', '.join(DTYPES)}")
+    tensors, saturated = {}, {}
+    for name, tensor in weights.items():
+        _refuse_unfit(name, tensor)
+        tensors[name], beyond = _rounded(tensor, DTYPES[dtype])
+        if beyond:
+            saturated[name] = beyond
+    return Exported(tensors, saturated)
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """A copy in `dtype`, and how many values were clamped to its range."""
+    if not tensor.is_floating_point():
+        return tensor.clone(memory_format=torch.contiguous_format), 0
+    limit = torch.finfo(dtype).max
+    rounded = tensor.to(dtype)
+    beyond = int((~torch.isfinite(rounded)).sum())
+    clamped = rounded.clamp(-limit, limit)
+    return clamped.clone(memory_format=torch.contiguous_format), beyond
+
+
+def _refuse_unfit(name: str, tensor: Tensor) -> None:
+    if tensor.is_complex() or tensor.dtype == torch.float64:
+        raise CheckpointError(
+            f"{name} is {tensor.dtype}, which no export format holds; export fp32 weights"
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(f"{name} holds nan or inf; export an older checkpoint")
+
 
 log = logging.getLogger(__name__)
 

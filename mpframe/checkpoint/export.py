@@ -1,37 +1,29 @@
-"""What a stranger must know to use exported weights, as JSON: the sidecar of an export.
+"""The file of an export, for anybody without mpframe, and its sidecar: how to use it, as JSON.
 
-    schema          version of this layout: 1
-    file            name, format, size in bytes and SHA-256 of the file it stands beside
-    weights         kind (trained, ema), dtype, saturated (values held at the format's end, by name)
-    computes_in     format that the graph computes in; null if the file holds weights alone
-    model           target and arguments
-    inputs          name, shape and dtype of each tensor that the model, or the graph, is called
-                    with; null in a shape is the batch size, and of a graph any size that may vary
-    preprocessing   what is done to a raw input before
-    class_names     in the order of the class numbers
-    precision       of the training: mode, half, ops, half_weights, evaluated_in
-    metrics         weights: which were measured; checkpoint: the validation of the exported step;
-                    run: what the run came to, best and test, as in summary.json
-    run             id, step, seed, dataset
-    versions        trained_with, exported_with
-
-What is not known is null. The file itself holds the same words without `file`, except a plain
-state dict, which has no place for them.
+Both are written whole or not at all. `cli/commands/export.py` is the program, and export_graph.py
+makes the weights and the graph.
 """
 
 import hashlib
+import io
 import json
 import math
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from mpframe.checkpoint.identity import identity_of
-from mpframe.checkpoint.layout import FOLDER
-from mpframe.checkpoint.saved_weights import validated_kind
-from mpframe.checkpoint.snapshot import Snapshot
-from mpframe.errors import CheckpointError
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from mpframe.checkpoint.export_graph import KEY
+from mpframe.checkpoint.folder import FOLDER, identity_of
+from mpframe.checkpoint.state import Snapshot, validated_kind
+from mpframe.errors import CheckpointError, ConfigError
+from mpframe.files.durable import write_atomically
 from mpframe.files.plain_file import read_regular
 from mpframe.files.stored_yaml import parsed
 
@@ -159,3 +151,71 @@ def _plain(value: Any, path: Path) -> Any:
     raise CheckpointError(
         f"{path}: says a {type(value).__name__} of itself, which is no JSON; use another checkpoint"
     )
+
+
+FORMATS = {
+    "safetensors": (".safetensors",),
+    "state_dict": (".pt", ".pth", ".bin"),
+    "onnx": (".onnx",),
+    "torch_export": (".pt2",),
+}
+"""The formats of files, each with the endings its files may have."""
+GRAPHS = ("onnx", "torch_export")
+"""Those that hold the model's computation beside its weights."""
+
+
+def as_safetensors(tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> bytes:
+    """The content of a safetensors file; its metadata is `mpframe`, the sidecar's words."""
+    return bytes(save(tensors, metadata={"format": "pt", KEY: as_json(facts)}))
+
+
+def as_state_dict(tensors: dict[str, Tensor]) -> bytes:
+    """What `torch.load(..., weights_only=True)` reads: the tensors by name, and no more."""
+    file = io.BytesIO()
+    torch.save(tensors, file)
+    return file.getvalue()
+
+
+def beside(out: Path) -> Path:
+    """The sidecar's path: `model.safetensors.json` for `model.safetensors`."""
+    return out.with_name(f"{out.name}.json")
+
+
+def refuse_taken(out: Path, overwrite: bool) -> None:
+    """Refuse a place where something is that may not be replaced.
+
+    Raises:
+        ConfigError: a file or a link is there and `overwrite` is false, or a folder is.
+    """
+    for path in (out, beside(out)):
+        if path.is_dir() and not path.is_symlink():
+            raise ConfigError(f"out={out}: {path} is a folder; name a file")
+        if os.path.lexists(path) and not overwrite:
+            raise ConfigError(
+                f"out={out}: {path} exists; choose another file, or replace it with overwrite=true"
+            )
+
+
+def write(out: Path, content: bytes, form: str, facts: Mapping[str, Any]) -> None:
+    """Write a file and its sidecar; links at their places are replaced, not followed.
+
+    Args:
+        out: the file.
+        content: its bytes.
+        form: its format.
+        facts: what the sidecar says, but for the file itself.
+
+    Raises:
+        ConfigError: its folder cannot be written; what was not there before is not left.
+    """
+    new = [path for path in (out, beside(out)) if not os.path.lexists(path)]
+    try:
+        write_atomically(out, content)
+        write_atomically(beside(out), sidecar(facts, out.name, form, content))
+    except OSError as error:
+        for path in new:
+            with suppress(OSError):
+                path.unlink()
+        raise ConfigError(
+            f"out={out}: cannot be written ({error.strerror}); choose another file"
+        ) from error

@@ -5,21 +5,29 @@ default and say nothing. So if Hydra refuses, the words are checked again, one b
 first that names no choice or option, or has a value that is not allowed, is named with what is.
 """
 
+import argparse
 from collections.abc import Iterator
 from typing import Any, cast
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override, OverrideType
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from mpframe.config import store  # noqa: F401 - Hydra finds the schema in its ConfigStore
 from mpframe.config.check import check, known_paths, refuse_bad_value
-from mpframe.config.composition.overrides import MAPPINGS, parsed
-from mpframe.config.composition.source import PRIMARY
+from mpframe.config.locations import CONF
+from mpframe.config.overrides import (
+    MAPPINGS,
+    PRIMARY,
+    Source,
+    hydra_over,
+    parsed,
+    rewritten,
+    source_of,
+)
 from mpframe.config.redaction import secrets_of, values_of
 from mpframe.config.schema import OPEN, Config, use_instead
 from mpframe.errors import ConfigError, first_line, nearest
@@ -204,3 +212,28 @@ def _walked(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{key}"
         if isinstance(value, dict):
             yield from _walked(value, f"{prefix}{key}.")
+
+
+def refusal_of(error: Exception, flags: argparse.Namespace, words: list[str]) -> ConfigError:
+    """Look the words of a command line through for what Hydra could not compose.
+
+    Args:
+        error: what Hydra raised.
+        flags: of the command line; they say where Hydra composes from.
+        words: as they were typed.
+    """
+    source = source_of(flags, words)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file == source.name:
+        return ConfigError(
+            f"--config-name={source.name}: no {source.name}.yaml in {flags.config_dir or CONF}; "
+            + (_nearest_in(source) or "add --config-dir=FOLDER")
+        )
+    job = [o for o in parsed(rewritten(words)) if not (flags.multirun and o.is_sweep_override())]
+    with hydra_over(source):
+        return refusal(error, [str(o.input_line) for o in job], source.name)
+
+
+def _nearest_in(source: Source) -> str:
+    """The user's own primary configurations with a name like the one that is asked for."""
+    files = [file for folder in source.own_folders for file in folder.glob("*.yaml")]
+    return nearest(source.name, [file.stem for file in files])

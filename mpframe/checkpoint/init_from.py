@@ -1,0 +1,405 @@
+"""The weights that a run begins with, from another run or from another program.
+
+The files of other programs (safetensors, shards, state dicts) are read without running any code.
+Patterns give the weights the model's names. Then what fits is taken; a weight that is left out or
+missing is refused, unless the user names it. run/resume.py does these in turn.
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
+from mpframe.distributed.shards import address_of
+from mpframe.errors import CheckpointError, ConfigError, nearest
+from mpframe.files.plain_file import open_regular, read_regular
+from mpframe.tree import HALF, dtype_name
+
+_WRAPPERS = ("module.", "_orig_mod.")  # Of DistributedDataParallel, and of torch.compile.
+
+
+def renamed(
+    saved: Mapping[str, Tensor], names: Mapping[str, str], own: Set[str], source: str
+) -> dict[str, Tensor]:
+    """Saved weights under new names.
+
+    A wrapper's prefix that all names have (`module.`) is taken off first.
+
+    Args:
+        saved: by name.
+        names: pattern -> pattern, as in `backbone.*` -> `encoder.*`. Each `*` on the right stands
+            for what the one in its place on the left matched. The first that matches a name counts.
+        own: the model's names.
+        source: the value of `init_from`, for messages.
+
+    Raises:
+        ConfigError: a pattern matches no name, or has fewer `*` than its replacement.
+        CheckpointError: two weights would get one name.
+    """
+    saved = _unwrapped(saved, own)
+    rules = {old: _Rule(old, new) for old, new in names.items()}
+    used, result = set(), {}
+    for name, tensor in saved.items():
+        matching = (old for old, rule in rules.items() if rule.matches(name))
+        first = next(matching, None)
+        used.add(first)
+        to = name if first is None else rules[first].applied(name)
+        if to in result:
+            raise CheckpointError(
+                f"init_from={source}: two of its weights would be {to} by init_from_names; "
+                "let each pattern give names of its own"
+            )
+        result[to] = tensor
+    for old in rules:
+        if old not in used:
+            raise ConfigError(
+                f"init_from_names={old}: matches no weight of {source} that an earlier pattern "
+                f"leaves; {hint(old, saved)}"
+            )
+    return result
+
+
+def hint(pattern: str, names: Iterable[str]) -> str:
+    """The names that are nearest to a pattern, or some of all, as a clause."""
+    names = sorted(names)
+    return nearest(pattern, names) or "there are " + few(names)
+
+
+def few(names: Sequence[str]) -> str:
+    """The first five of some names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+class _Rule:
+    """One pattern and what it makes of a name that it matches."""
+
+    def __init__(self, old: str, new: str) -> None:
+        if new.count("*") > old.count("*"):
+            raise ConfigError(
+                f"init_from_names={{{old}: {new}}}: each * on the right stands for one on the "
+                "left, which has fewer"
+            )
+        self._pattern = re.compile("(.*)".join(map(re.escape, old.split("*"))))
+        self._new = new
+
+    def matches(self, name: str) -> bool:
+        return self._pattern.fullmatch(name) is not None
+
+    def applied(self, name: str) -> str:
+        match = self._pattern.fullmatch(name)
+        parts = iter(match.groups() if match else ())
+        return re.sub(r"\*", lambda _: next(parts), self._new)
+
+
+def _unwrapped(saved: Mapping[str, Tensor], own: Set[str]) -> Mapping[str, Tensor]:
+    for prefix in _WRAPPERS:
+        wrapped = all(name.startswith(prefix) for name in saved)
+        if wrapped and not any(name.startswith(prefix) for name in own):
+            return _unwrapped({n.removeprefix(prefix): t for n, t in saved.items()}, own)
+    return saved
+
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Weights for the whole model.
+
+    Attributes:
+        weights: by the model's names; floating ones in fp32, or float64 if they were saved so.
+        kept: names of the model that keep their first values.
+        unused: names of saved weights that the model does not take.
+        formats: how many floating weights were saved in each format.
+    """
+
+    weights: dict[str, Tensor]
+    kept: list[str]
+    unused: list[str]
+    formats: Mapping[torch.dtype, int]
+
+    def remarks(self) -> list[str]:
+        """A line each on what was left out, and on parameters that start from other formats."""
+        lines = []
+        if self.kept:
+            lines.append(f"with their first values: {', '.join(self.kept)}")
+        if self.unused:
+            lines.append(f"not used: {', '.join(self.unused)}")
+        for dtype, count in self.formats.items():
+            if dtype == torch.float64:
+                lines.append(f"{count} tensors are float64, and are rounded where fp32 is kept")
+            elif dtype != torch.float32:
+                start = ": masters start from half values" if dtype in HALF else ""
+                lines.append(
+                    f"{count} tensors are {dtype_name(dtype)}, and were widened exactly{start}"
+                )
+        return lines
+
+
+def fitted(saved: Weights, own: Weights, left_out: Sequence[str], source: str) -> Fitted:
+    """The saved weights for a model with the weights `own`, except those that may differ.
+
+    A name that the model ties to another one, and that was not saved, takes the other's weight.
+
+    Args:
+        saved: by name, under the model's names.
+        own: the model's; a left-out name keeps this value.
+        left_out: name patterns as in `head.*`.
+        source: the value of `init_from`, for messages.
+
+    Raises:
+        ConfigError: a pattern matches no name, or no weight is left.
+        CheckpointError: names are missing or unexpected, or shapes or kinds differ; all are listed.
+    """
+    _refuse_idle(left_out, {*saved, *own})
+
+    def wanted(name: str) -> bool:
+        return not any(fnmatchcase(name, pattern) for pattern in left_out)
+
+    saved = {**saved, **_tied(saved, own)}
+    missing = [name for name in own if wanted(name) and name not in saved]
+    unexpected = [name for name in saved if wanted(name) and name not in own]
+    taken = [name for name in own if wanted(name) and name in saved]
+    lists = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": list(_of_other_shape(taken, saved, own)),
+        "of another kind": list(_of_other_kind(taken, saved, own)),
+        "tied, and of different values": list(_of_other_value(taken, saved, own)),
+    }
+    if any(lists.values()) or not taken:
+        found = "; ".join(f"{what}: {few(names)}" for what, names in lists.items() if names)
+        first = next((name for names in lists.values() for name in names), "head.weight")
+        raise CheckpointError(
+            f"init_from={source}: {found or 'nothing is left to take'}; use the model it was made "
+            f"with,{_renaming(saved, own, missing, unexpected)} or name what may differ: "
+            f"init_from_except=[{first.split()[0].rpartition('.')[0] or first.split()[0]}.*]"
+        )
+    return Fitted(
+        {**own, **{name: _wide(saved[name]) for name in taken}},
+        [name for name in own if name not in taken],
+        [name for name in saved if name not in taken],
+        Counter(saved[name].dtype for name in taken if saved[name].is_floating_point()),
+    )
+
+
+def _refuse_idle(patterns: Sequence[str], names: Set[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"init_from_except={pattern}: matches no weight of the checkpoint or the model; "
+                f"{hint(pattern, names)}"
+            )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.float() if narrow else tensor
+
+
+def _of_other_shape(names: Sequence[str], saved: Weights, own: Weights) -> Iterator[str]:
+    for name in names:
+        if saved[name].shape != own[name].shape:
+            yield f"{name} {tuple(saved[name].shape)} for {tuple(own[name].shape)}"
+
+
+def _of_other_kind(names: Sequence[str], saved: Weights, own: Weights) -> Iterator[str]:
+    for name in names:
+        if _kind(saved[name]) != _kind(own[name]):
+            yield f"{name} {_kind(saved[name])} for {_kind(own[name])}"
+
+
+def _kind(tensor: Tensor) -> str:
+    """What a copy must not change without notice: all floating formats are one kind."""
+    if tensor.is_quantized:
+        return dtype_name(tensor.dtype)
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    return "floating" if tensor.is_floating_point() else dtype_name(tensor.dtype)
+
+
+def _of_other_value(names: Sequence[str], saved: Weights, own: Weights) -> Iterator[str]:
+    """Two names of one weight of the model, for which two values were saved."""
+    first: dict[tuple[object, ...], str] = {}
+    for name in names:
+        if own[name].numel():
+            other = first.setdefault(_place(own[name]), name)
+            if other != name and not torch.equal(saved[name], saved[other]):
+                yield f"{other} and {name}"
+
+
+def _tied(saved: Weights, own: Weights) -> dict[str, Tensor]:
+    """What was not saved because the model has the same memory under another name."""
+    places = {_place(own[name]): name for name in own if name in saved and own[name].numel()}
+    left = {name: _place(tensor) for name, tensor in own.items() if name not in saved}
+    return {name: saved[places[place]] for name, place in left.items() if place in places}
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return address_of(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _renaming(
+    saved: Weights, own: Weights, missing: Sequence[str], unexpected: Sequence[str]
+) -> str:
+    """The pattern that would name most of what is unexpected as the model does, as a clause."""
+    counts: Counter[tuple[str, str]] = Counter()
+    by_last: dict[str, list[str]] = {}
+    for name in missing:
+        by_last.setdefault(name.rpartition(".")[2], []).append(name)
+    for old in unexpected:
+        for new in by_last.get(old.rpartition(".")[2], []):
+            if saved[old].shape == own[new].shape:
+                counts[_prefixes(old, new)] += 1
+    if not counts:
+        return ""
+    (before, after), _ = counts.most_common(1)[0]
+    return f" name its weights as the model does: init_from_names={{{before}*:{after}*}},"
+
+
+def _prefixes(old: str, new: str) -> tuple[str, str]:
+    """What is left of two names without the dotted parts that both end with, each with its dot."""
+    one, other = old.split("."), new.split(".")
+    while one and other and one[-1] == other[-1]:
+        one.pop()
+        other.pop()
+    return "".join(f"{part}." for part in one), "".join(f"{part}." for part in other)
+
+
+_INDEX = ".index.json"
+_KINDS = (".safetensors", ".bin")
+_STEMS = ("model", "pytorch_model", "diffusion_pytorch_model")
+# What a folder of weights may hold, the better format first.
+_FILES = tuple(f"{stem}{kind}{end}" for kind in _KINDS for stem in _STEMS for end in (_INDEX, ""))
+# Where trainers put the weights beside all else, the commonest first.
+_ENTRIES = ("state_dict", "model_state_dict", "model", "module", "net", "params")
+_LARGEST_INDEX = 2**24  # bytes
+_OTHER = "use another file of weights"
+_CODE = (
+    "holds code or objects, which are never loaded; save its state dict alone, or use its "
+    "safetensors file"
+)
+
+
+@dataclass(frozen=True)
+class ForeignWeights:
+    """What a file, or all shards of an index, hold.
+
+    Attributes:
+        tensors: by name, on the CPU, in the formats of the file.
+        left: entries of the file that are no weights, or other ones; they are not used.
+    """
+
+    tensors: dict[str, Tensor]
+    left: tuple[str, ...] = ()
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether `path` is a file, or a folder with a file of weights: no checkpoint of mpframe."""
+    return path.is_file() or (path.is_dir() and _in_folder(path) is not None)
+
+
+def read_foreign(path: Path) -> ForeignWeights:
+    """All weights of a file, of an index, or of a folder with one of them.
+
+    Args:
+        path: what `is_foreign` accepts. It may be a link; a link within its folder may only lead to
+            the same folder, or to the store of Hugging Face's cache beside it.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or crafted, or holds no weights; or the shards
+            are not what the index says.
+    """
+    if not path.is_dir():
+        return _read_file(path)
+    found = _in_folder(path)
+    if found is None:
+        raise CheckpointError(f"{path}: holds none of {', '.join(_FILES)}; name a file")
+    return _read_file(_beside(path, found.name))
+
+
+def _in_folder(folder: Path) -> Path | None:
+    return next((folder / name for name in _FILES if (folder / name).is_file()), None)
+
+
+def _read_file(path: Path) -> ForeignWeights:
+    if path.name.endswith(_INDEX):
+        return _read_shards(path)
+    with damaged_if_raising(path, "not a file of weights", _OTHER):
+        open_regular(path, "rb", follow=True).close()
+        if path.suffix == ".safetensors":
+            return ForeignWeights(load_file(path))
+        return _weights_in(load_untrusted(path, _CODE, old_format=True), path)
+
+
+def _read_shards(index: Path) -> ForeignWeights:
+    with damaged_if_raising(index, "not an index of weights", _OTHER):
+        places = json.loads(read_regular(index.resolve(), _LARGEST_INDEX))["weight_map"]
+        shards = sorted(set(places.values()))
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        own = _read_file(_beside(index.parent, shard)).tensors
+        named = {name for name, place in places.items() if place == shard}
+        for name in sorted(named ^ own.keys()):
+            what = "misses" if name in named else "also holds"
+            raise CheckpointError(f"{index}: {shard} {what} {name}, against the index; {_OTHER}")
+        tensors |= own
+    return ForeignWeights(tensors)
+
+
+def _beside(folder: Path, name: Any) -> Path:
+    """A file of `folder`; a link may lead within it, or into the store of the same cache.
+
+    Hugging Face's cache has `snapshots/<version>/<name>` as a link to `blobs/<digest>`.
+    """
+    path = folder / str(name)
+    real = Path(os.path.realpath(path))  # Not resolve, which fails on a link to itself.
+    home = folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if path.name != name or real.parent not in allowed:
+        raise CheckpointError(
+            f"{path}: refused, it leads out of its folder; put the file itself there"
+        )
+    return path
+
+
+def _weights_in(state: Any, path: Path) -> ForeignWeights:
+    """The state dict in what was saved, and the names of all else."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a state dict; {_OTHER}")
+    if _tensors_of(state):
+        return ForeignWeights(_tensors_of(state), _names_of(state.keys() - _tensors_of(state)))
+    for entry in _ENTRIES:
+        inner = state.get(entry)
+        if isinstance(inner, Mapping) and _tensors_of(inner):
+            tensors = _tensors_of(inner)
+            beside = _names_of(inner.keys() - tensors)
+            return ForeignWeights(tensors, _names_of(state.keys() - {entry}) + beside)
+    raise CheckpointError(
+        f"{path}: holds no state dict, but {', '.join(_names_of(state))[:200] or 'nothing'}; save "
+        "the state dict alone"
+    )
+
+
+def _tensors_of(state: Mapping[Any, Any]) -> dict[str, Tensor]:
+    return {
+        name: tensor.detach()
+        for name, tensor in state.items()
+        if isinstance(name, str) and isinstance(tensor, Tensor)
+    }
+
+
+def _names_of(keys: Any) -> tuple[str, ...]:
+    return tuple(sorted(map(str, keys)))

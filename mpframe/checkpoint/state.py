@@ -1,0 +1,343 @@
+"""What a checkpoint contains: a `Snapshot` of the run's state, which the run can no longer change.
+
+Where ranks divide the weights, each writes its parts, and readers put them together. What each rank
+has of its own, such as its random generators, stands in the checkpoint that rank 0 writes. The
+weights are checked before they are used.
+"""
+
+import copy
+import io
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
+from mpframe.distributed.shards import address_of, is_sharded, part_of
+from mpframe.distributed.world import World
+from mpframe.errors import CheckpointError, ConfigError
+from mpframe.tree import HALF, dtype_name
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run between two steps.
+
+    Attributes:
+        global_step: names the checkpoint.
+        state: tensors, numbers, strings, and lists, tuples and dicts of them.
+        config: the resolved options as YAML.
+        facts: what can be read without the state, as JSON: `validation`, `made_on`, `run`.
+    """
+
+    global_step: int
+    state: dict[str, Any]
+    config: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def detached(self) -> Self:
+        """A copy with every tensor on the CPU, which does not change if training continues."""
+        return replace(self, state=_copied(self.state, {}))
+
+
+def _copied(value: Any, copies: dict[Any, Tensor]) -> Any:
+    """A deep copy; tensors that share memory share it in the copy, too."""
+    if isinstance(value, Tensor):
+        address = value.data_ptr() if value.layout is torch.strided else 0  # Sparse ones have none.
+        place = address and (address, value.dtype, value.device, value.shape, value.stride())
+        if address == 0 or place not in copies:
+            copies[place] = value.detach().to("cpu", copy=True)
+        return copies[place]
+    if isinstance(value, dict) and type(value).__name__ in ("dict", "OrderedDict"):
+        return {key: _copied(entry, copies) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(entry, copies) for entry in value)
+    return copy.deepcopy(value)
+
+
+Place = tuple[str | int, ...]
+"""The keys and indexes that lead to a value in a state."""
+_CODE = "holds code, which is never run; the parts of a checkpoint are tensors"
+
+
+def divided(state: Any) -> tuple[Any, dict[Place, Tensor]]:
+    """A state without its sharded tensors, and copies of this rank's parts of them on the host.
+
+    A tensor that stands in several places has one copy.
+    """
+    parts: dict[Place, Tensor] = {}
+    return _taken_out(state, (), parts, {}), parts
+
+
+def put_together(state: dict[str, Any], files: Sequence[Path]) -> None:
+    """Put whole tensors into a state that was read, in the places of divided ones.
+
+    Args:
+        state: what `divided` left.
+        files: the parts of all ranks, in their order.
+
+    Raises:
+        CheckpointError: a file is damaged, holds something else, or is of another checkpoint.
+    """
+    ranks = [_read(path) for path in files]
+    wholes: dict[tuple[int, ...], Tensor] = {}
+    with damaged_if_raising(files[0], "not parts of its checkpoint"):
+        for place in ranks[0]:
+            parts = [own.pop(place) for own in ranks[1:]]
+            parts.insert(0, ranks[0][place])
+            key = tuple(part.data_ptr() for part in parts)
+            if not any(key) or key not in wholes:
+                wholes[key] = torch.cat(parts)
+            _put(state, place, wholes[key])
+        if any(ranks[1:]):
+            raise ValueError("one holds other tensors")
+
+
+def _taken_out(
+    value: Any, place: Place, parts: dict[Place, Tensor], copies: dict[int, Tensor]
+) -> Any:
+    if isinstance(value, Tensor) and is_sharded(value):
+        own = part_of(value)
+        memory = address_of(value)
+        if not memory or memory not in copies:
+            copies[memory] = own.to("cpu", copy=True)
+        parts[place] = copies[memory]
+        return None
+    if isinstance(value, dict):
+        return {key: _taken_out(own, (*place, key), parts, copies) for key, own in value.items()}
+    if type(value) in (list, tuple):
+        kept = (_taken_out(own, (*place, n), parts, copies) for n, own in enumerate(value))
+        return type(value)(kept)
+    return value
+
+
+def _put(state: Any, place: Place, whole: Tensor) -> None:
+    for key in place[:-1]:
+        state = state[key]
+    if state[place[-1]] is not None:
+        raise ValueError("the state has something in a divided tensor's place")
+    state[place[-1]] = whole
+
+
+def _read(path: Path) -> dict[Place, Tensor]:
+    with damaged_if_raising(path, "not a rank's parts"):
+        parts = load_untrusted(path, _CODE)
+        if not isinstance(parts, dict) or not all(isinstance(v, Tensor) for v in parts.values()):
+            raise CheckpointError(f"{path}: holds no rank's parts of a checkpoint; use another one")
+        _refuse_bomb(path, parts)
+        return parts
+
+
+def _refuse_bomb(path: Path, parts: Mapping[Place, Tensor]) -> None:
+    """Refuse parts that overlap in their file: put together, each takes memory of its own."""
+    distinct = {part.data_ptr(): part.nbytes for part in parts.values()}
+    if any(part.nbytes != distinct[part.data_ptr()] for part in parts.values()) or (
+        sum(distinct.values()) > path.stat().st_size
+    ):
+        raise CheckpointError(f"{path}: refused, its tensors overlap; use another checkpoint")
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of torch's generators (CPU and every CUDA device), numpy's and python's."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).copy()), *map(float, rest)],
+        "python": random.getstate(),
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Set the random generators to what `rng_state` returned, on the available devices."""
+    torch.set_rng_state(state["torch"])
+    for number, cuda in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda, number)
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy(), int(position), int(has_gauss), gauss))
+    random.setstate(state["python"])
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The states of torch's generators, from which models draw.
+
+    Attributes:
+        cpu: state of the CPU's generator.
+        device: state of the model's CUDA device's, or None.
+    """
+
+    cpu: Tensor
+    device: Tensor | None = None
+
+    @classmethod
+    def now(cls, device: torch.device) -> "RandomState":
+        """The present states; does not wait for the device."""
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), on_device)
+
+    def restore(self, device: torch.device) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self.cpu)
+        if self.device is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.device, device)
+
+
+OTHER_RANKS = "other_ranks"
+"""The entry of a checkpoint's state: a list of the states of ranks 1, 2, ..."""
+
+
+def of_other_ranks(world: World, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """On rank 0 the states of all others in their order; elsewhere an empty list.
+
+    Args:
+        world: all its ranks call this.
+        own: of this rank: tensors, numbers, strings, lists, dicts.
+    """
+    if world.size == 1:
+        return []
+    file = io.BytesIO()  # pickle could not read numpy's random state again, a tensor of uint32.
+    torch.save(own, file)
+    sent = world.gather_object(file.getvalue())[1:]
+    return [torch.load(io.BytesIO(one), map_location="cpu", weights_only=True) for one in sent]
+
+
+def of_rank(state: dict[str, Any], rank: int) -> dict[str, Any] | None:
+    """What a checkpoint's state holds for a rank > 0; None if it was made with fewer ranks."""
+    others = state.get(OTHER_RANKS, [])
+    return others[rank - 1] if rank <= len(others) else None
+
+
+KINDS = ("trained", "ema")
+
+
+def weights_of(state: Mapping[str, Any], kind: str, path: Path) -> dict[str, Tensor]:
+    """Parameters and buffers by name.
+
+    Args:
+        state: what `checkpoint.load` returned.
+        kind: `trained`, or `ema` for the averages instead of their parameters.
+        path: the checkpoint, for messages.
+
+    Raises:
+        ConfigError: an unknown kind.
+        CheckpointError: the state has no such weights.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"weights={kind}: choose {' or '.join(KINDS)}")
+    weights = _tensors(state, "weights", path)
+    if kind == "trained":
+        return weights
+    averages = averages_of(state, path)
+    if not averages.keys() <= weights.keys():
+        raise CheckpointError(f"{path}: its averages do not belong to its weights; use another one")
+    return {**weights, **averages}
+
+
+def validated_kind(state: Mapping[str, Any]) -> str:
+    """Which weights the run was validated with: `ema` if it kept averages, else `trained`."""
+    trainer = state.get("trainer")
+    kept = isinstance(trainer, Mapping) and trainer.get("ema") is not None
+    return "ema" if kept else "trained"
+
+
+def averages_of(state: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """The averages by the name of their parameter.
+
+    Raises:
+        CheckpointError: the run kept none.
+    """
+    trainer = state.get("trainer")
+    if isinstance(trainer, Mapping) and trainer.get("ema") is None:
+        raise CheckpointError(
+            f"{path}: holds no averages, trainer.ema_decay was off; use weights=trained"
+        )
+    return _tensors(state, "ema", path)
+
+
+def extra_state_of(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """What the run changed beside its weights, see training/buffers.py; raises as `weights_of`."""
+    extra = state["trainer"].get("extra_state", {})
+    if not isinstance(extra, dict):
+        raise _not_of_a_run(path, "extra_state")
+    return extra
+
+
+def rounding(model: nn.Module, weights: Mapping[str, Tensor]) -> str:
+    """A clause about the half weights of `model`, which are rounded from `weights`."""
+    half = {name: p.dtype for name, p in model.named_parameters() if p.dtype in HALF}
+    if not half:
+        return "no parameter is rounded"
+    clamped = sum(
+        int((weights[n].abs() > torch.finfo(dtype).max).sum()) for n, dtype in half.items()
+    )
+    formats = " and ".join(sorted({dtype_name(dtype) for dtype in half.values()}))
+    beyond = f", {clamped} values beyond its range clamped to it" if clamped else ""
+    return f"{len(half)} parameters are rounded to {formats}{beyond}"
+
+
+def conversion(before: str, now: str, rounded: str, scaled: tuple[bool, bool]) -> str:
+    """The line that says how a checkpoint of another precision was loaded.
+
+    Args:
+        before, now: the precisions, e.g. `fp32` and `mixed(float16)`.
+        rounded: what `rounding` returned.
+        scaled: whether the loss was scaled before, and is now.
+    """
+    scale = {
+        (True, False): "; its loss scale is not used",
+        (False, True): "; the loss scale starts at its initial value",
+    }.get(scaled, "")
+    return (
+        f"checkpoint of {before} taken into {now}: masters and optimizer state as they were, "
+        f"{rounded}{scale}"
+    )
+
+
+def steps_tried(state: Mapping[str, Any], path: Path) -> int:
+    """The global step at which the run was saved: the x of its curves.
+
+    Raises:
+        CheckpointError: the state does not say.
+    """
+    try:
+        progress = state["trainer"]["progress"]
+        steps = progress["steps"], progress["skipped"]
+    except (LookupError, TypeError):
+        raise _not_of_a_run(path, "progress") from None
+    if any(type(count) is not int or not 0 <= count < 2**53 for count in steps):
+        raise _not_of_a_run(path, "progress")
+    return sum(steps)
+
+
+def trained_in(state: Mapping[str, Any], path: Path) -> str:
+    """The precision of the run, e.g. `mixed(float16)`.
+
+    Raises:
+        CheckpointError: the state does not say.
+    """
+    trainer = state.get("trainer")
+    precision = trainer.get("precision") if isinstance(trainer, Mapping) else None
+    if not isinstance(precision, str):
+        raise _not_of_a_run(path, "precision")
+    return precision
+
+
+def _tensors(state: Mapping[str, Any], name: str, path: Path) -> dict[str, Tensor]:
+    trainer = state.get("trainer") if isinstance(state, Mapping) else None
+    tensors = trainer.get(name) if isinstance(trainer, Mapping) else None
+    if not isinstance(tensors, dict) or not tensors:
+        raise _not_of_a_run(path, name)
+    for key, tensor in tensors.items():
+        if not isinstance(key, str) or not isinstance(tensor, Tensor):
+            raise _not_of_a_run(path, name)
+    return tensors
+
+
+def _not_of_a_run(path: Path, name: str) -> CheckpointError:
+    return CheckpointError(f"{path}: holds no {name} of a run; use a checkpoint of mpframe")

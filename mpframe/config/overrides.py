@@ -1,0 +1,382 @@
+"""The words of a command line: Hydra's flags, `option=value`, and where Hydra composes from.
+
+    --config-dir=FOLDER    is searched before the shipped conf/, as are those of hydra.searchpath
+    --config-path=FOLDER   takes the place of the shipped conf/
+    --config-name=NAME     the primary configuration in one of them
+
+The other commands take these three flags as well. Hydra parses the overrides; a few are rewritten
+for it.
+"""
+
+import argparse
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from hydra import initialize_config_dir, initialize_config_module
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from mpframe.config.locations import CONF
+from mpframe.config.schema import OPEN
+from mpframe.errors import ConfigError
+
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
+
+
+def parsed_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags by name, and the `option=value` words between them, in order.
+
+    Raises:
+        ConfigError: a flag is unknown, lacks its value, or does not go with another one.
+    """
+    flags, rest = _parsed(_parser(), arguments)
+    _refuse_unfit(flags, rest)
+    return flags, [*flags.overrides, *rest]
+
+
+def source_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Of the flags those that say where Hydra composes from, and all other arguments, in order.
+
+    Raises:
+        ConfigError: a flag lacks its value, or names no folder.
+    """
+    flags, rest = _parsed(_source_parser(), arguments)
+    _refuse_unfit_source(flags)
+    return flags, rest
+
+
+def _parsed(
+    parser: argparse.ArgumentParser, arguments: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    try:
+        return parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}; see --help") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Refuse in one line, and not by printing the usage, e.g. an ambiguous abbreviation."""
+        raise ConfigError(f"{message}; see --help")
+
+
+def _source_parser() -> argparse.ArgumentParser:
+    parser = _Parser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    for flag in ("--config-path/-cp", "--config-name/-cn", "--config-dir/-cd"):
+        parser.add_argument(*flag.split("/"))
+    return parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Hydra's flags, as its documentation lists them."""
+    parser = _Parser(add_help=False, exit_on_error=False, parents=[_source_parser()])
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--info", "-i", const="all", nargs="?", choices=_INFO)
+    for switch in ("--help/-h", "--run/-r", "--multirun/-m", "--shell-completion/-sc"):
+        parser.add_argument(*switch.split("/"), action="store_true")
+    for switch in ("--hydra-help", "--version", "--resolve"):
+        parser.add_argument(switch, action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--experimental-rerun")
+    return parser
+
+
+def _refuse_unfit(flags: argparse.Namespace, rest: list[str]) -> None:
+    if flags.experimental_rerun is not None:
+        raise ConfigError(
+            f"--experimental-rerun={flags.experimental_rerun}: reads a pickle, which may run "
+            "code; give the run's options again, or continue it with resume=auto"
+        )
+    for word in rest:
+        if word.startswith("-"):
+            raise ConfigError(f"{word}: no such flag; write options as option=value; see --help")
+    commands = [name for name in _COMMANDS if getattr(flags, name)]
+    if len(commands) > 1:
+        both = " and ".join(f"--{name.replace('_', '-')}" for name in commands)
+        raise ConfigError(f"{both}: do not go together; give one of them")
+    if flags.resolve and not (flags.cfg or flags.help):
+        raise ConfigError("--resolve: goes with --cfg or --help; add --cfg=job")
+    if flags.package and not flags.cfg:
+        raise ConfigError(f"--package={flags.package}: goes with --cfg; add --cfg=job")
+    if flags.shell_completion and not any(
+        word.startswith(("install=", "uninstall=", "query=")) for word in flags.overrides
+    ):
+        raise ConfigError("--shell-completion: add install=SHELL or uninstall=SHELL, e.g. bash")
+    _refuse_unfit_source(flags)
+
+
+def _refuse_unfit_source(flags: argparse.Namespace) -> None:
+    path, folder = flags.config_path, flags.config_dir
+    if path is not None and "://" not in path and not Path(path).is_dir():
+        raise ConfigError(f"--config-path={path}: no such folder; name one with .yaml files")
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"--config-dir={folder}: no such folder; name one with .yaml files")
+
+
+MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups")
+"""Options that are mappings and hold no entry at first."""
+_PATHS = ("resume", "init_from", "hydra.run.dir", "hydra.sweep.dir")
+_LONGEST = 2**15  # characters; Hydra's parser takes their number squared, five seconds for a list
+_MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
+
+
+def rewritten(words: list[str]) -> list[str]:
+    """The words as Hydra takes them.
+
+    Raises:
+        ConfigError: a word is not of the form option=value, or too long.
+    """
+    for word in words:
+        if len(word) > _LONGEST:
+            raise ConfigError(
+                f"{word[:40]}...: has {len(word)} characters, and {_LONGEST} are allowed; put the "
+                "value into a file of --config-dir"
+            )
+    words = [move for word in words for move in _moves(_with_quoted_path(word))]
+    words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
+    return _with_options_of_swept_groups(_with_own_targets(words))
+
+
+def parsed(words: list[str]) -> list[Override]:
+    """The words as Hydra understands them.
+
+    Raises:
+        ConfigError: a word is not of the form option=value.
+    """
+    parser = OverridesParser.create()
+    overrides = []
+    for word in words:
+        try:
+            override = parser.parse_override(word)
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            shown = word or "''"
+            raise ConfigError(f"{shown}: not of the form option=value; {reason}") from None
+        if not override.key_or_group:
+            raise ConfigError(f"{word}: not of the form option=value; the option is missing")
+        overrides.append(override)
+    return overrides
+
+
+def word_of(option: str, value: str) -> str:
+    """The word that gives an option a text as its value, in quotes if Hydra needs them."""
+    word = f"{option}={value}"
+    try:
+        plain = parsed([word])[0]
+    except ConfigError:
+        plain = None
+    if plain is not None and not plain.is_sweep_override() and plain.value() == value:
+        return word
+    # A backslash is one of the text, unless a quote follows.
+    escaped = re.sub(
+        r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value
+    )
+    return f"{option}='{escaped}'"
+
+
+def _with_quoted_path(word: str) -> str:
+    """A path may hold `=` and commas, as the folder of a sweep's job does, or begin with `~/`."""
+    option, _, value = word.partition("=")
+    home = value.startswith("~/") and "," not in value
+    if home or (option in _PATHS and os.path.exists(value)):
+        return word_of(option, os.path.expanduser(value) if home else value)
+    return word
+
+
+def _moves(word: str) -> list[str]:
+    """An addition to an op list, or a removal, as moves of single ops."""
+    match = _MOVE.match(word)
+    if match is None:
+        return [word]
+    name, sign, ops = match.groups()
+    to = name if sign == "+" else "none"
+    return [f"++ops.move.{op.strip()}={to}" for op in ops.split(",")]
+
+
+def _with_own_targets(words: list[str]) -> list[str]:
+    """Give a user's own class none of the arguments of the shipped choice."""
+    groups = [group for group, section in OPEN.items() if not section.named]
+    own = {g for g in groups for word in words if word.lstrip("+").startswith(f"{g}._target_=")}
+    chosen = {g for g in groups for word in words if word.startswith(f"{g}=")}
+    written = [f"{group}=own" for group in sorted(own - chosen)]
+    for word in words:
+        free = any(word.startswith(f"{group}.") for group in own)
+        written.append(f"++{word}" if free else word)
+    return written
+
+
+def _with_options_of_swept_groups(words: list[str]) -> list[str]:
+    overrides = parsed(words)
+    swept = {o.key_or_group for o in overrides if o.is_sweep_override()}
+
+    def free(override: Override, word: str) -> bool:
+        group, dot, _ = override.key_or_group.partition(".")
+        return bool(dot) and group in swept and word[0] not in "+~"
+
+    return [
+        f"++{word}" if free(override, word) else word
+        for override, word in zip(overrides, words, strict=True)
+    ]
+
+
+PRIMARY = "config"
+"""The name of the shipped primary configuration."""
+_PACKAGE = "pkg://"
+_SEARCHED = "hydra.searchpath"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a configuration is composed from.
+
+    Attributes:
+        name: of the primary configuration.
+        place: a folder, absolute, or `pkg://` and a package.
+        further: a folder that is searched besides, absolute; None: there is none.
+        searched: what hydra.searchpath adds, `file://` and a folder or `pkg://` and a package.
+    """
+
+    name: str = PRIMARY
+    place: str = str(CONF)
+    further: str | None = None
+    searched: tuple[str, ...] = ()
+
+    @property
+    def own_folders(self) -> list[Path]:
+        """The folders among them that are not mpframe's own, without those of hydra.searchpath."""
+        named = [place for place in (self.place, self.further) if place]
+        return [Path(p) for p in named if _PACKAGE not in p and not _is_shipped(p)]
+
+    @property
+    def first(self) -> list[str]:
+        """What is searched before the shipped conf/: a user's file stands for one of that name.
+
+        Raises:
+            ConfigError: a primary configuration there would stand for the shipped one.
+        """
+        if not _is_shipped(self.place):
+            return []
+        named = [f"file://{self.further}"] if self.further else []
+        places = [place for place in (*named, *self.searched) if not _is_shipped(place)]
+        for file in (f"{place.removeprefix('file://')}/{PRIMARY}.yaml" for place in places):
+            if self.name == PRIMARY and os.path.exists(file):
+                raise ConfigError(
+                    f"{file}: would stand for mpframe's; rename it and add --config-name=NAME"
+                )
+        return places
+
+
+SHIPPED = Source()
+
+
+def _is_shipped(place: str) -> bool:
+    path = place.removeprefix("file://")
+    return place == f"{_PACKAGE}mpframe.conf" or Path(path).resolve() == CONF
+
+
+def source_of(flags: argparse.Namespace, words: Sequence[str]) -> Source:
+    """The source that parsed flags and words name."""
+    place = str(flags.config_path or CONF)
+    source = Source(
+        name=str(flags.config_name or PRIMARY).removesuffix(".yaml"),
+        place=place if _PACKAGE in place else str(Path(place).absolute()),
+        further=str(Path(flags.config_dir).absolute()) if flags.config_dir else None,
+    )
+    given = [o.value() for o in parsed([w for w in words if w.startswith(f"{_SEARCHED}=")])]
+    found = given[0] if given else _searched_by(source)
+    return replace(source, searched=tuple(map(str, found)) if isinstance(found, list) else ())
+
+
+def _searched_by(source: Source) -> Any:
+    """What a user's own primary configuration adds; Hydra itself says what is wrong with it."""
+    for folder in source.own_folders:
+        with suppress(OSError, YAMLError, OmegaConfBaseException):
+            config = OmegaConf.load(folder / f"{source.name}.yaml")
+            return list(OmegaConf.select(config, _SEARCHED) or ())
+    return []
+
+
+def stand_ins(hydra: DictConfig) -> Iterator[str]:
+    """A line for each choice of a job that a user's file of the same name makes.
+
+    Args:
+        hydra: Hydra's own section of the job.
+    """
+    folders = [own.path for own in hydra.runtime.config_sources if own.schema == "file"]
+    for group, choice in hydra.runtime.choices.items():
+        name = f"{group}/{choice}.yaml"
+        folder = next((own for own in folders if os.path.isfile(f"{own}/{name}")), str(CONF))
+        if not _is_shipped(folder) and (CONF / name).is_file():
+            yield f"{group}={choice}: {folder}/{name} stands for mpframe's file of that name"
+
+
+def take_source(
+    arguments: list[str], advice: str = "give option=value"
+) -> tuple[Source, list[str]]:
+    """Separate the flags that name a source from the `option=value` words.
+
+    Args:
+        arguments: a command line whose only flags are these.
+        advice: what to do instead of another flag.
+
+    Raises:
+        ConfigError: there is another flag, or no such folder.
+    """
+    flags, words = source_flags(arguments)
+    for word in words:
+        if word.startswith("-"):
+            raise ConfigError(f"{word}: no such option; {advice}")
+    return source_of(flags, words), words
+
+
+@contextmanager
+def hydra_over(source: Source = SHIPPED) -> Iterator[None]:
+    """Within the block Hydra composes from a source."""
+    package = source.place.removeprefix(_PACKAGE).replace("/", ".")
+    settings = {"version_base": "1.3", "job_name": "train"}
+    with (
+        own_folders_first(source),
+        initialize_config_module(package, **settings)
+        if source.place.startswith(_PACKAGE)
+        else initialize_config_dir(source.place, **settings),
+    ):
+        yield
+
+
+@contextmanager
+def own_folders_first(source: Source) -> Iterator[None]:
+    """Within the block a search path that Hydra makes has the user's folders before mpframe's."""
+    Plugins.instance().register(_OwnFolders)
+    _OwnFolders.first = source.first
+    _OwnFolders.last = source.further
+    try:
+        yield
+    finally:
+        _OwnFolders.first, _OwnFolders.last = [], None
+
+
+class _OwnFolders(SearchPathPlugin):
+    """Hydra itself puts the folders of --config-dir and hydra.searchpath last."""
+
+    first: ClassVar[list[str]] = []
+    last: ClassVar[str | None] = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for place in reversed(self.first):
+            search_path.prepend("own", place, "main")
+        if self.last:
+            search_path.append("command-line", f"file://{self.last}")

@@ -1,0 +1,377 @@
+"""The state or the weights that a run starts from: `resume` and `init_from`.
+
+Begin with `Resume`. It finds the newest good checkpoint, verifies it, and loads all of it or
+nothing; then it says whether the resumed run can equal the undisturbed one bit for bit, and if not,
+why. Callbacks get their states by name. `init_from` loads saved weights, except those that may
+differ.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mpframe import checkpoint
+from mpframe.checkpoint import Snapshot
+from mpframe.checkpoint.init_from import fitted, is_foreign, read_foreign, renamed
+from mpframe.checkpoint.state import conversion, rounding, trained_in, weights_of
+from mpframe.config.check import flatten
+from mpframe.config.schema import RunOptions, only_watches, watching
+from mpframe.config.sweep import ELSEWHERE, changes
+from mpframe.errors import CheckpointError, MpframeError, RunInterrupted
+from mpframe.files.stored_yaml import parsed
+from mpframe.tracking import record_sizes
+from mpframe.tracking.environment import arithmetic
+from mpframe.training.callback import Callbacks, has_state
+from mpframe.training.trainer import Trainer
+from mpframe.tree import device_of
+
+Options = Mapping[str, Any]
+
+# A resumed run takes no first weights. The checkpoint's facts name the device it was made on.
+_ELSEWHERE = ELSEWHERE | {"init_from", "init_from_names", "init_from_except"}
+_LENGTH = {"trainer.epochs", "trainer.max_steps"}
+_STATES = ("optimizer", "scheduler")
+_PLATEAU = "ReduceLROnPlateau"  # Fed by validations, and sized by nothing.
+
+
+def refuse_other_parts(then: Options, now: Options) -> None:
+    """Refuse a checkpoint made by another kind of optimizer or schedule.
+
+    Their states are tensors by number: another kind would take them and compute nonsense.
+
+    Args:
+        then, now: the resolved options of the checkpoint and of this run.
+
+    Raises:
+        CheckpointError: a `_target_` differs.
+    """
+    for path, (old, new) in _changes(then, now).items():
+        if path.startswith(_STATES) and path.endswith("_target_"):
+            raise CheckpointError(
+                f"made with {path}={old}, and this run has {new}; "
+                "resume with the same, or take the weights alone with init_from"
+            )
+
+
+def differences(then: Options, now: Options) -> list[str]:
+    """The options because of which the resumed run will not equal the undisturbed one.
+
+    Args:
+        then, now: the resolved options of the checkpoint and of this run.
+
+    Returns:
+        `option=value (was value)` each.
+    """
+    changes, saved = _changes(then, now), _in_saved_state(now)
+    passed_over = _passed_over(_schedule_of(now))
+    return [
+        f"{path}={new} (was {old})"
+        for path, (old, new) in changes.items()
+        if path not in passed_over and not path.startswith(saved) and not _aside(path)
+    ]
+
+
+def _schedule_of(options: Options) -> str:
+    return str(flatten(options).get("scheduler._target_", ""))
+
+
+def _in_saved_state(now: Options) -> tuple[str, ...]:
+    """The sections whose saved options count; other schedules follow the new ones."""
+    return _STATES if _schedule_of(now).endswith(_PLATEAU) else _STATES[:1]
+
+
+def _aside(path: str) -> bool:
+    """Whether an option belongs to a callback that only watches, or only ends a run."""
+    return path.startswith(("callbacks.early_stopping", "metrics.", "init_from_names.")) or (
+        path.startswith("callbacks.") and only_watches(path)
+    )
+
+
+def _passed_over(schedule: str) -> set[str]:
+    """The options that change none of a run's numbers under its schedule, a `_target_` or ""."""
+    if schedule.endswith(_PLATEAU):
+        return (watching() | _ELSEWHERE | _LENGTH) - {"trainer.eval_every", "trainer.monitor"}
+    return watching() | _ELSEWHERE | (set() if schedule else _LENGTH)
+
+
+def carried_over(then: Options, now: Options) -> list[str]:
+    """The options that do not count, because the saved state has its own.
+
+    Returns:
+        `option=value (goes on with value)` each.
+    """
+    changes, saved = _changes(then, now), _in_saved_state(now)
+    return [
+        f"{path}={new} (goes on with {old})"
+        for path, (old, new) in changes.items()
+        if path.startswith(saved)
+    ]
+
+
+def other_arithmetic(then: Any, now: Mapping[str, Any]) -> list[str]:
+    """What differs between two `environment.arithmetic`: `fact=value (was value)` each."""
+    if not isinstance(then, Mapping):
+        return []  # A checkpoint may hold anything there.
+    return [f"{k}={now[k]} (was {then[k]})" for k in now if k in then and then[k] != now[k]]
+
+
+def _changes(then: Options, now: Options) -> dict[str, tuple[str, str]]:
+    # Without options it was saved in a loop of the user's own.
+    return changes(then, now) if then and now else {}
+
+
+log = logging.getLogger(__name__)
+
+
+def restore(callbacks: Callbacks, saved: Any) -> None:
+    """Load each callback's state; warn of states without a callback, and of the reverse.
+
+    Args:
+        callbacks: new ones, by name.
+        saved: their states, as the checkpoint has them; may be anything.
+
+    Raises:
+        CheckpointError: a state does not fit its callback.
+    """
+    if not isinstance(saved, dict):
+        raise CheckpointError("its callbacks are no dict; use another checkpoint")
+    for name in callbacks.keys() & saved.keys():
+        try:
+            callbacks[name].load_state_dict(saved[name])
+        except RunInterrupted:
+            raise
+        except Exception as error:  # A checkpoint may hold anything there.
+            raise CheckpointError(
+                f"its state of callbacks.{name} does not fit ({error!r:.200}); "
+                "resume from another checkpoint"
+            ) from None
+    _warn_of_the_rest(callbacks, saved)
+
+
+def _warn_of_the_rest(callbacks: Callbacks, states: Mapping[str, Any]) -> None:
+    dropped = [name for name in states if name not in callbacks]
+    if dropped:
+        log.warning(
+            "warning: the checkpoint holds the state of %s, and this run has no such callback: "
+            "the next checkpoint is without",
+            ", ".join(f"callbacks.{name}" for name in dropped),
+        )
+    fresh = [name for name, c in callbacks.items() if has_state(c) and name not in states]
+    if fresh:
+        log.warning(
+            "warning: the checkpoint holds no state of %s, which begins without",
+            ", ".join(f"callbacks.{name}" for name in fresh),
+        )
+
+
+Renew = Callable[[Trainer], None]
+"""Gives a trainer new callbacks, without a state."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run continues from.
+
+    Attributes:
+        option: `none`, `auto`, or a checkpoint's or run's folder.
+        folder: this run's folder.
+        config: this run's resolved options as YAML.
+    """
+
+    option: str
+    folder: Path
+    config: str
+
+    def into(self, trainer: Trainer, renew: Renew = lambda trainer: None) -> str:
+        """Load the checkpoint into the trainer, its callbacks and the random generators.
+
+        Args:
+            trainer: newly built.
+            renew: called before each checkpoint that is tried, and if there is none.
+
+        Returns:
+            The identity of the run; a new one if it starts from the beginning.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, is damaged or does not fit; nothing has
+                changed.
+        """
+        if self.option == "none":
+            return _from_the_beginning(trainer, renew)
+        if self.option == "auto":
+            return self._newest_good(trainer, renew)
+        path = Path(self.option)
+        if not path.exists():
+            raise CheckpointError(
+                f"resume={path}: no such folder; name a run's folder or a checkpoint"
+            )
+        checkpoint.refuse_mixed(path)
+        return self._take(checkpoint.newest(path), trainer, renew)
+
+    def _newest_good(self, trainer: Trainer, renew: Renew) -> str:
+        found = checkpoint.all_in(self.folder)
+        for path in reversed(found):
+            try:
+                return self._take(path, trainer, renew)
+            except CheckpointError as error:
+                log.warning("warning: resume=auto passes over %s: %s", path.name, error)
+        if found:
+            raise CheckpointError(
+                f"resume=auto: none of the {len(found)} checkpoints in {self.folder} can be used; "
+                "repair or delete them, or start again in another hydra.run.dir"
+            )
+        log.info("resume=auto: no checkpoint in %s, starting from the beginning", self.folder)
+        return _from_the_beginning(trainer, renew)
+
+    def _take(self, path: Path, trainer: Trainer, renew: Renew) -> str:
+        snapshot = checkpoint.read(path)
+        renew(trainer)
+        then, now = _options(snapshot.config, path), _options(self.config, self.folder)
+        _apply(snapshot, (then, now), path, trainer)
+        _say_what_differs(snapshot, then, now, trainer)
+        if path.absolute().parents[1] == self.folder.absolute():
+            _say_what_is_short(snapshot, path)
+        log.info("resumed from %s at step %d", path, trainer.progress.global_step)
+        return checkpoint.identity_of(snapshot.facts) or checkpoint.new_identity()
+
+
+def _from_the_beginning(trainer: Trainer, renew: Renew) -> str:
+    renew(trainer)
+    return checkpoint.new_identity()
+
+
+def _options(config: str, path: Path) -> dict[str, Any]:
+    """The stored options; none if a user's own loop saved without them."""
+    return parsed(config, path / "config.yaml") if config else {}
+
+
+def _say_what_differs(
+    snapshot: Snapshot, then: dict[str, Any], now: dict[str, Any], trainer: Trainer
+) -> None:
+    here = arithmetic(device_of(trainer.model), trainer.world)
+    changed = differences(then, now)
+    changed += other_arithmetic(snapshot.facts.get("made_on"), here)
+    if changed:
+        log.warning(
+            "warning: the resumed run will not equal an undisturbed one bit for bit: %s",
+            ", ".join(changed),
+        )
+    carried = carried_over(then, now)
+    if carried:
+        log.warning(
+            "warning: not used, because the checkpoint holds its own: %s; "
+            "start a new run with init_from to change it",
+            ", ".join(carried),
+        )
+
+
+def _say_what_is_short(snapshot: Snapshot, path: Path) -> None:
+    """Name the records of the run that have lost rows since the checkpoint was made."""
+    then, now = snapshot.facts.get("records"), record_sizes(path.parents[1])
+    if not isinstance(then, dict):
+        return  # A checkpoint may hold anything there.
+    short = [
+        f"{name} ({now.get(name, 0)} of {size} bytes)"
+        for name, size in then.items()
+        if isinstance(size, int) and now.get(name, 0) < size
+    ]
+    if short:
+        log.warning(
+            "warning: shorter than when %s was made: %s; what was lost stays missing from the "
+            "curves",
+            path.name,
+            ", ".join(short),
+        )
+
+
+def _apply(
+    snapshot: Snapshot, options: tuple[dict[str, Any], dict[str, Any]], path: Path, trainer: Trainer
+) -> None:
+    """Load a state, all of it or none."""
+    before = Snapshot(0, {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()})
+    before = before.detached()
+    try:
+        refuse_other_parts(*options)
+        _load(snapshot, trainer)
+        restore(trainer.callbacks, snapshot.state.get("callbacks", {}))
+    except RunInterrupted:
+        raise
+    except Exception as error:  # A state of the wrong structure may raise anything below torch.
+        trainer.load_state_dict(before.state["trainer"])
+        checkpoint.restore_rng(before.state["rng"])
+        said = error if isinstance(error, MpframeError) else f"of something else ({error!r:.200})"
+        raise CheckpointError(f"{path}: {said}") from None
+
+
+def load_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Load a trainer's state, and say what another precision makes of it.
+
+    Raises:
+        CheckpointError: the state belongs to another model, optimizer or scaler.
+    """
+    trainer.load_state_dict(state)
+    if state["precision"] != str(trainer.precision):
+        rounded = rounding(trainer.model, state["weights"])
+        scaled = bool(state["scaler"]), bool(trainer.scalers)
+        log.info("%s", conversion(state["precision"], str(trainer.precision), rounded, scaled))
+
+
+def _load(snapshot: Snapshot, trainer: Trainer) -> None:
+    load_state(trainer, snapshot.state["trainer"])
+    if trainer.world.is_main:
+        checkpoint.restore_rng(snapshot.state["rng"])
+        return
+    own = checkpoint.of_rank(snapshot.state, trainer.world.rank)
+    if own is None:  # There were fewer ranks: this one draws numbers of its own.
+        shared = snapshot.state["trainer"].get("products", {})
+        trainer.precision.load_state_dict({**shared, "generators": {}})
+    else:
+        trainer.precision.load_state_dict(own["products"])
+        checkpoint.restore_rng(own["rng"])
+
+
+def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
+    """Load the weights that `init_from` names into the trainer, and log what became of each.
+
+    Args:
+        trainer: newly built.
+        options: those of the run, with an `init_from`.
+
+    Returns:
+        The precision that they were trained in, e.g. `mixed(float16)`; None if mpframe did not
+        train them.
+
+    Raises:
+        CheckpointError: the file is damaged or does not fit the model; nothing is taken.
+        ConfigError: a pattern matches no weight.
+    """
+    source, left_out = str(options.init_from), options.init_from_except
+    saved, precision, left = _read(Path(source))
+    own = trainer.weights()
+    saved = renamed(saved, options.init_from_names or {}, own.keys(), source)
+    taken = fitted(saved, own, left_out, source)
+    trainer.load_weights(taken.weights)
+    log.info(
+        "weights taken from %s%s: %s",
+        source,
+        f", but for {', '.join(left_out)}" if left_out else "",
+        rounding(trainer.model, taken.weights),
+    )
+    if left:
+        log.info("init_from: other entries of the file, not used: %s", ", ".join(left))
+    for line in taken.remarks():
+        log.info("init_from: %s", line)
+    return precision
+
+
+def _read(path: Path) -> tuple[Mapping[str, Tensor], str | None, tuple[str, ...]]:
+    """Weights by name, the precision of their run, and other entries beside them."""
+    if is_foreign(path):
+        foreign = read_foreign(path)
+        return foreign.tensors, None, foreign.left
+    state = checkpoint.load(path)
+    return weights_of(state, "trained", path), trained_in(state, path), ()
