@@ -8,22 +8,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpframe.loss_scaling import Backoff, LogMax, Static
-    from mpframe.optim import MasterWeights
-    from mpframe.optim.step_result import StepResult
-    from mpframe.precision import OpLists, Precision
+    from mpframe.core.loss_scaling import Backoff, LogMax, Static
+    from mpframe.core.master_weights import MasterWeights
+    from mpframe.core.op_lists import OpLists
+    from mpframe.core.precision import Precision
+    from mpframe.core.step_result import StepResult
+    from mpframe.core.trainer import Trainer
     from mpframe.run.run import train
-    from mpframe.training.trainer import Trainer
 
 _HOMES = {
-    "Backoff": "mpframe.loss_scaling",
-    "LogMax": "mpframe.loss_scaling",
-    "MasterWeights": "mpframe.optim",
-    "OpLists": "mpframe.precision",
-    "Precision": "mpframe.precision",
-    "Static": "mpframe.loss_scaling",
-    "StepResult": "mpframe.optim",
-    "Trainer": "mpframe.training.trainer",
+    "Backoff": "mpframe.core.loss_scaling",
+    "LogMax": "mpframe.core.loss_scaling",
+    "MasterWeights": "mpframe.core.master_weights",
+    "OpLists": "mpframe.core.op_lists",
+    "Precision": "mpframe.core.precision",
+    "Static": "mpframe.core.loss_scaling",
+    "StepResult": "mpframe.core.step_result",
+    "Trainer": "mpframe.core.trainer",
     "train": "mpframe.run.run",
 }
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from mpframe.errors import ConfigError, MpframeError
+from mpframe.core.errors import ConfigError, MpframeError
 
 _UNREACHABLE = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
 

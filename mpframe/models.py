@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 
 
 def require_sizes(**sizes: int) -> None:

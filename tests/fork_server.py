@@ -9,7 +9,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         *("mpframe.run.run", "mpframe.cli.commands.train", "mpframe.data"),
-        *("mpframe.distributed.process_group", "pytest"),
+        *("mpframe.parallel.process_group", "pytest"),
     ]
 )
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-
 from mpframe.optim import buckets, gradients
-from mpframe.optim.masters.master import Master
-from mpframe.optim.masters.split_master import KINDS, SplitMaster
-from mpframe.training.plan import Plan
+
+from mpframe.core.masters import Master
+from mpframe.core.plan import Plan
+from mpframe.core.split_master import KINDS, SplitMaster
 
 
 def _buckets(patch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,14 @@ from mpframe.config.check import flatten
 from mpframe.config.planned import filled_in
 from mpframe.config.redaction import hide, secrets_of
 from mpframe.config.schema import Config, Group, GroupOptions, PartOptions
+from mpframe.core.errors import ConfigError
+from mpframe.core.master_weights import MasterWeights
+from mpframe.core.trainer import AnyOptimizer
 from mpframe.data.task import Task
-from mpframe.errors import ConfigError
-from mpframe.optim import MasterWeights
-from mpframe.optim.ema import Ema
-from mpframe.optim.multi_optimizer import MultiOptimizer
-from mpframe.optim.schedules import PlannedSchedule, Schedule
-from mpframe.optim.selection import Selection, divided, grouped
-from mpframe.training.trainer import AnyOptimizer
+from mpframe.training.ema import Ema
+from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.schedules import PlannedSchedule, Schedule
+from mpframe.training.selection import Selection, divided, grouped
 
 log = logging.getLogger(__name__)
 

@@ -17,21 +17,20 @@ from torch import Tensor, nn
 
 from mpframe.assembly.target import found, make, options_of
 from mpframe.config.schema import Config
+from mpframe.core.callback import Callback
+from mpframe.core.comm import ALONE, World
+from mpframe.core.errors import ConfigError, UserCode, UserCodeError, described, name_of, nearest
+from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, Scaling
+from mpframe.core.loss_scaling.scaler import name_of as name_of_scaler
+from mpframe.core.objective import Objective, Supervised, require_objective
+from mpframe.core.op_lists import OpLists
+from mpframe.core.policy import lowbit
+from mpframe.core.precision import Precision
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers
-from mpframe.distributed.launch import place
-from mpframe.distributed.world import ALONE, World
-from mpframe.errors import ConfigError, UserCodeError, nearest
-from mpframe.loss_scaling.interface import LossScaler, Scaling
-from mpframe.loss_scaling.interface import name_of as name_of_scaler
-from mpframe.loss_scaling.no_scaling import NoScaling
-from mpframe.objectives import Objective, Supervised, require_objective
-from mpframe.precision import OpLists, Precision
-from mpframe.precision.policy import lowbit
-from mpframe.training.callback import Callback
+from mpframe.parallel.launch import place
 from mpframe.training.evaluation import LOSS, NamedMetric
-from mpframe.user_code import UserCode, described, name_of
 
 
 def build_model(config: Config) -> nn.Module:
@@ -138,7 +137,7 @@ def build_objective(node: dict[str, Any]) -> Objective:
     if isinstance(made, nn.modules.loss._Loss):
         raise ConfigError(
             f"objective._target_={node['_target_']}: is a loss; use "
-            "objective._target_=mpframe.objectives.supervised "
+            "objective._target_=mpframe.core.objective.supervised "
             f"objective.loss._target_={node['_target_']}"
         )
     require_objective(f"objective._target_={node['_target_']}", made)
@@ -364,6 +363,6 @@ def build_callbacks(config: Config) -> dict[str, Callback]:
         if not isinstance(callback, Callback):
             raise ConfigError(
                 f"callbacks.{name}._target_={nodes[name]['_target_']}: must return a "
-                f"mpframe.training.callback.Callback, got {type(callback).__name__}"
+                f"mpframe.core.callback.Callback, got {type(callback).__name__}"
             )
     return callbacks

@@ -24,23 +24,21 @@ from mpframe.assembly.parts import (
     to_device,
 )
 from mpframe.config.schema import Config
+from mpframe.core.callback import Algorithm
+from mpframe.core.comm import ALONE, World
+from mpframe.core.errors import ConfigError, RunInterrupted, first_line
+from mpframe.core.loss_scaling.backoff import PROBE
+from mpframe.core.plan import Plan
+from mpframe.core.precision import Precision
+from mpframe.core.storage import formats_of
+from mpframe.core.trainer import AnyOptimizer, Trainer
+from mpframe.core.tree import HALF, device_of, dtype_name, map_tensors
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
-from mpframe.distributed.world import ALONE, World
-from mpframe.errors import ConfigError, RunInterrupted, first_line
-from mpframe.loss_scaling.adaptive import PROBE
-from mpframe.optim.schedules import Schedule
-from mpframe.precision import Precision
-from mpframe.precision.storage.storage import formats_of
-from mpframe.training.callback import Algorithm
-from mpframe.training.callbacks.schedules import Schedules
-from mpframe.training.channels_last import to_channels_last
 from mpframe.training.evaluation import Evaluator
-from mpframe.training.plan import Plan
+from mpframe.training.memory import recompute, to_channels_last
 from mpframe.training.ranks import refuse_other_weights
-from mpframe.training.recompute import recompute
-from mpframe.training.trainer import AnyOptimizer, Trainer
-from mpframe.tree import HALF, device_of, dtype_name, map_tensors
+from mpframe.training.schedules import Schedule, Schedules
 
 _NEEDED = {  # What needs whole weights on each rank is off.
     "trainer.compile": "false",
@@ -276,7 +274,7 @@ def _build_algorithms(
         algorithms["schedule"] = Schedules(planned)
     ema = build_ema(config, model, optimizer)
     if ema is not None:
-        from mpframe.training.callbacks.average import AverageWeights
+        from mpframe.training.ema import AverageWeights
 
         algorithms["ema"] = AverageWeights(ema, model)
     if config.trainer.on_loss_spike != "off":

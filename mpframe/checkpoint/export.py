@@ -22,7 +22,7 @@ from torch import Tensor
 from mpframe.checkpoint.export_graph import KEY
 from mpframe.checkpoint.folder import FOLDER, identity_of
 from mpframe.checkpoint.state import Snapshot, validated_kind
-from mpframe.errors import CheckpointError, ConfigError
+from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.files.durable import write_atomically
 from mpframe.files.plain_file import read_regular
 from mpframe.files.stored_yaml import parsed

@@ -27,9 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.errors import CheckpointError, ConfigError, UserCodeError, first_line
-from mpframe.tree import HALVES, dtype_name, fields_of, tensors_in
-from mpframe.user_code import name_of, raised
+from mpframe.core.errors import (
+    CheckpointError,
+    ConfigError,
+    UserCodeError,
+    first_line,
+    name_of,
+    raised,
+)
+from mpframe.core.tree import HALVES, dtype_name, fields_of, tensors_in
 
 DTYPES = {"fp32": torch.float32, **HALVES}
 

@@ -29,7 +29,7 @@ from typing import IO, Any, Self
 
 from mpframe.checkpoint.untrusted import damaged_if_raising
 from mpframe.console import printable
-from mpframe.errors import CheckpointError
+from mpframe.core.errors import CheckpointError
 from mpframe.files.plain_file import open_regular, read_regular
 
 FOLDER = "checkpoints"

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
-from mpframe.distributed.shards import address_of
-from mpframe.errors import CheckpointError, ConfigError, nearest
+from mpframe.core.comm import address_of
+from mpframe.core.errors import CheckpointError, ConfigError, nearest
+from mpframe.core.tree import HALF, dtype_name
 from mpframe.files.plain_file import open_regular, read_regular
-from mpframe.tree import HALF, dtype_name
 
 _WRAPPERS = ("module.", "_orig_mod.")  # Of DistributedDataParallel, and of torch.compile.
 

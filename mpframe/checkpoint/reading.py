@@ -18,7 +18,7 @@ from mpframe.checkpoint.folder import (
 )
 from mpframe.checkpoint.state import Snapshot, put_together
 from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
-from mpframe.errors import CheckpointError
+from mpframe.core.errors import CheckpointError
 from mpframe.files.plain_file import read_regular
 
 _LARGEST_CONFIG = 2**20  # bytes

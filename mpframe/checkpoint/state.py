@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
-from mpframe.distributed.shards import address_of, is_sharded, part_of
-from mpframe.distributed.world import World
-from mpframe.errors import CheckpointError, ConfigError
-from mpframe.tree import HALF, dtype_name
+from mpframe.core.comm import World, address_of, is_sharded, part_of
+from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.tree import HALF, dtype_name
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpframe.errors import CheckpointError, MpframeError, first_line
+from mpframe.core.errors import CheckpointError, MpframeError, first_line
 
 _LARGEST_PICKLE = 2**24  # bytes; a thousand parameters with their optimizer state take 1 MB
 _OLD_FORMAT = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # The first of its pickles.

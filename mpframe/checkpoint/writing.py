@@ -28,8 +28,8 @@ from mpframe.checkpoint.folder import (
     path_of,
 )
 from mpframe.checkpoint.state import Snapshot, divided
-from mpframe.distributed.world import World
-from mpframe.errors import CheckpointError
+from mpframe.core.comm import World
+from mpframe.core.errors import CheckpointError
 from mpframe.files.durable import sync_file, sync_folder, sync_paths
 
 T = TypeVar("T")

@@ -28,10 +28,9 @@ from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.config.schema import Config
 from mpframe.config.sweep import holds_this_run, resolved_text, stopped
 from mpframe.console import printable
-from mpframe.distributed.launch import place
-from mpframe.distributed.saying import line_of
-from mpframe.errors import ConfigError, DivergedError, MpframeError, RunInterrupted
+from mpframe.core.errors import ConfigError, DivergedError, MpframeError, RunInterrupted
 from mpframe.files.turns import turn_in
+from mpframe.parallel.launch import line_of, place
 from mpframe.tracking.summary import Status, Summary
 
 log = logging.getLogger(__name__)

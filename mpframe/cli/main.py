@@ -17,7 +17,7 @@ from pathlib import Path
 from mpframe import __version__
 from mpframe.cli import completion
 from mpframe.console import one_line_exit
-from mpframe.errors import ConfigError, nearest
+from mpframe.core.errors import ConfigError, nearest
 
 COMMANDS = {
     "new": "mpframe.cli.commands.new",

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from mpframe.config.redaction import hide, secrets_of
 from mpframe.console import one_line_exit, unreachable_in_one_line
-from mpframe.errors import ConfigError, MpframeError, UserCodeError, nearest
+from mpframe.core.errors import ConfigError, MpframeError, UserCodeError, nearest
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def program() -> Iterator[None]:
             with unreachable_in_one_line():
                 yield
         except SystemExit as error:
-            from mpframe.user_code import raised  # It imports torch.
+            from mpframe.core.errors import raised  # It imports torch.
 
             said = f"the command was ended by {raised(error)}; let it return"
             raise UserCodeError(said) from error

@@ -11,12 +11,12 @@ from mpframe.checkpoint.folder import best_in
 from mpframe.checkpoint.state import averages_of, extra_state_of, steps_tried, weights_of
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
+from mpframe.core.errors import ConfigError
+from mpframe.core.trainer import Trainer
 from mpframe.data.task import Task
-from mpframe.errors import ConfigError
 from mpframe.run.preprocessing import refuse_other_preprocessing
 from mpframe.tracking.summary import Summary
-from mpframe.training.callbacks.average import AverageWeights, ema_of
-from mpframe.training.trainer import Trainer
+from mpframe.training.ema import AverageWeights, ema_of
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from mpframe.config.schema import (
     TrainerOptions,
     use_instead,
 )
-from mpframe.errors import ConfigError, nearest
-from mpframe.ranges import Range
+from mpframe.core.errors import ConfigError, nearest
+from mpframe.core.ranges import Range
 
 T = TypeVar("T")
 

@@ -42,7 +42,7 @@ from mpframe.config.sweep import (
     resolved_text,
 )
 from mpframe.console import unreachable_in_one_line
-from mpframe.errors import ConfigError, MpframeError
+from mpframe.core.errors import ConfigError, MpframeError
 
 __all__ = [
     "Job", "checked", "compose_named", "jobs", "prepare", "refuse_unwritable", "without_hydra"

@@ -30,7 +30,7 @@ from mpframe.config.overrides import (
 )
 from mpframe.config.redaction import secrets_of, values_of
 from mpframe.config.schema import OPEN, Config, use_instead
-from mpframe.errors import ConfigError, first_line, nearest
+from mpframe.core.errors import ConfigError, first_line, nearest
 
 _ONE_CHOICE = {
     *("dtype", "dtype/products", "ops"),

@@ -24,9 +24,36 @@ _WORKLOADS = {
     "text.tweets": ["data.tweet_spans", "data.WordJaccard"],
 }
 
+_HOUSE = {
+    "core.loss_scaling": [
+        f"loss_scaling.{name}" for name in ("Static", "Backoff", "LogMax", "auto", "none")
+    ],
+    "core.objective": [
+        f"objectives.{name}" for name in ("supervised", "cross_entropy", "mse", "model_loss")
+    ],
+    "training.schedules": [
+        *("optim.schedules.constant", "optim.schedules.exponential", "optim.schedules.onecycle"),
+        *("optim.schedules.piecewise_constant", "optim.schedules.poly"),
+        *("optim.schedules.transformer", "optim.schedules.warmup_cosine"),
+    ],
+    "lab": ["numerics.watch_ranges"],
+    "lab.autopsy.callback": ["numerics.autopsy.callback.Autopsy"],
+    "training.callbacks.console": [
+        *("training.callbacks.log_lines.LogLines", "training.callbacks.progress_bar.ProgressBar"),
+    ],
+    "training.callbacks.guards": [
+        "training.callbacks.early_stopping.EarlyStopping",
+        "training.callbacks.saturation.SaturationWarning",
+    ],
+    "training.callbacks.records": [
+        *("training.callbacks.amax_record.RecordAmax", "training.callbacks.csv_log.CsvLog"),
+    ],
+    "training.loss_spike": ["training.callbacks.spike_report.SpikeReport"],
+}
+
 MOVED = {
-    f"mpframe.{old}": f"mpframe.workloads.{module}.{old.rpartition('.')[2]}"
-    for module, names in _WORKLOADS.items()
+    f"mpframe.{old}": f"mpframe.{module}.{old.rpartition('.')[2]}"
+    for module, names in {**{f"workloads.{k}": v for k, v in _WORKLOADS.items()}, **_HOUSE}.items()
     for old in names
 }
 """Old name to new."""

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 
 
 def refuse_unwritable(option: str, folder: Path) -> None:

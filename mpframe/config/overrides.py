@@ -30,7 +30,7 @@ from yaml import YAMLError
 
 from mpframe.config.locations import CONF
 from mpframe.config.schema import OPEN
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mpframe.errors import nearest
+from mpframe.core.errors import nearest
 
 NAMES = ("total_steps", "epochs", "steps_per_epoch")
 _WORDS = re.compile(r"\$\{plan:(\w+)(?:,([\d.e+-]+))?\}")

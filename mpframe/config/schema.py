@@ -18,7 +18,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from mpframe.ranges import Range
+from mpframe.core.ranges import Range
 
 
 def option(

@@ -33,7 +33,7 @@ from mpframe.config.locations import CONF
 from mpframe.config.moved import renamed
 from mpframe.config.overrides import Source, take_source
 from mpframe.config.schema import OPEN, Config
-from mpframe.errors import CheckpointError, ConfigError
+from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.files.stored_yaml import parsed
 
 _TARGET = "_target_"
@@ -136,7 +136,7 @@ _UNUSED = {
 _OPTIMIZER = {"_target_": "torch.optim.SGD", "lr": 1.0}
 _INSTEAD = {
     "scheduler": None,
-    "loss_scaling": {"_target_": "mpframe.loss_scaling.none"},
+    "loss_scaling": {"_target_": "mpframe.core.loss_scaling.none"},
     "resume": "none",
     "init_from": None,
 }

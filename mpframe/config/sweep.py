@@ -30,7 +30,7 @@ from mpframe.config.overrides import PRIMARY, parsed, word_of
 from mpframe.config.redaction import HIDDEN, as_yaml, hide, secrets_of, values_of
 from mpframe.config.schema import only_watches, watching
 from mpframe.console import printable
-from mpframe.errors import ConfigError, MpframeError, RunInterrupted, nearest
+from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted, nearest
 from mpframe.files import stored_yaml
 from mpframe.files.stored_yaml import read_stored
 

@@ -6,7 +6,7 @@ network that does not fit the data, so it is refused, with the true number.
 
 from torch import Tensor
 
-from mpframe.errors import ConfigError, DataError
+from mpframe.core.errors import ConfigError, DataError
 
 
 def require_facts(dataset: str, **facts: tuple[object, object]) -> None:

@@ -19,11 +19,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data.facts import require_facts, require_whole
 from mpframe.data.images import ArrayImages, Images, Normalize, spread
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task, classification
-from mpframe.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 

@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mpframe.core.errors import ConfigError, DataError, nearest
 from mpframe.data.facts import require_facts, require_labels
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task, classification
-from mpframe.errors import ConfigError, DataError, nearest
 
 AUGMENTATIONS = ("none", "crop", "crop_flip")
 DRAWS = 3

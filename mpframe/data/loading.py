@@ -31,6 +31,18 @@ from torch.utils.data import (
     default_collate,
 )
 
+from mpframe.core.comm import ALONE, World
+from mpframe.core.errors import (
+    ConfigError,
+    DataError,
+    MpframeError,
+    UserCode,
+    described,
+    first_line,
+    name_of,
+    raised,
+)
+from mpframe.core.tree import map_tensors, named_tensors, tensors_in
 from mpframe.data.facts import require_whole
 from mpframe.data.workers import (
     POLL_SECONDS,
@@ -39,10 +51,6 @@ from mpframe.data.workers import (
     WorkerPool,
     ignore_signals,
 )
-from mpframe.distributed.world import ALONE, World
-from mpframe.errors import ConfigError, DataError, MpframeError, first_line
-from mpframe.tree import map_tensors, named_tensors, tensors_in
-from mpframe.user_code import UserCode, described, name_of, raised
 
 
 def require_finite(

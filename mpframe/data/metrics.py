@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from mpframe.errors import DataError
+from mpframe.core.errors import DataError
 
 
 def require_same_shape(metric: str, outputs: Tensor, targets: Tensor) -> None:

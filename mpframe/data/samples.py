@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mpframe.core.tree import map_tensors, tensors_in
 from mpframe.data.facts import require_whole
 from mpframe.data.loading import keyed_uniform
-from mpframe.tree import map_tensors, tensors_in
 
 
 def hold_out(targets: Tensor, one_in: int, parts: int = 1) -> list[Tensor]:

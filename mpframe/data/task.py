@@ -8,12 +8,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from mpframe.core.errors import DataError, described, name_of
+from mpframe.core.objective import Loss, Objective, Supervised
 from mpframe.data.loading import Collate
 from mpframe.data.metrics import Accuracy
-from mpframe.errors import DataError
-from mpframe.objectives import Objective, Supervised
-from mpframe.objectives.supervised import Loss
-from mpframe.user_code import described, name_of
 
 
 class Metric(Protocol):

@@ -32,7 +32,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from mpframe.errors import ConfigError, DataError, first_line
+from mpframe.core.errors import ConfigError, DataError, first_line
 
 log = logging.getLogger(__name__)
 

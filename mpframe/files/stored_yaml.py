@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from mpframe.errors import CheckpointError
+from mpframe.core.errors import CheckpointError
 from mpframe.files.plain_file import read_regular
 
 _MOST_LETTERS = 2**16

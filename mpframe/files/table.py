@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 from mpframe.files.durable import atomic_file
 
 SUFFIXES = (".csv", ".parquet")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from mpframe.errors import MpframeError
+from mpframe.core.errors import MpframeError
 from mpframe.files.plain_file import open_regular
 
 if sys.platform != "win32":  # Windows has no such lock; there processes do not wait.

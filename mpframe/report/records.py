@@ -11,7 +11,7 @@ from typing import Any
 
 from mpframe.config.check import flatten
 from mpframe.console import printable
-from mpframe.errors import ConfigError, MpframeError, first_line
+from mpframe.core.errors import ConfigError, MpframeError, first_line
 from mpframe.files.stored_yaml import read_stored
 from mpframe.tracking.summary import FILE_NAME, Summary
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpframe.console import printable
-from mpframe.errors import MpframeError, first_line
+from mpframe.core.errors import MpframeError, first_line
 from mpframe.files.durable import write_atomically
 from mpframe.files.stored_yaml import read_stored
 from mpframe.files.turns import turn_in

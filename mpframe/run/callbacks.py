@@ -12,12 +12,11 @@ writes a summary and checkpoints, can be stopped, and ends if it only skips.
 
 from mpframe import assembly
 from mpframe.config.schema import Config
-from mpframe.errors import ConfigError
-from mpframe.training.callback import Callback
+from mpframe.core.callback import Callback
+from mpframe.core.errors import ConfigError
 from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
+from mpframe.training.callbacks.guards import SkipGuard, StopOnSignal
 from mpframe.training.callbacks.results import Results
-from mpframe.training.callbacks.skip_guard import SkipGuard
-from mpframe.training.callbacks.stop_on_signal import StopOnSignal
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.interruption import Interruption
 

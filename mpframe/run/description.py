@@ -26,18 +26,18 @@ from mpframe.config.locations import CONF
 from mpframe.config.overrides import parsed
 from mpframe.config.redaction import hide, redacted
 from mpframe.config.schema import Config, only_watches
+from mpframe.core.errors import RunInterrupted
+from mpframe.core.objective import Objective
+from mpframe.core.op_lists import OpLists
+from mpframe.core.trace import undisturbed
+from mpframe.core.trainer import Trainer
+from mpframe.core.tree import HALF, device_of, dtype_name, named_tensors
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
-from mpframe.errors import RunInterrupted
-from mpframe.numerics.hints import PlannedRun, hints_on, scaling_of
-from mpframe.objectives import Objective
-from mpframe.precision import OpLists
-from mpframe.precision.undisturbed import undisturbed
+from mpframe.lab.hints import PlannedRun, hints_on, scaling_of
 from mpframe.tracking.environment import environment_text
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import Tracker
-from mpframe.training.trainer import Trainer
-from mpframe.tree import HALF, device_of, dtype_name, named_tensors
 
 _SWEEP = "multirun.yaml"  # Hydra writes it before the first job
 _ONE_COLUMN = {"dtype.mode": "dtype", "dtype.half": "dtype"}

@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 
 from mpframe import checkpoint
 from mpframe.config.redaction import Redacting, as_yaml
-from mpframe.errors import ConfigError, MpframeError
+from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.files.durable import write_atomically
 from mpframe.files.plain_file import open_regular
 from mpframe.tracking.summary import Summary

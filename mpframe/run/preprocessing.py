@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mpframe.core.errors import DataError
 from mpframe.data.task import Task
-from mpframe.errors import DataError
 from mpframe.files import read_regular, write_atomically
 
 VOCABULARY = "vocab.txt"

@@ -15,7 +15,7 @@ import torch
 
 from mpframe.assembly import resolve_device
 from mpframe.config.schema import Config
-from mpframe.training.allocator import keep_freed_memory
+from mpframe.training.memory import keep_freed_memory
 
 _LOAD = Path("/proc/loadavg")
 

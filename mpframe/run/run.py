@@ -27,12 +27,9 @@ from mpframe.config.overrides import stand_ins, word_of
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
-from mpframe.data.loading import Loader
-from mpframe.data.task import Task
-from mpframe.distributed.joining import joined
-from mpframe.distributed.launch import place, refuse_misfit
-from mpframe.distributed.world import ALONE, World
-from mpframe.errors import (
+from mpframe.core.callback import set_up
+from mpframe.core.comm import ALONE, World
+from mpframe.core.errors import (
     ConfigError,
     DataError,
     DivergedError,
@@ -40,8 +37,14 @@ from mpframe.errors import (
     MpframeError,
     RunInterrupted,
     UserCodeError,
+    raised,
 )
+from mpframe.core.trainer import Trainer
+from mpframe.data.loading import Loader
+from mpframe.data.task import Task
 from mpframe.files.stored_yaml import parsed
+from mpframe.parallel.joining import joined
+from mpframe.parallel.launch import place, refuse_misfit
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.description import announce, describe, usage_of
 from mpframe.run.folder import RunFolder, RunLock, unwritable_in_one_line
@@ -51,12 +54,9 @@ from mpframe.run.process import RESULT, console, requeue
 from mpframe.run.resume import Resume
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
-from mpframe.training.callback import set_up
 from mpframe.training.interruption import Interruption
 from mpframe.training.ranks import refuse_other_start
 from mpframe.training.run_context import RunContext
-from mpframe.training.trainer import Trainer
-from mpframe.user_code import raised
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mpframe.errors import DataError
+from mpframe.core.errors import DataError
 from mpframe.files.durable import AppendLog, write_atomically
 from mpframe.files.plain_file import open_regular
 

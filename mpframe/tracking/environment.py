@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from mpframe.config.redaction import HIDDEN, SECRET_NAME, hide, secrets_of
-from mpframe.distributed.world import ALONE, World
+from mpframe.core.comm import ALONE, World
 from mpframe.table import markdown
 
 PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")

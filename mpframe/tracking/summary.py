@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
-from mpframe.errors import MpframeError
+from mpframe.core.errors import MpframeError
 from mpframe.files.durable import write_atomically
 from mpframe.files.plain_file import read_regular
 

@@ -38,7 +38,7 @@ from tensorboard.plugins.text import metadata as text_metadata  # type: ignore[i
 from torch import Tensor
 from torch.utils.tensorboard import summary as summaries
 
-from mpframe.errors import MpframeError
+from mpframe.core.errors import MpframeError
 from mpframe.tracking.event_file import EventFile
 from mpframe.tracking.tags import Tag, meaning_of, metric_tag
 

@@ -5,15 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
-from mpframe.errors import ConfigError
-from mpframe.objectives import require_objective
-from mpframe.optim import MasterWeights
-from mpframe.optim.closure import refuse_beside_closure
-from mpframe.optim.step_result import StepResult
-from mpframe.training.loader import Batch
+from mpframe.core.callback import Batch
+from mpframe.core.closure import refuse_beside_closure
+from mpframe.core.errors import ConfigError, name_of
+from mpframe.core.master_weights import MasterWeights
+from mpframe.core.objective import require_objective
+from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import Trainer
 from mpframe.training.loss_spike import spikes_of
-from mpframe.training.trainer import Trainer
-from mpframe.user_code import name_of
 
 
 @dataclass

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
-from mpframe.distributed.launch import place
-from mpframe.errors import RunInterrupted
+from mpframe.core.errors import RunInterrupted
+from mpframe.parallel.launch import place
 
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)

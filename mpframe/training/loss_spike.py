@@ -10,17 +10,20 @@ The policy decides what follows: `warn` only reports the spike, `skip` skips the
 overflow (nothing changes but the loss scale), `stop` skips it and ends the run. The loss of a
 skipped step never enters the median, so a model that broke stays above it, and the guard against
 endless skips ends the run.
+
+Reports loss spikes.
 """
 
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpframe.errors import CheckpointError
-from mpframe.optim.step_result import StepResult
-from mpframe.training.callback import Algorithm
-from mpframe.training.trainer import Trainer
+from mpframe.core.callback import Algorithm, Callback
+from mpframe.core.errors import CheckpointError, DivergedError
+from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import Trainer
 
 WINDOW = 50
 LEAST = 10
@@ -97,3 +100,31 @@ class LossSpikes(Algorithm):
 def spikes_of(trainer: Trainer) -> LossSpikes | None:
     """What judges a trainer's losses; None if nothing does."""
     return next((a for a in trainer.algorithms.values() if isinstance(a, LossSpikes)), None)
+
+
+log = logging.getLogger(__name__)
+
+
+class SpikeReport(Callback):
+    """Warns of each loss spike, and ends the run if the policy is `stop`."""
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Warn if the loss is a spike, or raise.
+
+        Raises:
+            DivergedError: the loss is a spike and `trainer.on_loss_spike` is stop; the step was
+                left out.
+        """
+        spikes = spikes_of(trainer)
+        if spikes is None or result.loss is None or not bool(spikes.spiked):
+            return
+        text = (
+            f"step {trainer.progress.global_step}: loss {float(result.loss):.4g} is a spike, more "
+            f"than {spikes.factor:g} times the median {float(spikes.median):.4g} of the last steps"
+        )
+        if spikes.policy == "stop":
+            raise DivergedError(
+                f"trainer.on_loss_spike=stop: {text}; look at the batch, lower optimizer.lr, or "
+                "use trainer.on_loss_spike=skip"
+            )
+        log.warning("warning: %s%s", text, "; skipped" if spikes.policy == "skip" else "")

@@ -15,16 +15,15 @@ from typing import Any
 
 from torch import Tensor
 
-from mpframe.errors import ConfigError
-from mpframe.loss_scaling.interface import LossScaler
-from mpframe.objectives import Objective, require_objective
-from mpframe.optim.multi_optimizer import MultiOptimizer, joined
-from mpframe.optim.step_result import StepResult, largest
-from mpframe.training.loader import Batch
+from mpframe.core.callback import Batch
+from mpframe.core.errors import ConfigError
+from mpframe.core.loss_scaling.scaler import LossScaler
+from mpframe.core.objective import NamedObjective, Objective, require_objective
+from mpframe.core.step_result import StepResult, largest
+from mpframe.core.trainer import Trainer
+from mpframe.core.window import LocalWindow, Window
 from mpframe.training.loss_spike import spikes_of
-from mpframe.training.named_objective import NamedObjective
-from mpframe.training.trainer import Trainer
-from mpframe.training.window import LocalWindow, Window
+from mpframe.training.multi_optimizer import MultiOptimizer, joined
 
 
 @dataclass

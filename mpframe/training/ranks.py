@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpframe.distributed.shards import is_sharded
-from mpframe.distributed.world import World
-from mpframe.errors import CheckpointError, MpframeError, UserCodeError
+from mpframe.core.comm import World, is_sharded
+from mpframe.core.errors import CheckpointError, MpframeError, UserCodeError
 
 if TYPE_CHECKING:
-    from mpframe.training.trainer import Trainer
+    from mpframe.core.trainer import Trainer
 
 
 def refuse_other_start(trainer: "Trainer", resume: str) -> None:

@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.utils.data import Dataset
 
+from mpframe.core.objective import Objective, StepOutput, outside_casts
+from mpframe.core.tree import to_fp32
 from mpframe.data.images import digits
 from mpframe.data.task import Task
 from mpframe.models import mlp, require_sizes
-from mpframe.objectives import Objective
-from mpframe.objectives.step_output import StepOutput
-from mpframe.objectives.supervised import outside_casts
-from mpframe.tree import to_fp32
 
 
 def discriminator_objective(model: Any, batch: Any) -> StepOutput:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpframe.errors import MpframeError
+from mpframe.core.errors import MpframeError
 
 
 def run_python(arguments: Sequence[str], folder: Path, name: str, expected: int = 0) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mpframe.cli.program import refuse_words
 from mpframe.console import one_line_exit, take_options
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 
 _OPTIONS = ("repeats", "out")
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from mpframe.core.objective import StepOutput
 from mpframe.data import RMSE, Task
-from mpframe.objectives import StepOutput
 
 
 class Pictures(Dataset[Any]):

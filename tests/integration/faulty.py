@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpframe.core.objective import supervised
 from mpframe.data.images import digits
 from mpframe.data.task import Task
-from mpframe.objectives import supervised
 
 
 class TurnsNan:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import Trainer
+from mpframe.core.callback import Callback
 from mpframe.data.images import digits
 from mpframe.data.task import Task
-from mpframe.training.callback import Callback
 from mpframe.training.run_context import RunContext
 
 

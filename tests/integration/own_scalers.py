@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.loss_scaling import Scaler
+from mpframe.core.loss_scaling import Scaler
 
 
 class Drifting(Scaler):

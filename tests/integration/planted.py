@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from mpframe.core.objective import StepOutput
 from mpframe.data.metrics import Accuracy
 from mpframe.data.task import Task
-from mpframe.objectives import StepOutput
 
 
 def net(head: float = 1.0, form: str = "float32", width: int = 32) -> nn.Module:

@@ -13,7 +13,7 @@ from pathlib import Path
 from conftest import train
 from fork_server import CONTEXT, as_a_new_program
 
-from mpframe.errors import MpframeError
+from mpframe.core.errors import MpframeError
 
 
 def start(folder: Path, *options: str) -> BaseProcess:

@@ -13,10 +13,10 @@ from torch.utils.data import Dataset
 
 from mpframe import Trainer
 from mpframe.checkpoint import writing
+from mpframe.core.callback import Callback
+from mpframe.core.errors import MpframeError
 from mpframe.data import classification
 from mpframe.data.task import Task
-from mpframe.errors import MpframeError
-from mpframe.training.callback import Callback
 
 
 def run(folder: Path, *options: str) -> Any:

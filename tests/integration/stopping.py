@@ -4,7 +4,7 @@ import os
 import signal
 
 from mpframe import Trainer
-from mpframe.training.callback import Callback
+from mpframe.core.callback import Callback
 
 
 class Stop(Callback):

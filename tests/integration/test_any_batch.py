@@ -10,8 +10,8 @@ from test_resume import cut
 from texts import Texted
 
 from mpframe.cli.commands import autopsy as autopsy_command
-from mpframe.errors import DataError, DivergedError
-from mpframe.numerics.autopsy import evidence
+from mpframe.core.errors import DataError, DivergedError
+from mpframe.lab.autopsy import evidence
 
 OWN = [
     "model=own", "model._target_=texts.Reader", "dataset=own", "dataset._target_=texts.task",

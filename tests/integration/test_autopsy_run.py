@@ -12,9 +12,9 @@ from conftest import StartRun
 
 from mpframe import checkpoint
 from mpframe.cli.commands import autopsy as autopsy_command
-from mpframe.errors import CheckpointError, DivergedError, MpframeError
-from mpframe.numerics.autopsy import evidence
-from mpframe.numerics.ranges import read_ranges
+from mpframe.core.errors import CheckpointError, DivergedError, MpframeError
+from mpframe.lab.autopsy import evidence
+from mpframe.lab.ranges import read_ranges
 
 OWN = "model._target_=overflowing.Overflowing"
 SHORT = ["dataset=digits", "device=cpu", "dataset.batch_size=32", "trainer.max_steps=3"]
@@ -254,7 +254,7 @@ def test_a_failing_autopsy_does_not_end_the_run(
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory\nand more")
 
-    monkeypatch.setattr("mpframe.numerics.autopsy.report.diagnose", fail)
+    monkeypatch.setattr("mpframe.lab.autopsy.report.diagnose", fail)
     with caplog.at_level(logging.WARNING), pytest.raises(DivergedError) as error:
         start_run(tmp_path, OWN, *SHORT, STOPS)
     assert "the autopsy of a failed step failed: out of memory" in caplog.text

@@ -11,7 +11,7 @@ from sameness import assert_same_run
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import best_in
-from mpframe.errors import ConfigError, MpframeError, UserCodeError
+from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.tracking.summary import Summary
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32", "trainer.max_steps=8"]

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.cli.commands.train import of_this_rank
+from mpframe.core.errors import ConfigError
 from mpframe.data import Loader
-from mpframe.errors import ConfigError
-from mpframe.numerics.ranges import read_ranges
+from mpframe.lab.ranges import read_ranges
 from mpframe.tracking.summary import Status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -229,7 +229,7 @@ OTHERWISE = {
     "resume=auto": ("resume=auto", "none"),
     "ops.modules={weight:fp32}": ("ops.modules.weight=fp32", "null"),
     "callbacks=[default,early_stopping]": (
-        "callbacks.early_stopping._target_=mpframe.training.callbacks.early_stopping.EarlyStopping",
+        "callbacks.early_stopping._target_=mpframe.training.callbacks.guards.EarlyStopping",
         "null",
     ),
 }

@@ -21,7 +21,7 @@ from pages import PAGES, ROOT, Command, Page
 
 from mpframe.cli.main import COMMANDS
 from mpframe.config.command_line import jobs, prepare
-from mpframe.errors import DivergedError
+from mpframe.core.errors import DivergedError
 
 GUIDES = [
     *("choosing_precision", "debugging_nan", "first_run", "gpus", "own_data", "own_model"),

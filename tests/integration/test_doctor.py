@@ -14,8 +14,8 @@ from tiny_experiments import EXPERIMENTS, TINY, tiny
 from mpframe.cli.commands import doctor as doctor_command
 from mpframe.cli.commands.doctor import subject_of
 from mpframe.config.command_line import jobs
-from mpframe.numerics import hints
-from mpframe.numerics.doctor import CHECKS, Finding, Severity, Subject, checks, examine
+from mpframe.lab import hints
+from mpframe.lab.doctor import CHECKS, Finding, Severity, Subject, checks, examine
 
 DIGITS = "dataset._target_=planted.digits"
 NET = "model._target_=planted.net"

@@ -14,7 +14,7 @@ from conftest import StartRun, scalars, train
 from mpframe import checkpoint
 from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.stored import config_of
-from mpframe.errors import CheckpointError, MpframeError
+from mpframe.core.errors import CheckpointError, MpframeError
 from mpframe.tracking.summary import Summary
 
 SMALL = ["model.width=8", "trainer.epochs=2", "trainer.log_every=100"]

@@ -17,11 +17,17 @@ from mpframe import assembly, checkpoint
 from mpframe.checkpoint.folder import best_in
 from mpframe.cli.commands.evaluate import evaluate, main
 from mpframe.config.command_line import checked, compose_named, without_hydra
-from mpframe.errors import CheckpointError, ConfigError, DataError, DivergedError, RunInterrupted
+from mpframe.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    RunInterrupted,
+)
+from mpframe.core.trainer import Trainer
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.evaluation import Evaluation
-from mpframe.training.trainer import Trainer
 
 # The learning rate is too high on purpose: the last weights are not the best ones.
 OPTIONS = [

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from mpframe import assembly
 from mpframe.config.command_line import checked, compose_named, without_hydra
-from mpframe.errors import ConfigError
-from mpframe.training.callbacks.average import ema_of
+from mpframe.core.errors import ConfigError
+from mpframe.core.trainer import Trainer
 from mpframe.training.callbacks.freeze import Freeze
-from mpframe.training.trainer import Trainer
+from mpframe.training.ema import ema_of
 
 CNN = ["model=cnn", "model.width=4", "scheduler=none", "loss_scaling=none", "device=cpu"]
 OPTIMIZERS = {

@@ -29,13 +29,13 @@ from time_limit import time_limit
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest, content_digest, sha256_of
 from mpframe.config.stored import config_of
-from mpframe.errors import MpframeError
+from mpframe.core.errors import MpframeError
+from mpframe.core.trainer import Trainer
 from mpframe.report.page import as_markdown, as_page
 from mpframe.report.records import find_runs
 from mpframe.report.tables import compared
 from mpframe.run import resume
 from mpframe.tracking.summary import Summary
-from mpframe.training.trainer import Trainer
 
 SHORT, LONG = 12, 1500  # Cases of each of the fuzzes.
 SECONDS = 30  # For one case, on a machine that is busy.

@@ -53,20 +53,19 @@ def test_a_default_run_imports_few_modules(default_run: set[str]) -> None:
     [
         "mpframe.workloads",
         "mpframe.data.cifar",
-        "mpframe.data.cifar_files",
         "mpframe.data.image_files",
         "mpframe.report",
-        "mpframe.numerics.doctor",
-        "mpframe.numerics.ranges",
-        "mpframe.numerics.range_watch",
-        "mpframe.numerics.search",
-        "mpframe.numerics.simulation",
-        "mpframe.numerics.autopsy.evidence",
-        "mpframe.numerics.autopsy.replay",
-        "mpframe.numerics.autopsy.diagnosis",
+        "mpframe.lab.doctor",
+        "mpframe.lab.ranges",
+        "mpframe.lab.range_watch",
+        "mpframe.lab.search",
+        "mpframe.lab.simulation",
+        "mpframe.lab.autopsy.evidence",
+        "mpframe.lab.autopsy.replay",
+        "mpframe.lab.autopsy.diagnosis",
         "mpframe.checkpoint.export_graph",
         "mpframe.checkpoint.init_from",
-        "mpframe.optim.larc",
+        "mpframe.training.larc",
         "mpframe.training.closure_trainer",
         "mpframe.training.multi_objective",
         "mpframe.training.callbacks.profile",
@@ -93,14 +92,14 @@ def test_a_failed_step_brings_the_autopsy(tmp_path: Path) -> None:
         "trainer.autopsy_after=1",
     )
     names = imported_by(trained(*SHORT, *overflow), tmp_path)
-    assert within(names, "mpframe.numerics.autopsy.diagnosis")
-    assert not within(names, "mpframe.numerics.range_watch")
+    assert within(names, "mpframe.lab.autopsy.diagnosis")
+    assert not within(names, "mpframe.lab.range_watch")
 
 
 def test_ranges_bring_their_own(tmp_path: Path) -> None:
     names = imported_by(trained(*SHORT, "numerics=on"), tmp_path)
-    assert within(names, "mpframe.numerics.ranges")
-    assert not within(names, "mpframe.numerics.autopsy.diagnosis")
+    assert within(names, "mpframe.lab.ranges")
+    assert not within(names, "mpframe.lab.autopsy.diagnosis")
 
 
 def test_a_workload_brings_its_own(tmp_path: Path) -> None:

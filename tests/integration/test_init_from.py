@@ -18,10 +18,10 @@ from mpframe.checkpoint.init_from import read_foreign
 from mpframe.checkpoint.state import weights_of
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.schema import RunOptions
-from mpframe.errors import CheckpointError, ConfigError
-from mpframe.objectives import supervised
+from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.objective import supervised
+from mpframe.core.tree import HALF
 from mpframe.run.resume import take_first_weights
-from mpframe.tree import HALF
 
 MODES = ["fp32", "mixed", "amp"]
 

@@ -17,10 +17,10 @@ from processes import exit_code, start, training, wait_until
 from sameness import assert_same_run
 
 from mpframe import assembly, checkpoint
-from mpframe.errors import ConfigError, MpframeError, RunInterrupted
+from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted
 from mpframe.run.folder import RunLock
 from mpframe.tracking.summary import Summary
-from mpframe.training.callbacks.stop_on_signal import StopOnSignal
+from mpframe.training.callbacks.guards import StopOnSignal
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = [

@@ -9,7 +9,7 @@ from sameness import assert_same_run, differing, results
 from test_resume import cut
 
 from mpframe.config.locations import CONF
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 
 SMALL = [
     *("model=mlp", "model.hidden=8", "optimizer=sgd", "trainer.max_steps=6", "trainer.log_every=1"),

@@ -13,8 +13,8 @@ from mpframe import assembly
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.config.command_line import checked, compose_named, prepare
 from mpframe.config.locations import CONF
-from mpframe.errors import DataError, MpframeError
-from mpframe.objectives import Objective, Supervised, cross_entropy, model_loss
+from mpframe.core.errors import DataError, MpframeError
+from mpframe.core.objective import Objective, Supervised, cross_entropy, model_loss
 from mpframe.tracking.summary import Summary
 from mpframe.workloads.gan import discriminator_objective
 
@@ -53,7 +53,7 @@ def test_the_other_shipped_objectives() -> None:
     assert torch.equal(loss, torch.nn.functional.mse_loss(outputs, targets))
     assert objective_of("objective=model_loss") is model_loss
     nested = objective_of(
-        "objective._target_=mpframe.objectives.supervised",
+        "objective._target_=mpframe.core.objective.supervised",
         "objective.loss._target_=torch.nn.HuberLoss",
         "objective.loss.delta=0.5",
     )
@@ -83,7 +83,7 @@ def test_a_run_with_label_smoothing_is_evaluated_with_it(
         (["objective=cross_entropy", "+objective.smoothing=0.1"], r"objective\.smoothing=0\.1: mpframe\.objectives\.cross_entropy takes no such argument; nearest: label_smoothing"),
         (["objective._target_=torch.nn.L1Loss"], r"objective\._target_=torch\.nn\.L1Loss: is a loss; use objective\._target_=mpframe\.objectives\.supervised objective\.loss\._target_=torch\.nn\.L1Loss"),
         (["objective._target_=builtins.dict"], r"objective\._target_=builtins\.dict: must be a function objective\(model, batch\) that returns a StepOutput, not a dict of nothing"),
-        (["objective._target_=mpframe.objectives.model_loss", "objective.strength=1"], r"objective\.strength=1: mpframe\.objectives\.model_loss takes no such argument; it takes model, batch"),
+        (["objective._target_=mpframe.core.objective.model_loss", "objective.strength=1"], r"objective\.strength=1: mpframe\.objectives\.model_loss takes no such argument; it takes model, batch"),
         (["objective._target_=nowhere.mine"], r"objective\._target_=nowhere\.mine: "),
     ],
 )  # fmt: skip

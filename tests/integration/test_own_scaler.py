@@ -7,7 +7,7 @@ from conftest import StartRun, scalars
 from sameness import assert_same_run
 from test_resume import cut
 
-from mpframe.errors import CheckpointError, ConfigError
+from mpframe.core.errors import CheckpointError, ConfigError
 
 SHORT = [
     *("model=mlp", "model.hidden=8", "trainer.max_steps=8", "trainer.checkpoint_every=4"),

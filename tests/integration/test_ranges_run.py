@@ -6,8 +6,8 @@ from pathlib import Path
 from conftest import StartRun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mpframe.numerics.product_noise import NAMES
-from mpframe.numerics.ranges import KINDS, read_ranges
+from mpframe.lab.product_noise import NAMES
+from mpframe.lab.ranges import KINDS, read_ranges
 
 OPTIONS = ("numerics=on", "numerics.every=5", "model=mlp", "numerics.layers=[head,hidden1.linear]")
 

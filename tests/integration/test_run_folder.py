@@ -14,7 +14,7 @@ from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest
 from mpframe.cli.commands.autopsy import main as autopsy
 from mpframe.cli.commands.evaluate import evaluate
-from mpframe.errors import CheckpointError, ConfigError, MpframeError
+from mpframe.core.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.tracking.summary import Summary
 
 OPTIONS = [

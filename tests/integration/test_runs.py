@@ -14,7 +14,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tiny_experiments import EXPERIMENTS, tiny
 
 from mpframe import checkpoint
-from mpframe.errors import CheckpointError, DivergedError
+from mpframe.core.errors import CheckpointError, DivergedError
 from mpframe.tracking.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[2]

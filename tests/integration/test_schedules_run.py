@@ -13,9 +13,9 @@ from mpframe import checkpoint
 from mpframe.assembly.optimizer import build_schedule
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.planned import filled_in
-from mpframe.errors import ConfigError
-from mpframe.optim import schedules
+from mpframe.core.errors import ConfigError
 from mpframe.tracking.summary import Summary
+from mpframe.training import schedules
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32", "optimizer=sgd", "trainer.log_every=1"]
 PLATEAU = [

@@ -30,7 +30,7 @@ from mpframe.cli.commands.doctor import main as doctor
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.cli.commands.export import main as export
 from mpframe.config.command_line import jobs, prepare
-from mpframe.errors import CheckpointError, ConfigError, DataError
+from mpframe.core.errors import CheckpointError, ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["dtype=fp32", "model.width=4", "trainer.max_steps=2"]

@@ -8,7 +8,7 @@ import pytest
 from conftest import StartRun
 
 from mpframe import checkpoint
-from mpframe.errors import ConfigError, DivergedError, UserCodeError
+from mpframe.core.errors import ConfigError, DivergedError, UserCodeError
 from mpframe.tracking.summary import Summary
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=fp32"]

@@ -17,7 +17,7 @@ from test_hydra import command
 from mpframe.cli.commands import train
 from mpframe.config.command_line import prepare
 from mpframe.config.sweep import holds_this_run
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 from mpframe.tracking.summary import Summary
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from tiny_experiments import tiny
 
 from mpframe.cli.commands import export, predict
 from mpframe.cli.commands.evaluate import evaluate
-from mpframe.errors import DataError
+from mpframe.core.errors import DataError
 from mpframe.tracking.summary import Summary
 
 # 12 steps are more than an epoch of each; the cut after the fourth is in the first one.

@@ -16,9 +16,9 @@ from mpframe import checkpoint
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.cli.commands.export import main as export
 from mpframe.cli.commands.predict import main as predict
-from mpframe.errors import DataError, MpframeError
+from mpframe.core.errors import DataError, MpframeError
+from mpframe.core.tree import tensors_in
 from mpframe.tracking.summary import Summary
-from mpframe.tree import tensors_in
 
 TINY = {
     "gpt_small": "dataset.context=16 dataset.eval_windows=8 model.width=16 model.depth=1",

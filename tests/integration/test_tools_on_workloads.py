@@ -8,9 +8,9 @@ from conftest import StartRun
 from tiny_experiments import EXPERIMENTS, tiny
 
 from mpframe.cli.commands import search as search_command
-from mpframe.errors import DivergedError
-from mpframe.numerics.autopsy import evidence
-from mpframe.numerics.ranges import KINDS, read_ranges
+from mpframe.core.errors import DivergedError
+from mpframe.lab.autopsy import evidence
+from mpframe.lab.ranges import KINDS, read_ranges
 
 # The full sizes are of the same parts.
 ONE_SIZE = ("bikes", "digits_mlp", "fashion_mnist_cnn")

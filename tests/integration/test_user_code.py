@@ -11,7 +11,7 @@ import pytest
 from conftest import StartRun
 
 from mpframe.cli.commands import doctor as doctor_command
-from mpframe.errors import MpframeError
+from mpframe.core.errors import MpframeError
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from mpframe.core.objective import StepOutput, model_loss
 from mpframe.data import Accuracy, Task
-from mpframe.objectives import StepOutput, model_loss
 
 WORDS = 12
 

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from mpframe import Backoff, OpLists, Precision, Trainer, checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.init_from import fitted
-from mpframe.errors import CheckpointError, ConfigError
-from mpframe.objectives import supervised
-from mpframe.optim.ema import Ema
+from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.objective import supervised
 from mpframe.run.resume import load_state
-from mpframe.training.callbacks.average import AverageWeights, ema_of
+from mpframe.training.ema import AverageWeights, Ema, ema_of
 
 MODES = {
     "fp32": ("fp32", "float16"),

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.checkpoint.state import RandomState
-from mpframe.numerics.autopsy.diagnosis import Kind, diagnose, underflow_share
-from mpframe.numerics.autopsy.evidence import Evidence
-from mpframe.numerics.autopsy.replay import Case, Setting, replay
-from mpframe.numerics.autopsy.report import report_on
-from mpframe.numerics.autopsy.watch import OUTSIDE, OpCall
-from mpframe.objectives import StepOutput, model_loss, supervised
-from mpframe.precision import OpLists, Precision
-from mpframe.training.named_objective import NamedObjective
+from mpframe.core.objective import NamedObjective, StepOutput, model_loss, supervised
+from mpframe.core.op_lists import OpLists
+from mpframe.core.precision import Precision
+from mpframe.lab.autopsy.diagnosis import Kind, diagnose, underflow_share
+from mpframe.lab.autopsy.evidence import Evidence
+from mpframe.lab.autopsy.replay import Case, Setting, replay
+from mpframe.lab.autopsy.report import report_on
+from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
 
 MODES = [(mode, compute) for mode in ("mixed", "amp") for compute in ("emulated", "native")]
 ROWS = 8

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from mpframe.optim import gradients
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vocabulary import HALVES, same_bits, tensors
 
 from mpframe import Backoff, MasterWeights, Static
-from mpframe.optim import buckets, gradients
-from mpframe.optim.masters.master import round_into
+from mpframe.core import master_weights
+from mpframe.core.masters import round_into
 
-BY_PARAMETER = sorted(buckets._STEPS_BY_PARAMETER, key=lambda cls: cls.__name__)
+BY_PARAMETER = sorted(master_weights._STEPS_BY_PARAMETER, key=lambda cls: cls.__name__)
 CASES = [
     pytest.param(cls, {kind: True} if kind else {}, id=f"{cls.__name__}-{kind or 'plain'}")
     for cls in BY_PARAMETER
@@ -29,7 +30,7 @@ SHAPES = [(3, 4), (4, 4), (5, 3), (2, 2)]
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two weights of `SHAPES` in the last bucket, one in each of the others; none are few."""
-    monkeypatch.setattr(buckets, "_SIZE_ON_CPU", 20)
+    monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", 20)
     monkeypatch.setattr(gradients, "_FEW", 0)
 
 
@@ -73,7 +74,7 @@ def test_buckets_equal_one_step_bit_for_bit(
     """Also where fp32 weights are among them, and one has no gradient in some of the steps."""
     runs = []
     for size, few in ((20, 0), (10**9, 0), (10**9, 10**9)):
-        monkeypatch.setattr(buckets, "_SIZE_ON_CPU", size)
+        monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", size)
         monkeypatch.setattr(gradients, "_FEW", few)
         params = parameters(HALVES[half], torch.float32, HALVES[half], HALVES[half])
         wrapped = MasterWeights(cls(params, lr=0.05, **kind))

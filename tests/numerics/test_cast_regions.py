@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from vocabulary import HALVES, in_another_thread, same_bits
 
 from mpframe import OpLists, Precision
-from mpframe.objectives import outside_casts
-from mpframe.precision.casting.plans import NOT_AUTOCAST
+from mpframe.core.handlers import NOT_AUTOCAST
+from mpframe.core.objective import outside_casts
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 RUNS = [(half, compute) for half in HALVES for compute in ("emulated", "native")]

@@ -16,15 +16,14 @@ from torch.nn import functional as F
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.assembly.trainer import shard
-from mpframe.distributed.joining import joined
-from mpframe.distributed.shards import is_sharded
-from mpframe.distributed.world import ALONE, World
-from mpframe.objectives import StepOutput, compute, count_of, model_loss, supervised
-from mpframe.optim.multi_optimizer import MultiOptimizer
+from mpframe.core.comm import ALONE, World, is_sharded
+from mpframe.core.objective import StepOutput, compute, count_of, model_loss, supervised
+from mpframe.core.plan import Plan
+from mpframe.core.trainer import Trainer
+from mpframe.parallel.joining import joined
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.multi_objective import MultiObjectiveTrainer
-from mpframe.training.plan import Plan
-from mpframe.training.trainer import Trainer
+from mpframe.training.multi_optimizer import MultiOptimizer
 
 CPU = torch.device("cpu")
 MODES = ("fp32", "amp", "mixed")

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from vocabulary import HALVES, Kernels
 
 from mpframe import Precision
-from mpframe.errors import ConfigError, UserCodeError
-from mpframe.objectives import compute
+from mpframe.core.errors import ConfigError, UserCodeError
+from mpframe.core.objective import compute
 from mpframe.workloads.speech import ctc, lstm, padded
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]

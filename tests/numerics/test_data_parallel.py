@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpframe import Precision
-from mpframe.distributed import data_parallel
-from mpframe.distributed.data_parallel import DataParallel
-from mpframe.distributed.joining import joined
+from mpframe.parallel import data_parallel
+from mpframe.parallel.data_parallel import DataParallel
+from mpframe.parallel.joining import joined
 
 SCALE = 2.0**10
 STEPS = 4

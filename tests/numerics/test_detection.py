@@ -13,8 +13,8 @@ from vocabulary import HALVES, Kernels
 
 from mpframe import Precision
 from mpframe.config.locations import CONF
-from mpframe.errors import ConfigError, UserCodeError
-from mpframe.objectives import compute
+from mpframe.core.errors import ConfigError, UserCodeError
+from mpframe.core.objective import compute
 from mpframe.workloads.detection.model import (
     decoded,
     default_boxes,

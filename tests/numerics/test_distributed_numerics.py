@@ -10,12 +10,12 @@ from test_distributed_step import CPU, assert_same, setup
 from torch import nn
 
 from mpframe import Precision
-from mpframe.distributed.joining import joined
-from mpframe.distributed.world import ALONE, World
-from mpframe.numerics.product_noise import ProductProbe
-from mpframe.numerics.ranges import RangeProbe
-from mpframe.objectives import supervised
-from mpframe.training.trainer import Trainer
+from mpframe.core.comm import ALONE, World
+from mpframe.core.objective import supervised
+from mpframe.core.trainer import Trainer
+from mpframe.lab.product_noise import ProductProbe
+from mpframe.lab.ranges import RangeProbe
+from mpframe.parallel.joining import joined
 
 
 def counted(mode: str, world: World, options: dict[str, Any]) -> dict[str, Any]:

@@ -17,20 +17,19 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from mpframe import LogMax, MasterWeights, Precision
+from mpframe.core.comm import ALONE, World
+from mpframe.core.errors import ConfigError, MpframeError
+from mpframe.core.objective import supervised
+from mpframe.core.plan import Plan
+from mpframe.core.trainer import Trainer
 from mpframe.data import Loader
 from mpframe.data.metrics import Accuracy
-from mpframe.distributed import data_parallel, pieces
-from mpframe.distributed.data_parallel import DataParallel
-from mpframe.distributed.joining import joined
-from mpframe.distributed.world import ALONE, World
-from mpframe.errors import ConfigError, MpframeError
-from mpframe.objectives import supervised
-from mpframe.optim.ema import Ema
-from mpframe.precision.products.recipe import Recipe
-from mpframe.training.callbacks.average import AverageWeights
+from mpframe.lowbit.recipe import Recipe
+from mpframe.parallel import data_parallel, pieces
+from mpframe.parallel.data_parallel import DataParallel
+from mpframe.parallel.joining import joined
+from mpframe.training.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
-from mpframe.training.plan import Plan
-from mpframe.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 MODES = ("fp32", "amp", "mixed")

@@ -12,10 +12,10 @@ from test_distributed_step import CPU, setup
 from test_sharded_step import setup as sharded_setup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpframe.core.comm import ALONE
+from mpframe.core.tree import HALF, tensors_in
 from mpframe.data import Loader
-from mpframe.distributed.joining import joined
-from mpframe.distributed.world import ALONE
-from mpframe.tree import HALF, tensors_in
+from mpframe.parallel.joining import joined
 
 KINDS = {
     "allreduce_": ("all_reduce", 0),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mpframe.numerics.ranges import (
+from mpframe.lab.ranges import (
     BINS,
     FIELDS,
     HIGHEST,

@@ -15,16 +15,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe import Backoff, LogMax, Precision, Static, StepResult, Trainer
-from mpframe.numerics.autopsy.callback import Autopsy
-from mpframe.objectives import StepOutput, supervised
-from mpframe.optim.ema import Ema
-from mpframe.optim.multi_optimizer import MultiOptimizer
-from mpframe.optim.schedules import warmup_cosine
-from mpframe.training.callback import Algorithm, Callback
-from mpframe.training.callbacks.average import AverageWeights, ema_of
-from mpframe.training.callbacks.schedules import Schedules
+from mpframe.core.callback import Algorithm, Callback
+from mpframe.core.objective import StepOutput, supervised
+from mpframe.core.plan import Plan
+from mpframe.lab.autopsy.callback import Autopsy
+from mpframe.training.ema import AverageWeights, Ema, ema_of
 from mpframe.training.multi_objective import MultiObjectiveTrainer
-from mpframe.training.plan import Plan
+from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.schedules import Schedules, warmup_cosine
 
 pytestmark = pytest.mark.usefixtures("waited_for")
 

@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+from mpframe.optim import buckets, gradients
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from mpframe import MasterWeights, Precision, Static, Trainer
 from mpframe.assembly import make
 from mpframe.config.locations import CONF
-from mpframe.errors import ConfigError
-from mpframe.objectives import supervised
-from mpframe.optim import buckets, gradients
-from mpframe.optim.larc import LARC
+from mpframe.core.errors import ConfigError
+from mpframe.core.objective import supervised
+from mpframe.core.plan import Plan
 from mpframe.training.callbacks.step_hooks import LayerwiseRates, Penalty
-from mpframe.training.plan import Plan
+from mpframe.training.larc import LARC
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -15,7 +15,7 @@ import torch
 from published_logmax import PublishedLogMax
 from torch import Tensor
 
-from mpframe.loss_scaling import Backoff, LogMax
+from mpframe.core.loss_scaling import Backoff, LogMax
 
 LIMIT = torch.finfo(torch.float16).max
 WIDE = {"min_scale": 2.0**-40, "max_scale": 2.0**60}  # so far out that no clamp takes part

@@ -14,7 +14,7 @@ import torch
 from test_logmax import LIMIT, PROBABILITY, WIDE, log_normal, replay
 from torch import Tensor
 
-from mpframe.loss_scaling import LogMax, logmax
+from mpframe.core.loss_scaling import LogMax, logmax
 
 STEPS = 20_000
 BOUND = PROBABILITY + (logmax.MAX_MARGIN + 2 * logmax.JUDGED_AFTER) / STEPS

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from mpframe.optim.masters import write_detector
 from torch import Tensor, nn
 from vocabulary import HALVES, same_bits
 
 from mpframe import MasterWeights, Precision, Static
-from mpframe.errors import ConfigError
-from mpframe.optim.ema import Ema
-from mpframe.optim.masters import write_detector
-from mpframe.optim.masters.write_detector import _LARGE as LARGE
-from mpframe.optim.multi_optimizer import MultiOptimizer
+from mpframe.core.errors import ConfigError
+from mpframe.core.masters import _LARGE as LARGE
+from mpframe.training.ema import Ema
+from mpframe.training.multi_optimizer import MultiOptimizer
 
 
 def sgd(params: Any, lr: float = 0.5) -> torch.optim.SGD:
@@ -310,7 +310,7 @@ class TestSharing:
         assert same_bits([first.master_of(model.weight)], [exact])
 
     def test_a_master_lives_as_long_as_its_weight(self) -> None:
-        from mpframe.optim.masters.master import _MASTERS
+        from mpframe.core.masters import _MASTERS
 
         gc.collect()
         before = len(_MASTERS)

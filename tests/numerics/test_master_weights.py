@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from mpframe.optim import gradients as optim_gradients
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from vocabulary import HALVES, formats, same_bits, tensors
 
 from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
-from mpframe.errors import CheckpointError, ConfigError
-from mpframe.optim import gradients as optim_gradients
-from mpframe.optim.multi_optimizer import MultiOptimizer
-from mpframe.training.callbacks.saturation import saturation_warning
-from mpframe.training.plan import Plan
+from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.plan import Plan
+from mpframe.training.callbacks.guards import saturation_warning
+from mpframe.training.multi_optimizer import MultiOptimizer
 
 FP32, HALF = torch.float32, torch.float16
 INF = float("inf")

@@ -16,12 +16,12 @@ from vocabulary import same_bits
 
 from mpframe import Backoff, Precision, Trainer, checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.errors import CheckpointError
-from mpframe.objectives import supervised
-from mpframe.precision.undisturbed import undisturbed
+from mpframe.core.errors import CheckpointError
+from mpframe.core.objective import supervised
+from mpframe.core.plan import Plan
+from mpframe.core.trace import undisturbed
 from mpframe.run.resume import Resume
-from mpframe.training.plan import Plan
-from mpframe.training.recompute import recompute
+from mpframe.training.memory import recompute
 
 MODES = [("fp32", "float16"), ("amp", "bfloat16"), ("mixed", "float16")]
 INF = float("inf")
@@ -346,7 +346,7 @@ class TestSkippedStep:
             reads.append(len(steps))
             return original(steps)
 
-        buffers = __import__("mpframe.training.buffers", fromlist=["read"])
+        buffers = __import__("mpframe.core.buffers", fromlist=["read"])
         original = buffers.read
         monkeypatch.setattr(buffers, "read", counted)
         for kind, expected in (("batch norm", 0), ("rotary", 1), ("codebook", 4)):

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
-from mpframe.errors import CheckpointError, ConfigError
-from mpframe.objectives import Objective, StepOutput, supervised
-from mpframe.optim.multi_optimizer import MultiOptimizer
-from mpframe.training.callbacks.saturation import saturation_warning
-from mpframe.training.callbacks.schedules import Schedules
-from mpframe.training.loader import Batch
+from mpframe.core.callback import Batch
+from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.objective import Objective, StepOutput, supervised
+from mpframe.core.plan import Plan
+from mpframe.training.callbacks.guards import saturation_warning
 from mpframe.training.multi_objective import MultiObjectiveTrainer
-from mpframe.training.plan import Plan
+from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.schedules import Schedules
 from mpframe.workloads.gan import discriminator_objective, gan, generator_objective
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]

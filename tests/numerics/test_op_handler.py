@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import Precision
-from mpframe.precision import OpHandler
-from mpframe.precision.op_handler import Args, Handler, Kwargs
+from mpframe.core.handlers import Args, Handler, Kwargs, OpHandler
 
 X = torch.arange(12.0).reshape(3, 4)
 
@@ -109,7 +108,7 @@ def test_its_state_is_part_of_the_precisions() -> None:
 CODE = """
 import sys, torch
 from mpframe import OpLists, Precision
-from mpframe.precision.policy import Policy
+from mpframe.core.policy import Policy
 lists = OpLists.from_mapping({{"allow": ["linear"], "modules": {{"0": {pin!r}}}}})
 precision = Precision("mixed", ops=lists, products={products!r})
 model, optimizer = precision.prepare(
@@ -117,7 +116,7 @@ model, optimizer = precision.prepare(
 )
 with precision.cast():
     model(torch.zeros(2, 4))
-print(any(name.startswith("mpframe.precision.products.") for name in sys.modules))
+print(any(name.startswith("mpframe.lowbit.") for name in sys.modules))
 """
 
 

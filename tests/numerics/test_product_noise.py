@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import Precision
-from mpframe.numerics.pictures import draw_noises
-from mpframe.numerics.product_noise import (
+from mpframe.lab.pictures import draw_noises
+from mpframe.lab.product_noise import (
     NAMES,
     WITHOUT_WEIGHT,
     Noise,
@@ -19,10 +19,10 @@ from mpframe.numerics.product_noise import (
     ProductProbe,
     merged,
 )
-from mpframe.precision.products.formats import FORMATS
-from mpframe.precision.products.noise import count_noise
-from mpframe.precision.products.recipe import Recipe, shipped
-from mpframe.precision.products.scaling import Axes, Quantization, quantize
+from mpframe.lowbit.formats import FORMATS
+from mpframe.lowbit.noise import count_noise
+from mpframe.lowbit.recipe import Recipe, shipped
+from mpframe.lowbit.scaling import Axes, Quantization, quantize
 
 ROWS = Axes((1,), 0)
 E2M1, E4M3 = FORMATS["e2m1"], FORMATS["e4m3fn"]

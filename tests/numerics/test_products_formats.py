@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mpframe.errors import ConfigError
-from mpframe.precision.products.formats import FORMATS, ElementFormat, format_named, round_to
+from mpframe.core.errors import ConfigError
+from mpframe.lowbit.formats import FORMATS, ElementFormat, format_named, round_to
 
 TORCH = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ML_DTYPES = {

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpframe import OpLists, Precision
-from mpframe.errors import ConfigError
-from mpframe.precision.products import kernels, native
-from mpframe.precision.products.formats import FORMATS
-from mpframe.precision.products.native import codes_of, kind_of, multiply, refusal, scales_of
-from mpframe.precision.products.parts import Parts, take_apart
-from mpframe.precision.products.recipe import Recipe
-from mpframe.precision.products.scaling import Axes, Quantization, quantize
-from mpframe.precision.products.state import ProductState
+from mpframe.core.errors import ConfigError
+from mpframe.lowbit import kernels, native
+from mpframe.lowbit.formats import FORMATS
+from mpframe.lowbit.native import Parts, codes_of, kind_of, multiply, refusal, scales_of, take_apart
+from mpframe.lowbit.recipe import Recipe
+from mpframe.lowbit.scaling import Axes, Quantization, quantize
+from mpframe.lowbit.state import ProductState
 
 ROWS, COLUMNS = Axes((1,), 0), Axes((0,), 1)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe import OpLists, Precision
-from mpframe.errors import ConfigError
-from mpframe.precision.products import kernels
-from mpframe.precision.products.formats import FORMATS
-from mpframe.precision.products.recipe import Recipe
-from mpframe.precision.products.scaling import Axes, Quantization, quantize
-from mpframe.tree import map_tensors, tensors_in
+from mpframe.core.errors import ConfigError
+from mpframe.core.tree import map_tensors, tensors_in
+from mpframe.lowbit import kernels
+from mpframe.lowbit.formats import FORMATS
+from mpframe.lowbit.recipe import Recipe
+from mpframe.lowbit.scaling import Axes, Quantization, quantize
 
 ROWS, COLUMNS = Axes((1,), 0), Axes((0,), 1)
 # In 4 bits every scale is seen; most values of an MX block of e4m3 are the same under any.

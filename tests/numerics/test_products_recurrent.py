@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from mpframe import Precision
-from mpframe.precision.products import kernels
-from mpframe.precision.products.recipe import Recipe
-from mpframe.precision.products.scaling import quantize
-from mpframe.tree import tensors_in
+from mpframe.core.tree import tensors_in
+from mpframe.lowbit import kernels
+from mpframe.lowbit.recipe import Recipe
+from mpframe.lowbit.scaling import quantize
 
 # Every product in half, and so by our own cells, with torch's operands.
 UNQUANTISED = Recipe("unquantised", {})

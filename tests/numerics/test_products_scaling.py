@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.precision.products import scaling
-from mpframe.precision.products.formats import FORMATS, Draw
-from mpframe.precision.products.hadamard import matrix
-from mpframe.precision.products.scaling import (
+from mpframe.lowbit import scaling
+from mpframe.lowbit.formats import FORMATS, Draw
+from mpframe.lowbit.kernels import matrix
+from mpframe.lowbit.scaling import (
     RULES,
     Axes,
     Quantization,

@@ -13,16 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from mpframe import Precision, Trainer
 from mpframe.checkpoint import rng_state
 from mpframe.checkpoint.state import Snapshot
-from mpframe.distributed.world import World
-from mpframe.errors import ConfigError
-from mpframe.numerics.autopsy.replay import Case, Setting, replay
-from mpframe.numerics.doctor.checks import noises_of
-from mpframe.numerics.doctor.subject import Subject
-from mpframe.objectives import supervised
-from mpframe.precision.products.formats import FORMATS
-from mpframe.precision.products.recipe import Recipe
-from mpframe.precision.products.scaling import Quantization
-from mpframe.precision.products.state import ProductState
+from mpframe.core.comm import World
+from mpframe.core.errors import ConfigError
+from mpframe.core.objective import supervised
+from mpframe.lab.autopsy.replay import Case, Setting, replay
+from mpframe.lab.doctor.checks import noises_of
+from mpframe.lab.doctor.subject import Subject
+from mpframe.lowbit.formats import FORMATS
+from mpframe.lowbit.recipe import Recipe
+from mpframe.lowbit.scaling import Quantization
+from mpframe.lowbit.state import ProductState
 from mpframe.run.resume import _load
 
 # Both in one: delayed scales forward, stochastic rounding of the gradients.

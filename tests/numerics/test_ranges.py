@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from vocabulary import CalledOps
 
 from mpframe import Backoff, Precision, Trainer
-from mpframe.errors import DataError
-from mpframe.numerics import pictures
-from mpframe.numerics.pictures import draw_layers, draw_time
-from mpframe.numerics.range_watch import RangeWatch
-from mpframe.numerics.ranges import (
+from mpframe.core.callback import Batch
+from mpframe.core.errors import DataError
+from mpframe.core.objective import supervised
+from mpframe.core.plan import Plan
+from mpframe.lab import pictures
+from mpframe.lab.pictures import draw_layers, draw_time
+from mpframe.lab.range_watch import RangeWatch
+from mpframe.lab.ranges import (
     FIELDS,
     FOLDER,
     KINDS,
@@ -28,10 +31,7 @@ from mpframe.numerics.ranges import (
     Ranges,
     read_ranges,
 )
-from mpframe.objectives import supervised
 from mpframe.tracking.tracker import Tracker
-from mpframe.training.loader import Batch
-from mpframe.training.plan import Plan
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 

@@ -11,10 +11,10 @@ from torch.nn.utils.parametrizations import spectral_norm
 from vocabulary import same_bits
 
 from mpframe import Backoff, OpLists, Precision, Trainer
-from mpframe.errors import ConfigError
-from mpframe.objectives import supervised
-from mpframe.training.plan import Plan
-from mpframe.training.recompute import recompute
+from mpframe.core.errors import ConfigError
+from mpframe.core.objective import supervised
+from mpframe.core.plan import Plan
+from mpframe.training.memory import recompute
 
 
 def block() -> nn.Module:

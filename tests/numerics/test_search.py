@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from mpframe import OpLists, Precision, Trainer
 from mpframe.cli.commands.search import main
-from mpframe.errors import ConfigError
-from mpframe.numerics.search import Pins, Search, SearchResult
-from mpframe.objectives import Objective, model_loss, supervised
-from mpframe.training.loader import Batch
+from mpframe.core.callback import Batch
+from mpframe.core.errors import ConfigError
+from mpframe.core.objective import Objective, model_loss, supervised
+from mpframe.lab.search import Pins, Search, SearchResult
 
 
 class Hot(nn.Linear):

@@ -19,18 +19,16 @@ from torch.utils.data import Subset, TensorDataset
 
 from mpframe import LogMax, Precision
 from mpframe.assembly.trainer import shard
+from mpframe.core.comm import ALONE, World, is_sharded, part_of
+from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
+from mpframe.core.objective import StepOutput, supervised
+from mpframe.core.plan import Plan
+from mpframe.core.trainer import Trainer
+from mpframe.core.tree import map_tensors
 from mpframe.data import Loader
-from mpframe.distributed.joining import joined
-from mpframe.distributed.shards import is_sharded, part_of
-from mpframe.distributed.world import ALONE, World
-from mpframe.errors import ConfigError, MpframeError, UserCodeError
-from mpframe.objectives import StepOutput, supervised
-from mpframe.optim.ema import Ema
-from mpframe.training.callbacks.average import AverageWeights
+from mpframe.parallel.joining import joined
+from mpframe.training.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
-from mpframe.training.plan import Plan
-from mpframe.training.trainer import Trainer
-from mpframe.tree import map_tensors
 
 
 def mlp() -> tuple[nn.Module, TensorDataset, Any]:

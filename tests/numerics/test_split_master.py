@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from vocabulary import same_bits, tensors
 
 from mpframe import Backoff, MasterWeights, Precision, Static, Trainer
-from mpframe.errors import ConfigError
-from mpframe.objectives import supervised
-from mpframe.optim import buckets
-from mpframe.optim.ema import Ema
-from mpframe.optim.masters.split_master import SplitMaster
+from mpframe.core import master_weights
+from mpframe.core.errors import ConfigError
+from mpframe.core.objective import supervised
+from mpframe.core.split_master import SplitMaster
+from mpframe.training.ema import Ema
 
 BF16 = torch.bfloat16
 END = torch.finfo(BF16).max
-OPTIMIZERS = sorted(buckets._STEPS_BY_PARAMETER, key=lambda cls: cls.__name__)
+OPTIMIZERS = sorted(master_weights._STEPS_BY_PARAMETER, key=lambda cls: cls.__name__)
 
 
 def floats_of(bits: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def test_masters_and_state_are_those_of_whole_masters(
     cls: Any, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, through a skipped step, with one bucket and with several."""
-    monkeypatch.setattr(buckets, "_SIZE_ON_CPU", size)
+    monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", size)
     runs = []
     for kind in (True, "split"):
         params, optimizer = wrapped(kind, cls)
@@ -114,7 +114,7 @@ def test_masters_and_state_are_those_of_whole_masters(
 def test_fp32_masters_have_memory_for_one_bucket_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(buckets, "_SIZE_ON_CPU", 12)
+    monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", 12)
     params, optimizer = wrapped("split")
     stepped = [optimizer.optimizer_param(p) for p in params]
     with_memory = []

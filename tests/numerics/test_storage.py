@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from vocabulary import HALVES
 
 from mpframe import OpLists, Precision
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 
 FP32, HALF = torch.float32, torch.float16
 

@@ -10,17 +10,15 @@ from torch.utils.data import TensorDataset
 from vocabulary import same_bits
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
+from mpframe.core.callback import Batch
+from mpframe.core.errors import ConfigError, DataError
+from mpframe.core.objective import supervised
+from mpframe.core.plan import Plan
 from mpframe.data import Loader
-from mpframe.errors import ConfigError, DataError
-from mpframe.objectives import supervised
-from mpframe.optim.ema import Ema
-from mpframe.optim.schedules import warmup_cosine
-from mpframe.training.callbacks.average import AverageWeights
-from mpframe.training.callbacks.schedules import Schedules
 from mpframe.training.closure_trainer import ClosureTrainer
+from mpframe.training.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
-from mpframe.training.loader import Batch
-from mpframe.training.plan import Plan
+from mpframe.training.schedules import Schedules, warmup_cosine
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 INF = float("inf")  # through BatchNorm it reaches the running statistics and every gradient

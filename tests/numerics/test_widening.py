@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from mpframe.optim.masters import write_detector
 from test_trainer_step import differing
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,12 +16,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from vocabulary import HALVES, same_bits
 
 from mpframe import Backoff, MasterWeights, Precision, Trainer
-from mpframe.objectives import StepOutput
-from mpframe.optim import fp32_weights
-from mpframe.optim.ema import Ema
-from mpframe.optim.masters import write_detector
-from mpframe.optim.multi_optimizer import MultiOptimizer
-from mpframe.training.callbacks.average import AverageWeights, ema_of
+from mpframe.core.objective import StepOutput
+from mpframe.core.widening import fp32_weights
+from mpframe.training.ema import AverageWeights, Ema, ema_of
+from mpframe.training.multi_optimizer import MultiOptimizer
 
 IN_HALF = [(mode, half) for mode in ("amp", "mixed") for half in HALVES]
 in_half = pytest.mark.parametrize(("mode", "half"), IN_HALF)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mpframe import Backoff, MasterWeights, Precision, Static
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 
 INF, NAN = float("inf"), float("nan")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

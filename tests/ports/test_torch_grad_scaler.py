@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from mpframe import Backoff, MasterWeights, Precision, Static
-from mpframe.errors import ConfigError
-from mpframe.optim.multi_optimizer import MultiOptimizer
+from mpframe.core.errors import ConfigError
+from mpframe.training.multi_optimizer import MultiOptimizer
 
 INF, NAN = float("inf"), float("nan")
 FORMATS = ("fp32", "float16", "bfloat16")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
 from mpframe import Precision, Static
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 
 STEPS = 4
 SCALE = 2.0**10  # a power of two: scaling and unscaling take no bit

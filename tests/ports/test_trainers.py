@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mpframe import Backoff, MasterWeights, Precision
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 
 INF, NAN = float("inf"), float("nan")
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.numerics.autopsy import evidence
-from mpframe.numerics.autopsy.evidence import Evidence
-from mpframe.tree import named_tensors
+from mpframe.core.tree import named_tensors
+from mpframe.lab.autopsy import evidence
+from mpframe.lab.autopsy.evidence import Evidence
 
 Pair = namedtuple("Pair", "left right")
 IDS = torch.arange(6).reshape(2, 3)

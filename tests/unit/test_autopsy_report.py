@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from mpframe.numerics.autopsy.diagnosis import Culprit, Diagnosis, Kind
-from mpframe.numerics.autopsy.evidence import Evidence
-from mpframe.numerics.autopsy.replay import Case, Pass, Replay, Setting
-from mpframe.numerics.autopsy.report import Report, report_on
-from mpframe.numerics.autopsy.watch import OpCall, Trace
-from mpframe.objectives import supervised
-from mpframe.precision import Precision
-from mpframe.training.named_objective import NamedObjective
+from mpframe.core.objective import NamedObjective, supervised
+from mpframe.core.precision import Precision
+from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind
+from mpframe.lab.autopsy.evidence import Evidence
+from mpframe.lab.autopsy.replay import Case, Pass, Replay, Setting
+from mpframe.lab.autopsy.report import Report, report_on
+from mpframe.lab.autopsy.watch import OpCall, Trace
 
 FOUND = Culprit(OpCall("0", "linear"), "forward", 1e5, "result", 65504.0, "float16")
 STEP = Evidence(

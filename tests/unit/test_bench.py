@@ -21,9 +21,9 @@ from bench.table import Claim, Table, as_json, as_markdown
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+from mpframe.core.errors import MpframeError
 from mpframe.data import Loader, loading
-from mpframe.errors import MpframeError
-from mpframe.numerics.ranges import read_ranges
+from mpframe.lab.ranges import read_ranges
 from mpframe.tracking.tracker import Tracker
 
 

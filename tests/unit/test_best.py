@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from mpframe.training.callbacks.results import Results
-from mpframe.training.evaluation import Evaluation
-from mpframe.training.evaluation.best import Best, much_worse
+from mpframe.training.evaluation import Best, Evaluation, much_worse
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hydra.utils import get_class
 
 from mpframe.assembly import build_loaders, make, resolve_device
 from mpframe.assembly.target import options_of
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 
 
 def test_auto_takes_what_there_is() -> None:

@@ -13,7 +13,7 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot, writing
 from mpframe.checkpoint.folder import best_in, prune, rank_to_beat, set_aside_after, tidy
 from mpframe.checkpoint.writing import Background
-from mpframe.errors import CheckpointError
+from mpframe.core.errors import CheckpointError
 
 STATE = {"weights": {"a": torch.arange(5.0)}, "steps": 3, "name": "x", "list": [1, None, 2.5]}
 

@@ -8,7 +8,7 @@ import torch
 
 from mpframe.checkpoint.folder import all_parts, parts_of
 from mpframe.checkpoint.state import put_together
-from mpframe.errors import CheckpointError
+from mpframe.core.errors import CheckpointError
 
 FIVE = torch.arange(10.0).view(5, 2)
 PLACE = ("trainer", "weights", "w")

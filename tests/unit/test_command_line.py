@@ -19,7 +19,7 @@ from mpframe.cli.commands import train
 from mpframe.config.command_line import jobs, prepare
 from mpframe.config.locations import CONF
 from mpframe.config.overrides import parsed, stand_ins, word_of
-from mpframe.errors import ConfigError, MpframeError
+from mpframe.core.errors import ConfigError, MpframeError
 
 Started = Callable[..., list[DictConfig]]
 

@@ -25,8 +25,8 @@ from mpframe.config.schema import (
     only_watches,
     watching,
 )
-from mpframe.errors import ConfigError
-from mpframe.ranges import Range
+from mpframe.core.errors import ConfigError
+from mpframe.core.ranges import Range
 
 GROUPS = (
     "callbacks",

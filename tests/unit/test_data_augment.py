@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mpframe.core.errors import ConfigError
 from mpframe.data.images import (
     AUGMENTATIONS,
     DRAWS,
@@ -13,7 +14,6 @@ from mpframe.data.images import (
     shifted_crop,
 )
 from mpframe.data.loading import keyed_uniform
-from mpframe.errors import ConfigError
 
 
 def some_images(dtype: torch.dtype, count: int = 6) -> Tensor:

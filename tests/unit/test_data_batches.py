@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from mpframe.core.errors import DataError
+from mpframe.core.tree import named_tensors, tensors_in
 from mpframe.data import ArrayImages, Loader, Normalize, digits
-from mpframe.errors import DataError
-from mpframe.tree import named_tensors, tensors_in
 
 # From Python 3.12 on, starting a worker by fork beside torch's own threads warns.
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -13,10 +13,10 @@ import pytest
 import torch
 from time_limit import time_limit
 
-from mpframe.data import ArrayImages, Normalize, cifar10, cifar_files
-from mpframe.data.cifar_files import read_binary, read_python
+from mpframe.core.errors import DataError
+from mpframe.data import ArrayImages, Normalize, cifar, cifar10
+from mpframe.data.cifar import read_binary, read_python
 from mpframe.data.samples import hold_out
-from mpframe.errors import DataError
 
 COUNT = 20
 NAMES = [*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"]
@@ -24,7 +24,7 @@ NAMES = [*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"]
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cifar_files, "RECORDS", COUNT)
+    monkeypatch.setattr(cifar, "RECORDS", COUNT)
 
 
 def content(part: int = 0) -> tuple[np.ndarray, list[int]]:
@@ -79,7 +79,7 @@ def publish(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], bytes]:
 
     def published(content: bytes) -> bytes:
         digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
-        monkeypatch.setattr(cifar_files, "PUBLISHED", cifar_files.PUBLISHED | {digest})
+        monkeypatch.setattr(cifar, "PUBLISHED", cifar.PUBLISHED | {digest})
         return content
 
     return published
@@ -219,7 +219,7 @@ def test_missing_files_say_how_to_get_them(tmp_path: Path) -> None:
 
 @pytest.mark.skipif("MPFRAME_DATA" not in os.environ, reason="MPFRAME_DATA names no data folder")
 def test_the_real_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cifar_files, "RECORDS", 10_000)
+    monkeypatch.setattr(cifar, "RECORDS", 10_000)
     try:
         task = cifar10(os.environ["MPFRAME_DATA"])
     except DataError as error:

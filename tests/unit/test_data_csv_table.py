@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Task
-from mpframe.errors import ConfigError, DataError
 from mpframe.workloads.tables import data
 from mpframe.workloads.tables.data import csv_table, split_rows
 from mpframe.workloads.tables.model import LogRegression

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import ArrayImages, Task, digits
 from mpframe.data.samples import hold_out
-from mpframe.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")

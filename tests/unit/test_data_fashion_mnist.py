@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torchvision.datasets import FashionMNIST
 
+from mpframe.core.errors import DataError
 from mpframe.data import ArrayImages, Normalize, fashion_mnist
 from mpframe.data.images import read_idx
 from mpframe.data.samples import hold_out
-from mpframe.errors import DataError
 
 SPLITS = {"train": 30, "t10k": 10}
 

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import ArrayImages, Images, Loader, Task, image_folder
 from mpframe.data.image_files import FileImages, decode
-from mpframe.errors import ConfigError, DataError
 
 CLASSES = ("ant", "bee", "cat")
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import ArrayImages, Normalize, classification
-from mpframe.errors import ConfigError, DataError
 
 PLAIN = Normalize((0.0, 0.0), (1.0, 1.0))
 

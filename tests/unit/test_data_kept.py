@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mpframe.core.errors import ConfigError
+from mpframe.core.tree import tensors_in
 from mpframe.data import Task
 from mpframe.data.samples import Kept
-from mpframe.errors import ConfigError
-from mpframe.tree import tensors_in
 from mpframe.workloads.detection.data import scenes
 from mpframe.workloads.segmentation.data import shapes
 from mpframe.workloads.speech import phonemes

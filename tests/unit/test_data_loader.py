@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import ArrayImages, Loader, Normalize
 from mpframe.data import loading as data_loader
-from mpframe.errors import ConfigError, DataError
 
 # From Python 3.12 on, starting a worker by fork beside torch's own threads warns; it is torch's
 # way to start workers and nothing that the loader decides.

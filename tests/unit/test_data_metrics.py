@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from mpframe.core.errors import DataError
 from mpframe.data import RMSE, RMSPE, Accuracy, BitsPerByte, Dice, IoU, Metric, Perplexity
-from mpframe.errors import DataError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Loader, Task
-from mpframe.errors import ConfigError, DataError
 from mpframe.workloads.text.language_model import next_token, token_loss
 
 LENGTH = 60  # tokens in each of the 100 stretches of `numbered`

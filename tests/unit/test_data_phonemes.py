@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from mpframe.core.errors import ConfigError
 from mpframe.data import Loader
-from mpframe.errors import ConfigError
 from mpframe.workloads.speech import padded, phonemes
 
 SMALL: dict[str, Any] = {"train": 20, "val": 5, "test": 6}

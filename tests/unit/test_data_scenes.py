@@ -7,8 +7,8 @@ import pytest
 import torch
 from torchvision.ops import box_iou
 
+from mpframe.core.errors import ConfigError
 from mpframe.data import Loader
-from mpframe.errors import ConfigError
 from mpframe.workloads.detection.data import scenes
 
 SMALL: dict[str, Any] = {"train": 20, "val": 5, "test": 6, "image_size": 48}

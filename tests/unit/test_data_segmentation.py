@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Task
 from mpframe.data.loading import at_epoch, keyed_uniform
-from mpframe.errors import ConfigError, DataError
 from mpframe.workloads.segmentation.data import _starts, mask_folder, shapes
 
 

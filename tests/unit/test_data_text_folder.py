@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Loader
-from mpframe.errors import ConfigError, DataError
 from mpframe.workloads.text.classification import text_folder
 
 pytest.importorskip("tokenizers", reason="needs pip install mpframe[text]")

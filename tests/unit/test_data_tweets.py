@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Loader
-from mpframe.errors import ConfigError, DataError
 from mpframe.workloads.text.tweets import made_tweets, read_tweets, tweet_spans
 
 HEAD = ["textID", "text", "selected_text", "sentiment"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpframe.errors import ConfigError, DataError
+from mpframe.core.errors import ConfigError, DataError
 
 pytest.importorskip("tokenizers", reason="needs pip install mpframe[text]")
 

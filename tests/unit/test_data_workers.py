@@ -19,10 +19,10 @@ from time_limit import time_limit
 from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
 
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data import Loader
 from mpframe.data import loading as loader_module
 from mpframe.data.workers import CurrentSamples, WorkerPool, ignore_signals, require_workers
-from mpframe.errors import ConfigError, DataError
 
 # From Python 3.12 on, starting a worker by fork beside torch's own threads warns.
 pytestmark = pytest.mark.filterwarnings(

@@ -6,15 +6,15 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mpframe.assembly import resolve_device
-from mpframe.distributed import saying
-from mpframe.distributed.launch import Place, place, refuse_misfit
-from mpframe.distributed.world import ALONE, World
-from mpframe.errors import ConfigError
-from mpframe.objectives import supervised
-from mpframe.optim import MasterWeights
-from mpframe.precision import Precision
+from mpframe.core.comm import ALONE, World
+from mpframe.core.errors import ConfigError
+from mpframe.core.master_weights import MasterWeights
+from mpframe.core.objective import supervised
+from mpframe.core.precision import Precision
+from mpframe.core.trainer import Trainer
+from mpframe.parallel import launch
+from mpframe.parallel.launch import Place, place, refuse_misfit
 from mpframe.training.closure_trainer import ClosureTrainer
-from mpframe.training.trainer import Trainer
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_rank_0_that_meets_an_error_late_does_not_repeat_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(saying, "_WAIT", 2.0)
+    monkeypatch.setattr(launch, "_WAIT", 2.0)
     for name, value in {
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
@@ -119,7 +119,7 @@ def test_rank_0_that_meets_an_error_late_does_not_repeat_it(
     lines = []
     for rank, text in (("1", "late"), ("0", "late"), ("0", "early"), ("1", "early")):
         monkeypatch.setenv("RANK", rank)
-        lines.append(saying.line_of(ConfigError(text)))
+        lines.append(launch.line_of(ConfigError(text)))
     assert lines == ["rank 1: late", None, "early", None]
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from vocabulary import HALVES, CalledOps, Kernels, formats
 
 from mpframe import OpLists, Precision
-from mpframe.errors import ConfigError
-from mpframe.precision.dtype_map import as_table
-from mpframe.precision.module_ops import op_of
+from mpframe.core.errors import ConfigError
+from mpframe.core.storage import op_of
+from mpframe.tracking.dtype_map import as_table
 
 FP32, HALF = torch.float32, torch.float16
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from mpframe.errors import ConfigError
-from mpframe.training.callbacks.early_stopping import EarlyStopping
+from mpframe.core.errors import ConfigError
+from mpframe.core.plan import Progress
+from mpframe.training.callbacks.guards import EarlyStopping
 from mpframe.training.evaluation import Evaluation
-from mpframe.training.plan import Progress
 
 
 class Stopped:

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from mpframe import Precision, Trainer
-from mpframe.errors import CheckpointError, ConfigError
-from mpframe.objectives import supervised
-from mpframe.optim.ema import Ema
-from mpframe.training.callbacks.average import AverageWeights, ema_of
+from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.objective import supervised
+from mpframe.training.ema import AverageWeights, Ema, ema_of
 
 
 def averages(ema: Ema, weight: nn.Parameter) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpframe.errors import nearest
+from mpframe.core.errors import nearest
 
 TRAINER = [f"trainer.{name}" for name in ("max_steps", "ema_decay", "autopsy", "epochs", "compile")]
 

@@ -30,7 +30,7 @@ from mpframe.checkpoint.export_graph import (
 )
 from mpframe.checkpoint.state import weights_of
 from mpframe.cli.commands.export import main
-from mpframe.errors import CheckpointError, ConfigError
+from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.tracking.summary import Status, Summary
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpframe.checkpoint import untrusted
 from mpframe.checkpoint.init_from import fitted, is_foreign, read_foreign, renamed
-from mpframe.errors import CheckpointError, ConfigError
+from mpframe.core.errors import CheckpointError, ConfigError
 
 STATE = {
     "conv.weight": torch.arange(6.0).view(2, 3),

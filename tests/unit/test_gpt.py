@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpframe.errors import ConfigError, DataError
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.workloads.text.language_model import gpt
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "context": 8, "depth": 2, "heads": 2, "width": 16}

@@ -10,7 +10,7 @@ from time_limit import time_limit
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.errors import CheckpointError
+from mpframe.core.errors import CheckpointError
 
 SECONDS = 10  # What is no attack takes hundredths of one.
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mpframe.loss_scaling import Backoff
+from mpframe.core.loss_scaling import Backoff
 
 CLEAN, OVERFLOW = torch.tensor(1.0), torch.tensor(math.inf)
 NO_CLAMPS = {"min_scale": 2.0**-126, "max_scale": 2.0**127}

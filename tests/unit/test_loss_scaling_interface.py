@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mpframe.loss_scaling import Backoff, LogMax, Scaler, Static, auto, none
-from mpframe.loss_scaling.interface import LossScaler, name_of
+from mpframe.core.loss_scaling import Backoff, LogMax, Scaler, Static, auto, none
+from mpframe.core.loss_scaling.scaler import LossScaler, name_of
 
 
 class Mine(Backoff):

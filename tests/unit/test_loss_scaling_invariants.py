@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpframe.errors import CheckpointError
-from mpframe.loss_scaling import Backoff, LogMax, Static
-from mpframe.loss_scaling.interface import LossScaler
+from mpframe.core.errors import CheckpointError
+from mpframe.core.loss_scaling import Backoff, LogMax, Static
+from mpframe.core.loss_scaling.scaler import LossScaler
 
 STREAMS = 100
 KINDS = (Static, Backoff, LogMax)

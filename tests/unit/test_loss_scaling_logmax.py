@@ -6,8 +6,8 @@ import pytest
 import torch
 from vocabulary import Kernels
 
-from mpframe.loss_scaling import LogMax
-from mpframe.loss_scaling.logmax import JUDGED_AFTER, MAX_MARGIN, PRIOR_STD, PRIOR_WEIGHT
+from mpframe.core.loss_scaling import LogMax
+from mpframe.core.loss_scaling.logmax import JUDGED_AFTER, MAX_MARGIN, PRIOR_STD, PRIOR_WEIGHT
 
 TOP = math.log2(torch.finfo(torch.float16).max)
 QUANTILE = 3.090232306167813  # of the standard normal at 0.999

@@ -5,8 +5,13 @@ import math
 import pytest
 import torch
 
-from mpframe.loss_scaling import Backoff, LogMax
-from mpframe.loss_scaling.powers import exponent_of, largest_power_below, power_of_two, safe_scale
+from mpframe.core.loss_scaling import Backoff, LogMax
+from mpframe.core.loss_scaling.logmax import (
+    exponent_of,
+    largest_power_below,
+    power_of_two,
+    safe_scale,
+)
 
 ADAPTIVE = pytest.mark.parametrize("kind", [Backoff, LogMax])
 WIDE = {"min_scale": 2.0**-60, "max_scale": 2.0**100}

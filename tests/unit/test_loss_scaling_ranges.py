@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from mpframe.errors import ConfigError
-from mpframe.loss_scaling import Backoff, LogMax, Static
+from mpframe.core.errors import ConfigError
+from mpframe.core.loss_scaling import Backoff, LogMax, Static
 
 NO_NUMBERS = [math.nan, math.inf, -math.inf, True, "2", None, 1j, [2.0]]
 NO_SCALES = [*NO_NUMBERS, 0, 0.0, -1.0, 1e-46, 1e39, 10**400]

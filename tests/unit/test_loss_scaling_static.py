@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mpframe.loss_scaling import Static
+from mpframe.core.loss_scaling import Static
 
 
 def test_the_default_is_one() -> None:

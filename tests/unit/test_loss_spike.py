@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import Backoff, Precision, Trainer
-from mpframe.errors import CheckpointError, DivergedError
-from mpframe.objectives import supervised
-from mpframe.optim.ema import Ema
-from mpframe.training.callbacks.average import AverageWeights
-from mpframe.training.callbacks.skip_guard import SkipGuard
-from mpframe.training.callbacks.spike_report import SpikeReport
-from mpframe.training.loss_spike import LEAST, WINDOW, LossSpikes
+from mpframe.core.errors import CheckpointError, DivergedError
+from mpframe.core.objective import supervised
+from mpframe.training.callbacks.guards import SkipGuard
+from mpframe.training.ema import AverageWeights, Ema
+from mpframe.training.loss_spike import LEAST, WINDOW, LossSpikes, SpikeReport
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 

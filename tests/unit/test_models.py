@@ -7,7 +7,7 @@ import torch
 import torchvision
 from torch import nn
 
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 from mpframe.models import cnn, mlp, resnet18
 from mpframe.workloads.segmentation.model import unet
 from mpframe.workloads.tables.model import tabular

@@ -13,7 +13,7 @@ from mpframe.assembly.target import found
 from mpframe.config.command_line import compose_named, without_hydra
 from mpframe.config.moved import MOVED
 from mpframe.config.stored import config_of
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 
 OLD, NEW = "mpframe.models.gpt", "mpframe.workloads.text.language_model.gpt"
 

@@ -8,9 +8,9 @@ from torch import nn
 from mpframe import assembly
 from mpframe.config.command_line import checked
 from mpframe.config.locations import CONF
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 from mpframe.models import mlp
-from mpframe.optim.selection import Selection, divided
+from mpframe.training.selection import Selection, divided
 
 
 def names(model: nn.Module, parts: dict[str, list[nn.Parameter]]) -> dict[str, list[str]]:

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from mpframe import Precision, Trainer
-from mpframe.objectives import supervised
-from mpframe.training.callback import Callback
-from mpframe.training.plan import Plan, Progress
+from mpframe.core.callback import Callback
+from mpframe.core.objective import supervised
+from mpframe.core.plan import Plan, Progress
 
 
 class Left(Callback):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 from mpframe.files import table
-from mpframe.training.evaluation.prediction import Predictions
+from mpframe.training.prediction import Predictions
 
 LOGITS = torch.tensor([[0.1, 2.0, -1.0], [3.0, 0.0, 3.0]])
 

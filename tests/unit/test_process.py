@@ -12,7 +12,7 @@ import pytest
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.schema import Config
 from mpframe.run import process
-from mpframe.training import allocator
+from mpframe.training import memory
 
 
 class Library:
@@ -33,22 +33,22 @@ def test_glibc_is_told_to_keep_memory(
 ) -> None:
     library = Library(answer)
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
-    monkeypatch.setattr(allocator, "_c_library", lambda: library)
-    assert allocator.keep_freed_memory() is done
+    monkeypatch.setattr(memory, "_c_library", lambda: library)
+    assert memory.keep_freed_memory() is done
     assert library.told == [(-1, -1), (-4, 0)]  # M_TRIM_THRESHOLD never, M_MMAP_MAX none
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    monkeypatch.setattr(allocator, "_c_library", lambda: library)
-    assert allocator.keep_freed_memory() is False
+    monkeypatch.setattr(memory, "_c_library", lambda: library)
+    assert memory.keep_freed_memory() is False
     assert library.told == []
 
 
 _FAULTS = """
 import resource, sys
-from mpframe.training.allocator import keep_freed_memory
+from mpframe.training.memory import keep_freed_memory
 import torch
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

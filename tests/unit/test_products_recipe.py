@@ -12,10 +12,10 @@ from mpframe.assembly.parts import build_precision, in_fp32
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.locations import CONF
 from mpframe.config.schema import Config
-from mpframe.errors import ConfigError
-from mpframe.precision.products.formats import FORMATS
-from mpframe.precision.products.recipe import OPERANDS, Recipe, shipped
-from mpframe.precision.products.scaling import Quantization
+from mpframe.core.errors import ConfigError
+from mpframe.lowbit.formats import FORMATS
+from mpframe.lowbit.recipe import OPERANDS, Recipe, shipped
+from mpframe.lowbit.scaling import Quantization
 
 MXFP8 = Quantization(FORMATS["e4m3fn"], per="block", block=32, scale="e8m0", rule="rceil")
 

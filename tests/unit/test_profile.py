@@ -11,9 +11,16 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from mpframe.training.callbacks.profile.modules import MARK, marked
-from mpframe.training.callbacks.profile.table import Costs
-from mpframe.training.callbacks.profile.trace import MODEL, OPTIMIZER, OUTSIDE, Op, read_ops
+from mpframe.training.callbacks.profile import (
+    MARK,
+    MODEL,
+    OPTIMIZER,
+    OUTSIDE,
+    Costs,
+    Op,
+    marked,
+    read_ops,
+)
 
 NODE = "autograd::engine::evaluate_function: "
 Event = dict[str, Any]

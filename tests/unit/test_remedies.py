@@ -7,9 +7,9 @@ from mpframe.assembly import build_precision
 from mpframe.config.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.config.schema import Config
-from mpframe.numerics.remedies import deny_words, pin_words
-from mpframe.precision import OpLists
-from mpframe.precision.policy import Policy
+from mpframe.core.op_lists import OpLists
+from mpframe.core.policy import Policy
+from mpframe.lab.remedies import deny_words, pin_words
 
 NAMES = ["", "fc", "head", "0", "05", "2", "2.1", "2.10", "2.1.1", "layer4.1.conv2", "layer4.11"]
 

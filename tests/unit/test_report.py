@@ -15,7 +15,7 @@ import yaml
 
 from mpframe.cli.commands import report as report_command
 from mpframe.config.locations import CONF
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 from mpframe.report.page import _panels, as_markdown, as_page, draw
 from mpframe.report.records import find_runs
 from mpframe.report.tables import compared, costs, every_run, recipes, results, unfinished
@@ -56,7 +56,7 @@ def options_of(summary: Summary, **other: Any) -> dict[str, Any]:
     options: dict[str, Any] = {
         "model": {"_target_": "mpframe.models.mlp", "hidden": 8},
         "dtype": {"mode": summary.dtype, "half": summary.half or "float16"},
-        "loss_scaling": {"_target_": f"mpframe.loss_scaling.{summary.loss_scaling}"},
+        "loss_scaling": {"_target_": f"mpframe.core.loss_scaling.{summary.loss_scaling}"},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
         "seed": summary.seed,
     }

@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from mpframe.config.locations import CONF
-from mpframe.errors import ConfigError
-from mpframe.optim.schedules import (
+from mpframe.core.errors import ConfigError
+from mpframe.training.schedules import (
     constant,
     exponential,
     onecycle,
@@ -85,7 +85,7 @@ def test_onecycle_takes_all_that_torchs_takes(cls: Any, options: dict[str, Any])
     """Rates and momenta; the shipped file says torch's defaults."""
     shipped = OmegaConf.load(CONF / "scheduler" / "onecycle.yaml")
     arguments: Any = {**shipped, **options}
-    assert arguments.pop("_target_") == "mpframe.optim.schedules.onecycle"
+    assert arguments.pop("_target_") == "mpframe.training.schedules.onecycle"
     taken = set(inspect.signature(OneCycleLR).parameters)
     unused = {"optimizer", "max_lr", "total_steps", "epochs", "steps_per_epoch", "last_epoch"}
     assert taken - unused == set(arguments)

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from mpframe.assembly.trainer import refuse_beside_sharding
 from mpframe.config.command_line import checked, compose_named, without_hydra
+from mpframe.core.errors import ConfigError
+from mpframe.core.objective import StepOutput
 from mpframe.data.task import Task
-from mpframe.distributed.launch import refuse_misfit
-from mpframe.errors import ConfigError
-from mpframe.objectives import StepOutput
+from mpframe.parallel.launch import refuse_misfit
 
 GOES_NOT = "does not go with trainer.parallel=fsdp"
 USE = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mpframe.cli.commands.simulate import main as simulate
-from mpframe.errors import DataError
-from mpframe.loss_scaling import Backoff, Static
-from mpframe.numerics.simulation import as_table, draw, replay
+from mpframe.core.errors import DataError
+from mpframe.core.loss_scaling import Backoff, Static
+from mpframe.lab.simulation import as_table, draw, replay
 from mpframe.tracking.amax_record import FILE_NAME, AmaxRecord, read_amax
 
 
@@ -133,7 +133,9 @@ def test_what_is_no_scaler_is_refused(
 
 def test_a_users_scaler_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "record.txt").write_text("-3\n-4\n5\n")
-    target = "loss_scaling._target_=mpframe.loss_scaling.Static"  # As any class, by its target.
+    target = (
+        "loss_scaling._target_=mpframe.core.loss_scaling.Static"  # As any class, by its target.
+    )
     simulate([f"run={tmp_path / 'record.txt'}", target, "loss_scaling.scale=4096"])
     row = capsys.readouterr().out.splitlines()[1].split()
     assert (row[0], row[2], row[-1]) == ("static", "1", "4096")

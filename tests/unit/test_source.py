@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from mpframe.config.command_line import compose_named, jobs, prepare, without_hydra
 from mpframe.config.overrides import take_source
 from mpframe.config.stored import Trusted, config_of
-from mpframe.errors import CheckpointError, ConfigError
+from mpframe.core.errors import CheckpointError, ConfigError
 
 FILES = {
     "model/net.yaml": "_target_: my_net.Net\nwidth: 8\ninner: {_target_: my_net.Inner}\n",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mpframe.errors import MpframeError
+from mpframe.core.errors import MpframeError
 from mpframe.files.durable import write_atomically
 from mpframe.report.sweep import COLUMNS, as_text, find_jobs, write_table
 from mpframe.tracking.summary import Status, Summary

@@ -19,7 +19,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mpframe.errors import MpframeError
+from mpframe.core.errors import MpframeError
 from mpframe.files.durable import append_whole
 from mpframe.tracking import event_file
 from mpframe.tracking import tracker as tracking

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpframe.tree import map_tensors, named_tensors, tensors_in, to_fp32
+from mpframe.core.tree import map_tensors, named_tensors, tensors_in, to_fp32
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpframe.errors import MpframeError
+from mpframe.core.errors import MpframeError
 from mpframe.files import turns
 from mpframe.files.turns import turn_in
 

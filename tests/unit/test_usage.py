@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from mpframe import OpLists, Precision, Trainer
+from mpframe.core.master_weights import MasterWeights
+from mpframe.core.objective import StepOutput, model_loss
 from mpframe.data import Task
-from mpframe.objectives import StepOutput, model_loss
-from mpframe.optim import MasterWeights
 from mpframe.run.description import usage_of
 
 PAIRS = [(torch.ones(3, 4), torch.tensor(1))] * 2

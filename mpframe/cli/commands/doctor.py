@@ -23,7 +23,7 @@ from mpframe import assembly
 from mpframe.cli.program import program, without_secrets
 from mpframe.config.command_line import jobs
 from mpframe.config.schema import Config
-from mpframe.numerics.doctor import Finding, Severity, Subject, examine
+from mpframe.lab.doctor import Finding, Severity, Subject, examine
 from mpframe.run.resume import take_first_weights
 
 

@@ -67,8 +67,8 @@ from mpframe.config.overrides import take_source
 from mpframe.config.redaction import redacted, secrets_of
 from mpframe.config.stored import config_of
 from mpframe.console import printable, take_options
-from mpframe.errors import ConfigError, nearest
-from mpframe.tree import dtype_name
+from mpframe.core.errors import ConfigError, nearest
+from mpframe.core.tree import dtype_name
 
 _DEFAULTS = {
     "checkpoint": "",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mpframe.cli.program import program
 from mpframe.config.output_folder import refuse_unwritable
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 
 _TEMPLATE = Path(__file__).parent / "template"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from mpframe.cli.program import program
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.console import take_options
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
 from mpframe.files.durable import write_atomically
 from mpframe.report.page import as_markdown, as_page
 from mpframe.report.records import find_runs

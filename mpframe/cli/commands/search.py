@@ -40,18 +40,18 @@ from mpframe.cli.program import program
 from mpframe.config.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.console import take_options
+from mpframe.core.errors import ConfigError, DivergedError
+from mpframe.core.policy import NO_PRODUCTS
+from mpframe.core.storage import op_of
+from mpframe.core.trainer import Trainer
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
-from mpframe.errors import ConfigError, DivergedError
 from mpframe.files.durable import write_atomically
-from mpframe.numerics.remedies import pin_words
-from mpframe.numerics.search import Pins, RelativeError, Search, SearchResult, Sensitivity
-from mpframe.precision.module_ops import op_of
-from mpframe.precision.policy import NO_PRODUCTS
+from mpframe.lab.remedies import pin_words
+from mpframe.lab.search import Pins, RelativeError, Search, SearchResult, Sensitivity
 from mpframe.table import markdown
-from mpframe.training.callbacks.skip_guard import SkipGuard
+from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.evaluation import Evaluation
-from mpframe.training.trainer import Trainer
 
 _OPTIONS = ("target", "batches", "prove", "seeds", "out")
 Proof = dict[str, list[Evaluation]]

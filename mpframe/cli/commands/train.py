@@ -39,8 +39,8 @@ from mpframe.config.overrides import (
 )
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.console import unreachable_in_one_line
-from mpframe.distributed.launch import place
-from mpframe.errors import MpframeError
+from mpframe.core.errors import MpframeError
+from mpframe.parallel.launch import place
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 

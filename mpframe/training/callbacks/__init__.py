@@ -16,7 +16,7 @@ The autopsy and the ranges are callbacks, too, and are in numerics/. A configura
 `_target_`, and nothing is exported here. This package may import what training may import.
 """
 
-from mpframe.training.callback import Callback
+from mpframe.core.callback import Callback
 
 
 def record_profile(enabled: bool = False) -> Callback:

@@ -4,17 +4,17 @@ from typing import Any
 
 from torch import Tensor
 
+from mpframe.core.callback import Callback
+from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import Trainer
 from mpframe.data.loading import Loader
-from mpframe.optim.multi_optimizer import MultiOptimizer
-from mpframe.optim.step_result import StepResult
 from mpframe.tracking.environment import peak_memory
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import Tracker, checked_events
-from mpframe.training.callback import Callback
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.run_context import RunContext
-from mpframe.training.trainer import Trainer
 
 
 class Curves(Callback):

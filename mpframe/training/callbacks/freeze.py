@@ -12,14 +12,13 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from mpframe.errors import ConfigError
-from mpframe.optim.multi_optimizer import MultiOptimizer
-from mpframe.optim.selection import hint
-from mpframe.training.callback import Callback
-from mpframe.training.loader import Batch
-from mpframe.training.plan import Progress
+from mpframe.core.callback import Batch, Callback
+from mpframe.core.errors import ConfigError
+from mpframe.core.plan import Progress
+from mpframe.core.trainer import Trainer
+from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.run_context import RunContext
-from mpframe.training.trainer import Trainer
+from mpframe.training.selection import hint
 
 log = logging.getLogger(__name__)
 

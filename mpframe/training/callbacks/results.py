@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mpframe.optim.step_result import StepResult
-from mpframe.training.callback import Callback
-from mpframe.training.evaluation import Evaluation
-from mpframe.training.evaluation.best import Best, much_worse
-from mpframe.training.trainer import Trainer
+from mpframe.core.callback import Callback
+from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import Trainer
+from mpframe.training.evaluation import Best, Evaluation, much_worse
 
 _RECENT = 100  # validations
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.errors import ConfigError
-from mpframe.optim import StepResult
-from mpframe.optim.larc import LARC
-from mpframe.optim.multi_optimizer import MultiOptimizer
-from mpframe.optim.selection import Selection, hint
-from mpframe.training.callback import Callback
+from mpframe.core.callback import Callback
+from mpframe.core.errors import ConfigError
+from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import Trainer
+from mpframe.training.larc import LARC
+from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.run_context import RunContext
-from mpframe.training.trainer import Trainer
+from mpframe.training.selection import Selection, hint
 
 
 class StepHook(Callback):

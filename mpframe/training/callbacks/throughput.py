@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mpframe.optim.step_result import StepResult
-from mpframe.training.callback import Callback
-from mpframe.training.loader import Batch
-from mpframe.training.trainer import Trainer
+from mpframe.core.callback import Batch, Callback
+from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import Trainer
 
 _BIN = math.log(1.01)
 _SHORTEST = 1e-9  # seconds, for a clock that stood still

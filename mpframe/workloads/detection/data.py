@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.ops import box_iou
 
+from mpframe.core.errors import ConfigError
 from mpframe.data.facts import require_facts, require_whole
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.samples import Kept
 from mpframe.data.task import Task
-from mpframe.errors import ConfigError
 from mpframe.workloads.detection.model import detection
 
 Boxes = Mapping[str, Tensor]

@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.ops import batched_nms, box_convert, box_iou, clip_boxes_to_image
 
-from mpframe.errors import UserCodeError
+from mpframe.core.errors import UserCode, UserCodeError, described, name_of
+from mpframe.core.objective import StepOutput, outside_casts
+from mpframe.core.trace import undisturbed
+from mpframe.core.tree import to_fp32
 from mpframe.models import require_sizes
-from mpframe.objectives.step_output import StepOutput
-from mpframe.objectives.supervised import outside_casts
-from mpframe.precision.undisturbed import undisturbed
-from mpframe.tree import to_fp32
-from mpframe.user_code import UserCode, described, name_of
 
 _STRIDES = (8, 16, 32)  # pixels between two places of a map
 _SIZES = (0.2, 0.35, 0.55, 0.8)  # sides of the default boxes; each map has its own and the mean

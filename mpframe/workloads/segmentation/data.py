@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data.facts import require_facts, require_whole
 from mpframe.data.image_files import decode, list_unlabelled, opened
 from mpframe.data.images import Normalize, spread
@@ -24,7 +25,6 @@ from mpframe.data.loading import keyed_uniform
 from mpframe.data.metrics import Dice, IoU
 from mpframe.data.samples import Kept
 from mpframe.data.task import Task
-from mpframe.errors import ConfigError, DataError
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 
 _MASK_FORMATS = ("PNG", "BMP")  # A JPEG does not keep numbers.

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpframe.errors import ConfigError
+from mpframe.core.errors import ConfigError
+from mpframe.core.objective import Supervised, supervised
 from mpframe.models import require_sizes
-from mpframe.objectives.supervised import Supervised, supervised
 
 
 class UNet(nn.Module):

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mpframe.core.errors import ConfigError, DataError, nearest
 from mpframe.data.facts import require_facts
 from mpframe.data.metrics import RMSE, RMSPE
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task
-from mpframe.errors import ConfigError, DataError, nearest
 from mpframe.files.plain_file import open_regular
 from mpframe.workloads.tables.model import LogRegression
 

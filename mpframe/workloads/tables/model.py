@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.errors import ConfigError, UserCodeError
+from mpframe.core.errors import ConfigError, UserCode, UserCodeError, described
+from mpframe.core.objective import StepOutput, outside_casts
+from mpframe.core.tree import to_fp32
 from mpframe.models import require_dropout, require_sizes
-from mpframe.objectives.step_output import StepOutput
-from mpframe.objectives.supervised import outside_casts
-from mpframe.tree import to_fp32
-from mpframe.user_code import UserCode, described
 
 
 class Tabular(nn.Module):

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from mpframe.core.errors import ConfigError, DataError
+from mpframe.core.objective import model_loss
 from mpframe.data.facts import require_facts, require_whole
 from mpframe.data.metrics import Accuracy
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task
-from mpframe.errors import ConfigError, DataError
 from mpframe.files import read_regular
-from mpframe.objectives import model_loss
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

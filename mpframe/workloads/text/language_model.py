@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import Dataset
 
+from mpframe.core.errors import ConfigError, DataError
 from mpframe.data.facts import require_whole
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.metrics import BitsPerByte, Perplexity
 from mpframe.data.task import Task
-from mpframe.errors import ConfigError, DataError
 from mpframe.files import open_regular
 from mpframe.models import require_dropout, require_sizes
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mpframe.core.errors import ConfigError, DataError
+from mpframe.core.objective import model_loss
 from mpframe.data.facts import require_whole
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task
-from mpframe.errors import ConfigError, DataError
 from mpframe.files import read_regular
-from mpframe.objectives import model_loss
 from mpframe.workloads.text.classification import WordPiece, padded, word_piece
 
 log = logging.getLogger(__name__)

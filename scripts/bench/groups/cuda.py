@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from bench.measure import Competitor, race, timed
 from bench.table import Table
-from mpframe.loss_scaling import Backoff
+from mpframe.core.loss_scaling import Backoff
+from mpframe.core.objective import supervised
+from mpframe.core.plan import Plan
+from mpframe.core.precision import Precision
+from mpframe.core.trainer import Trainer
 from mpframe.models import resnet18
-from mpframe.objectives import supervised
-from mpframe.precision import Precision
-from mpframe.training.plan import Plan
-from mpframe.training.trainer import Trainer
 
 HAND = "torch.amp by hand"
 MAX_NORM = 1.0

@@ -14,7 +14,7 @@ from bench.step.competitors import MAX_NORM
 from bench.step.on_ranks import ALONE, BY_HAND, STEPS
 from bench.step.workloads import WORKLOADS
 from bench.table import Claim, Table
-from mpframe.precision.policy import has_native_half
+from mpframe.core.policy import has_native_half
 
 PROCESSES = 2
 MOST = 1.03  # times the step by hand

@@ -13,7 +13,7 @@ from bench.measure import Times, ratio
 from bench.step.competitors import STEPS
 from bench.step.turns import BYTES, race_turns
 from bench.table import Claim, Table
-from mpframe.precision.policy import has_native_half
+from mpframe.core.policy import has_native_half
 
 THREADS = 2
 PLAIN = "torch fp32"

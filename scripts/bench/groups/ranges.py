@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from bench.measure import Competitor, Spread, Times, race, ratio, threads, timed
 from bench.table import Claim, Table
-from mpframe.loss_scaling import Backoff
+from mpframe.core.loss_scaling import Backoff
+from mpframe.core.objective import supervised
+from mpframe.core.precision import Precision
+from mpframe.core.trainer import Trainer
+from mpframe.lab.range_watch import RangeWatch
 from mpframe.models import mlp, resnet18
-from mpframe.numerics.range_watch import RangeWatch
-from mpframe.objectives import supervised
-from mpframe.precision import Precision
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.run_context import RunContext
-from mpframe.training.trainer import Trainer
 
 THREADS = 2
 EVERY = 100

@@ -18,7 +18,7 @@ from bench.whole import trainers
 from bench.whole.loop_time import LoopTime
 from bench.whole.one_run import OURS
 from bench.whole.workloads import WORKLOADS, Workload
-from mpframe.errors import MpframeError, first_line
+from mpframe.core.errors import MpframeError, first_line
 
 MOST = 1.03  # times a loop by hand
 SIZES: dict[str, dict[str, int]] = {name: {} for name in WORKLOADS}

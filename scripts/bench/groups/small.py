@@ -9,7 +9,7 @@ from bench.step.competitors import MAX_NORM, STEPS
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS
 from bench.table import Claim, Table
-from mpframe.precision.policy import has_native_half
+from mpframe.core.policy import has_native_half
 
 THREADS = 1
 HAND = "torch.autocast bfloat16"

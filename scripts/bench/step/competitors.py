@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from bench.step.laps import Laps
 from bench.step.workloads import Workload
-from mpframe.distributed.world import ALONE, World
-from mpframe.loss_scaling import Backoff
-from mpframe.objectives import StepOutput, supervised
-from mpframe.precision import Precision
-from mpframe.training.plan import Plan
-from mpframe.training.trainer import Trainer
+from mpframe.core.comm import ALONE, World
+from mpframe.core.loss_scaling import Backoff
+from mpframe.core.objective import StepOutput, supervised
+from mpframe.core.plan import Plan
+from mpframe.core.precision import Precision
+from mpframe.core.trainer import Trainer
 
 MAX_NORM = 1.0
 LR = 1e-4

@@ -21,10 +21,10 @@ from bench.measure import Competitor, race, threads
 from bench.step.competitors import Step, by_hand, by_trainer
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS, Workload
-from mpframe.distributed.joining import joined
-from mpframe.distributed.launch import place
-from mpframe.distributed.world import World
-from mpframe.training.allocator import keep_freed_memory
+from mpframe.core.comm import World
+from mpframe.parallel.joining import joined
+from mpframe.parallel.launch import place
+from mpframe.training.memory import keep_freed_memory
 
 BY_HAND = {"fp32": "DistributedDataParallel fp32", "bfloat16": "DistributedDataParallel bfloat16"}
 ALONE = ", one process"

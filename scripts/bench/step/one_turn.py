@@ -19,9 +19,8 @@ from bench import measure as measuring
 from bench.step.competitors import RECIPE_STEPS, STEPS
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS
-from mpframe.training.allocator import keep_freed_memory
-from mpframe.training.channels_last import to_channels_last
-from mpframe.training.recompute import recompute as recompute_modules
+from mpframe.training.memory import keep_freed_memory, to_channels_last
+from mpframe.training.memory import recompute as recompute_modules
 
 WARMUP = 2  # steps: the first one makes the optimizer's state
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.measure import Clock
-from mpframe.training.trainer import Trainer
+from mpframe.core.trainer import Trainer
 
 
 class Parts:

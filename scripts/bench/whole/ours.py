@@ -11,10 +11,10 @@ from bench.whole.loaders import SEED
 from bench.whole.loop_time import LoopTime
 from bench.whole.workloads import Workload
 from mpframe.cli.commands.train import main
-from mpframe.training.callback import Callback
+from mpframe.core.callback import Callback
+from mpframe.core.trainer import Trainer
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.run_context import RunContext
-from mpframe.training.trainer import Trainer
 
 _FILE = "loop_time.json"
 

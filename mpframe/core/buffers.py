@@ -1,0 +1,264 @@
+"""A model's buffers, restored after a skipped step, and what of them a resumed run needs.
+
+BatchNorm moves its running statistics in the forward pass, long before the gradients say whether
+the step counts. So the buffers are copied before the step and put back where it is skipped: one
+overflow in a forward pass would otherwise leave nan in the statistics for good.
+
+Other modules fill a cache and note in a plain attribute how far. Both are undone, or neither is: a
+module that takes an emptied cache for full reads zeros.
+
+Buffers and plain attributes of modules: saved, restored, and copied for a while.
+"""
+
+import copy
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.jit import ScriptModule
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from mpframe.core.comm import World
+from mpframe.core.errors import CheckpointError
+from mpframe.core.step_result import read
+from mpframe.core.tree import device_of
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # Parameters, buffers, submodules, hooks, the mode.
+# Exactly these: a subclass may refuse to be changed, as the frozen dicts of configurations do.
+_CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
+
+
+class State:
+    """Buffers and plain attributes of modules as they are now.
+
+    They belong together: an attribute may say how far a cache is filled. A list, dict, set or deque
+    gets back its present items, but not what is changed inside of them.
+
+    In a `with` block, which may be entered more than once, the modules have this state in copies
+    that they may fill, replace or resize. Afterwards the state from before the block is back.
+
+    Args:
+        homes: the `_buffers` and the `vars` of modules.
+    """
+
+    def __init__(self, homes: Iterable[Any] = ()) -> None:
+        self._kept = [(home, entries(home)) for home in homes]
+        values = [value for _, kept in self._kept for value in kept.values()]
+        self._items = [(v, copy.copy(v)) for v in values if type(v) in _CONTAINERS]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """The state of all modules except lazy ones; a ScriptModule has no plain attributes."""
+        modules = [m for m in model.modules() if not isinstance(m, LazyModuleMixin)]
+        plain = [vars(m) for m in modules if not isinstance(m, ScriptModule)]
+        return cls([m._buffers for m in modules] + plain)
+
+    def __enter__(self) -> None:
+        self._present = State(home for home, _ in self._kept)
+        self.with_copies().restore()
+
+    def __exit__(self, *_: object) -> None:
+        self._present.restore()
+
+    def with_copies(self) -> Self:
+        """The same with copies of the tensors, one of each."""
+        state, copies = copy.copy(self), dict[int, Tensor]()
+        state._kept = [
+            (home, {name: _clone(value, copies) for name, value in kept.items()})
+            for home, kept in self._kept
+        ]
+        return state
+
+    def find_replaced(self) -> list[tuple[Any, str, Any, Any]]:
+        """Each place with another object now: home, name, that object, and the one before."""
+        return [
+            (home, name, now.get(name), kept.get(name))
+            for home, kept in self._kept
+            for now in [entries(home)]
+            for name in kept | now
+            if now.get(name) is not kept.get(name)
+        ]
+
+    def has_changed(self) -> bool:
+        """Whether any place has another object, or a container has other items."""
+        return bool(self.find_replaced()) or any(_ids(v) != _ids(was) for v, was in self._items)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for home, kept in self._kept:
+            for name in entries(home).keys() - kept.keys():
+                del home[name]
+            for name, value in kept.items():
+                home[name] = value
+        for container, items in self._items:
+            container.clear()
+            add = container.extend if isinstance(container, list | deque) else container.update
+            add(items)
+
+
+def entries(home: Any) -> dict[str, Any]:
+    """What a module keeps there, except what torch keeps and tensors with a gradient."""
+    return {
+        name: value
+        for name, value in home.items()
+        if name not in _OF_TORCH and not (isinstance(value, Tensor) and value.requires_grad)
+    }
+
+
+def _clone(value: Any, copies: dict[int, Tensor]) -> Any:
+    plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    if plain and id(value) not in copies:
+        copies[id(value)] = value.clone()
+    return copies.get(id(value), value)
+
+
+def _ids(container: Any) -> list[int]:
+    values = container.values() if isinstance(container, dict) else ()
+    return [*map(id, container), *map(id, values)]
+
+
+class Buffers:
+    """The buffers of a model and a copy of what they were.
+
+    Args:
+        model: on its device; modules that have buffers now may replace or resize them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = [module for module in model.modules() if module._buffers]
+        self._homes: list[Any] = [module._buffers for module in modules]
+        # torch's own modules note nothing there about their buffers.
+        self._attributes_of = [vars(module) for module in modules if not _is_of_torch(module)]
+        self._kept, self._attributes = State(), State()
+
+    def save(self) -> None:
+        """Copy the buffers as they are now, and the plain attributes of their modules."""
+        self._kept = State(self._homes).with_copies()
+        self._attributes = State(self._attributes_of)
+
+    def broadcast(self, world: World) -> None:
+        """Give all ranks the buffers of rank 0, whose samples alone moved them."""
+        world.broadcast_(self._present())
+
+    def start_broadcast(self, world: World) -> Callable[[], None]:
+        """Begin what `broadcast` does; the call of what is returned ends it."""
+        return world.start_broadcast_(self._present())
+
+    def _present(self) -> list[Tensor]:
+        return [buffer for home in self._homes for buffer in home.values() if buffer is not None]
+
+    @torch.no_grad()
+    def restore_where(self, skipped: Tensor | bool) -> None:
+        """Put the copies back if `skipped`: a bool, or 0-d on the device.
+
+        The device chooses values without the host. If a plain attribute changed or a buffer its
+        shape, and for sparse and expanded buffers, the host has to know, and waits for the device.
+        """
+        if skipped is False:
+            return
+        moved = self._kept.find_replaced()  # The copies are never the buffers.
+        only_values = all(_takes(buffer, kept) for _, _, buffer, kept in moved)
+        if isinstance(skipped, Tensor) and not (only_values and not self._attributes.has_changed()):
+            skipped = read([(skipped, None)])[0].skipped
+        for home, name, buffer, kept in moved:
+            if isinstance(skipped, Tensor):
+                buffer.copy_(torch.where(skipped, kept, buffer))
+            elif skipped:
+                home[name] = buffer.copy_(kept) if _takes(buffer, kept) else kept
+        if skipped is True:
+            self._attributes.restore()
+
+
+class ExtraState:
+    """What training changes in modules and their `state_dict` does not bring back.
+
+    These are buffers that are not persistent; buffers of another shape than at the start, which
+    torch refuses; and, in modules with buffers, numbers and flags in plain attributes, such as the
+    pointer of a memory bank. What is as it was at the start is left out: a new model has it.
+
+    Args:
+        model: new, on its device.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._device, self._places = device_of(model), _places(model)
+        saved = model.state_dict()  # Of what it holds, the shape is enough.
+        self._start = {
+            name: _copy_to(home[key], "meta" if name in saved else "cpu")
+            for name, (home, key) in self._places.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers, flags and None by name; not copied."""
+        now = {n: (home, home.get(key)) for n, (home, key) in self._places.items()}
+        return {n: v for n, (h, v) in now.items() if _fits(h, v) and _differs(self._start[n], v)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave; what it lacks becomes as it was at the start.
+
+        Raises:
+            CheckpointError: an entry is no buffer or number of this model; nothing is taken.
+        """
+        for name, value in state.items():
+            if name not in self._places or not _fits(self._places[name][0], value):
+                raise CheckpointError(
+                    f"extra_state: {name!r} in the checkpoint is no buffer or number of the model; "
+                    "load the model it is of"
+                )
+        for name, (home, key) in self._places.items():
+            value, now = {**self._start, **state}[name], home.get(key)
+            if _differs(value, now):
+                value = _copy_to(value, self._device)
+                home[key] = now.copy_(value) if _takes(now, value) else value
+
+
+def _places(model: nn.Module) -> dict[str, tuple[Any, str]]:
+    """By name where each buffer stands, and each number of a module with buffers; and its key."""
+    return {
+        f"{prefix}.{key}".lstrip("."): (home, key)
+        for prefix, module in model.named_modules()
+        if module._buffers and not isinstance(module, ScriptModule)
+        for home in (module._buffers, vars(module))
+        for key, value in entries(home).items()
+        if _fits(home, value)
+    }
+
+
+def _fits(home: Any, value: Any) -> bool:
+    """Whether a checkpoint may hold this. Nobody can load a jagged tensor."""
+    if "_buffers" in home:  # The `vars` of a module.
+        return type(value) in (bool, int, float, type(None))
+    return value is None or (isinstance(value, Tensor) and not (value.is_nested or value.is_meta))
+
+
+def _copy_to(value: Any, device: torch.device | str) -> Any:
+    """A copy of a tensor on a device; one on `meta` becomes zeros."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.zeros_like(value, device=device) if value.is_meta else value.to(device, copy=True)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
+    return packages <= {"torch", "builtins"}
+
+
+def _takes(buffer: Any, values: Any) -> bool:
+    """Whether values can be copied into a buffer: both are dense and alike."""
+    if not isinstance(buffer, Tensor) or not isinstance(values, Tensor) or buffer.is_nested:
+        return False
+    if not buffer.layout is values.layout is torch.strided or 0 in buffer.stride():
+        return False
+    return buffer.shape == values.shape and buffer.dtype == values.dtype
+
+
+def _differs(before: Any, now: Any) -> bool:
+    """Whether a buffer or number changed; of a buffer that is kept on `meta`, its shape."""
+    if not isinstance(before, Tensor) or not isinstance(now, Tensor):
+        return type(before) is not type(now) or before != now
+    if before.is_meta and now.layout is torch.strided:
+        return before.shape != now.shape
+    return not _takes(now, before) or not torch.equal(now.cpu(), before.cpu())

@@ -1,0 +1,351 @@
+"""The cast: a function mode that runs each op of a block in the format that the policy decides.
+
+PyTorch hands `CastMode` each call a model makes, in any spelling, before autograd records it. So
+the casts are part of the graph, and the backward pass runs in the formats of the forward pass.
+
+    half op      inputs rounded to half; on a CPU without half arithmetic the op then computes in
+                 fp32 and its result is rounded once (emulation.py)
+    fp32 op      half inputs widened
+    infer op     all inputs widened to the widest of them
+    others       left alone, and unwrapped if they are Python functions of torch, so that the ops
+                 they call are cast (torch_functions.py)
+    OpHandlers   come before all of these (handlers.py)
+
+Never cast: integers, booleans, complex, float64 and float8 tensors, and the floating tensors beside
+a float64 or complex one; ops given an explicit `dtype=`; in-place and `out=` forms, whose result
+keeps the format of its tensor; running statistics, which the op writes into.
+
+A block also turns torch.autocast on, so that a model that asks about it gets the usual answers. The
+mode turns it off around each op, so torch casts nothing itself. That shows the mode in which
+`torch.autocast` region of the model an op runs: with `enabled=False` it is not cast (only mixed
+formats are widened); with another dtype, half ops run in that dtype.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, set_autocast_enabled
+from torch._ops import HigherOrderOperator
+from torch.amp import is_autocast_available
+from torch.compiler import is_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
+
+from mpframe.core.emulation import FAULTY, half_values, rounded, used_again
+from mpframe.core.handlers import (
+    HANDLERS,
+    HANDS_OFF,
+    NARROW,
+    NOT_AUTOCAST,
+    Args,
+    Handler,
+    Kwargs,
+    OpHandler,
+    formats_of,
+    handler_name,
+    holding_numbers,
+    on_data_only,
+    without_fault,
+)
+from mpframe.core.masters import master_for
+from mpframe.core.op_lists import PINS, op_name
+from mpframe.core.policy import CASTABLE, NO_PRODUCTS, UNCAST, Policy
+from mpframe.core.torch_functions import UNWRAPPED, unwrap
+from mpframe.core.tree import HALVES, call_with, map_tensors
+
+Pins = Sequence[tuple[str, str, bool]]  # (module, pin, whether torch.autocast was on there)
+
+_data: Any = torch._C.TensorBase.data
+_DATA = (_data.__get__, _data.__set__)  # reads of `.data`, and `.data = ...`
+
+
+class Casts:
+    """What the blocks of one precision share: policy, handlers, and modes that can be used again.
+
+    Args:
+        policy: decides the formats.
+        op_handlers: are asked before the lists, in this order.
+
+    Attributes:
+        keeps_weights: a weight is cast once in a block, not once for each op.
+        autocasts: torch.autocast is on in the blocks, for `device_type`.
+        emulated: the half formats that are emulated, also in a region of another half format.
+    """
+
+    def __init__(self, policy: Policy, op_handlers: Sequence[OpHandler] = ()) -> None:
+        self.policy, self.op_handlers = policy, tuple(op_handlers)
+        self.keeps_weights, self.autocasts = True, policy.mode != "fp32"
+        self.compute_on(torch.device("cpu"))
+
+    def compute_on(self, device: torch.device) -> None:
+        """Prepare for tensors on `device`. Without emulation half tensors need no look."""
+        self.device_type = device.type if is_autocast_available(device.type) else "cpu"
+        halves = HALVES.items() if self.autocasts else ()
+        self.emulated = {h for n, h in halves if replace(self.policy, half=n).emulates(device)}
+        self._idle: list[CastMode] = []
+
+    def acquire(self) -> "CastMode":
+        """A mode that no other block has now. A used one is preferred: it knows its ops."""
+        if is_compiling():
+            return CastMode(self)
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return CastMode(self)
+
+    def release(self, mode: "CastMode") -> None:
+        """Keep `mode` for another block; its own has ended."""
+        if not is_compiling():
+            mode.clear()
+            self._idle.append(mode)
+
+
+class CastMode(TorchFunctionMode):
+    """Casts the inputs of every op of one block, on one thread.
+
+    Args:
+        casts: of the precision that made the block.
+
+    Attributes:
+        enabled: False while a block inside this one decides.
+        pins: the pinned modules that are running, the innermost last.
+    """
+
+    def __init__(self, casts: Casts) -> None:
+        super().__init__()
+        self.casts, self.policy = casts, casts.policy
+        self.enabled = True
+        self._device_type, self._half = casts.device_type, torch.float64
+        self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor, Tensor]] = {}
+        self._compute_in(self.policy.half_dtype)
+        self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
+        self._steps = -1  # Not the present number: a compiler would guard on it.
+        self.push_pins(())
+        pins = (None, *PINS, NO_PRODUCTS, UNCAST, *self.policy.recipes)
+        self._handlers: dict[str | None, dict[Any, tuple[Handler, bool]]] = {p: {} for p in pins}
+        self._by_name = HANDLERS | {
+            "half": self._run_half,
+            "half data": on_data_only(self._run_half),
+            "half held": holding_numbers(self._run_half),
+            **{f"half {op}": without_fault(op, self._run_half) for op in FAULTY},
+            "higher order": self._run_higher_order,
+            "data": self._run_data,
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.enabled:
+            return func(*args, **kwargs)
+        on = is_autocast_enabled(self._device_type)
+        pin = self._pin_if[on]
+        if is_compiling():
+            handler, stays_on = self._handler(*_choose(self.policy, func, pin))
+            with nullcontext() if stays_on or not on else self.autocast(False):
+                return handler(func, args, kwargs)
+        found = self._handlers[pin].get(func)
+        if found is None:
+            found = self._handlers[pin][func] = self._handler(*_choose(self.policy, func, pin))
+        if found[1] or not on:
+            return found[0](func, args, kwargs)
+        set_autocast_enabled(self._device_type, False)
+        try:
+            return found[0](func, args, kwargs)
+        finally:
+            set_autocast_enabled(self._device_type, True)
+
+    def autocast(self, enabled: bool) -> torch.autocast:
+        """A block in which torch.autocast is on or off, and its dtype stays."""
+        return torch.autocast(self._device_type, get_autocast_dtype(self._device_type), enabled)
+
+    def half(self) -> torch.dtype:
+        """The half format here: the run's, or the one of a torch.autocast region."""
+        no_region = self._pin_if[0] == "half"  # Where autocast is off, its dtype says nothing.
+        return self.policy.half_dtype if no_region else get_autocast_dtype(self._device_type)
+
+    def clear(self) -> None:
+        """Drop the casts of weights: the block has ended."""
+        self._kept_weights.clear()
+        self._open_weights.clear()
+
+    def push_pins(self, pins: Pins) -> None:
+        """Begin a block inside modules that are pinned already."""
+        self.pins = list(pins)
+        self._follow_pins()
+
+    def push_pin(self, module: str, pin: str) -> None:
+        """Run every op as in a module pinned to `pin`, until `pop_pin(module)`."""
+        on = is_autocast_enabled(self._device_type) if pin in PINS else self.casts.autocasts
+        self.pins.append((module, pin, on))
+        self._follow_pins()
+
+    def pop_pin(self, module: str) -> bool:
+        """Undo `push_pin(module, ...)`, and the pins that an exception left open inside it.
+
+        Returns:
+            False if there is no pin of this module: nothing is done.
+        """
+        if all(name != module for name, *_ in self.pins):
+            return False
+        while self.pins.pop()[0] != module:
+            pass
+        self._follow_pins()
+        return True
+
+    def _follow_pins(self) -> None:
+        """Pins and regions nest; a region that changes the state since the last pin is inside."""
+        _, pin, on = self.pins[-1] if self.pins else ("", None, self.casts.autocasts)
+        self._pin_if = (UNCAST, pin) if on else (pin, None)
+
+    def _handler(
+        self, name: str, stays_on: bool, op: str, recipe: str | None
+    ) -> tuple[Handler, bool]:
+        handler = self._by_name.get(name) or partial(self._run_opened, name)
+        for op_handler in self.casts.op_handlers:
+            before = op_handler.handler_of(op, recipe)
+            if before is not None:
+                return partial(_run_before, before, handler), False
+        return handler, stays_on
+
+    def _run_opened(self, name: str, _: Any, args: Args, kwargs: Kwargs) -> Any:
+        with self:
+            return getattr(UNWRAPPED, name)(*args, **kwargs)
+
+    def _run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Run a higher-order op: it calls the functions it is given, and their ops are cast there.
+
+        A nested compile region may not close over the mode. It becomes a part of the graph around.
+        """
+        with self:  # A compiler wants to see the first change of its stack outside the op.
+            if func.__name__ == "invoke_subgraph" and not _is_graph(args[0]):
+                return args[0](*args[1:], **kwargs)
+        on = is_autocast_enabled(self._device_type)
+        with self.autocast(False):  # Some ops trace their backward pass here.
+            return func(*(self._inside(value, on) for value in args), **kwargs)
+
+    def _inside(self, value: Any, on: bool) -> Any:
+        if isinstance(value, (Tensor, type)) or _is_graph(value) or not callable(value):
+            return value
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self, self.autocast(on):
+                return value(*args, **kwargs)
+
+        return run
+
+    def _compute_in(self, half: torch.dtype) -> None:
+        if half == self._half:
+            return
+        castable = CASTABLE if self.casts.autocasts else frozenset()  # In fp32 only OpHandlers act.
+        self._half, self._emulates = half, half in self.casts.emulated
+        self._to_half = castable if self._emulates else castable - {half}
+        self._kept_weights.clear()
+
+    def _run_half(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        self._compute_in(self.half())
+        formats = formats_of(args, kwargs)
+        if formats.isdisjoint(self._to_half) or not formats.isdisjoint(HANDS_OFF):
+            return func(*args, **kwargs)
+        result = call_with(self._as_half, func, args, kwargs)
+        return map_tensors(self._round, result) if self._emulates else result
+
+    def _run_data(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """A write through `.data` leaves no trace: the weight's cast is not kept in this block."""
+        if not is_compiling() and _is_weight(args[0]):
+            self._open_weights[id(args[0])] = args[0]
+            if args[0].dtype == torch.float32 and args[1:] and args[1].dtype in NARROW:
+                master_for(args[0]).current(args[0])  # It turns half: the fp32 value is kept.
+            for enabled in (True, False):
+                self._kept_weights.pop((id(args[0]), enabled), None)
+        return func(*args, **kwargs)
+
+    def _as_half(self, tensor: Tensor) -> Tensor:
+        """`tensor` as a half op wants it; a weight's cast is made once and kept for the block."""
+        if tensor.dtype not in self._to_half:
+            return tensor
+        if is_compiling():
+            return self._operand(tensor.to(dtype=self._half))
+        if self._steps != count_steps():
+            self._steps = count_steps()
+            self._kept_weights.clear()
+        # Not one cast for both: what is made without a graph has no gradient.
+        key = (id(tensor), torch.is_grad_enabled())
+        kept = self._kept_weights.get(key)
+        if kept is not None and kept[1] == tensor._version:
+            return used_again(kept[2], kept[3])
+        half = tensor.to(dtype=self._half)  # By name it is parsed in half the time.
+        operand = self._operand(half)
+        keeps = self.casts.keeps_weights and id(tensor) not in self._open_weights
+        if keeps and _is_weight(tensor):
+            # The weight is kept beside its cast: an id is only unique while its object lives.
+            self._kept_weights[key] = (tensor, tensor._version, half, operand)
+        return operand
+
+    def _operand(self, half: Tensor) -> Tensor:
+        """`half` for a half op, or its values in fp32 if the op is emulated."""
+        emulated = self._emulates and half.device.type == "cpu"
+        return half_values(half, self._half) if emulated else half
+
+    def _round(self, tensor: Tensor) -> Tensor:
+        return rounded(tensor, self._half) if tensor.device.type == "cpu" else tensor
+
+
+def _choose(policy: Policy, func: Any, pin: str | None) -> tuple[str, bool, str, str | None]:
+    """The name of the lists' handler, whether torch.autocast may stay on, the op and the recipe."""
+    op, recipe = op_name(func), policy.recipe_name(pin)
+    name = "as is" if policy.mode == "fp32" else handler_name(op, policy.compute_of(op, pin))
+    if name != "as is":
+        return name, op in NOT_AUTOCAST, op, recipe
+    name = _choose_outside_the_lists(func)
+    stays_on = op in NOT_AUTOCAST or name != "as is" or policy.mode == "fp32"
+    return name, stays_on, op, recipe
+
+
+def _choose_outside_the_lists(func: Any) -> str:
+    if isinstance(func, HigherOrderOperator):
+        return "higher order"
+    return "data" if func in _DATA else unwrap(func) or "as is"
+
+
+# A compiler takes the choice as given and traces the handler. The mark is all that
+# `torch.compiler.assume_constant_result` sets; calling that imports the compiler, for seconds.
+_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _run_before(before: Any, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    result = before(func, args, kwargs)
+    return handler(func, args, kwargs) if result is NotImplemented else result
+
+
+def _is_graph(value: Any) -> bool:
+    """Whether `value` was compiled: it has its casts already."""
+    return isinstance(value, torch.fx.GraphModule)
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    return tensor.is_leaf and tensor.requires_grad and not tensor.is_inference()
+
+
+_steps = 0
+
+
+def _note_step(*_: Any) -> None:
+    global _steps
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_note_step)
+
+
+def count_steps() -> int:
+    """The optimizer steps of this process so far; an update in buckets counts more than once.
+
+    Fused optimizers write weights without raising their version counters, so each step makes stale
+    what was made from a weight.
+    """
+    return _steps

@@ -1,0 +1,251 @@
+"""How one call is run: a handler for each rule of the lists.
+
+    as is       nothing is cast
+    fp32        half inputs widened
+    widest      half inputs widened if another input is fp32; with `rounded`, an op that has no
+                half kernel on a CPU runs in fp32 there and its result is rounded once
+    into        an in-place form: its sources take the format of the tensor that is written
+    item        `x[key] = value`
+    ... data    only for the first input, as the op writes its statistics into the others
+    ... held    a number that is written, beyond the end of a half format, is held at that end
+
+`half` belongs to the cast mode, which keeps the casts of weights (cast.py).
+
+The door for ops that run in another way: products below 16 bits, or a handler of a user.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.core.comm import World
+from mpframe.core.emulation import FAULTY, WITHOUT_HALF_KERNEL, is_faulty, rounded
+from mpframe.core.op_lists import WITH_STATISTICS
+from mpframe.core.policy import CASTABLE, Compute
+from mpframe.core.tree import call_with, is_simple, map_tensors, tensors_in, widened
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Handler = Callable[[Any, Args, Kwargs], Any]
+"""Takes the function that was called, and its arguments before any cast; returns the result."""
+
+
+class OpHandler:
+    """A base class: each method may be overridden, and none has to be.
+
+    `Precision(..., op_handlers=[...])` takes them.
+    """
+
+    def handler_of(self, op: str, recipe: str | None) -> Handler | None:
+        """Return what runs an op, or None to leave it to the lists.
+
+        The answer is kept, so it must be the same each time. While a handler runs, nothing is cast.
+        It may return NotImplemented: then the lists decide about that call.
+
+        Args:
+            op: its name, as the lists write it.
+            recipe: the name in `dtype.products`, or in a pin of the module that runs; None: there
+                is none.
+        """
+        return None
+
+    def attach(self, model: nn.Module) -> None:
+        """Look at a model before it runs, and refuse what cannot be done on its device."""
+
+    def sync(self, world: World) -> None:
+        """Bring what is measured in a step in line with the other ranks; called after each step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What lasts from step to step, under names that no other handler uses."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; the names may be missing."""
+
+
+# In-place forms that torch refuses if a source has another format than the tensor it goes into.
+_WRITES_ONE_FORMAT = """
+    addbmm_ addmm_ addmv_ baddbmm_ heaviside_ index_add_ index_copy_ index_put_ index_reduce_ lerp_
+    masked_scatter_ put_ scatter_ scatter_add_ scatter_reduce_
+"""
+# Ops that write a number into a tensor, or bound one by it, and refuse a number it cannot hold.
+_WRITES_A_NUMBER = """
+    clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clip clip_ constant_pad_nd fill fill_
+    fill_diagonal_ full full_like hardtanh hardtanh_ index_fill index_fill_ masked_fill masked_fill_
+    new_full pad pad_sequence scatter scatter_ threshold threshold_
+"""
+# What models call most often that torch.autocast never casts, nor any op inside: it may stay on.
+_NOT_AUTOCAST = """
+    __add__ __get__ __getitem__ __mul__ __radd__ __rmul__ __set__ __sub__ __truediv__ add contiguous
+    _enter_autocast _exit_autocast div expand flatten float gelu mul permute relu reshape silu size
+    sub to transpose unsqueeze view
+"""
+NOT_AUTOCAST = frozenset(_NOT_AUTOCAST.split())
+WRITES_ONE_FORMAT = frozenset(_WRITES_ONE_FORMAT.split())
+WRITES_A_NUMBER = frozenset(_WRITES_A_NUMBER.split())
+NARROW = CASTABLE - {torch.float32}
+# None stands for a format that the caller asks for, with `dtype=` or `out=`.
+HANDS_OFF = frozenset({None, torch.float64, torch.complex32, torch.complex64, torch.complex128})
+
+_OF_COMPUTE = {
+    Compute.HALF: "half",
+    Compute.FP32: "fp32",
+    Compute.WIDEST: "widest",
+    Compute.PYTORCH: "as is",
+}
+
+
+def handler_name(op: str, compute: Compute) -> str:
+    """The name of what runs calls of `op` when it computes in `compute`."""
+    if op == "__setitem__":
+        return "item"
+    handler = "into" if op in WRITES_ONE_FORMAT else _OF_COMPUTE[compute]
+    if handler == "widest" and op in WITHOUT_HALF_KERNEL:
+        return "widest rounded"
+    if handler == "half" and op in FAULTY:
+        return f"half {op}"
+    if handler in ("half", "fp32") and op in WITH_STATISTICS:
+        return f"{handler} data"
+    return f"{handler} held" if op in WRITES_A_NUMBER else handler
+
+
+def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
+    """The formats of the tensors of a call; None among them if the caller fixes the result's."""
+    found: set[torch.dtype | None] = set()
+    for value in args:
+        if isinstance(value, Tensor):
+            found.add(value.dtype)
+        elif is_simple(value):
+            continue
+        elif isinstance(value, (tuple, list)):
+            found |= formats_of(value, {})
+        elif isinstance(value, torch.dtype):
+            found.add(None)
+    if kwargs:
+        found |= formats_of(kwargs.values(), {})
+        if kwargs.get("out") is not None:
+            found.add(None)
+    return found
+
+
+def on_data_only(handler: Handler) -> Handler:
+    """`handler` only for the first argument: the op writes its statistics into the others."""
+
+    def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if not args:
+            kwargs = dict(kwargs)
+            args = (kwargs.pop("input"),)
+        return handler(lambda data: func(data, *args[1:], **kwargs), args[:1], {})
+
+    return run
+
+
+def holding_numbers(handler: Handler) -> Handler:
+    """`handler`, with the call's numbers held inside the format that its tensors then have."""
+
+    def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+        return handler(partial(_call_with_held_numbers, func), args, kwargs)
+
+    return run
+
+
+def without_fault(op: str, handler: Handler) -> Handler:
+    """`handler`; where the half kernel of `op` is wrong, in fp32 with one rounding."""
+
+    def call(func: Any, *args: Any, **kwargs: Any) -> Any:
+        run = _run_widest_rounded if is_faulty(op, *args, **kwargs) else _run_as_is
+        return run(func, args, kwargs)
+
+    return lambda func, args, kwargs: handler(partial(call, func), args, kwargs)
+
+
+def _run_as_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return func(*args, **kwargs)
+
+
+def _run_fp32(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    formats = formats_of(args, kwargs)
+    if formats.isdisjoint(NARROW) or not formats.isdisjoint(HANDS_OFF):
+        return func(*args, **kwargs)
+    return call_with(widened, func, args, kwargs)
+
+
+def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Widen half inputs if another input is fp32, or the other half format.
+
+    A 0-d tensor beside larger ones counts as a number, as in PyTorch's promotion.
+    """
+    if len(formats_of(args, kwargs)) < 2:
+        return func(*args, **kwargs)
+    tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.dtype in CASTABLE]
+    operands = [tensor for tensor in tensors if tensor.dim()] or tensors
+    if len({tensor.dtype for tensor in operands}) < 2:
+        return func(*args, **kwargs)
+    return _run_fp32(func, args, kwargs)
+
+
+def _run_widest_rounded(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """As `_run_widest`, but half inputs on a CPU run in fp32, with one rounding."""
+    operands = list(tensors_in((args, kwargs)))
+    halves = {tensor.dtype for tensor in operands if tensor.dtype in NARROW}
+    if len(halves) != 1 or any(tensor.dtype == torch.float32 for tensor in operands):
+        return _run_widest(func, args, kwargs)
+    if operands[0].device.type != "cpu":
+        return func(*args, **kwargs)
+    half = halves.pop()
+    return map_tensors(lambda tensor: rounded(tensor, half), _run_fp32(func, args, kwargs))
+
+
+def _run_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Give every source the format of the tensor that is written, the first argument."""
+    target, sources = args[0], (args[1:], kwargs)
+    if target.dtype not in CASTABLE or formats_of(*sources) <= {target.dtype}:
+        return func(*args, **kwargs)
+    rest, named = map_tensors(lambda source: _in_format_of(target, source), sources)
+    return func(target, *rest, **named)
+
+
+def _run_item(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`x[key] = value`: the value is cast to what `x` can hold."""
+    target, key, value = args
+    value = _held(value, target.dtype)
+    return _run_into(lambda target, value: func(target, key, value), (target, value), kwargs)
+
+
+def _in_format_of(target: Tensor, source: Tensor) -> Tensor:
+    return source.to(target.dtype) if source.dtype in CASTABLE else source
+
+
+def _call_with_held_numbers(func: Any, *args: Any, **kwargs: Any) -> Any:
+    formats = (tensor.dtype for tensor in tensors_in((args, kwargs)))
+    dtype = kwargs.get("dtype") or next(formats, None)
+    if dtype not in NARROW:
+        return func(*args, **kwargs)
+    named = {name: _held(value, dtype) for name, value in kwargs.items()}
+    return func(*(_held(value, dtype) for value in args), **named)
+
+
+def _held(value: Any, dtype: torch.dtype) -> Any:
+    """Clamp a finite number, or 0-d tensor, to the range of a half `dtype`."""
+    if dtype not in NARROW or isinstance(value, bool):
+        return value
+    end = torch.finfo(dtype).max
+    if isinstance(value, (int, float)):
+        return math.copysign(end, value) if end < abs(value) < math.inf else value
+    if isinstance(value, Tensor) and value.dtype in CASTABLE - {dtype} and not value.dim():
+        return torch.where(value.isinf(), value, value.clamp(-end, end))
+    return value
+
+
+_CASTS = {"as is": _run_as_is, "fp32": _run_fp32, "widest": _run_widest, "into": _run_into}
+HANDLERS: dict[str, Handler] = {
+    **_CASTS,
+    **{f"{name} held": holding_numbers(handler) for name, handler in _CASTS.items()},
+    "fp32 data": on_data_only(_run_fp32),
+    "widest rounded": _run_widest_rounded,
+    "item": _run_item,
+}

@@ -1,0 +1,163 @@
+"""Backoff: trial and error. The scale grows after clean steps and shrinks on overflow.
+
+With g the growth factor, b the backoff factor, N the growth interval, h the hysteresis, and per
+step c = consecutive clean steps, o = overflows since the last growth:
+
+    clean:     c <- c + 1;          if c = N:   s <- min(g s, max),  c <- 0,  o <- 0
+    overflow:  c <- 0,  o <- o + 1; if o >= h:  s <- max(b s, min)
+
+The rule of `torch.amp.GradScaler` (h = 1), with Megatron's hysteresis, and with a floor and a
+ceiling: without a floor the scale can reach 0, and dividing by it writes inf into the weights.
+
+What `Backoff` and `LogMax` share: bounds on the scale, and a start taken from a probe.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mpframe.core.loss_scaling.logmax import largest_power_below, power_of_two
+from mpframe.core.loss_scaling.scaler import (
+    FP32_MAX,
+    SCALES,
+    Half,
+    Scaler,
+    count,
+    half_format,
+    number,
+    refused,
+    within,
+)
+from mpframe.core.ranges import Range
+
+DEFAULT_SCALE = 2.0**16
+PROBE = "probe"
+_EXPONENTS = (-126, 127)  # of the normal float32 numbers
+
+InitScale = float | Literal["probe"]
+
+
+class AdaptiveScaler(Scaler, ABC):
+    """A scaler that moves within [min_scale, max_scale] and can start from a probe.
+
+    Args:
+        init_scale: the first scale, within the bounds, or "probe".
+        min_scale: the floor, > 0.
+        max_scale: the ceiling, finite.
+        half: the run's 16-bit format, or its name; its largest number is what a scaled gradient
+            must not pass.
+
+    Raises:
+        ConfigError: an argument is out of its range, or the bounds do not hold `init_scale`.
+    """
+
+    def __init__(
+        self, init_scale: InitScale, min_scale: float, max_scale: float, half: Half
+    ) -> None:
+        self._limit = torch.finfo(half_format(half)).max
+        self._top = math.log2(self._limit)
+        self._min = number("min_scale", min_scale, SCALES)
+        self._max = number("max_scale", max_scale, SCALES)
+        if self._min > self._max:
+            allowed = f"at most max_scale, which is {self._max:.10g}"
+            raise refused("min_scale", min_scale, allowed, "lower it, or raise max_scale")
+        self._default = min(max(DEFAULT_SCALE, self._min), self._max)
+        probing = isinstance(init_scale, str) and init_scale == PROBE
+        first = self._default if probing else self._within_bounds(init_scale)
+        super().__init__(self._initial_state(torch.tensor(first, dtype=torch.float32)))
+        self._wants_probe = probing
+
+    @property
+    def floor(self) -> float:
+        """`min_scale`."""
+        return self._min
+
+    def start_from(self, amax: Tensor) -> None:
+        """Start again, with the largest safe power of two for the gradients of a probe.
+
+        Args:
+            amax: 0-d float32, the largest |unscaled gradient| of the probe. Zero, inf and nan say
+                nothing: the scale is then 2^16, within the bounds.
+        """
+        known = (amax > 0) & (amax < torch.inf)
+        exponent = largest_power_below(self._limit / 2, torch.where(known, amax, 1.0))
+        probed = power_of_two(exponent.clamp(*_EXPONENTS)).clamp(self._min, self._max)
+        self.state = self._initial_state(torch.where(known, probed, self._default))
+        self._wants_probe = False
+
+    def _within_bounds(self, init_scale: object) -> float:
+        bounds = Range(low=self._min, high=self._max)
+        if not within(init_scale, bounds):
+            allowed = f"{PROBE} or a number {bounds}"
+            way_out = "set it, or move min_scale and max_scale"
+            raise refused("init_scale", init_scale, allowed, way_out)
+        return float(init_scale)
+
+    @abstractmethod
+    def _initial_state(self, scale: Tensor) -> dict[str, Tensor]:
+        """The state of a scaler that has seen nothing and starts at `scale`, on its device."""
+
+
+_GROWTH = Range(above=1.0, high=FP32_MAX)
+_SHRINK = Range(above=0.0, below=1.0)
+
+
+class Backoff(AdaptiveScaler):
+    """A loss scale that grows after a run of clean steps and shrinks on overflow.
+
+    Args:
+        init_scale: the first scale, or "probe".
+        growth_factor: what the scale is multiplied by on growth, > 1.
+        backoff_factor: what it is multiplied by on overflow, in (0, 1).
+        growth_interval: consecutive clean steps before growth; the last of them already grows it.
+        hysteresis: the overflow since the last growth (or the start) that first shrinks the scale;
+            every later one does too, until a growth starts the count again. 1 = every overflow.
+        min_scale: the floor, > 0.
+        max_scale: the ceiling.
+        half: the run's 16-bit format, or its name; only the probe needs it.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        init_scale: InitScale = DEFAULT_SCALE,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+        half: Half = torch.float16,
+    ) -> None:
+        super().__init__(init_scale, min_scale, max_scale, half)
+        self._growth_factor = number("growth_factor", growth_factor, _GROWTH)
+        self._backoff_factor = number("backoff_factor", backoff_factor, _SHRINK)
+        self._growth_interval = count("growth_interval", growth_interval)
+        self._hysteresis = count("hysteresis", hysteresis)
+
+    def _initial_state(self, scale: Tensor) -> dict[str, Tensor]:
+        none = torch.zeros_like(scale, dtype=torch.int64)
+        return {"scale": scale, "clean_steps": none, "overflows": none}
+
+    def update(self, amax: Tensor) -> None:
+        """Grow or shrink. `amax`: 0-d float32, the largest |unscaled gradient|; inf = overflow."""
+        self._wants_probe = False
+        scale, clean_steps, overflows = self.state.values()
+        overflow = ~(amax < torch.inf)  # nan compares false, so it counts as an overflow
+        clean_steps = (clean_steps + 1).masked_fill(overflow, 0)
+        overflows = overflows + overflow
+        grow = clean_steps == self._growth_interval
+        shrink = overflow & (overflows >= self._hysteresis)
+
+        grown = torch.where(grow, scale * self._growth_factor, scale)
+        scale = torch.where(shrink, scale * self._backoff_factor, grown)
+        self.state = {
+            "scale": scale.clamp(self._min, self._max),
+            "clean_steps": clean_steps.masked_fill(grow, 0),
+            "overflows": overflows.masked_fill(grow, 0),
+        }

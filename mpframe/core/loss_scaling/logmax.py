@@ -1,0 +1,346 @@
+"""LogMax: the scale follows from a model of the gradients instead of trial and error.
+
+Let a be the largest |unscaled gradient| of a step, s = 2^e the scale, T = log2 of the half format's
+largest number. All that matters is where the scaled gradients lie, in octaves:
+
+    x = log2(s a)                               on overflow x = max(T, μ)
+    r = x - μ                                   the surprise, around the mean in use
+    m  <- m + [n >= J and r > z σ + m] - p      within [0, M]; the bracket is 1 or 0
+    σ² <- σ² + max(1/(n+ν), 1-β₂) (r² - σ²)     σ₀² at the first observation; clean steps only
+    μ  <- μ  + max(1/(n+1), 1-β₁) r             clean steps only
+    n  <- n + 1                                 clean steps only
+
+x is taken as nearly normal, and p is `overflow_probability`. The scale rests at the largest power
+of two that leaves room for the quantile z of p (3.09 for 0.001) and for the margin m, and retreats
+from there by d octaves on overflows:
+
+    rest = e + ⌊T - μ - z σ - m⌋                clamped to [min, max]
+    d <- 2 d + 1 on overflow, ⌊d/2⌋ on a clean step
+    e <- max(rest - d, min)                     μ moves along, as x would have
+
+Why it is so:
+
+- The equations use s a and never a alone, and s moves by whole octaves: gradients 2^k times as
+  large give a scale 2^k times as small, bit for bit.
+- The averages begin as plain averages and turn into moving averages with decays β₁ and β₂. σ is the
+  spread of the errors that μ really made, so it also covers a mean that lags. At first ν
+  observations of σ₀ octaves stand in for it, and they fade: a few samples say nothing about a
+  spread.
+- Real gradients have higher spikes than normal ones, and a step may overflow below T if the
+  backward pass holds something larger than a. The margin learns both. A gradient beyond the room
+  held for it, overflow or not, costs one octave, and 1/p steps without one give it back. So while
+  m < M at most p N + M of N steps are beyond, whatever the distribution (adaptive conformal
+  inference, Gibbs and Candès 2021). Before the J-th observation only the spread is still unknown.
+- An overflow is a censored observation: it says only that the gradient was larger than s could
+  hold. That is enough for the margin. It is not enough for the averages, so they leave it out.
+- One overflow must not lower the scale for long, and many in a row must end soon: the retreats are
+  1, 2, 4, 8 octaves and are taken back in the reverse order.
+- `RESTART_AFTER` observations in a row beyond `SURPRISE` σ on the same side are another level, not
+  chance (3e-7 per step and side for normal x): the model forgets, and starts from the next
+  gradient it sees. Until it has seen one, an overflow only makes the scale retreat.
+- a = 0 is no observation: a frozen or masked batch has no largest gradient.
+
+Exact powers of two on any device.
+
+A few functions of numbers, for floats of the host and for 0-d tensors of a device.
+"""
+
+import math
+from collections.abc import Mapping
+from statistics import NormalDist
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE, AdaptiveScaler, InitScale
+from mpframe.core.loss_scaling.scaler import Half, number, whole_octaves
+from mpframe.core.ranges import Range
+from mpframe.core.tree import is_waited_for
+
+_FP32_BIAS = 127
+_FP32_MANTISSA_BITS = 23
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in float32, for whole exponents from -126 to 127 in any dtype."""
+    bits = (exponent.int() + _FP32_BIAS) << _FP32_MANTISSA_BITS
+    return bits.view(torch.float32)
+
+
+def exponent_of(power: Tensor) -> Tensor:
+    """e of 2^e, as int32."""
+    return torch.frexp(power).exponent - 1  # frexp gives a mantissa in [0.5, 1)
+
+
+def largest_power_below(limit: float, amax: Tensor) -> Tensor:
+    """The largest e with 2^e * amax <= limit, as int32; `amax` is finite and > 0."""
+    room = torch.frexp(torch.as_tensor(limit, dtype=torch.float64, device=amax.device))
+    used = torch.frexp(amax.double())  # float64 holds the subnormal float32 as normal numbers
+    return room.exponent - used.exponent - (used.mantissa > room.mantissa).int()
+
+
+def safe_scale(amax: float, half: torch.dtype, octaves: int = 1) -> float | None:
+    """The largest power of two that leaves some octaves free above a gradient of this magnitude.
+
+    Args:
+        amax: the largest |unscaled gradient|.
+        half: the format whose largest number limits the scaled gradient.
+        octaves: how many are left free, >= 0.
+
+    Returns:
+        The scale; None if `amax` is 0, inf or nan, and so tells nothing.
+    """
+    if not 0.0 < amax < math.inf:
+        return None
+    limit = torch.finfo(half).max / 2.0**octaves
+    return 2.0 ** int(largest_power_below(limit, torch.tensor(amax, dtype=torch.float64)))
+
+
+Number = Any
+"""A float, or a 0-d float64 tensor; a comparison of two gives a bool of the same kind."""
+
+
+class Arithmetic(Protocol):
+    """What equations need beside + - * / and comparisons."""
+
+    def where(self, condition: Number, value: Number, other: Number) -> Number:
+        """`value` if `condition`, else `other`, which is no constant."""
+
+    def clamp(self, value: Number, low: float | None = None, high: float | None = None) -> Number:
+        """The nearest number within the bounds."""
+
+    def sqrt(self, value: Number) -> Number:
+        """The square root of a number >= 0."""
+
+    def log2(self, value: Number) -> Number:
+        """The binary logarithm of a number > 0."""
+
+    def floor(self, value: Number) -> Number:
+        """The largest whole number that is no larger."""
+
+    def power_of_two(self, exponent: Number) -> Number:
+        """2^exponent for whole exponents from -126 to 127; on a device float32."""
+
+    def exponent_of(self, power: Number) -> Number:
+        """e of 2^e."""
+
+
+class OnHost(Arithmetic):
+    """Of floats."""
+
+    def where(self, condition: Number, value: Number, other: Number) -> Number:
+        return value if condition else other
+
+    def clamp(self, value: Number, low: float | None = None, high: float | None = None) -> Number:
+        value = value if low is None or value >= low else low
+        return value if high is None or value <= high else high
+
+    def sqrt(self, value: Number) -> Number:
+        return math.sqrt(value)
+
+    def log2(self, value: Number) -> Number:
+        return torch.log2(torch.tensor(value, dtype=torch.float64)).item()  # math's rounds unlike.
+
+    def floor(self, value: Number) -> Number:
+        return float(math.floor(value))
+
+    def power_of_two(self, exponent: Number) -> Number:
+        return math.ldexp(1.0, int(exponent))
+
+    def exponent_of(self, power: Number) -> Number:
+        return math.frexp(power)[1] - 1  # frexp gives a mantissa in [0.5, 1)
+
+
+class OnDevice(Arithmetic):
+    """Of 0-d tensors; nothing waits for the device."""
+
+    def where(self, condition: Number, value: Number, other: Number) -> Number:
+        if isinstance(value, float):  # A float among tensors would be sent to the device.
+            return other.masked_fill(condition, value)
+        return torch.where(condition, value, other)
+
+    def clamp(self, value: Number, low: float | None = None, high: float | None = None) -> Number:
+        return value.clamp(low, high)
+
+    def sqrt(self, value: Number) -> Number:
+        return value.sqrt()
+
+    def log2(self, value: Number) -> Number:
+        return torch.log2(value)
+
+    def floor(self, value: Number) -> Number:
+        return value.floor()
+
+    def power_of_two(self, exponent: Tensor) -> Number:
+        return power_of_two(exponent)
+
+    def exponent_of(self, power: Tensor) -> Number:
+        return exponent_of(power)
+
+
+ON_HOST, ON_DEVICE = OnHost(), OnDevice()
+
+
+PRIOR_STD = 1.0
+"""σ₀ in octaves: a guess on the safe side, batches differ by less in most training."""
+PRIOR_WEIGHT = 4.0
+"""ν: after 50 equal gradients the prior asks for z √(4/53) = 0.85 octaves of room, below one."""
+JUDGED_AFTER = 10
+"""J. A spread wider than σ₀ shows by then; what lies beyond the room still then is no accident."""
+MAX_MARGIN = 10.0
+"""M in octaves, of the 40 of float16: if many batches hold a nan, no room would ever do."""
+SURPRISE = 2.0
+"""In σ. One normal observation in 44 lies beyond it on one side."""
+RESTART_AFTER = 4
+"""Enough that chance is ruled out, and few enough that a jump costs about this many skips."""
+MAX_RETREAT = 255.0
+"""Octaves: 8 overflows in a row. More than float32 has, and 8 clean steps take it back."""
+
+_Numbers = Mapping[str, Number]
+_PROBABILITIES = Range(above=0.0, below=0.5)
+_DECAYS = Range(low=0.0, below=1.0)
+
+
+class LogMax(AdaptiveScaler):
+    """The largest power of two that overflows with less than `overflow_probability`.
+
+    Args:
+        init_scale: the first scale, a power of two, or "probe".
+        overflow_probability: the share of steps that may overflow, in (0, 0.5).
+        mean_decay: β₁, in [0, 1): the mean remembers about 1/(1-β₁) steps.
+        variance_decay: β₂, in [0, 1): the spread remembers about 1/(1-β₂) steps.
+        min_scale: the floor, a power of two.
+        max_scale: the ceiling, a power of two.
+        half: the run's 16-bit format, or its name; its largest number is what s a must not pass.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        init_scale: InitScale = DEFAULT_SCALE,
+        overflow_probability: float = 0.001,
+        mean_decay: float = 0.99,
+        variance_decay: float = 0.999,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+        half: Half = torch.float16,
+    ) -> None:
+        self._probability = number("overflow_probability", overflow_probability, _PROBABILITIES)
+        self._quantile = -NormalDist().inv_cdf(self._probability)
+        self._mean_gain = 1 - number("mean_decay", mean_decay, _DECAYS)
+        self._variance_gain = 1 - number("variance_decay", variance_decay, _DECAYS)
+        super().__init__(init_scale, min_scale, max_scale, half)
+        self._floor = whole_octaves("min_scale", self._min)
+        self._ceiling = whole_octaves("max_scale", self._max)
+        if not self.wants_probe:
+            whole_octaves("init_scale", float(init_scale))
+
+    def _initial_state(self, scale: Tensor) -> dict[str, Tensor]:
+        zero = torch.zeros_like(scale, dtype=torch.float64)
+        # Half an octave below the edge: `scale` is where the scale rests, however this rounds.
+        mean = zero + (self._top - self._quantile * PRIOR_STD - 0.5)
+        moments = {"mean": mean, "variance": zero + PRIOR_STD**2, "count": zero}
+        rest = dict.fromkeys(("margin", "highs", "lows", "retreat"), zero)
+        return {"scale": scale, **moments, **rest}
+
+    @property
+    def log2_mean(self) -> Tensor:
+        """The modelled mean of log2(largest |unscaled gradient|): 0-d float64, octaves."""
+        return self.state["mean"] - exponent_of(self.scale)
+
+    @property
+    def log2_std(self) -> Tensor:
+        """The modelled standard deviation of the same: 0-d float64, octaves."""
+        return self.state["variance"].sqrt()
+
+    def update(self, amax: Tensor) -> None:
+        """Observe, and choose the scale. `amax`: 0-d float32, the largest |unscaled gradient|."""
+        self._wants_probe = False
+        if amax.dim() == 0 and not is_waited_for(amax.device):
+            seen = amax.item()
+            if seen != 0:
+                now = {name: value.item() for name, value in self.state.items()}
+                self.state = _on_cpu(self._after(now, seen, ON_HOST))
+            return
+        new = self._after(self.state, amax.double(), ON_DEVICE)
+        ignored = amax == 0
+        self.state = {
+            name: torch.where(ignored, own, new[name]) for name, own in self.state.items()
+        }
+
+    def _after(self, now: _Numbers, amax: Number, on: Arithmetic) -> dict[str, Number]:
+        """The state after an observation."""
+        clean = amax < math.inf  # nan compares false, so it counts as an overflow
+        surprise = self._surprise(now, amax, clean, on)
+        highs, lows = self._streaks(now, surprise, on)
+        restart = highs + lows >= RESTART_AFTER
+        count = on.where(restart, 0.0, now["count"])
+        new = {
+            **self._moments(now, surprise, count, clean, on),
+            "margin": on.where(restart, 0.0, self._margin(now, surprise, on)),
+            "highs": on.where(restart, 0.0, highs),
+            "lows": on.where(restart, 0.0, lows),
+            "retreat": _retreat(now["retreat"], clean, on),
+        }
+        return new | self._placed(now["scale"], new, on)
+
+    def _surprise(self, now: _Numbers, amax: Number, clean: Number, on: Arithmetic) -> Number:
+        """r: how far above the mean the largest scaled gradient lies; on overflow a lower bound."""
+        mean = now["mean"]
+        held = on.log2(amax * now["scale"])  # float64, where no product overflows
+        return on.where(clean, held, on.clamp(mean, low=self._top)) - mean
+
+    def _streaks(self, now: _Numbers, surprise: Number, on: Arithmetic) -> tuple[Number, Number]:
+        """How many observations in a row, this one included, were surprisingly high, or low."""
+        bound = SURPRISE * on.sqrt(now["variance"])
+        known = now["count"] > 0
+        high = (surprise > bound) & known
+        low = (surprise < -bound) & known
+        return (now["highs"] + 1) * high, (now["lows"] + 1) * low
+
+    def _margin(self, now: _Numbers, surprise: Number, on: Arithmetic) -> Number:
+        """The margin after an observation."""
+        exceeded = (surprise > self._reserve(now, on)) & (now["count"] >= JUDGED_AFTER)
+        return on.clamp(now["margin"] + exceeded - self._probability, 0.0, MAX_MARGIN)
+
+    def _reserve(self, state: _Numbers, on: Arithmetic) -> Number:
+        """The octaves above the mean that are held free for what is to come."""
+        return self._quantile * on.sqrt(state["variance"]) + state["margin"]
+
+    def _moments(
+        self, now: _Numbers, surprise: Number, count: Number, clean: Number, on: Arithmetic
+    ) -> dict[str, Number]:
+        """Mean, variance and count after an observation; unchanged by an overflow."""
+        mean, variance = now["mean"], now["variance"]
+        mean_gain = on.clamp(1 / (count + 1), low=self._mean_gain)
+        variance_gain = on.clamp(1 / (count + PRIOR_WEIGHT), low=self._variance_gain)
+        learned = variance + variance_gain * (surprise * surprise - variance)
+        learned = on.where(count == 0, PRIOR_STD**2, learned)
+        return {
+            "mean": on.where(clean, mean + mean_gain * surprise, mean),
+            "variance": on.where(clean, learned, variance),
+            "count": count + clean,
+        }
+
+    def _placed(self, scale: Number, new: _Numbers, on: Arithmetic) -> dict[str, Number]:
+        """The scale that the new state asks for, and the mean as seen from that scale."""
+        exponent = on.exponent_of(scale)
+        room = self._top - new["mean"] - self._reserve(new, on)
+        rest = on.clamp(exponent + on.floor(room), self._floor, self._ceiling)
+        chosen = on.clamp(rest - new["retreat"], low=self._floor)
+        return {"scale": on.power_of_two(chosen), "mean": new["mean"] + (chosen - exponent)}
+
+
+def _retreat(octaves: Number, clean: Number, on: Arithmetic) -> Number:
+    """Falls by 1, 2, 4, 8 octaves on overflows in a row, taken back in the reverse order."""
+    return on.where(clean, on.floor(octaves / 2), on.clamp(2 * octaves + 1, high=MAX_RETREAT))
+
+
+def _on_cpu(state: _Numbers) -> dict[str, Tensor]:
+    """Floats as 0-d tensors: the scale float32, the others float64."""
+    others = torch.tensor([*state.values()], dtype=torch.float64).unbind()
+    tensors = dict(zip(state, others, strict=True))
+    return {**tensors, "scale": torch.tensor(state["scale"], dtype=torch.float32)}

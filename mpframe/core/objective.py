@@ -1,0 +1,350 @@
+"""What an objective is, and what it returns.
+
+Runs an objective and checks what it returns, so that a mistake in it becomes one line.
+
+The objective of supervised learning: the model gets the inputs, the loss gets the targets.
+
+Objectives of common losses, with options that a YAML file can hold.
+
+The objective of a model that returns its own loss, as Hugging Face's do.
+
+One of a step's objectives, for code that examines a step: doctor, autopsy, search, ranges.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.core.errors import ConfigError, UserCode, UserCodeError, blame, described, name_of
+from mpframe.core.loss_scaling.scaler import LossScaler
+from mpframe.core.torch_functions import block
+from mpframe.core.tree import HALF, tensors_in, to_fp32
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What an objective returns for one batch.
+
+    Attributes:
+        loss: one floating-point number, 0-d, unscaled; the mean over `count` samples or labels.
+        outputs: what a metric is given, in fp32; None: nothing.
+        targets: what a metric compares the outputs with.
+        count: how many samples (or tokens) the loss is the mean of: a whole number >= 0, or a 0-d
+            tensor >= 0 on the device. Micro-batches and ranks, and the batches of an evaluation,
+            are weighed by it; one that counts 0 is left out. None: the size of the batch's first
+            tensor along dimension 0.
+    """
+
+    loss: Tensor
+    outputs: Any = None
+    targets: Any = None
+    count: Tensor | int | None = None
+
+
+class Objective(Protocol):
+    """Computes the loss of a model on a batch."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Forward pass and loss. Runs inside the cast block of the run's precision.
+
+        Args:
+            model: on its device; the objective calls it, or parts of it, as it likes.
+            batch: any pytree of tensors on the same device, as the loader gave it.
+        """
+
+
+_AS_IT_IS = nullcontext()
+
+
+def compute(
+    objective: Objective,
+    model: nn.Module,
+    batch: Any,
+    casts: AbstractContextManager[None] = _AS_IT_IS,
+) -> StepOutput:
+    """The loss of `model` on `batch`, 0-d, in fp32 or wider, and what the metrics are given.
+
+    Args:
+        objective: called here.
+        model: for the objective.
+        batch: for the objective, on the model's device.
+        casts: the cast block that the objective runs in, if this call is not in it already. The
+            checks of the loss stay outside, where reading a tensor's format costs nothing.
+
+    Raises:
+        UserCodeError: the objective raised, gave no `StepOutput`, a loss that is not one
+            floating-point number or (if gradients are on) has no gradient, or no valid count.
+    """
+    try:
+        with casts:
+            output = objective(model, batch)
+    except BaseException:
+        blame("objective:", objective, batch=batch)
+    if not isinstance(output, StepOutput):
+        raise UserCodeError(
+            f"{_source(objective)} gave {described(output)}; it must give a StepOutput, as in "
+            "StepOutput(loss, outputs, targets)"
+        )
+    loss = output.loss
+    if not isinstance(loss, Tensor) or loss.dim() or loss.dtype != torch.float32:
+        loss = _one_number(loss, objective)
+    if not loss.requires_grad and torch.is_grad_enabled():
+        raise UserCodeError(_without_gradient(objective, model, output))
+    if output.count is not None:
+        _require_count(output.count, objective)
+    return output if loss is output.loss else replace(output, loss=loss)
+
+
+def count_of(count: Tensor | int | None, batch: Any) -> Tensor | int:
+    """A `StepOutput.count`; of None the samples of its batch."""
+    return samples_in(batch) if count is None else count
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a batch holds: the size of its first tensor along dimension 0, else 1."""
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
+
+
+def require_objective(path: str, objective: Any) -> None:
+    """Refuse what is no objective, such as a loss that was given instead of one.
+
+    Raises:
+        UserCodeError: naming `path` and the way out.
+    """
+    if isinstance(objective, nn.modules.loss._Loss):
+        name = name_of(objective)
+        raise UserCodeError(
+            f"{path}={name}: a loss, and an objective is called with the model and a batch; use "
+            f"supervised({name}())"
+        )
+    if not callable(objective):
+        raise UserCodeError(
+            f"{path}: must be a function objective(model, batch) that returns a StepOutput, not "
+            f"{described(objective)}"
+        )
+
+
+def _one_number(loss: Any, objective: Objective) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise UserCodeError(
+            f"{_source(objective)} gave {described(loss)}; it must give one floating-point number "
+            "as a tensor, the mean over the batch"
+        )
+    wide: Tensor = loss.float() if loss.dtype in HALF else loss
+    return wide.reshape(()) if wide.dim() else wide
+
+
+def _require_count(count: Any, objective: Objective) -> None:
+    known = count.dim() == 0 if isinstance(count, Tensor) else type(count) is int and count >= 0
+    if not known:
+        raise UserCodeError(
+            f"{_source(objective)} gave {count!r:.40} as its count; it must be a whole number >= 0 "
+            "or a 0-d tensor, or None for the batch's samples"
+        )
+
+
+def _without_gradient(objective: Objective, model: nn.Module, output: StepOutput) -> str:
+    whose = f"{_source(objective)} gave a number"
+    outputs = list(tensors_in(output.outputs))
+    if outputs and not any(tensor.requires_grad for tensor in outputs):
+        whose = f"model: {name_of(model)} gave outputs"
+    return (
+        f"{whose} without a gradient; compute it from the weights by PyTorch's operations, without "
+        "detach(), item(), numpy() or no_grad()"
+    )
+
+
+def _source(objective: Objective) -> str:
+    """Whose loss it is, as an error names it; `supervised` names the loss within it."""
+    return str(getattr(objective, "source", f"objective: {name_of(objective)}"))
+
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Supervised:
+    """Batches are pairs (inputs, targets); the loss is computed in fp32, outside the casts.
+
+    Args:
+        loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch. It is given the
+            model's outputs in fp32 or wider.
+        option: the option that chose the loss, for messages.
+    """
+
+    def __init__(self, loss: Loss, option: str = "objective") -> None:
+        self.loss = loss
+        self._option = f"{option}: the loss"
+
+    @property
+    def source(self) -> str:
+        """What an error calls it."""
+        return f"{self._option} {name_of(self.loss)}"
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        """The loss, the outputs in fp32, and the targets.
+
+        Raises:
+            UserCodeError: the batch is no pair, or model or loss raised.
+        """
+        inputs, targets = _pair(batch)
+        try:
+            outputs = model(inputs)
+        except BaseException:
+            blame("model:", model, inputs=inputs)
+        with block(None):  # The loss is fp32: no op of it is cast.
+            outputs = to_fp32(outputs)
+            try:
+                loss = self.loss(outputs, targets)
+            except BaseException:
+                blame(self._option, self.loss, outputs=outputs, targets=targets)
+        return StepOutput(loss, outputs, targets)
+
+
+def supervised(loss: Loss) -> Supervised:
+    """The objective of a loss(outputs, targets), for batches of (inputs, targets).
+
+    Args:
+        loss: gives a 0-d tensor, the mean over the batch, e.g. `nn.CrossEntropyLoss()`.
+    """
+    return Supervised(loss)
+
+
+def outside_casts() -> AbstractContextManager[None]:
+    """Within the block no op is cast: for a loss whose inputs are in fp32 already."""
+    return block(None)
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise UserCodeError(
+            f"objective: supervised takes batches of (inputs, targets), and the dataset gave "
+            f"{described(batch)}; give it such pairs, use objective=model_loss or write an "
+            "objective of your own"
+        )
+    inputs, targets = batch
+    return inputs, targets
+
+
+def cross_entropy(
+    weight: Sequence[float] | None = None, label_smoothing: float = 0.0
+) -> Supervised:
+    """Cross-entropy of logits [N, classes, ...] and classes, or probabilities of classes.
+
+    Args:
+        weight: of each class, >= 0 and finite; None: all 1.
+        label_smoothing: the share of each target that is spread over all classes, 0 to 1.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+    if weight is not None and not all(math.isfinite(own) and own >= 0 for own in weight):
+        raise ConfigError(f"objective.weight={list(weight)}: must be finite numbers >= 0, or null")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ConfigError(f"objective.label_smoothing={label_smoothing}: must be >= 0 and <= 1")
+    weights = None if weight is None else torch.tensor(weight, dtype=torch.float32)
+    return supervised(nn.CrossEntropyLoss(weights, label_smoothing=label_smoothing))
+
+
+def mse() -> Supervised:
+    """The mean squared error of outputs and targets of one shape."""
+    return supervised(nn.MSELoss())
+
+
+# In a model's `loss_type`, or if that is None in the name of its class.
+_SHIFTS_LABELS = ("ForCausalLM", "ForConditionalGeneration", "LMHead")
+
+
+def model_loss(model: nn.Module, batch: Any) -> StepOutput:
+    """The loss of `model(**batch)`; metrics get its `logits` in fp32 and the batch's `labels`.
+
+    The model computes its loss inside the casts, so the op lists decide its format (losses and
+    large reductions are fp32 by default).
+
+    It counts the labels other than -100. A causal model compares each output with the next label
+    and leaves out the first of each row, and so does the count: if `model.loss_type`, which
+    transformers sets, is `ForCausalLM` or `ForConditionalGeneration` and the model is no
+    encoder-decoder. `shift_labels` in the batch are counted as they are. A batch without labels,
+    with labels that are not integers, or for CTC counts its samples.
+
+    Args:
+        model: returns a dict, or an object with attributes, with `loss` and (for metrics) `logits`.
+            Of a mapping without `logits`, as that of a model with several outputs, metrics get all
+            that is not the loss.
+        batch: a mapping with the names of the model's arguments; or a pair of such a mapping and of
+            what metrics get in the place of `labels`, which the model does not see.
+
+    Raises:
+        UserCodeError: the batch is no mapping, the model raised or returned no loss.
+    """
+    arguments, targets = _split(batch)
+    with UserCode("model:", model, batch=arguments):
+        result = model(**arguments)
+    loss = _named(result, "loss")
+    if loss is None:
+        raise UserCodeError(
+            f"model: {name_of(model)} gave {described(result)} without a loss; give it its "
+            "labels, or use an objective that computes the loss"
+        )
+    with outside_casts():
+        count = _labels_in(arguments, model)
+        return StepOutput(loss, to_fp32(_outputs(result)), targets, count)
+
+
+def _split(batch: Any) -> tuple[Mapping[str, Any], Any]:
+    """The model's arguments, and what the metrics compare its outputs with."""
+    if isinstance(batch, Mapping):
+        return batch, batch.get("labels")
+    if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[0], Mapping):
+        return batch[0], batch[1]
+    raise UserCodeError(
+        f"objective: model_loss calls the model with keywords, and the dataset gave "
+        f"{described(batch)}; let it give a dict of the model's arguments"
+    )
+
+
+def _labels_in(arguments: Mapping[str, Any], model: nn.Module) -> Tensor | None:
+    """How many labels the loss is the mean of, 0-d; None if it is a mean over samples."""
+    kind = getattr(model, "loss_type", "")
+    if kind is None:  # For a GPT2LMHeadModel, say: transformers takes its causal loss.
+        kind = type(getattr(model, "_orig_mod", model)).__name__
+    shifted = arguments.get("shift_labels")
+    labels = arguments.get("labels") if shifted is None else shifted
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or "CTC" in str(kind):
+        return None
+    to_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if shifted is None and not to_decoder and any(name in str(kind) for name in _SHIFTS_LABELS):
+        labels = labels[..., 1:]
+    return (labels != -100).sum()  # torch ignores these by default
+
+
+def _outputs(result: Any) -> Any:
+    logits = _named(result, "logits")
+    if logits is None and isinstance(result, Mapping):
+        return {name: value for name, value in result.items() if name != "loss"} or None
+    return logits
+
+
+def _named(result: Any, name: str) -> Any:
+    return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+
+
+@dataclass(frozen=True)
+class NamedObjective:
+    """An objective and what its backward pass needs.
+
+    Attributes:
+        name: of the loss; "" for the only one.
+        objective: computes it.
+        scaler: scales it.
+        parameters: receive its gradients; None: all.
+    """
+
+    name: str
+    objective: Objective
+    scaler: LossScaler
+    parameters: list[Tensor] | None = None

@@ -1,0 +1,242 @@
+"""Which op runs in which format: the lists as a value, read from `conf/ops/*.yaml`.
+
+An op is in one list at most:
+
+    allow   runs in half                    matrix products, convolutions, attention
+    deny    runs in fp32                    losses, exponentials, softmax, norms, large reductions
+    infer   runs in its widest input's      element-wise ops, concatenation, pooling
+
+Names are PyTorch's, and one name covers every spelling: `matmul` is also `torch.matmul(a, b)` and
+`a @ b`. An op of another library has its name in front: `torchvision.nms`. The same lists hold on
+every device. An op in no list follows PyTorch's promotion.
+
+One name for every spelling of an op.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import get_overridable_functions
+
+from mpframe.core.errors import ConfigError, nearest
+
+_ALIASES = {
+    "arccos": "acos",
+    "arcsin": "asin",
+    "arctan2": "atan2",
+    "concat": "cat",
+    "concatenate": "cat",
+    "det": "linalg_det",
+    "divide": "div",
+    "inverse": "linalg_inv",
+    "linalg_cross": "cross",
+    "linalg_matmul": "matmul",
+    "logsigmoid": "log_sigmoid",
+    "matrix_power": "linalg_matrix_power",
+    "multiply": "mul",
+    "orgqr": "linalg_householder_product",
+    "row_stack": "vstack",
+    "rsub": "sub",
+    "slogdet": "linalg_slogdet",
+    "sparse_mm": "_sparse_mm",
+    "special_expit": "sigmoid",
+    "subtract": "sub",
+    "trapz": "trapezoid",
+    "true_divide": "div",
+}
+
+
+@cache
+def known_ops() -> frozenset[str]:
+    """Every name, in any spelling, that an op list may hold.
+
+    In-place forms (`exp_`) are not among them: they would write into a cast copy.
+    """
+    functions = (f for group in get_overridable_functions().values() for f in group)
+    named = {getattr(function, "__name__", "") for function in functions}
+    sparse = torch._C._sparse  # type: ignore[attr-defined]
+    modules = (torch._C._VariableFunctions, torch._C._nn, sparse)
+    builtin = {name for module in modules for name in dir(module)}
+    names = named | builtin | _ALIASES.keys()
+    return frozenset(name for name in names if name and name[:2] != "__" and name[-1] != "_")
+
+
+def is_registered(name: str) -> bool:
+    """True if `library.op` names an op that an imported library has registered with torch."""
+    library, _, op = name.partition(".")
+    return bool(op) and hasattr(getattr(torch.ops, library), op)
+
+
+def ops_of(library: str) -> list[str]:
+    """Every `library.op` that `library` has registered with torch."""
+    names = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
+    return sorted({name.replace("::", ".") for name in names if name.startswith(f"{library}::")})
+
+
+def canonical(name: str) -> str:
+    """The one name of an op, for any of its aliases."""
+    name = _ALIASES.get(name, name)
+    plain = name.removeprefix("special_")
+    return plain if plain in known_ops() else name
+
+
+def op_name(function: Any) -> str:
+    """The op that `function` runs; empty if it has no name."""
+    if isinstance(function, OpOverload):
+        function = function.overloadpacket
+    if isinstance(function, OpOverloadPacket):
+        return function._qualified_op_name.replace("::", ".")
+    return canonical(getattr(function, "__name__", ""))
+
+
+# conf/ of a clone, mpframe/conf of the wheel.
+_SHIPPED = [parent / "conf" / "ops" for parent in Path(__file__).resolve().parents[1:3]]
+LISTS = ("allow", "deny", "infer")
+PINS = ("fp32", "half")
+# They write running statistics into their arguments: only their data is ever cast, and their
+# weights stay in fp32 beside the statistics.
+WITH_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+
+
+@dataclass(frozen=True)
+class OpLists:
+    """Three disjoint sets of op names, and modules pinned by name pattern.
+
+    Args:
+        allow: ops that run in half.
+        deny: ops that run in fp32.
+        infer: ops that run in the widest format of their inputs.
+        modules: glob pattern of module names -> `fp32`, `half`, `none` or a recipe, as `Policy`
+            checks; the last match wins.
+
+    Raises:
+        ConfigError: an op is unknown or in two lists.
+    """
+
+    allow: frozenset[str] = field(default_factory=frozenset)
+    deny: frozenset[str] = field(default_factory=frozenset)
+    infer: frozenset[str] = field(default_factory=frozenset)
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in LISTS:
+            _check_known(f"ops.{name}", getattr(self, name))
+            object.__setattr__(self, name, frozenset(map(canonical, getattr(self, name))))
+        _check_disjoint(self)
+        object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy by the arguments, because a read-only mapping cannot be pickled."""
+        return type(self), (self.allow, self.deny, self.infer, dict(self.modules))
+
+    @classmethod
+    def named(cls, name: str = "default") -> Self:
+        """The shipped lists `conf/ops/<name>.yaml`.
+
+        Raises:
+            ConfigError: there is no such file.
+        """
+        return cls.from_mapping(_read(name))
+
+    @classmethod
+    def from_mapping(cls, node: Mapping[str, Any]) -> Self:
+        """Lists from a mapping with the keys `allow`, `deny`, `infer`, `move` and `modules`."""
+        allow, deny, infer = (node.get(name) or frozenset() for name in LISTS)
+        lists = cls(allow, deny, infer, modules=node.get("modules") or {})
+        return lists.moved(node.get("move") or {})
+
+    def moved(self, move: Mapping[str, str]) -> Self:
+        """A copy in which each op of `move` is in the named list (`none`: in no list).
+
+        Raises:
+            ConfigError: an op is unknown, or its destination is not a list.
+        """
+        _check_known("ops.move", move)
+        for op, destination in move.items():
+            if destination not in (*LISTS, "none"):
+                raise ConfigError(
+                    f"ops.move.{op}={destination}: choose allow, deny, infer or none (= no list)"
+                )
+        target = {canonical(op): destination for op, destination in move.items()}
+        moved = {
+            name: getattr(self, name) - target.keys()
+            | {op for op, to in target.items() if to == name}
+            for name in LISTS
+        }
+        return replace(self, **moved)
+
+    def list_of(self, op: str) -> str:
+        """The list that holds `op`, in any spelling: `allow`, `deny`, `infer`, or `none`."""
+        op = canonical(op)
+        return next((name for name in LISTS if op in getattr(self, name)), "none")
+
+    @property
+    def empty(self) -> bool:
+        """True if no op is listed at all (`ops=none`)."""
+        return not (self.allow or self.deny or self.infer)
+
+
+@cache
+def _read(name: str) -> Mapping[str, Any]:
+    folder = next(folder for folder in _SHIPPED if folder.is_dir())
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        shipped = sorted(file.stem for file in folder.glob("*.yaml"))
+        raise ConfigError(f"ops={name}: choose {', '.join(shipped)}")
+    node = _parse(path.read_text())
+    merged: dict[str, Any] = {}
+    for base in node.pop("defaults", {"_self_": None}):
+        merged |= node if base == "_self_" else _read(base)
+    return merged
+
+
+def _parse(text: str) -> dict[str, dict[str, str]]:
+    """The sections of a shipped file, whose items are `- op` or `op: list`; the engine has no YAML
+    reader, and needs no more than this. A list becomes a mapping without values."""
+    sections: dict[str, dict[str, str]] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition("#")[0].strip(" -").partition(":")
+        if key and line[0] != " ":
+            items = sections[key] = {}
+        elif key:
+            items[key] = value.strip()
+    return sections
+
+
+def _check_known(path: str, ops: Iterable[str]) -> None:
+    if isinstance(ops, str):
+        raise ConfigError(f"{path}={ops}: give a list of ops: [{ops}]")
+    for op in ops:
+        if op not in known_ops() and canonical(op) not in _shipped() and not is_registered(op):
+            raise ConfigError(f"{path}: {op!r} is {_why_unknown(op)}")
+
+
+def _why_unknown(op: str) -> str:
+    library = op.rpartition(".")[0]
+    known = ops_of(library) if library else known_ops()
+    if not known:
+        return f"unknown: no library {library!r} that registers ops with PyTorch is imported"
+    hint = nearest(op, known)
+    return f"not an op of {library or 'PyTorch'}" + (f"; {hint}" if hint else "")
+
+
+@cache
+def _shipped() -> frozenset[str]:
+    """The ops of the shipped lists: known even if torch is older or their library is missing."""
+    default = _read("default")
+    return frozenset(canonical(op) for name in LISTS for op in default[name])
+
+
+def _check_disjoint(lists: OpLists) -> None:
+    for first, second in (("allow", "deny"), ("allow", "infer"), ("deny", "infer")):
+        for op in sorted(getattr(lists, first) & getattr(lists, second)):
+            raise ConfigError(
+                f"ops.{first} and ops.{second} both hold {op!r}: an op runs in one format; "
+                f"to move it set ops.move.{op}={first} or {second}"
+            )

@@ -1,0 +1,167 @@
+"""How long a run lasts, and how far it has come: the numbers that control the trainer's loop."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from mpframe.core.errors import CheckpointError
+from mpframe.core.gradients import check_clipping
+from mpframe.core.step_result import StepResult
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to train and how often to look.
+
+    Attributes:
+        epochs: passes over the data, >= 1.
+        max_steps: stop after this many optimizer steps; None: after the epochs.
+        accumulate: micro-batches per step, >= 1.
+        clip_norm: clip the global norm of the unscaled gradients to this, > 0 and finite; None: do
+            not.
+        clip_value: clamp each value of the unscaled gradients to [-clip_value, clip_value] instead,
+            > 0 and finite; None: do not.
+        eval_every: steps between validations; None: after each epoch.
+        skip_if_dropped: skip a step where any of its micro-batches overflowed; False drops those.
+        compile: compile the forward pass and its casts into one graph.
+        reduce: when ranks average gradients: `in_backward`, while it runs, or `after_backward`.
+
+    Raises:
+        ConfigError: `clip_norm` or `clip_value` is out of its range, or both are given.
+    """
+
+    epochs: int = 1
+    max_steps: int | None = None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    eval_every: int | None = None
+    skip_if_dropped: bool = False
+    compile: bool = False
+    reduce: str = "in_backward"
+
+    def __post_init__(self) -> None:
+        bounds = {"trainer.clip_norm": self.clip_norm, "trainer.clip_value": self.clip_value}
+        check_clipping(**bounds)
+
+    def total_steps(self, batches: int) -> int:
+        """Planned optimizer steps at `batches` micro-batches per epoch."""
+        planned = self.epochs * math.ceil(batches / self.accumulate)
+        return planned if self.max_steps is None else min(planned, self.max_steps)
+
+    def numbers(self, batches: int) -> dict[str, int]:
+        """The numbers that a schedule may need, each at least 1.
+
+        Args:
+            batches: micro-batches per epoch.
+
+        Returns:
+            `total_steps`, `epochs` (the last one perhaps in part) and `steps_per_epoch`.
+        """
+        total = max(1, self.total_steps(batches))
+        each = max(1, math.ceil(batches / self.accumulate))
+        return {"total_steps": total, "epochs": math.ceil(total / each), "steps_per_epoch": each}
+
+    def steps_left(self, progress: "Progress", batches: int) -> int:
+        """Steps to the planned end if none of them is skipped, from where a run stands.
+
+        Args:
+            progress: where it stands.
+            batches: micro-batches per epoch.
+        """
+        epochs, present = self.epochs - progress.epoch, batches - progress.batch
+        if epochs <= 0:
+            return 0
+        each, rest = math.ceil(batches / self.accumulate), math.ceil(present / self.accumulate)
+        left = (epochs - 1) * each + rest
+        return (
+            left if self.max_steps is None else max(0, min(left, self.max_steps - progress.steps))
+        )
+
+
+@dataclass
+class Progress:
+    """Where a run stands; all of it is in a checkpoint.
+
+    Attributes:
+        steps: optimizer steps that were applied.
+        skipped: steps that were not.
+        pending: steps of which the host does not know yet whether they were applied; 0 while the
+            callbacks are told of a step, and in a checkpoint.
+        skipped_in_a_row: skipped steps since the last applied one; of several optimizers, of the
+            one that skipped most.
+        dropped: micro-batches left out of an accumulated step.
+        epoch: passes completed.
+        batch: micro-batches of the present pass that were used.
+        validated: global_step at the last validation; 0 before the first.
+        part_skips: skipped steps of each optimizer, where there are several.
+        part_skips_in_a_row: of each, since its last applied step.
+    """
+
+    steps: int = 0
+    skipped: int = 0
+    pending: int = 0
+    skipped_in_a_row: int = 0
+    dropped: int = 0
+    epoch: int = 0
+    batch: int = 0
+    validated: int = 0
+    part_skips: dict[str, int] = field(default_factory=dict)
+    part_skips_in_a_row: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def global_step(self) -> int:
+        """Steps tried, applied or skipped: the x axis of every curve."""
+        return self.steps + self.skipped + self.pending
+
+    @property
+    def mostly_skipped(self) -> str | None:
+        """A line where more steps were skipped than applied; None otherwise."""
+        if self.skipped <= self.steps:
+            return None
+        steps = "step" if self.steps == 1 else "steps"
+        return (
+            f"{self.steps} {steps} applied, {self.skipped} skipped: most of the run was in vain; "
+            "start from a lower loss scale, or see why its gradients overflow (mpframe doctor)"
+        )
+
+    @classmethod
+    def saved(cls, state: Mapping[str, Any]) -> Self:
+        """The progress that a checkpoint holds.
+
+        Raises:
+            CheckpointError: a count is not a whole number >= 0.
+        """
+        for name, value in state.items():
+            for count in value.values() if isinstance(value, dict) else (value,):
+                if type(count) is not int or not 0 <= count < 2**53:
+                    raise CheckpointError(
+                        f"its progress.{name} is no count but {count!r:.40}; use another checkpoint"
+                    )
+        return cls(**state)
+
+    def count_batches(self, used: int, per_epoch: int) -> None:
+        """Move on by the micro-batches of a step; behind the last one the next pass begins."""
+        self.batch += used
+        if self.batch >= per_epoch:
+            self.epoch, self.batch = self.epoch + 1, 0
+
+    def count_step(self, result: StepResult) -> None:
+        """Count a step whose verdict is known; it is applied if one of its optimizers moved."""
+        skipped, dropped = result.verdict or result.known
+        self.steps += not skipped
+        self.skipped += skipped
+        self.dropped += dropped
+        if result.parts is None:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        else:
+            self._count_parts(result.parts)
+            self.skipped_in_a_row = max(self.part_skips_in_a_row.values())
+
+    def _count_parts(self, parts: Mapping[str, StepResult]) -> None:
+        for name, part in parts.items():
+            skipped = part.known.skipped
+            self.part_skips[name] = self.part_skips.get(name, 0) + skipped
+            before = self.part_skips_in_a_row.get(name, 0)
+            self.part_skips_in_a_row[name] = before + 1 if skipped else 0

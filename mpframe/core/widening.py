@@ -1,0 +1,146 @@
+"""Half weights that go back to fp32, because code other than an optimizer's step writes them.
+
+Momentum teachers and moving averages move a little after each step, by 0.001 * (a - b), say. In
+half that is less than half a unit in the last place of b, and lost. So these are stored in fp32:
+
+    a frozen weight that is written    from the first time that its model's optimizer notices it
+    a deep copy of a model             at once, with the values of the masters
+    a weight that turns half           before each step, if a forward pass has set its `.data`
+
+and torch's AveragedModel averages the masters: `update_from_masters` stands for its method while
+there are blocks that cast (precision/casting/recomputation.py).
+"""
+
+import logging
+from collections.abc import Callable, Collection, Container, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mpframe.core.masters import exact_value, master_behind, sync_from_weights, widen
+from mpframe.core.tree import HALF
+
+log = logging.getLogger(__name__)
+
+_LOOKS = 4  # Steps at which the values on an accelerator are compared, though the host waits.
+_NAMES: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+# The weights of a model that are frozen when it is prepared: the keys of a weak mapping.
+Frozen = MutableMapping[Tensor, None]
+_FROZEN: MutableMapping[Tensor, Frozen] = WeakTensorKeyDictionary()  # by each weight of the model
+
+
+def watch(model: nn.Module, *, widens: bool) -> None:
+    """Remember a prepared model's weights; `widens`: its ops are cast, so any may turn fp32."""
+    _NAMES.update({weight: name for name, weight in model.named_parameters()})
+    if widens:
+        weights = list(model.parameters())
+        known = (frozen_beside(weight) for weight in weights)
+        frozen = next((one for one in known if one is not None), WeakTensorKeyDictionary())
+        kept = [w for w in weights if not w.requires_grad and master_behind(w) is not None]
+        frozen.update(dict.fromkeys(kept))
+        _FROZEN.update(dict.fromkeys(weights, frozen))
+        for module in model.modules():
+            vars(module)["_fp32_in_copies"] = _CopyHook(module)
+
+
+def frozen_beside(weight: Tensor) -> Frozen | None:
+    """Return the frozen weights of the model of a weight, if it was prepared to widen them."""
+    return _FROZEN.get(weight)
+
+
+@torch.no_grad()
+def widen_written(frozen: Frozen, steps: int) -> None:
+    """Store in fp32 the frozen weights that were written since the last step, and log which.
+
+    Values written before the first of the `steps` so far were only loaded, and stay half.
+    """
+    names = []
+    for weight in list(frozen):
+        master = master_behind(weight)
+        if master is not None and not weight.requires_grad:
+            look = steps < _LOOKS and master.bits is None
+            changed = sync_from_weights([(weight, master)], look=look)
+            if steps and any(changed):
+                widen(weight)
+                names.append(_NAMES[weight])
+    if names:
+        log.warning(
+            "%s: frozen, and written outside of the step: stored in float32 from now on",
+            ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3),
+        )
+
+
+def widen_turned(weight: Tensor) -> None:
+    """Store in fp32 a weight that has turned half since its optimizer was wrapped."""
+    if master_behind(weight) is None:
+        name = _NAMES.get(weight, f"a weight of shape {tuple(weight.shape)}")
+        log.warning("optimizer: %s turned half outside of cast(), and was rounded once", name)
+    widen(weight)
+
+
+def widened(model: nn.Module) -> list[str]:
+    """Return the names of the frozen weights that are stored in fp32 since they were written."""
+    return [n for n, w in model.named_parameters() if _is_frozen(w) and w.dtype not in HALF]
+
+
+def widen_named(model: nn.Module, names: Collection[str]) -> None:
+    """Store in fp32 the weights that `widened` named when a checkpoint was made."""
+    for name, weight in model.named_parameters():
+        if name in names and _is_frozen(weight) and weight.dtype in HALF:
+            widen(weight)
+
+
+def _is_frozen(weight: Tensor) -> bool:
+    return weight in _FROZEN.get(weight, ())
+
+
+@contextmanager
+def fp32_weights(model: nn.Module, but: Container[nn.Parameter] = ()) -> Iterator[None]:
+    """Replace half weights by copies of their fp32 masters within the block, except `but`."""
+    half = {p: p.data for p in model.parameters() if p.dtype in HALF and p not in but}
+    try:
+        for parameter in half:
+            exact = exact_value(parameter)
+            parameter.data = parameter.detach().float() if exact is None else exact
+        yield
+    finally:
+        for parameter, weight in half.items():
+            parameter.data = weight
+
+
+class _CopyHook:
+    """Kept in a module: a deep copy of the module calls it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_CopyHook":
+        module = self._module()
+        if module is None or id(module) not in memo:  # Only the dict that holds this is copied.
+            return self
+        for weight in module.parameters(recurse=False):
+            copied = memo.get(id(weight), weight)
+            # If its optimizer was copied before it, it has a master already.
+            if master_behind(weight) is not None and master_behind(copied) is None:
+                copied.data = exact_value(weight)
+        return _CopyHook(memo[id(module)])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _CopyHook)  # It is no state of the module.
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # A pickled model is loaded without mpframe.
+
+
+def update_from_masters(update: Callable[..., None], averaged: nn.Module, model: nn.Module) -> None:
+    """Run torch's `AveragedModel.update_parameters` on the masters of a model.
+
+    Where an average is half itself, it is given the half weight.
+    """
+    pairs = zip(averaged.parameters(), model.parameters(), strict=False)
+    with fp32_weights(model, {weight for average, weight in pairs if average.dtype in HALF}):
+        update(averaged, model)

@@ -1,0 +1,33 @@
+"""What precision does to your numbers: observed, explained, searched and simulated.
+
+    ranges         how large the numbers of every layer are, counted and recorded
+    product_noise  what products below 16 bits lose of each operand
+    range_watch    the callback that reports both during a run; pictures draws them
+    autopsy/       why a step failed, found by replaying it
+    doctor/        what will go wrong, before training
+    hints          options that are allowed, but probably not intended; a run reports them
+    search         which modules must stay in fp32
+    simulation     what another loss scaler would have done
+
+Begin with ranges.py. optimizer_numbers.py knows which of an optimizer's numbers a format loses;
+remedies.py writes pins and moved ops as words for the command line.
+
+Imports `training` and all below it; `assembly` and the programs in `cli` use it. Nothing of it is
+loaded before it is used; hints.py is what every run uses.
+"""
+
+from collections.abc import Sequence
+
+from mpframe.core.callback import Callback
+
+
+def watch_ranges(
+    every: int | None, worst: int = 3, layers: Sequence[str] = (), on_error: str = "stop"
+) -> Callback:
+    """The callback `RangeWatch`, or one that does nothing if `every` is None."""
+    if every is None:
+        return Callback()
+    # With it come histograms and pictures, which other runs do without.
+    from mpframe.lab.range_watch import RangeWatch
+
+    return RangeWatch(every, worst, layers, on_error)

@@ -1,0 +1,213 @@
+"""The autopsy during a run: evidence, replays, a diagnosis, a report.
+
+A step is examined if
+
+    its loss is not finite
+    it was skipped at the scaler's floor, or without a scaler: there is no lower scale
+    it is the last of so many skipped ones in a row
+
+Before that the callback only keeps the batch and the random states of the current step. A skipped
+step does not change weights or buffers.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpframe.checkpoint.state import RandomState
+from mpframe.core.callback import Batch, Callback
+from mpframe.core.comm import World
+from mpframe.core.errors import DivergedError, MpframeError, first_line
+from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import Trainer
+from mpframe.core.tree import device_of, map_tensors
+from mpframe.lab.hints import scaling_of
+from mpframe.training.loss_spike import spikes_of
+from mpframe.training.run_context import RunContext
+
+if TYPE_CHECKING:
+    from mpframe.lab.autopsy.evidence import Evidence
+
+log = logging.getLogger(__name__)
+
+_MOST = 3  # reports in a run: if a model fails again and again, a fourth report says nothing new
+
+
+class Autopsy(Callback):
+    """Examines a failed step, once in a row of skipped steps.
+
+    Args:
+        when: `on_trouble`, or `off`.
+        after: skipped steps in a row after which the last of them is examined.
+        limit: skipped steps in a row that end the run: the last of them is examined, too.
+
+    Attributes:
+        written: the report on the present row of skipped steps, and its diagnosis, empty if that
+            is no fault; None if there is no report.
+    """
+
+    _context: RunContext
+
+    def __init__(self, when: str, after: int, limit: int) -> None:
+        self.written: tuple[Path, str] | None = None
+        self._enabled, self._after = when != "off", min(after, limit)
+        self._device: torch.device | None = None
+        self._step: tuple[Sequence[Batch], RandomState, int, int] | None = None
+        self._first_loss: float | Tensor | None = None
+        self._reports, self._examined = 0, False
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Take the folder for reports, and the loader that knows which samples a batch has."""
+        self._context = context
+
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
+        """Let the error that ended the run name the report, and its diagnosis for the cause."""
+        if isinstance(error, DivergedError) and self.written is not None:
+            path, diagnosis = self.written
+            what = f"{str(error).partition(': ')[0]}: {diagnosis}" if diagnosis else str(error)
+            error.args = (f"{what}; see {path}",)
+
+    def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+        """Keep what the step starts from."""
+        if not self._enabled:
+            return
+        if self._device is None:
+            self._device = device_of(trainer.model)
+        progress = trainer.progress
+        self._step = (batches, RandomState.now(self._device), progress.epoch, progress.batch)
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Examine the step if that is due."""
+        if not self._enabled:
+            return
+        if self._first_loss is None:
+            self._first_loss = result.loss
+        if not trainer.progress.skipped_in_a_row:
+            self.written, self._examined = None, False
+        elif not self._examined and self._reports < _MOST:
+            reason = self._reason(trainer, result)
+            if reason is not None:
+                self._examined = True
+                self._reports += 1
+                self._examine(trainer, result, reason)
+        self._step = None  # The batch is not needed any more.
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Read the verdict before the next step: the evidence needs the step's own state."""
+        if self._enabled:
+            trainer.read_verdicts()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss of the run's first step."""
+        return {"first_loss": None if self._first_loss is None else float(self._first_loss)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the loss that a checkpoint saved."""
+        self._first_loss = state["first_loss"]
+
+    def _reason(self, trainer: Trainer, result: StepResult) -> str | None:
+        spikes = spikes_of(trainer)
+        if spikes is not None and bool(spikes.spiked):
+            return None  # Skipped because the loss is high, not because of its format.
+        # The loss of an accumulated step is nan if all micro-batches were dropped, for any reason.
+        if result.dropped is None and not _finite(result.loss):
+            return f"the loss is {float(result.loss):g}"  # type: ignore[arg-type]
+        floors = floors_of(trainer)
+        skipped = skipped_of(trainer, result)
+        for name, scale in scales_of(trainer, result).items():
+            if name in skipped and scale <= floors.get(name, scale):
+                what = "at the scaler's floor" if name in floors else "without a loss scaler"
+                return f"the step was skipped {what}"
+        in_a_row = trainer.progress.skipped_in_a_row
+        return f"{in_a_row} steps in a row were skipped" if in_a_row >= self._after else None
+
+    def _examine(self, trainer: Trainer, result: StepResult, reason: str) -> None:
+        """Rank 0 examines the micro-batches of all ranks, as if they were its own."""
+        step = self._evidence(trainer, result, reason)
+        written = self._reported(step, trainer) if trainer.world.is_main else None
+        self.written = trainer.world.broadcast_object(written)
+
+    def _reported(self, step: "Evidence", trainer: Trainer) -> tuple[Path, str] | None:
+        # The replays are loaded when a step has failed: most runs need none.
+        from mpframe.lab.autopsy.report import report_beside_evidence
+
+        folder, config = self._context.folder, self._context.config
+        try:
+            return report_beside_evidence(step, trainer, folder, config)
+        except (
+            MpframeError,
+            OSError,
+            RuntimeError,
+        ) as error:  # Most often there is no memory for the replays.
+            log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
+            return None
+
+    def _evidence(self, trainer: Trainer, result: StepResult, reason: str) -> "Evidence":
+        from mpframe.lab.autopsy.evidence import Evidence, zero_eps_of  # Likewise.
+
+        if self._step is None:
+            raise RuntimeError("the step was not announced")
+        batches, random, epoch, batch = self._step
+        samples = [self._context.train.batch_ids(epoch, batch + n) for n in range(len(batches))]
+        of_all = _of_all_ranks(trainer.world, list(zip(batches, samples, strict=True)))
+        first = None if self._first_loss is None else float(self._first_loss)
+        return Evidence(
+            step=trainer.progress.global_step,
+            reason=reason,
+            batches=[own for own, _ in of_all],
+            samples=[ids.tolist() for _, ids in of_all],
+            epoch=epoch,
+            batch=batch,
+            scales=scales_of(trainer, result),
+            floors=floors_of(trainer),
+            scaling=scaling_of(trainer),
+            random=random,
+            first_loss=first,
+            skipped=skipped_of(trainer, result),
+            zero_eps=zero_eps_of(trainer),
+            world_size=trainer.world.size,
+        )
+
+
+def scales_of(trainer: Trainer, result: StepResult) -> dict[str, float]:
+    """The loss scale a step was made with, by the name of the loss."""
+    parts = result.each()
+    return {
+        objective.name: float(parts.get(objective.name, result).scale)
+        for objective in trainer.objectives
+    }
+
+
+def floors_of(trainer: Trainer) -> dict[str, float]:
+    """The scalers' floors, by the name of the loss; without those that have none."""
+    own = {objective.name: objective.scaler for objective in trainer.objectives}
+    shared = trainer.scalers.get("")
+    scalers = {name: trainer.scalers.get(name, shared) for name in own}
+    floors = {name: getattr(scaler, "floor", None) for name, scaler in scalers.items()}
+    return {name: float(floor) for name, floor in floors.items() if floor is not None}
+
+
+def skipped_of(trainer: Trainer, result: StepResult) -> frozenset[str]:
+    """The losses whose step was skipped."""
+    parts = result.each()
+    return frozenset(
+        objective.name
+        for objective in trainer.objectives
+        if bool(parts.get(objective.name, result).skipped)
+    )
+
+
+def _of_all_ranks(world: World, own: list[tuple[Batch, Tensor]]) -> list[tuple[Batch, Tensor]]:
+    """The micro-batches of all ranks, with their samples; on other ranks than 0 there are none."""
+    if world.size == 1:
+        return own
+    gathered = world.gather_object(map_tensors(lambda tensor: tensor.cpu(), own))
+    return [part for parts in zip(*gathered, strict=True) for part in parts]
+
+
+def _finite(loss: Tensor | None) -> bool:
+    return loss is None or bool(torch.isfinite(loss))

@@ -1,0 +1,261 @@
+"""The evidence of a failed step: all that a replay needs, in a folder of its own.
+
+    autopsy/step_00000012/state.pt        weights before the step (a skipped one changes none),
+                                          batches, random states, scales
+                          config.yaml     the run's resolved options
+                          manifest.json   digests
+                          report.md       the diagnosis
+
+It is written and verified like a checkpoint. A reader trusts it no more than a checkpoint.
+A batch is stored as tensors, numbers and text in tuples, lists and dicts, without classes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpframe import checkpoint
+from mpframe.checkpoint import Snapshot
+from mpframe.checkpoint.state import RandomState
+from mpframe.core.callback import Batch
+from mpframe.core.errors import CheckpointError
+from mpframe.core.trainer import Trainer
+from mpframe.core.tree import device_of, fields_of, map_tensors, tensors_in, with_fields
+from mpframe.lab.autopsy.replay import Case
+from mpframe.lab.optimizer_numbers import rounded_numbers
+from mpframe.training.multi_optimizer import MultiOptimizer
+
+_KEPT = (bool, int, float, str, type(None))
+
+
+def is_plain(batch: Any) -> bool:
+    """Whether all containers in a batch are tuples, lists and dicts themselves."""
+    if type(batch) in (tuple, list):
+        return all(map(is_plain, batch))
+    if type(batch) is dict:
+        return all(map(is_plain, batch.values()))
+    return not isinstance(batch, tuple | list) and not fields_of(batch)
+
+
+def plain(batch: Any) -> Any:
+    """The batch in tuples, lists and dicts alone, its tensors on the CPU.
+
+    Arrays become tensors. Other objects, for example paths, become their text.
+    """
+    if isinstance(batch, Tensor):
+        return _own_storage(batch.detach().cpu())
+    if isinstance(batch, dict) or fields_of(batch):
+        return {name: plain(item) for name, item in fields_of(batch).items()}
+    if isinstance(batch, tuple | list):
+        return (list if isinstance(batch, list) else tuple)(map(plain, batch))
+    if isinstance(batch, np.ndarray | np.generic):
+        return torch.as_tensor(batch) if isinstance(batch, np.ndarray) else batch.item()
+    return batch if type(batch) in _KEPT else str(batch)
+
+
+def as_in(example: Any, batch: Any) -> Any:
+    """A plain batch with the classes that the containers of `example` have.
+
+    Args:
+        example: a batch of the same form; its lists may be of another length.
+        batch: as `plain` returned it. What has no counterpart in `example` stays as it is.
+    """
+    if isinstance(batch, dict):
+        known = fields_of(example)
+        fields = {name: as_in(known.get(name), item) for name, item in batch.items()}
+        return with_fields(example, fields) if known.keys() == fields.keys() else fields
+    if isinstance(batch, tuple | list) and isinstance(example, tuple | list) and example:
+        last = len(example) - 1
+        return type(batch)(as_in(example[min(n, last)], item) for n, item in enumerate(batch))
+    return batch
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    """Of a view the whole storage would be saved, which may be a whole dataset."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+FOLDER = "autopsy"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A step, and what is known about it.
+
+    Attributes:
+        step: its number, counting skipped ones.
+        reason: why it is examined.
+        batches: its micro-batches; of several ranks each one's part of the first, then of the next.
+        samples: the dataset's indices of each micro-batch's samples.
+        epoch, batch: the position of the first micro-batch in the data.
+        scales, floors: loss scale and the scaler's floor of each loss, by name.
+        scaling: the kind of scaler.
+        random: torch's generators before the step; None: unknown.
+        first_loss: unscaled, of the run's first step; None: unknown.
+        skipped: the losses whose step was skipped; None: all count.
+        plain: False if the batches come from a file that lacks the classes of their containers;
+            see `like`.
+        zero_eps: the optimizer's eps if its format rounds it to 0, so that an update is 0 / 0 and
+            weights are not finite; else empty.
+        world_size: how many ranks shared each micro-batch.
+    """
+
+    step: int
+    reason: str
+    batches: Sequence[Batch]
+    samples: Sequence[Sequence[int]]
+    epoch: int
+    batch: int
+    scales: dict[str, float]
+    floors: dict[str, float]
+    scaling: str
+    random: RandomState | None = None
+    first_loss: float | None = None
+    skipped: frozenset[str] | None = None
+    zero_eps: str = ""
+    plain: bool = True
+    world_size: int = 1
+
+    def like(self, example: Batch) -> "Evidence":
+        """The same, with the classes that the containers of `example`, a batch, have."""
+        return replace(self, batches=[as_in(example, b) for b in self.batches], plain=True)
+
+    def case(self, trainer: Trainer) -> Case:
+        """The step, to be replayed with a trainer that holds its weights and buffers."""
+        device = device_of(trainer.model)
+        batches = [map_tensors(lambda t: t.to(device), batch) for batch in self.batches]
+        return Case(
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            precision=trainer.precision,
+            objectives=trainer.objectives,
+            batches=batches,
+            scales=self.scales,
+            floors=self.floors,
+            scaling=self.scaling,
+            samples=self.samples,
+            random=self.random,
+            first_loss=self.first_loss,
+            skipped=self.skipped,
+        )
+
+
+def zero_eps_of(trainer: Trainer) -> str:
+    """The eps of an optimizer that is 0 in the format it works in, in words; else empty."""
+    optimizer = trainer.optimizer
+    parts = optimizer.parts.values() if isinstance(optimizer, MultiOptimizer) else [optimizer]
+    numbers = (number for part in parts for number in rounded_numbers(part))
+    return next((str(number) for number in numbers if number.lost and number.name == "eps"), "")
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """The folder of the evidence of a step, in a run's folder."""
+    return run / FOLDER / f"step_{step:08d}"
+
+
+def all_in(run: Path) -> list[Path]:
+    """The evidence in a run's folder, the oldest step first."""
+    found = (run / FOLDER).glob("step_*")
+    return sorted(path for path in found if (path / "manifest.json").exists())
+
+
+def save(run: Path, evidence: Evidence, weights: dict[str, Tensor], config: str) -> Path:
+    """Write the evidence of a step.
+
+    Args:
+        run: the run's folder.
+        evidence: of the step.
+        weights: parameters as fp32 masters, and buffers, by name.
+        config: the run's resolved options, YAML.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        CheckpointError: it could not be written, or the batches could not be read back.
+    """
+    random = evidence.random
+    state = {
+        **{name: value for name, value in vars(evidence).items() if name not in _OTHERWISE},
+        "batches": [plain(batch) for batch in evidence.batches],
+        "plain": all(map(is_plain, evidence.batches)),
+        "samples": [list(ids) for ids in evidence.samples],
+        "random": None if random is None else [random.cpu, random.device],
+        "skipped": None if evidence.skipped is None else sorted(evidence.skipped),
+        "weights": weights,
+    }
+    return checkpoint.save_as(folder_of(run, evidence.step), Snapshot(evidence.step, state, config))
+
+
+def load(folder: Path) -> tuple[Evidence, dict[str, Tensor], str]:
+    """The verified evidence in a folder, its weights, and the run's options as YAML.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is not the evidence of a step.
+    """
+    snapshot = checkpoint.read(folder)
+    try:
+        return _evidence(snapshot.state), _weights(snapshot.state), snapshot.config
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise CheckpointError(
+            f"{folder}: not the evidence of a step; name a run's folder, and step=N for one of "
+            "several"
+        ) from None
+
+
+_OTHERWISE = {"batches", "plain", "samples", "random", "skipped"}
+
+
+def _evidence(state: dict[str, Any]) -> Evidence:
+    random, skipped, first = state["random"], state["skipped"], state["first_loss"]
+    return Evidence(
+        step=int(state["step"]),
+        reason=str(state["reason"]),
+        batches=[_batch(batch) for batch in state["batches"]],
+        samples=[[int(number) for number in ids] for ids in state["samples"]],
+        epoch=int(state["epoch"]),
+        batch=int(state["batch"]),
+        scales=_positive(state["scales"]),
+        floors=_positive(state["floors"]),
+        scaling=str(state["scaling"]),
+        random=None if random is None else _random(*random),
+        first_loss=None if first is None else float(first),
+        skipped=None if skipped is None else frozenset(map(str, skipped)),
+        zero_eps=str(state.get("zero_eps", "")),
+        plain=bool(state.get("plain", True)),
+        world_size=max(1, int(state.get("world_size", 1))),
+    )
+
+
+def _batch(batch: Any) -> Any:
+    if next(tensors_in(batch), None) is None:
+        raise TypeError("a batch holds tensors")
+    return batch
+
+
+def _positive(numbers: dict[str, Any]) -> dict[str, float]:
+    found = {str(name): float(number) for name, number in numbers.items()}
+    if not all(0 < number < float("inf") for number in found.values()):
+        raise ValueError("scales are positive and finite")
+    return found
+
+
+def _random(cpu: Any, device: Any) -> RandomState:
+    for state in (cpu, device):
+        if state is not None and not (isinstance(state, Tensor) and state.dtype == torch.uint8):
+            raise TypeError("states of generators are bytes")
+    return RandomState(cpu, device)
+
+
+def _weights(state: dict[str, Any]) -> dict[str, Tensor]:
+    weights = state["weights"]
+    if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise TypeError("weights are tensors")
+    return dict(weights)

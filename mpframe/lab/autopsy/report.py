@@ -1,0 +1,299 @@
+"""A diagnosis in words: the report on a step, written beside its evidence."""
+
+import logging
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from mpframe.core.policy import NO_PRODUCTS
+from mpframe.core.trainer import Trainer
+from mpframe.files.durable import write_atomically
+from mpframe.lab.autopsy import evidence
+from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, Saturation, diagnose
+from mpframe.lab.autopsy.evidence import Evidence
+from mpframe.lab.autopsy.replay import Case, Replay, Setting
+from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
+from mpframe.lab.remedies import deny_words, pin_words
+from mpframe.table import markdown
+
+_FEW = 8
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report, in parts.
+
+    Attributes:
+        title: the diagnosis in one line.
+        facts: (word, sentence) pairs: where, value, samples, do, ...
+        replays: rows of the table of replays, the head first.
+    """
+
+    title: str
+    facts: Sequence[tuple[str, str]]
+    replays: Sequence[Sequence[str]]
+
+    def text(self, path: Path | None = None) -> str:
+        """For a terminal, one line for each fact."""
+        facts = [*self.facts, *([("report", str(path))] if path else [])]
+        width = max(len(word) for word, _ in facts)
+        lines = [f"  {word.ljust(width)}  {sentence}" for word, sentence in facts]
+        return "\n".join([self.title, *lines])
+
+    def markdown(self) -> str:
+        """As Markdown, with the replays."""
+        facts = [f"- **{word}**: {sentence}" for word, sentence in self.facts]
+        table = ["The replays of the step (no weight changed):", "", markdown(self.replays)]
+        return "\n".join([f"# {self.title}", "", *facts, "", *table, ""])
+
+
+def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
+    """Put a diagnosis into words.
+
+    Args:
+        diagnosis: of the step.
+        case: the step.
+        step: what else is known about it.
+    """
+    culprit = diagnosis.culprit
+    facts = [("why", step.reason)]
+    if culprit is not None:
+        facts += _where(culprit, diagnosis, case)
+        facts += _samples(culprit, step)
+    if diagnosis.saturation is not None:
+        facts += _cut_off(diagnosis.saturation)
+    facts += [("do", line) for line in _advice(diagnosis, case, step)]
+    title = f"autopsy of step {step.step}: {_title(diagnosis, case)}"
+    return Report(title, facts, _table(diagnosis.replays))
+
+
+def _title(diagnosis: Diagnosis, case: Case) -> str:
+    culprit = diagnosis.culprit
+    if diagnosis.kind is Kind.SCALE_TOO_HIGH and not _scaler_goes_there(diagnosis, case):
+        return "scale too high, and the scaler does not go lower"
+    if diagnosis.kind is Kind.BEYOND_FORMAT and culprit is not None:
+        what = "gradient" if culprit.direction == "backward" else "activation"
+        return f"{what} beyond {culprit.half} in {_module(culprit.call)}"
+    return diagnosis.kind.value
+
+
+def _where(culprit: Culprit, diagnosis: Diagnosis, case: Case) -> list[tuple[str, str]]:
+    if culprit.direction == "data":
+        return [("where", f"the {culprit.call.op} of the batch hold {_number(culprit.value)}")]
+    if culprit.direction == "weights":
+        name = ".".join(part for part in (culprit.call.module, culprit.call.op) if part)
+        return [("where", f"weight or buffer {name} holds {_number(culprit.value)}")]
+    facts = [("where", f"{_described(culprit.call, case)}, {culprit.direction} pass")]
+    facts.append(("value", value_of(culprit, diagnosis)))
+    if culprit.origin is not None:
+        facts.append(("from", f"{_described(culprit.origin, case)}: so large first there"))
+    if culprit.objective:
+        facts.append(("loss", culprit.objective))
+    return facts
+
+
+def _cut_off(own: Saturation) -> list[tuple[str, str]]:
+    return [
+        ("where", f"{own.layer}, operand {own.operand} of its products"),
+        (
+            "value",
+            f"{own.noise.saturated:.0%} of its values are beyond the format's range at their "
+            f"scale; the signal is {own.noise.snr_db:.1f} dB above what was cut off",
+        ),
+    ]
+
+
+def _described(call: OpCall, case: Case) -> str:
+    if call.module == OUTSIDE:
+        return f"the loss and the model's output, op {call.op}"
+    modules: dict[str, nn.Module] = dict(case.model.named_modules())
+    kind = type(modules[call.module]).__name__ if call.module in modules else "?"
+    return f"{_module(call)} ({kind}), op {call.op}"
+
+
+def where_of(culprit: Culprit) -> str:
+    """Where a value first left the range, in a few words."""
+    call = culprit.call
+    if culprit.direction in ("data", "weights"):
+        return ".".join(part for part in (call.module, call.op) if part)
+    module = "the loss" if call.module == OUTSIDE else _module(call)
+    return f"{module}, op {call.op}, {culprit.direction} pass"
+
+
+def _module(call: OpCall) -> str:
+    return call.module or "the model itself"
+
+
+def value_of(culprit: Culprit, diagnosis: Diagnosis) -> str:
+    """How large that value is, compared with the limit of its format."""
+    if diagnosis.kind is Kind.UNDERFLOW:
+        return (
+            f"its largest gradient is {culprit.value:.3g} at this scale; {culprit.half} has full "
+            f"precision down to {culprit.limit:.3g}; {diagnosis.underflow:.0%} of all gradients "
+            f"are below it, and {diagnosis.zeros:.0%} are 0"
+        )
+    if not math.isfinite(culprit.value):
+        return f"its {culprit.what} is {_number(culprit.value)} in float32"
+    if culprit.value <= culprit.limit:
+        return f"its {culprit.what} reaches {culprit.value:.6g} in fp32, yet is not finite here"
+    return (
+        f"its {culprit.what} reaches {culprit.value:.6g} in fp32; {culprit.half} ends at "
+        f"{culprit.limit:.6g}, {culprit.bits_beyond:.1f} bits below"
+    )
+
+
+def _samples(culprit: Culprit, step: Evidence) -> list[tuple[str, str]]:
+    size = len(step.samples[culprit.batch]) if culprit.batch < len(step.samples) else 0
+    number, rank = divmod(culprit.batch, step.world_size)
+    of_rank = f", rank {rank}" if step.world_size > 1 else ""
+    where = f"epoch {step.epoch}, batch {step.batch + number}{of_rank}"
+    if culprit.samples:
+        return [("samples", f"{_few(culprit.samples)} ({len(culprit.samples)} of {size}), {where}")]
+    ids = step.samples[culprit.batch] if size else []
+    return [("batch", f"{where}: samples {_few(ids)}" if size else where)]
+
+
+def _few(numbers: Sequence[int]) -> str:
+    rest = len(numbers) - _FEW
+    return ", ".join(map(str, numbers[:_FEW])) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> list[str]:
+    if diagnosis.kind is Kind.BEYOND_FORMAT:
+        return _pins(diagnosis)
+    if diagnosis.kind is Kind.SCALE_TOO_HIGH:
+        return [_lower(diagnosis, case)]
+    if diagnosis.kind is Kind.UNDERFLOW:
+        return [_raise(diagnosis, case)]
+    if diagnosis.saturation is not None:
+        pinned = shlex.join(pin_words([diagnosis.saturation.layer], NO_PRODUCTS))
+        return [f"add to the command line: {pinned}, which keeps its products in half"]
+    if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
+        return [_of_fp32(diagnosis.culprit, step)]
+    if diagnosis.kind is Kind.DIVERGING:
+        loss = diagnosis.replays[0].loss
+        return [
+            "lower optimizer.lr or set trainer.clip_norm: in fp32 too the loss is "
+            f"{loss:.3g}, and it was {step.first_loss:.3g} at the first step"
+        ]
+    return ["nothing: the step replays with finite gradients, and its scale loses few of them"]
+
+
+def _pins(diagnosis: Diagnosis) -> list[str]:
+    typed = _typed(diagnosis.remedy)
+    if diagnosis.proven:
+        return [f"add to the command line: {typed}   (replayed with it: finite)"]
+    tried = f"; {typed} alone does not help" if typed else ""
+    return [f"train with dtype=fp32 or dtype.half=bfloat16{tried}"]
+
+
+def _typed(remedy: Setting) -> str:
+    """A remedy as it is typed on the command line of train.py."""
+    return shlex.join((*pin_words(remedy.pins), *deny_words(remedy.denied)))
+
+
+def _lower(diagnosis: Diagnosis, case: Case) -> str:
+    name = next(iter(case.scales))
+    fits = case.scales[name] * 2.0**diagnosis.octaves
+    if case.scaling == "static":
+        return f"loss_scaling.scale={fits:g} is finite; or loss_scaling=Backoff, which finds it"
+    if not _scaler_goes_there(diagnosis, case):
+        return f"loss_scaling.min_scale={fits:g}: there the step is finite, above it is not"
+    skips = -diagnosis.octaves
+    return (
+        f"nothing: the scale goes from {case.scales[name]:g} to {fits:g} by itself, in about "
+        f"{skips} skipped steps; loss_scaling.init_scale={fits:g} starts there"
+    )
+
+
+def _scaler_goes_there(diagnosis: Diagnosis, case: Case) -> bool:
+    floors = case.floors
+    return all(floors.get(n, s) <= s * 2.0**diagnosis.octaves for n, s in case.scales.items())
+
+
+def _raise(diagnosis: Diagnosis, case: Case) -> str:
+    fits = 2.0 ** math.floor(math.log2(max(case.scales.values())) + diagnosis.octaves)
+    then = f"at scale {fits:g} it is {diagnosis.underflow_then:.0%}"
+    option = {"static": "loss_scaling.scale", "none": "loss_scaling=static loss_scaling.scale"}
+    return f"{option.get(case.scaling, 'loss_scaling.init_scale')}={fits:g}: {then}"
+
+
+def _of_fp32(culprit: Culprit | None, step: Evidence) -> str:
+    if culprit is not None and culprit.direction == "data":
+        return "correct or remove the samples: no format holds them"
+    if culprit is not None and culprit.direction == "weights":
+        if step.zero_eps:
+            return (
+                f"start again with dtype.master_weights=true: the optimizer's {step.zero_eps}, "
+                "the format it works in"
+            )
+        return "start from a checkpoint whose weights are finite; see resume and init_from"
+    return (
+        "no format helps: lower optimizer.lr or set trainer.clip_norm, and look at these "
+        "samples and at this op's inputs"
+    )
+
+
+def _table(replays: Sequence[Replay]) -> list[list[str]]:
+    rows = [["replay", "scale", "loss", "gradients"]]
+    for replay in replays:
+        finite = all(one.weights_finite for one in replay.passes)
+        scale = f"{replay.passes[0].scale:g}"
+        words = "finite" if finite else "not finite"
+        rows.append([_setting(replay.setting), scale, f"{replay.loss:.6g}", words])
+    return rows
+
+
+def _setting(setting: Setting) -> str:
+    if setting.fp32:
+        return "fp32"
+    more = _typed(setting).replace("|", "")
+    return f"`{more}`" if more else "as it ran" if setting.octaves == 0 else "another scale"
+
+
+def _number(value: float) -> str:
+    return "NaN" if math.isnan(value) else f"{value:g}"
+
+
+log = logging.getLogger(__name__)
+
+REPORT = "report.md"
+
+
+def examine(step: Evidence, trainer: Trainer) -> Report:
+    """Replay a step with a trainer that has its weights, and say what is wrong with it."""
+    case = step.case(trainer)
+    return report_on(diagnose(case), case, step)
+
+
+def write_report(folder: Path, report: Report) -> Path:
+    """Write a report beside its evidence; returns its path."""
+    path = folder / REPORT
+    write_atomically(path, report.markdown())
+    return path
+
+
+def report_beside_evidence(
+    step: Evidence, trainer: Trainer, run: Path, config: str
+) -> tuple[Path, str]:
+    """Save the evidence of a step, examine it, and log and write the report.
+
+    Args:
+        step: the step that failed.
+        trainer: still holds the weights that it began with.
+        run: the run's folder.
+        config: the run's resolved options, YAML.
+
+    Returns:
+        The report's path, and the diagnosis, empty if that is no fault.
+    """
+    folder = evidence.save(run, step, trainer.weights(), config)
+    report = examine(step, trainer)
+    path = write_report(folder, report)
+    log.warning("warning: %s\n%s", step.reason, report.text(path))
+    diagnosis = report.title.partition(": ")[2]
+    return path, "" if diagnosis == Kind.NO_FAULT.value else diagnosis

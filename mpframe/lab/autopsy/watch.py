@@ -1,0 +1,325 @@
+"""Observes every op of one pass, forward and backward, and where a value first leaves the range.
+
+A value leaves the range in an op whose inputs are finite and whose result is not; the ops after it
+only pass it on. In the forward pass a `TorchFunctionMode` sees each call as the model wrote it;
+inside the cast block, it sees results as the casts left them. In the backward pass each node of the
+graph reports what comes in and what goes out, and belongs to the op whose call made it:
+
+    dL/dx = (dy/dx)^T dL/dy        finite dL/dy, infinite dL/dx: the op's backward made it
+
+If the incoming gradient is the first that is not finite, it is a sum that overflowed: of the
+gradients from several users of one tensor.
+
+Of each tensor it keeps a few numbers: the largest finite magnitude, and whether all are finite.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+
+from mpframe.core.op_lists import op_name
+from mpframe.core.tree import tensors_in
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """The magnitudes of some tensors together.
+
+    Attributes:
+        largest: the largest finite |x|; 0 if there is none.
+        infinite, nan: whether any x is.
+    """
+
+    largest: float = 0.0
+    infinite: bool = False
+    nan: bool = False
+
+    @property
+    def finite(self) -> bool:
+        """True if every x is finite."""
+        return not (self.infinite or self.nan)
+
+    def __or__(self, other: "Magnitudes") -> "Magnitudes":
+        return Magnitudes(
+            max(self.largest, other.largest), self.infinite or other.infinite, self.nan or other.nan
+        )
+
+
+def magnitudes_of(node: object) -> Magnitudes:
+    """Of every floating tensor in `node`, at any depth; waits for the device."""
+    found = Magnitudes()
+    for values in floats_in(node):
+        found |= _of(values)
+    return found
+
+
+def floats_in(node: object) -> Iterable[Tensor]:
+    """The values of every floating tensor in `node` that has any; of sparse ones the entries."""
+    for tensor in tensors_in(node):
+        values = tensor.detach()
+        if values.is_sparse:
+            values = values.coalesce().values()
+        if values.dtype in _FLOATS and values.numel():
+            yield values
+
+
+def bad_rows(node: object, rows: int) -> list[int]:
+    """The places along dimension 0, of length `rows`, at which a value is inf or NaN."""
+    bad: set[int] = set()
+    for values in floats_in(node):
+        if values.dim() and len(values) == rows:
+            flat = ~torch.isfinite(values).reshape(rows, -1).all(dim=1)
+            bad.update(flat.nonzero().flatten().tolist())
+    return sorted(bad)
+
+
+def _of(values: Tensor) -> Magnitudes:
+    size = values.abs()
+    largest = size.max()
+    if bool(torch.isfinite(largest)):
+        return Magnitudes(float(largest))
+    nan, infinite = bool(size.isnan().any()), bool(size.isinf().any())
+    return Magnitudes(float(size.nan_to_num(0.0, 0.0, 0.0).max()), infinite, nan)
+
+
+OUTSIDE = "the loss"  # the ops after the model: the cast of its outputs to fp32, and the loss
+_READS = frozenset({"__get__", "__getitem__", "detach", "register_hook"})
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One call of an op in a pass, the same in every replay.
+
+    Attributes:
+        module: qualified name of the innermost module; empty for the model, `OUTSIDE` after it.
+        op: PyTorch's name.
+        number: counts the calls of that op in that module, from 0.
+    """
+
+    module: str
+    op: str
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The magnitudes that went into and came out of one call, in one direction."""
+
+    inputs: Magnitudes
+    outputs: Magnitudes
+
+    def __or__(self, other: "Observation") -> "Observation":
+        return Observation(self.inputs | other.inputs, self.outputs | other.outputs)
+
+
+@dataclass(frozen=True)
+class FirstNonFinite:
+    """A call in which a value first left the range.
+
+    Attributes:
+        call: of the op.
+        direction: `forward` or `backward`.
+        nan: the value is NaN, and not infinite.
+        rows: the samples of the batch in whose part of the result it is; empty if unknown.
+        summed: it is the sum of finite gradients.
+    """
+
+    call: OpCall
+    direction: str
+    nan: bool
+    rows: tuple[int, ...] = ()
+    summed: bool = False
+
+
+@dataclass(frozen=True)
+class Count:
+    """Elements of a gradient: how many are not 0, how many are in half's normal range.
+
+    Attributes:
+        narrow: the gradient is stored in half.
+        largest: the largest finite |element|.
+    """
+
+    nonzero: int
+    normal: int
+    narrow: bool
+    largest: float
+
+
+@dataclass
+class Trace:
+    """All that was observed in one pass, in the order it ran."""
+
+    forward: dict[OpCall, Observation] = field(default_factory=dict)
+    backward: dict[OpCall, Observation] = field(default_factory=dict)
+    nonfinite: list[FirstNonFinite] = field(default_factory=list)
+    gradients: dict[tuple[str, str, int, int], Count] = field(default_factory=dict)
+
+    def observations(self, direction: str) -> dict[OpCall, Observation]:
+        """The observations of a direction."""
+        return self.forward if direction == "forward" else self.backward
+
+    def nonfinite_in(self, direction: str) -> list[FirstNonFinite]:
+        """The first non-finite values of a direction."""
+        return [first for first in self.nonfinite if first.direction == direction]
+
+
+class Watch(TorchFunctionMode):
+    """Fills a `Trace`. Enter it within the cast block.
+
+    Args:
+        model: its modules are hooked within `modules()`.
+        half: the run's half format, whose normal range counts.
+        rows: samples in the batch.
+    """
+
+    def __init__(self, model: nn.Module, half: torch.dtype, rows: int) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self._model = model
+        self._half, self._rows = half, rows
+        self._inside = [OUTSIDE]
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._owners: dict[Node, OpCall] = {}
+        self._backward_finite = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            return func(*args, **kwargs)
+        with _unobserved():
+            inputs = magnitudes_of((args, kwargs))
+        result = func(*args, **kwargs)
+        with _unobserved():
+            if any(True for _ in floats_in(result)):
+                self._observe(op_name(func) or name, (args, kwargs), inputs, result)
+        return result
+
+    @contextmanager
+    def modules(self) -> Iterator[None]:
+        """Within the block every op is assigned to the module that it runs in."""
+        handles = []
+        for name, module in self._model.named_modules():
+            handles += self._follow(name, module)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def count_weights(self) -> None:
+        """Count the weights' gradients, once the backward pass is over."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                self._count((name, "weight", 0, 0), parameter.grad)
+
+    def _follow(self, name: str, module: nn.Module) -> list[Any]:
+        def enter(_: nn.Module, args: Any) -> None:
+            self._attribute(args, self._inside[-1], "")
+            self._inside.append(name)
+
+        def leave(_: nn.Module, args: Any, result: Any) -> None:
+            self._attribute(result, name, "")
+            if self._inside[-1] == name:
+                self._inside.pop()
+
+        return [
+            module.register_forward_pre_hook(enter, prepend=True),  # Before a pin casts the inputs.
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    def _observe(self, op: str, arguments: Any, inputs: Magnitudes, result: Any) -> None:
+        module = self._inside[-1]
+        call = OpCall(module, op, self._calls[module, op])
+        self._calls[module, op] += 1
+        outputs = magnitudes_of(result)
+        self.trace.forward[call] = Observation(inputs, outputs)
+        if _makes_nonfinite(op, arguments, inputs, outputs):
+            rows = tuple(bad_rows(result, self._rows))
+            self.trace.nonfinite.append(FirstNonFinite(call, "forward", not outputs.infinite, rows))
+        self._attribute(result, module, op, call.number)
+        for number, tensor in enumerate(tensors_in(result)):
+            if tensor.requires_grad:
+                count = partial(self._count, (module, op, call.number, number))
+                tensor.register_hook(count)  # type: ignore[no-untyped-call]
+
+    def _attribute(self, results: Any, module: str, op: str, call: int = 0) -> None:
+        """Let every new node of the results' graph report as part of this call."""
+        waiting = [tensor.grad_fn for tensor in tensors_in(results)]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in self._owners or "AccumulateGrad" in node.name():
+                continue
+            # An autograd function of the user's own is visible only in the graph.
+            own = node.name().removesuffix("Backward") if _is_custom(node) or not op else op
+            self._owners[node] = OpCall(module, own, call)
+            node.register_hook(partial(self._observe_backward, node))
+            waiting += [before for before, _ in node.next_functions]
+
+    @torch.no_grad()
+    def _observe_backward(self, node: Node, outgoing: Any, incoming: Any) -> None:
+        call = self._owners[node]
+        seen = Observation(magnitudes_of(incoming), magnitudes_of(outgoing))
+        before = self.trace.backward.get(call)
+        self.trace.backward[call] = seen if before is None else before | seen
+        if not self._backward_finite or (seen.inputs.finite and seen.outputs.finite):
+            return
+        self._backward_finite = False
+        summed = not seen.inputs.finite
+        nan = not (seen.inputs if summed else seen.outputs).infinite
+        self.trace.nonfinite.append(FirstNonFinite(call, "backward", nan, summed=summed))
+
+    @torch.no_grad()
+    def _count(self, key: tuple[str, str, int, int], gradient: Tensor) -> None:
+        values = next(iter(floats_in(gradient)), None)
+        if values is None:
+            return
+        smallest = torch.finfo(self._half).smallest_normal
+        self.trace.gradients[key] = Count(
+            int(values.count_nonzero()),
+            int((values.abs() >= smallest).sum()),
+            values.dtype == self._half,
+            magnitudes_of(values).largest,
+        )
+
+
+def _is_custom(node: Node) -> bool:
+    return isinstance(node, BackwardCFunction)
+
+
+def _makes_nonfinite(op: str, arguments: Any, inputs: Magnitudes, outputs: Magnitudes) -> bool:
+    """True if finite values gave inf or NaN, and the call did not ask for it."""
+    if outputs.nan and not inputs.nan and "empty" not in op:
+        return not _names_nonfinite(arguments)
+    made = outputs.infinite and inputs.finite and "empty" not in op
+    return made and not _names_nonfinite(arguments)
+
+
+def _names_nonfinite(node: Any) -> bool:
+    """True if a plain number among the arguments is inf or NaN, as masks have."""
+    if isinstance(node, float):
+        return node != node or node in (float("inf"), float("-inf"))
+    if isinstance(node, (tuple, list)):
+        return any(map(_names_nonfinite, node))
+    return isinstance(node, dict) and any(map(_names_nonfinite, node.values()))
+
+
+@contextmanager
+def _unobserved() -> Iterator[None]:
+    """Within the block no mode sees the ops, and autograd records none."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        yield

@@ -1,0 +1,412 @@
+"""The doctor's checks: each looks at a `Subject` and yields findings.
+
+    optimizer  does its format hold eps, learning rate and betas, and its updates?
+    weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, with all of its
+               bits from 2^-14 on; bfloat16 has the range of fp32, so weights that were trained in
+               bfloat16, and their activations, may be anywhere in that range.
+    scaling    does the first step overflow, and at which scale does it not? The autopsy diagnoses
+               the step with the run's own pins, lists and scale, and each fix has been tried on it.
+    ops        norms and sizes that run where they should not, or slower than they could
+    products   what products below 16 bits lose of each operand of the first batch. Noise of 10
+               decibels below the signal is a third of its size. Signal to noise only sees the
+               largest values: if a few of them set the scale, the others become 0, and `lost`
+               counts them.
+    emulation  half that a CPU emulates, or computes slowly
+
+The checks of options that every run makes are in numerics/hints.py.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE
+from mpframe.core.loss_scaling.logmax import safe_scale
+from mpframe.core.master_weights import MasterWeights
+from mpframe.core.objective import compute
+from mpframe.core.policy import NO_PRODUCTS, has_native_half
+from mpframe.core.storage import op_of
+from mpframe.core.trace import undisturbed
+from mpframe.core.tree import HALF
+from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
+from mpframe.lab.autopsy.report import value_of, where_of
+from mpframe.lab.doctor.subject import Subject
+from mpframe.lab.hints import ADAPTIVE, Finding, error, few, note, warning
+from mpframe.lab.optimizer_numbers import rounded_numbers
+from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise, Noises, ProductProbe
+from mpframe.lab.remedies import deny_words, pin_words
+from mpframe.tracking.dtype_map import Row
+
+
+def check_numbers(subject: Subject) -> Iterator[Finding]:
+    """eps, learning rate, decays: lost or badly rounded in the optimizer's format."""
+    for path, optimizer in subject.optimizers.items():
+        for number in rounded_numbers(optimizer):
+            make = error if number.lost else warning
+            fix = _fix(subject, path, number.name, number.form)
+            yield make(f"{path}.{number}, the format {path} works in", fix)
+
+
+def check_masters(subject: Subject) -> Iterator[Finding]:
+    """Half weights without masters."""
+    masters = subject.trainer.precision.master_weights
+    half = [p for own in subject.optimizers.values() for p in own.parameters if _is_half(p)]
+    if not masters and half:
+        yield warning(
+            f"dtype.master_weights=false: updates below half a unit in the last place of the "
+            f"{len(half)} {subject.policy.half} weights are lost",
+            "dtype.master_weights=true",
+        )
+
+
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in HALF
+
+
+def _fix(subject: Subject, path: str, name: str, form: torch.dtype) -> str:
+    if form.itemsize == 2 and not subject.trainer.precision.master_weights:
+        return "dtype.master_weights=true"
+    default = _default_of(subject.optimizers[path], name)
+    listed = list(default) if isinstance(default, tuple) else default
+    return subject.typed(f"{path}.{name}", str(listed).replace(" ", ""))
+
+
+def _default_of(optimizer: MasterWeights, name: str) -> Any:
+    """The default of an argument of the optimizer's class."""
+    parameter = inspect.signature(type(optimizer.optimizer)).parameters.get(name)
+    known = parameter is not None and parameter.default is not inspect.Parameter.empty
+    return parameter.default if known and parameter is not None else 1e-3
+
+
+_MANY_SUBNORMAL = 0.05
+_MANY_WEIGHTS_LOST = 0.01
+_TELLING = (
+    64  # values, and a quarter as many different ones: fewer values may fit bfloat16 by chance
+)
+
+
+def check_weight_range(subject: Subject) -> Iterator[Finding]:
+    """Weights beyond the half format's largest number."""
+    if subject.half is None:
+        return
+    limit = torch.finfo(subject.half).max
+    beyond = {
+        module: (name, float(values.abs().max()))
+        for module, name, values in subject.half_weights()
+        if values.numel() and bool((values.abs() > limit).any())
+    }
+    if beyond:
+        name, largest = next(iter(beyond.values()))
+        yield error(
+            f"{few(n for n, _ in beyond.values())}: weights beyond {limit:g}, the largest "
+            f"{subject.policy.half} number ({name} reaches {largest:.4g})",
+            *pin_words(beyond),
+        )
+
+
+def check_small_weights(subject: Subject) -> Iterator[Finding]:
+    """Weights that are 0 or have fewer bits in half."""
+    small = {
+        module: (name, lost, subnormal)
+        for module, name, values in subject.half_weights()
+        for lost, subnormal in [_small(values, subject.half)]
+        if lost > _MANY_WEIGHTS_LOST or subnormal > _MANY_SUBNORMAL
+    }
+    if small:
+        name, lost, subnormal = max(small.values(), key=lambda entry: entry[1:])
+        yield warning(
+            f"{few(n for n, *_ in small.values())}: small weights; in {subject.policy.half} "
+            f"{lost:.1%} of {name} become 0 and {subnormal:.1%} subnormal",
+            *pin_words(small),
+        )
+
+
+def check_training_format(subject: Subject) -> Iterator[Finding]:
+    """Weights that were trained in bfloat16, in a float16 run."""
+    if subject.half != torch.float16:
+        return
+    fix = ("dtype.half=bfloat16",)
+    source = subject.options.get("init_from")
+    if subject.trained_in and "bfloat16" in subject.trained_in:
+        yield warning(
+            f"init_from={source}: trained as {subject.trained_in}, whose activations may be beyond "
+            "65504, the largest float16 number",
+            *fix,
+        )
+        return
+    born = [name for _, name, values in subject.half_weights() if _all_bfloat16(values)]
+    if born:
+        yield warning(
+            f"{few(born)}: all values are bfloat16 numbers; weights trained in bfloat16 may make "
+            "activations beyond 65504, the largest float16 number",
+            *fix,
+        )
+
+
+def _small(values: Tensor, half: torch.dtype | None) -> tuple[float, float]:
+    """The shares of the values other than 0 that are 0, and that are subnormal, in half."""
+    assert half is not None
+    magnitudes = values[values != 0].abs()
+    if magnitudes.numel() == 0:
+        return 0.0, 0.0
+    lost = magnitudes.to(half) == 0
+    subnormal = (magnitudes < torch.finfo(half).smallest_normal) & ~lost
+    return float(lost.float().mean()), float(subnormal.float().mean())
+
+
+def _all_bfloat16(values: Tensor) -> bool:
+    """All values are bfloat16 numbers, and there are too many of them for chance.
+
+    Every format has powers of two and whole numbers up to 2^8, so a few of them prove nothing.
+    """
+    if values.numel() < _TELLING or not torch.equal(values, values.bfloat16().float()):
+        return False
+    different: int = torch.unique(values).numel()
+    return different >= _TELLING // 4
+
+
+_MANY_GRADIENTS_LOST = 0.05
+
+
+def check_overflow(subject: Subject) -> Iterator[Finding]:
+    """What is not finite in the first step's forward and backward pass."""
+    diagnosis = subject.diagnosis
+    if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
+        where = "" if diagnosis.culprit is None else f" (first {where_of(diagnosis.culprit)})"
+        yield error(
+            f"model, dataset: the first batch is not finite in fp32 either{where}; look for a "
+            "division by zero, a logarithm of zero, or first weights that are too large"
+        )
+    elif diagnosis.kind is Kind.BEYOND_FORMAT:
+        yield error(_beyond(diagnosis), *_remedy(diagnosis))
+    elif diagnosis.kind is Kind.SCALE_TOO_HIGH:
+        yield _too_high(subject, diagnosis)
+
+
+def check_small_scale(subject: Subject) -> Iterator[Finding]:
+    """Gradients that become 0 at the first scale and not at another, or that are all 0."""
+    half, gradients = subject.half, subject.gradients
+    if gradients.amax == 0:
+        yield warning(
+            "model, dataset: all gradients of the first batch are 0, in fp32 too, and nothing is "
+            "learnt from it; look at the loss"
+        )
+    known = subject.scaling in ("static", *ADAPTIVE)
+    if half is None or not known or not 0 < gradients.amax < math.inf:
+        return
+    scale = min(subject.first_scale(own) for own in subject.trainer.scalers.values())
+    best = safe_scale(gradients.amax, half) or DEFAULT_SCALE
+    lost, least = (gradients.lost_fraction(s, half) for s in (scale, best))
+    if lost > _MANY_GRADIENTS_LOST and least < lost / 2:
+        static = subject.scaling == "static"
+        option = "loss_scaling.scale" if static else "loss_scaling.init_scale"
+        ceiling = float(subject.options.get("loss_scaling.max_scale", 2.0**24))  # Backoff's own
+        yield warning(
+            f"{option}={scale:g}: too small, {lost:.1%} of the first batch's gradients "
+            f"become 0 ({least:.1%} at {best:.3g})",
+            *(() if static else _named(subject)),
+            f"{option}={_exactly(best)}",
+            *([] if static or best <= ceiling else [f"loss_scaling.max_scale={_exactly(best)}"]),
+        )
+
+
+def _beyond(diagnosis: Diagnosis) -> str:
+    culprit = diagnosis.culprit
+    assert culprit is not None  # A step that is finite in fp32 and not in half has one.
+    return f"{where_of(culprit)} on the first batch: {value_of(culprit, diagnosis)}"
+
+
+def _remedy(diagnosis: Diagnosis) -> tuple[str, ...]:
+    """The fix that was tried and made the step finite; fp32 if no other fix did."""
+    if not diagnosis.proven:
+        return ("dtype=fp32",)
+    return (*pin_words(diagnosis.remedy.pins), *deny_words(diagnosis.remedy.denied))
+
+
+def _too_high(subject: Subject, diagnosis: Diagnosis) -> Finding:
+    first = diagnosis.replays[1].passes[0].scale  # After the replay in fp32 comes the run's own.
+    # An octave below the scale that was tried: the next batch may have larger gradients.
+    fits = 2.0 ** (math.floor(math.log2(first) + diagnosis.octaves) - 1)
+    if subject.scaling == "static":
+        return error(
+            f"loss_scaling.scale={first:g}: too large, the first batch overflows at it",
+            f"loss_scaling.scale={_exactly(fits)}",
+        )
+    floor = float(subject.options.get("loss_scaling.min_scale", 1.0))
+    probed = (*_named(subject), "loss_scaling.init_scale=probe")
+    if floor > first * 2.0**diagnosis.octaves:
+        return error(
+            f"loss_scaling.min_scale={floor:g}: too large, the first batch overflows at it",
+            *probed,
+            f"loss_scaling.min_scale={_exactly(fits)}",
+        )
+    return note(
+        f"loss_scaling.init_scale={first:g}: the first batch overflows, and steps are skipped "
+        f"until the scale is down to about {first * 2.0**diagnosis.octaves:g}",
+        *probed,
+    )
+
+
+def _named(subject: Subject) -> tuple[str, ...]:
+    """The word that names a scaler chosen by `auto`, which has no options to set."""
+    name = subject.scaling
+    return () if "loss_scaling.init_scale" in subject.options else (f"loss_scaling={name}",)
+
+
+def _exactly(power: float) -> str:
+    """A power of two in all its digits."""
+    return str(int(power)) if power >= 1.0 else repr(power)
+
+
+NORMS = (
+    "batch_norm",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "local_response_norm",
+    "rms_norm",
+)
+_TILE = 8  # half values that a tensor core takes at once: 16 bytes
+
+
+def check_norms(subject: Subject) -> Iterator[Finding]:
+    """Norms that run in half."""
+    if subject.half is None:
+        return
+    half = subject.policy.half
+    norms = [(row, op) for row in subject.rows if (op := _op(subject, row)) in NORMS]
+    stored = [row.module for row, _ in norms if row.storage == subject.half]
+    computed = {op: row.module for row, op in norms if row.compute == half}
+    if stored:
+        yield warning(
+            f"{few(stored)}: norms stored and computed in {half}; their sums lose small terms",
+            *(("ops=default",) if subject.policy.ops.empty else _unlisted(subject, norms)),
+        )
+    elif computed:
+        yield note(
+            f"{few(computed.values())}: norms with {half} inputs and outputs; the kernels sum in "
+            "fp32 and each output is rounded once",
+            *_unlisted(subject, norms),
+        )
+
+
+def check_dimensions(subject: Subject) -> Iterator[Finding]:
+    """Dimensions of half products, set by an option, that tensor cores pad."""
+    half = subject.policy.half
+    products = [row for row in subject.rows if row.compute == half]
+    sizes = {size for row in products for size in _sizes(subject, row)}
+    options = {
+        path: value
+        for path, value in subject.options.items()
+        if isinstance(value, int) and not isinstance(value, bool) and value % _TILE
+        if (path.startswith("model.") and value in sizes) or path == "dataset.batch_size"
+    }
+    fixed = {subject.options.get("dataset.classes"), subject.options.get("dataset.channels")}
+    options = {path: value for path, value in options.items() if value not in fixed}
+    if options and products:
+        yield note(
+            f"{few(f'{path}={value}' for path, value in options.items())}: not a multiple of "
+            f"{_TILE}; tensor cores compute {half} products in tiles of it",
+            *(f"{path}={-(-value // _TILE) * _TILE}" for path, value in options.items()),
+        )
+
+
+def _op(subject: Subject, row: Row) -> str:
+    return op_of(subject.trainer.model.get_submodule(row.module)) or ""
+
+
+def _sizes(subject: Subject, row: Row) -> list[int]:
+    module = subject.trainer.model.get_submodule(row.module)
+    return [size for p in module.parameters(recurse=False) if p.ndim >= 2 for size in p.shape[:2]]
+
+
+def _unlisted(subject: Subject, norms: list[tuple[Row, str]]) -> tuple[str, ...]:
+    """The words that run these norms in fp32: out of `allow`, and out of their pins to half."""
+    concerned = [
+        (row, op)
+        for row, op in norms
+        if row.compute == subject.policy.half or row.storage == subject.half
+    ]
+    pins = [row.module for row, _ in concerned if subject.policy.format_pin_of(row.module)]
+    listed = sorted({op for row, op in concerned if row.module not in pins})
+    return (*deny_words(listed), *pin_words(pins))
+
+
+_LEAST_DB = 10.0
+_MANY_OF_OPERAND_LOST = 0.5
+
+
+def check_products(subject: Subject) -> Iterator[Finding]:
+    """Layers whose operands lose most; those that lose too much."""
+    recipe = subject.policy.products
+    noises = noises_of(subject) if subject.policy.recipes else {}
+    bad = [key for key, noise in noises.items() if not _bearable(noise)]
+    layers = dict.fromkeys(layer for layer, _ in bad if layer != WITHOUT_WEIGHT)
+    if bad:
+        said = (f"{' '.join(key)} ({_words(noises[key])})" for key in bad)
+        yield warning(
+            f"dtype.products={recipe}: takes too much of {few(said)} on the first batch",
+            *pin_words(layers, NO_PRODUCTS),
+        )
+    elif noises:
+        worst = sorted(noises, key=lambda key: noises[key].snr_db)
+        said = (f"{' '.join(key)} ({_words(noises[key])})" for key in worst[:3])
+        yield note(f"dtype.products={recipe}: the noisiest on the first batch are {few(said)}")
+
+
+def noises_of(subject: Subject) -> Noises:
+    """What is counted in a forward and a backward pass of the first batch."""
+    trainer = subject.trainer
+    model, precision = trainer.model, trainer.precision
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.train()
+    with undisturbed(model), precision.undisturbed():
+        probe = ProductProbe(precision)
+        try:
+            for own in trainer.objectives:
+                with precision.cast():
+                    loss = compute(own.objective, model, subject.batch).loss
+                scaled = loss.float() * subject.first_scale(own.scaler)
+                torch.autograd.grad(scaled, weights, allow_unused=True)
+        finally:
+            noises = probe.noises()
+    return noises
+
+
+def _bearable(noise: Noise) -> bool:
+    """Beside inf and nan there is no ratio; an overflow is another check's."""
+    return not noise.snr_db < _LEAST_DB and noise.lost <= _MANY_OF_OPERAND_LOST
+
+
+def _words(noise: Noise) -> str:
+    return f"{noise.snr_db:.0f} dB, {noise.lost:.0%} lost"
+
+
+def check_emulation(subject: Subject) -> Iterator[Finding]:
+    """Half on a CPU: emulated, or in kernels that are much slower than fp32's."""
+    policy = subject.policy
+    if subject.half is None or subject.device.type != "cpu":
+        return
+    if policy.emulates(subject.device):
+        yield note(
+            f"dtype.half={policy.half} on cpu is emulated: the numbers are a tensor core's, the "
+            "speed and memory are not",
+            _native(policy.half),
+        )
+    elif not has_native_half(policy.half):
+        yield warning(
+            f"dtype.compute=native: this cpu has no {policy.half} products, and PyTorch's kernels "
+            "for them are many times slower than fp32's",
+            "dtype.compute=auto",
+        )
+
+
+def _native(half: str) -> str:
+    if torch.cuda.is_available():
+        return "device=cuda"
+    other = half == "float16" and has_native_half("bfloat16")
+    return "dtype.half=bfloat16" if other else "dtype=fp32"

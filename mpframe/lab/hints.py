@@ -1,0 +1,301 @@
+"""Options that are allowed, but probably not intended; these checks compute nothing.
+
+Each examines a `PlannedRun` and returns findings: one line each, with the command-line words that
+fix it. A run reports them at its start, and so does the doctor, which has more checks.
+"""
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from enum import IntEnum
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mpframe.core.errors import nearest
+from mpframe.core.loss_scaling.scaler import NoScaling, name_of
+from mpframe.core.master_weights import MasterWeights
+from mpframe.core.policy import Policy
+from mpframe.core.trainer import Trainer
+from mpframe.core.tree import dtype_name
+from mpframe.data.loading import Loader
+from mpframe.training.ema import ema_of
+from mpframe.training.multi_optimizer import MultiOptimizer
+
+
+class Severity(IntEnum):
+    """How bad a finding is; the worst comes first."""
+
+    ERROR = 0
+    """The run will fail, or its numbers will be wrong."""
+    WARNING = 1
+    """The run loses accuracy or time."""
+    NOTE = 2
+    """Good to know."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that will go wrong.
+
+    Attributes:
+        severity: how bad it is.
+        what: the option or the modules, its value, and the consequence; one line.
+        fix: words for the command line; empty if no option helps.
+    """
+
+    severity: Severity
+    what: str
+    fix: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        line = f"{self.severity.name.lower()}: {self.what}"
+        return f"{line}; fix: {shlex.join(self.fix)}" if self.fix else line
+
+
+def error(what: str, *fix: str) -> Finding:
+    """A finding that makes the doctor end with exit code 1."""
+    return Finding(Severity.ERROR, what, fix)
+
+
+def warning(what: str, *fix: str) -> Finding:
+    """A finding that costs accuracy or time."""
+    return Finding(Severity.WARNING, what, fix)
+
+
+def note(what: str, *fix: str) -> Finding:
+    """A finding that is good to know."""
+    return Finding(Severity.NOTE, what, fix)
+
+
+def few(names: Iterable[str], shown: int = 3) -> str:
+    """The first names, and how many more there are."""
+    listed = list(names)
+    more = f" and {len(listed) - shown} more" if len(listed) > shown else ""
+    return ", ".join(listed[:shown]) + more
+
+
+ADAPTIVE = ("Backoff", "LogMax")
+# Their updates are about as large as the learning rate, for any gradients.
+_STEPS_OF_LR = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+_SAMPLED = 4096  # values of each weight that are looked at instead of all
+_SMALL_SCALE = 2.0**-3
+_SMALL_NORM = 1e-3
+
+
+@dataclass
+class PlannedRun:
+    """A run that is built and has not begun.
+
+    Attributes:
+        trainer: as built for the run, `init_from` taken, before its first step.
+        loader: the training data.
+        options: every option of the run by its dotted path.
+        added: the paths that the command line added with `+`.
+    """
+
+    trainer: Trainer
+    loader: Loader
+    options: Mapping[str, Any]
+    added: Set[str] = frozenset()
+
+    @property
+    def policy(self) -> Policy:
+        """The run's precision policy."""
+        return self.trainer.precision.policy
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The half format of the run; None if nothing is half."""
+        return None if self.policy.mode == "fp32" else self.policy.half_dtype
+
+    @property
+    def scaling(self) -> str:
+        """The name of the loss scaling."""
+        return scaling_of(self.trainer)
+
+    @property
+    def optimizers(self) -> dict[str, MasterWeights]:
+        """The optimizers by the path of their options."""
+        optimizer = self.trainer.optimizer
+        if isinstance(optimizer, MultiOptimizer):
+            return {f"optimizer.parts.{name}": part for name, part in optimizer.parts.items()}
+        return {"optimizer": optimizer}
+
+    def typed(self, path: str, value: object) -> str:
+        """The word that sets an option of an open section, as it must be typed."""
+        known = path in self.options and path not in self.added
+        return f"{'' if known else '++'}{path}={value}"
+
+
+def scaling_of(trainer: Trainer) -> str:
+    """The name of the loss scaling; all losses have the same kind."""
+    return name_of(next(iter(trainer.scalers.values()), NoScaling()))
+
+
+def check_unscaled(run: PlannedRun) -> Iterator[Finding]:
+    """float16 without loss scaling."""
+    if run.half == torch.float16 and not run.trainer.scalers:
+        yield warning(
+            "loss_scaling=none with float16: gradients of at most 3e-08 become 0",
+            "loss_scaling=Backoff",
+        )
+
+
+def check_needless_scaling(run: PlannedRun) -> Iterator[Finding]:
+    """An adaptive scaler for a format with the range of fp32."""
+    kind = run.scaling
+    if kind in ADAPTIVE and run.half != torch.float16:
+        form = "fp32" if run.half is None else run.policy.half
+        reason = "" if run.half is None else f", and {form} has the range of fp32"
+        yield note(
+            f"loss_scaling={kind} with dtype={run.policy.mode}{reason}: no gradient needs a scale",
+            "loss_scaling=none",
+        )
+
+
+def check_growth(run: PlannedRun) -> Iterator[Finding]:
+    """A scale that grows after every clean step."""
+    if run.options.get("loss_scaling.growth_interval") == 1:
+        yield warning(
+            "loss_scaling.growth_interval=1: the scale doubles after each clean step, so about "
+            "every second step overflows and is skipped",
+            "loss_scaling.growth_interval=2000",
+        )
+
+
+def check_static_scale(run: PlannedRun) -> Iterator[Finding]:
+    """A static scale that makes small gradients smaller."""
+    scale = run.options.get("loss_scaling.scale")
+    if scale is not None and float(scale) < _SMALL_SCALE:
+        yield warning(
+            f"loss_scaling.scale={scale:g}: below 1 it makes small gradients smaller; usual are "
+            "128 to 65536",
+            "loss_scaling.scale=1024",
+        )
+
+
+def check_learning_rate(run: PlannedRun) -> Iterator[Finding]:
+    """A learning rate that the format of the weights cannot add to most of them."""
+    for path, optimizer in run.optimizers.items():
+        rate = optimizer.optimizer.defaults.get("lr")
+        if not isinstance(optimizer.optimizer, _STEPS_OF_LR) or not isinstance(rate, float):
+            continue
+        half_unit, form = _half_unit(optimizer)
+        if 0.0 < rate < half_unit:
+            masters = run.trainer.precision.master_weights
+            word = dtype_name(form)
+            yield warning(
+                f"{path}.lr={rate:g}: below {half_unit:.2g}, half a unit in the last place of most "
+                f"{word} weights, which therefore do not move",
+                run.typed(f"{path}.lr", 1e-3)
+                if masters or form == torch.float32
+                else "dtype.master_weights=true",
+            )
+
+
+def check_clip_norm(run: PlannedRun) -> Iterator[Finding]:
+    """A norm that makes every gradient tiny."""
+    norm = run.trainer.plan.clip_norm
+    if norm is not None and norm < _SMALL_NORM:
+        yield warning(
+            f"trainer.clip_norm={norm:g}: each step's gradients are cut down to this norm; usual "
+            "are 0.1 to 10",
+            "trainer.clip_norm=1.0",
+        )
+
+
+def check_average(run: PlannedRun) -> Iterator[Finding]:
+    """An average over more steps than the run has."""
+    ema = ema_of(run.trainer)
+    steps = run.trainer.plan.total_steps(len(run.loader))
+    if ema is not None and steps and 1.0 / (1.0 - ema.decay) > steps:
+        fits = f"{max(0.5, 1.0 - 10.0 / steps):.3g}"
+        yield warning(
+            f"trainer.ema_decay={ema.decay:g}: averages over the last {1 / (1 - ema.decay):.0f} "
+            f"steps, and the run has {steps}",
+            f"trainer.ema_decay={fits}",
+        )
+
+
+def check_accumulation(run: PlannedRun) -> Iterator[Finding]:
+    """More micro-batches in a step than in an epoch."""
+    wanted, batches = run.trainer.plan.accumulate, len(run.loader)
+    if wanted > batches:
+        yield warning(
+            f"trainer.accumulate={wanted}: an epoch has {batches} batches, all that a step takes",
+            f"trainer.accumulate={batches}",
+        )
+
+
+def check_classes(run: PlannedRun) -> Iterator[Finding]:
+    """More or fewer outputs than the data has classes."""
+    outputs, classes = (run.options.get(f"{part}.classes") for part in ("model", "dataset"))
+    if not isinstance(outputs, int) or not isinstance(classes, int) or outputs == classes:
+        return
+    more = f"{outputs - classes} outputs are never right"
+    fewer = f"its labels from {outputs} on have no output"
+    yield warning(
+        f"model.classes={outputs}: the data set has {classes}, so "
+        + (more if outputs > classes else fewer),
+        f"model.classes={classes}",
+    )
+
+
+def check_layers(run: PlannedRun) -> Iterator[Finding]:
+    """A pattern of layers to draw that matches none."""
+    names = [name for name, _ in run.trainer.model.named_modules()]
+    for pattern in run.options.get("numerics.layers") or ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            hint = nearest(pattern, names)
+            yield warning(
+                f"numerics.layers: {pattern!r} matches no layer" + f"; {hint}" * bool(hint)
+            )
+
+
+def _half_unit(optimizer: MasterWeights) -> tuple[float, torch.dtype]:
+    """Half a unit in the last place of the median weight, and the format it is updated in."""
+    updated = [optimizer.master_of(parameter).detach() for parameter in optimizer.parameters]
+    if not updated:
+        return 0.0, torch.float32
+    narrow = min((tensor.dtype for tensor in updated), key=lambda form: form.itemsize)
+    sampled = torch.cat([_sample(tensor) for tensor in updated if tensor.dtype == narrow])
+    magnitudes = sampled[sampled != 0].abs()
+    if not magnitudes.numel():
+        return 0.0, narrow
+    octave = torch.frexp(magnitudes.median()).exponent - 1
+    return torch.finfo(narrow).eps / 2 * 2.0 ** int(octave), narrow
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    values = tensor.flatten()
+    return values[:: -(-values.numel() // _SAMPLED) or 1].float()
+
+
+R = TypeVar("R", bound=PlannedRun)
+
+HINTS: tuple[Callable[[PlannedRun], Iterable[Finding]], ...] = (
+    check_unscaled,
+    check_needless_scaling,
+    check_growth,
+    check_static_scale,
+    check_learning_rate,
+    check_clip_norm,
+    check_average,
+    check_accumulation,
+    check_classes,
+    check_layers,
+)
+
+
+def hints_on(run: PlannedRun) -> list[Finding]:
+    """The findings that need no computation; a run reports them at its start."""
+    return findings_of(HINTS, run)
+
+
+def findings_of(checks: Iterable[Callable[[R], Iterable[Finding]]], run: R) -> list[Finding]:
+    """The findings of some checks, the worst first."""
+    found = [finding for check in checks for finding in check(run)]
+    return sorted(found, key=lambda finding: finding.severity)

@@ -1,0 +1,242 @@
+"""Pictures of ranges and of quantisation noise.
+
+Ranges: layers over exponents, and exponents over time. The colour of a cell is the share of a
+layer's values with that exponent, on a logarithmic scale from one in a million to all. The lines
+are the limits of the half format at the loss scale: below the first a value is lost, below the
+second it keeps fewer bits, above the third it is inf. Values in fp32 do not meet these limits, so
+their layers have no lines.
+
+Noise: signal to noise of every operand of every layer, in decibels. A row is a layer, a column an
+operand of a product. Six decibels are one bit. Operands that stay in half are empty.
+
+TensorBoard first shows a picture a few hundred pixels wide, so they are small, with few words and
+large letters.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpframe.core.tree import dtype_name
+from mpframe.files.durable import write_atomically
+from mpframe.lab.product_noise import NAMES, Noises
+from mpframe.lab.ranges import HIGHEST, KINDS, LOWEST, SCALED, Counts, Limits, Ranges
+
+_DPI = 100
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches."""
+    from matplotlib.figure import Figure  # Imported late: it takes half a second.
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def short(name: str) -> str:
+    """The end of a layer's name, at most 20 letters."""
+    return name if len(name) <= 20 else "…" + name[-19:]
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a PNG, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=_DPI)
+    write_atomically(path, png.getvalue())
+
+
+LEAST = 1e-6
+_EXPONENT = "exponent, floor(log2 |x|)"
+
+
+def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> bool:
+    """One kind of a report: a row for each layer, with its name and its share of zeros.
+
+    Args:
+        ranges: the report.
+        kind: one of KINDS.
+        half: the format whose limits are drawn.
+        path: where the PNG goes.
+
+    Returns:
+        False, and no picture, if the report has no value of this kind.
+    """
+    has = ranges.field(kind, "count") > 0
+    if not has.any():
+        return False
+    names = [name for name, there in zip(ranges.layers, has, strict=True) if there]
+    in_half = _in_half(ranges, kind)[has]
+    shares = ranges.bins(kind)[has] / ranges.field(kind, "count")[has, None]
+    zeros = ranges.fraction(kind, "zeros")[has]
+    letters, row = (11.0, 0.26) if len(names) <= 20 else (8.0, 0.17)
+    figure = new_figure(width=6.6, height=max(3.4, 1.3 + row * len(names)))
+    axes = figure.subplots()
+    scale = ranges.scale if kind in SCALED else 1.0
+    low, high = _window(shares, half, scale, bool(in_half.any()))
+    image = _show(axes, shares[:, low - LOWEST : high + 1 - LOWEST], low, high, len(names))
+    labels = [
+        f"{short(name)}{'' if there else ' fp32'} {share:4.0%}"
+        for name, there, share in zip(names, in_half, zeros, strict=True)
+    ]
+    axes.set_yticks(range(len(names)), labels, fontsize=letters, fontfamily="monospace")
+    if in_half.any():
+        _draw_limits(axes, half, scale, np.flatnonzero(in_half), (low - 0.5, high + 0.5))
+    axes.set_xlabel(f"{_EXPONENT}; % = zeros")
+    axes.set_title(
+        _title(f"{_words(kind)}, step {ranges.step}", half, kind, ranges, in_half), pad=34
+    )
+    _finish(figure, axes, image, path)
+    return True
+
+
+def draw_time(
+    reports: Sequence[Ranges], kind: str, layer: str, half: torch.dtype, path: Path
+) -> None:
+    """One layer of a kind over all reports: a column for each.
+
+    Args:
+        reports: in the order of their steps, at least one, all with this layer.
+        kind: one of KINDS.
+        layer: its name.
+        half: the format whose limits are drawn.
+        path: where the PNG goes.
+    """
+    rows = [report.layers.index(layer) for report in reports]
+    shares = np.stack(
+        [
+            report.bins(kind)[row] / max(report.field(kind, "count")[row], 1.0)
+            for report, row in zip(reports, rows, strict=True)
+        ]
+    )
+    in_half = np.array([_in_half(own, kind)[row] for own, row in zip(reports, rows, strict=True)])
+    figure = new_figure(width=6.6, height=4.2)
+    axes = figure.subplots()
+    scales = np.array([r.scale if kind in SCALED else 1.0 for r in reports])
+    low, high = _window(shares, half, float(scales[-1]), bool(in_half.any()))
+    image = _show(
+        axes, shares[:, low - LOWEST : high + 1 - LOWEST].T, 0, len(reports) - 1, high - low + 1
+    )
+    axes.set_yticks(*_every(range(low, high + 1), max(4, (high - low) // 8)))
+    axes.set_xticks(*_every([report.step for report in reports], max(1, len(reports) // 5)))
+    edges = np.arange(len(reports) + 1) - 0.5
+    for (limit, style), says in zip(_limits(half), ("lost", "fewer bits", "inf"), strict=True):
+        heights = np.where(in_half, limit - np.log2(scales) - low - 0.5, np.nan)
+        axes.stairs(heights, edges, baseline=None, color="white", linestyle=style, linewidth=1.6)
+        if in_half[0] and 0 <= heights[0] <= high - low:
+            side = "bottom" if says == "inf" else "top"
+            axes.text(-0.4, heights[0], says, color="white", va=side, fontsize=11)
+    axes.set_ylim(-0.5, high - low + 0.5)
+    axes.set_xlabel("step (tried)")
+    axes.set_ylabel(_EXPONENT)
+    axes.set_title(_title(f"{_words(kind)} of {short(layer)}", half, kind, reports[-1], in_half))
+    _finish(figure, axes, image, path)
+
+
+def _draw_limits(
+    axes: Any, half: torch.dtype, scale: float, rows: Any, window: tuple[float, float]
+) -> None:
+    """The limits through the rows in half, and above them what happens on their far sides."""
+    lost, normal, largest = (at - np.log2(scale) - 0.5 for at, _ in _limits(half))
+    for at, (_, style) in zip((lost, normal, largest), _limits(half), strict=True):
+        if window[0] <= at <= window[1]:
+            axes.vlines(np.full(len(rows), at), rows - 0.5, rows + 0.5, "white", style, lw=1.6)
+    words = (("lost", lost, "right"), ("fewer\nbits", (lost + normal) / 2, "center"))
+    for says, at, side in (*words, ("inf", largest, "left")):
+        if window[0] <= at <= window[1]:
+            axes.text(at, -0.6, says, ha=side, va="bottom", fontsize=11)
+
+
+def _in_half(ranges: Ranges, kind: str) -> Any:
+    return ranges.in_half[KINDS.index(kind)]
+
+
+def _words(kind: str) -> str:
+    return kind.replace("_", " ")
+
+
+def _title(what: str, half: torch.dtype, kind: str, ranges: Ranges, in_half: Any) -> str:
+    """What is shown and which limits; the scale moves those of gradients."""
+    if not in_half.any():
+        return f"{what}; fp32"
+    at = f" at 2^{np.log2(ranges.scale):g}" if kind in SCALED else ""
+    return f"{what}; {dtype_name(half)}{at}"
+
+
+def _show(axes: Any, shares: Counts, low: float, high: float, rows: int) -> Any:
+    from matplotlib.colors import LogNorm
+
+    shown = np.where(shares > 0, np.maximum(shares, LEAST), np.nan)
+    axes.set_facecolor("black")
+    extent = (low - 0.5, high + 0.5, rows - 0.5, -0.5)
+    return axes.imshow(
+        shown,
+        aspect="auto",
+        norm=LogNorm(LEAST, 1.0),
+        cmap="turbo",
+        extent=extent,
+        interpolation="nearest",
+    )
+
+
+def _finish(figure: Any, axes: Any, image: Any, path: Path) -> None:
+    bar = figure.colorbar(image, ax=axes, pad=0.01)
+    bar.set_label("share of values")
+    for part in (axes.xaxis.label, axes.yaxis.label, axes.title, bar.ax.yaxis.label):
+        part.set_fontsize(12)
+    save(figure, path)
+
+
+def _limits(half: torch.dtype) -> list[tuple[float, Any]]:
+    """Exponents of the format's limits, and how they are drawn."""
+    limits = Limits.of(half)
+    styles = ("dotted", "dashed", "solid")
+    exponents = map(np.log2, (limits.lost, limits.normal, limits.largest))
+    return list(zip(exponents, styles, strict=True))
+
+
+def _window(shares: Counts, half: torch.dtype, scale: float, limited: bool) -> tuple[int, int]:
+    """The exponents to show: all that occur, and if values are in float16 its limits."""
+    present = np.flatnonzero(shares.any(axis=0)) + LOWEST
+    shown = limited and half != torch.bfloat16
+    ends = [limit - np.log2(scale) for limit, _ in _limits(half)] if shown else []
+    low = min([*present, *ends, 0.0]) - 1
+    high = max([*present, *ends, 0.0]) + 1
+    return max(LOWEST, int(np.floor(low))), min(HIGHEST, int(np.ceil(high)))
+
+
+def _every(values: Sequence[int], step: int) -> tuple[list[int], list[str]]:
+    at = list(range(0, len(values), step))
+    return at, [str(values[index]) for index in at]
+
+
+_LIMITS = 0.0, 60.0  # dB: noise as large as the signal, and 10 bits
+
+
+def draw_noises(noises: Noises, step: int, path: Path) -> None:
+    """Draw one report.
+
+    Args:
+        noises: of the step; not empty.
+        step: for the title.
+        path: where the PNG goes.
+    """
+    layers = list(dict.fromkeys(layer for layer, _ in noises))
+    shown = np.full((len(layers), len(NAMES)), np.nan)
+    for (layer, operand), noise in noises.items():
+        shown[layers.index(layer), NAMES.index(operand)] = noise.snr_db
+    figure = new_figure(width=6.6, height=max(3.4, 1.4 + 0.26 * len(layers)))
+    axes = figure.subplots()
+    image = axes.imshow(shown, aspect="auto", cmap="RdYlGn", vmin=_LIMITS[0], vmax=_LIMITS[1])
+    axes.set_xticks(range(len(NAMES)), [n.replace(".", "\n") for n in NAMES], fontsize=11)
+    axes.set_yticks(range(len(layers)), [short(name) for name in layers], fontsize=11)
+    for (row, column), decibels in np.ndenumerate(shown):
+        if not math.isnan(decibels):
+            axes.text(column, row, f"{decibels:.0f}", ha="center", va="center", fontsize=11)
+    axes.set_title(f"signal to noise of quantised operands, step {step}", fontsize=12)
+    figure.colorbar(image, ax=axes, pad=0.01).set_label("dB", fontsize=12)
+    save(figure, path)

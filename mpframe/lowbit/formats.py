@@ -1,0 +1,176 @@
+"""Element formats below 16 bits, and the rounding of fp32 values to them.
+
+A format is its number of exponent and mantissa bits and what its highest codes stand for. Nothing
+is packed: a rounded value is an fp32 number that the format can hold. So every format runs on every
+device, and a new one is one more line.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mpframe.core.errors import ConfigError, nearest
+
+SPECIALS = ("inf", "nan", "none")
+_BIAS, _MANTISSA = 127, 23  # of fp32
+_EXPONENT_MASK = 0x7F800000
+_HALF_MANTISSA = 1 << (_MANTISSA - 1)
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """A floating-point format of one sign bit, some exponent bits and some mantissa bits.
+
+    Args:
+        name: as recipes call it.
+        exponent_bits: 1 to 8.
+        mantissa_bits: 1 to 10, without the leading one.
+        specials: what the highest codes are: `inf`: the highest exponent holds inf and nan (IEEE
+            754); `nan`: the highest code alone is nan; `none`: all codes are finite numbers.
+
+    Raises:
+        ConfigError: a value is not one of those named here.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    specials: str = "none"
+
+    def __post_init__(self) -> None:
+        for field, highest in (("exponent_bits", 8), ("mantissa_bits", 10)):
+            value = getattr(self, field)
+            if not 1 <= value <= highest:
+                raise ConfigError(f"format {self.name}: {field}={value}: choose 1 to {highest}")
+        if self.specials not in SPECIALS:
+            allowed = ", ".join(SPECIALS)
+            raise ConfigError(f"format {self.name}: specials={self.specials}: choose {allowed}")
+        if self.exponent_bits == 8 and self.specials != "inf":
+            raise ConfigError(
+                f"format {self.name}: specials={self.specials}: with 8 exponent bits choose inf, "
+                "as fp32 has no larger exponent to compute with"
+            )
+        if (self.exponent_bits, self.specials) == (1, "inf"):
+            raise ConfigError(f"format {self.name}: with 1 exponent bit and inf no number is left")
+
+    @property
+    def min_exponent(self) -> int:
+        """The exponent of the smallest normal number, and of all subnormal ones."""
+        return 2 - (1 << (self.exponent_bits - 1))
+
+    @property
+    def max_exponent(self) -> int:
+        """The exponent of the largest number."""
+        codes = 1 << self.exponent_bits
+        return self.min_exponent + codes - (3 if self.specials == "inf" else 2)
+
+    @property
+    def max(self) -> float:
+        """The largest finite number."""
+        units = 2.0 if self.specials == "nan" else 1.0
+        return (2.0 - units * 2.0**-self.mantissa_bits) * 2.0**self.max_exponent
+
+    @property
+    def smallest(self) -> float:
+        """The smallest positive number, a subnormal one."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+
+FORMATS = {
+    known.name: known
+    for known in (
+        ElementFormat("tf32", 8, 10, "inf"),
+        ElementFormat("e4m3fn", 4, 3, "nan"),
+        ElementFormat("e5m2", 5, 2, "inf"),
+        ElementFormat("e2m3", 2, 3),
+        ElementFormat("e3m2", 3, 2),
+        ElementFormat("e2m1", 2, 1),
+    )
+}
+"""The formats that hardware has, by name."""
+
+Draw = Callable[[Tensor], Tensor]
+"""Gives random numbers in [0, 1), fp32, of the shape and on the device of its argument."""
+
+
+def format_named(name: str) -> ElementFormat:
+    """The format that hardware has under this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in FORMATS:
+        hint = nearest(name, FORMATS)
+        raise ConfigError(
+            f"format={name}: choose {', '.join(FORMATS)}, or give exponent_bits and mantissa_bits"
+            + (f"; {hint}" if hint else "")
+        )
+    return FORMATS[name]
+
+
+def round_to(values: Tensor, format: ElementFormat, draw: Draw | None = None) -> Tensor:
+    """`values` rounded to numbers that `format` holds.
+
+    To the nearest, ties to even; with `draw` up or down at random, so that the mean is the value.
+    A finite value beyond the range becomes the largest number; inf and nan stay as they are, also
+    if the format has no code for them: whoever looks for an overflow must find it.
+
+    Args:
+        values: float32, any shape; not changed.
+        format: what the results must fit.
+        draw: rounds stochastically.
+
+    Returns:
+        float32, of the same shape.
+    """
+    rounded = round_finite_(values.clone(), format, draw).copysign_(values)
+    return torch.where(values.isinf(), values, rounded)
+
+
+def round_finite_(values: Tensor, format: ElementFormat, draw: Draw | None = None) -> Tensor:
+    """As `round_to`, in place and in fewer passes, for values among which there is no inf.
+
+    The sign of a zero is lost. New memory costs more than the arithmetic here.
+    """
+    values.clamp_(-format.max, format.max)
+    if format.exponent_bits == 8:
+        return _round_bits_(values, format, draw)
+    if draw is None:
+        return _round_to_nearest_(values, format)
+    return _round_at_random_(values, format, draw)
+
+
+def _exponents(values: Tensor, format: ElementFormat) -> Tensor:
+    """The bits of 2^floor(log2 |value|), but at least of the format's smallest normal number."""
+    exponents = values.view(torch.int32) & _EXPONENT_MASK
+    return exponents.clamp_(min=(format.min_exponent + _BIAS) << _MANTISSA)
+
+
+def _round_to_nearest_(values: Tensor, format: ElementFormat) -> Tensor:
+    """Let fp32 round: to add and take away 1.5 * 2^23 units leaves whole units, ties to even."""
+    shift = (_MANTISSA - format.mantissa_bits) << _MANTISSA
+    large = _exponents(values, format).add_(shift | _HALF_MANTISSA).view(torch.float32)
+    return values.add_(large).sub_(large)
+
+
+def _round_at_random_(values: Tensor, format: ElementFormat, draw: Draw) -> Tensor:
+    """Down to a whole unit, and up by one with the probability of the fraction that is cut off."""
+    units = _exponents(values, format).sub_(format.mantissa_bits << _MANTISSA).view(torch.float32)
+    down = values.div_(units).floor()
+    up = draw(values) < values.sub_(down)
+    return values.copy_(down).add_(up).mul_(units)
+
+
+def _round_bits_(values: Tensor, format: ElementFormat, draw: Draw | None) -> Tensor:
+    """The range is fp32's: the mantissa's last bits go, and a carry may move the exponent."""
+    cut = _MANTISSA - format.mantissa_bits
+    bits = values.view(torch.int32)
+    if draw is None:
+        carry = ((bits >> cut) & 1).add_((1 << (cut - 1)) - 1)
+    else:
+        carry = draw(values).mul_(1 << cut).to(torch.int32)
+    carry.masked_fill_(values.isnan(), 0)
+    bits.add_(carry).bitwise_and_(-(1 << cut))
+    return values

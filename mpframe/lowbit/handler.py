@@ -1,0 +1,118 @@
+"""Products below 16 bits as an `OpHandler`: what the cast and the policy ask of this package.
+
+`Policy` imports this module when a recipe is named, and only then.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from mpframe.core.comm import World
+from mpframe.core.errors import ConfigError
+from mpframe.core.handlers import Handler, OpHandler
+from mpframe.core.op_lists import PINS
+from mpframe.core.policy import NO_PRODUCTS, Policy
+from mpframe.core.precision import Precision
+from mpframe.core.tree import device_of
+from mpframe.lowbit.kernels import Quantizer
+from mpframe.lowbit.layers import products_of
+from mpframe.lowbit.native import refusals, refused
+from mpframe.lowbit.ops import OPS, ProductOp, quantises
+from mpframe.lowbit.recipe import Recipe, shipped
+from mpframe.lowbit.state import ProductState, Watch
+
+__all__ = ["ProductHandler", "Recipe", "named_recipes", "products_of", "watch_products"]
+
+
+class ProductHandler(OpHandler):
+    """Runs the products of every recipe that a policy names.
+
+    Args:
+        policy: of the precision.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.state, self._policy = ProductState(), policy
+        half = None if policy.mode == "fp32" else policy.half_dtype
+        self._ops = {
+            (op, name): ProductOp(op, quantizer, half)
+            for name, recipe in policy.recipes.items()
+            for quantizer in [Quantizer(recipe, self.state, policy.compute)]
+            for op in OPS
+            if quantises(recipe, op, policy)
+        }
+
+    def handler_of(self, op: str, recipe: str | None) -> Handler | None:
+        """The product of a recipe, or None if it does not quantise `op`."""
+        return None if recipe is None else self._ops.get((op, recipe))
+
+    def attach(self, model: nn.Module) -> None:
+        """Learn the names of the weights.
+
+        Raises:
+            ConfigError: `compute` is native and the model's device lacks a product of a recipe.
+        """
+        policy, device = self._policy, device_of(model)
+        names = (policy.products, *policy.ops.modules.values())
+        recipes = [policy.recipes[name] for name in names if name in policy.recipes]
+        for recipe in recipes if policy.compute == "native" else []:
+            for product, why in refusals(recipe, device).items():
+                raise refused(recipe, product, device, why)
+        self.state.learn_names(model)
+
+    def sync(self, world: World) -> None:
+        """Make the histories of delayed scaling those of all ranks' samples."""
+        length = max(recipe.history for recipe in self._policy.recipes.values())
+        if world.size > 1 and length:
+            self.state.agree(world, length)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random generators, and the histories of amax."""
+        return self.state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.state.load_state_dict(state)
+
+
+def watch_products(precision: Precision, watch: Watch | None) -> None:
+    """Count what quantisation takes from each operand of each product.
+
+    Args:
+        precision: without recipes it has nothing to count.
+        watch: is called for each operand; None: nothing is counted any more.
+    """
+    for handler in precision.op_handlers:
+        if isinstance(handler, ProductHandler):
+            handler.state.watch = watch
+
+
+def named_recipes(policy: Policy) -> Mapping[str, Recipe]:
+    """The user's recipes of a policy, and the shipped ones that it names.
+
+    Raises:
+        ConfigError: a name is neither a recipe nor a pin, or there is no op to quantise.
+    """
+    recipes = dict(policy.recipes)
+    for name in (*PINS, NO_PRODUCTS):
+        if name in recipes:
+            raise ConfigError(f"dtype.recipes.{name}: is the name of a pin; choose another")
+    if policy.products not in (NO_PRODUCTS, *recipes):
+        recipes[policy.products] = Recipe.named(policy.products)
+    for pattern, pin in policy.ops.modules.items():
+        if pin in (*PINS, NO_PRODUCTS, *recipes):
+            continue
+        if pin not in shipped():
+            names = ", ".join((*PINS, NO_PRODUCTS))
+            raise ConfigError(
+                f"ops.modules[{pattern!r}]={pin}: choose {names} or a recipe: "
+                + ", ".join(sorted({*recipes, *shipped()}))
+            )
+        recipes[pin] = Recipe.named(pin)
+    if policy.products != NO_PRODUCTS and not policy.ops.allow:
+        raise ConfigError(
+            f"dtype.products={policy.products}: has no op to act on, as ops.allow is empty; "
+            "choose other ops, or dtype.products=none"
+        )
+    return recipes

@@ -1,0 +1,351 @@
+"""The products themselves: both operands quantised, then multiplied and summed in fp32.
+
+A matrix product uses an instruction of the device, if there is one (native.py) and `dtype.compute`
+wants it. All others, and convolutions, are emulated: fp32 kernels multiply the quantised numbers.
+
+They are custom ops. A compiler takes each as a whole, and what it compiles gives the numbers that
+the same model gives without it. There is no second derivative: torch says that the op of the
+gradients has none.
+
+The random Hadamard transform, which spreads an outlier over its block before it is rounded.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from mpframe.lowbit import native
+from mpframe.lowbit.native import Parts, take_apart
+from mpframe.lowbit.noise import count_noise
+from mpframe.lowbit.recipe import Recipe
+from mpframe.lowbit.scaling import Axes, quantize
+from mpframe.lowbit.state import ProductState
+
+Taken = TypeVar("Taken", Tensor, Parts)
+
+_numbers = count()
+_quantizers: "WeakValueDictionary[str, Quantizer]" = WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand of a product.
+
+    Attributes:
+        values: float32.
+        role: `x`, `w` or `dy`.
+        axes: which of its axes the product sums over.
+        groups: of a convolution whose products sum over the channels of one group each.
+    """
+
+    values: Tensor
+    role: str
+    axes: Axes
+    groups: int = 1
+
+
+class Quantizer:
+    """Quantises pairs of operands by a recipe.
+
+    Args:
+        recipe: what is done to each operand.
+        state: the random numbers and histories of the run.
+        compute: `native`, `emulated`, or `auto`: native on what is no CPU.
+
+    Attributes:
+        key: stands for it in the arguments of an op.
+    """
+
+    def __init__(self, recipe: Recipe, state: ProductState, compute: str = "auto") -> None:
+        self.recipe, self.state, self.compute = recipe, state, compute
+        self.key = str(next(_numbers))
+        _quantizers[self.key] = self
+
+    def matmul(
+        self, product: str, left: Operand, right: Operand, site: str, record: bool
+    ) -> Tensor:
+        """left @ right, both quantised; the arguments are those of `pair`."""
+        if self._why_emulated(product, left, right):
+            return torch.matmul(*self.pair(product, left, right, site, record))
+        rest = product, site, record, take_apart
+        return native.multiply(self._quantized(left, *rest), self._quantized(right, *rest))
+
+    def pair(
+        self, product: str, left: Operand, right: Operand, site: str, record: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Both operands quantised; as they are if the recipe or their shapes keep them in half.
+
+        Args:
+            product: `forward`, `dx` or `dw`.
+            left: in the order of the product.
+            right: likewise.
+            site: the name of the weight; empty: no history is kept.
+            record: whether the amax of this pass goes into the history.
+
+        Raises:
+            ConfigError: fp32 kernels would multiply them, and `compute` is native.
+        """
+        if self._in_half(product, left, right):
+            return left.values, right.values
+        if self.compute == "native":
+            why = self._why_emulated(product, left, right)
+            raise native.refused(self.recipe, product, left.values.device, why)
+        rest = product, site, record, quantize
+        return self._quantized(left, *rest), self._quantized(right, *rest)
+
+    def _in_half(self, product: str, left: Operand, right: Operand) -> bool:
+        hows = self.recipe.products.get(product)
+        return hows is None or bool(misfit(self.recipe, product, left, right))
+
+    def _why_emulated(self, product: str, left: Operand, right: Operand) -> str:
+        """Why no instruction multiplies two operands; empty if one does."""
+        device = left.values.device
+        if not native.wanted(self.compute, device):
+            return f"dtype.compute={self.compute}"
+        if self._in_half(product, left, right):
+            return "it stays in half"
+        if left.values.dim() != 2:
+            return "it is a convolution or a batch, and scaled_mm takes two matrices"
+        hows = self.recipe.products[product]
+        return native.refusal(hows[left.role], hows[right.role], device)
+
+    def _quantized(
+        self, own: Operand, product: str, site: str, record: bool, take: Callable[..., Taken]
+    ) -> Taken:
+        """One operand by `quantize` or `take_apart`."""
+        how = self.recipe.products[product][own.role]
+        known = None
+        if how.history and site:
+            amax = own.values.abs().amax()
+            known = self.state.known_amax(f"{site} {own.role}", amax, how.history, record)
+        taken = take(own.values, own.axes, how, self.state.draw, known)
+        if self.state.watch is not None:
+            quantized = taken.values(own.axes.free) if isinstance(taken, Parts) else taken
+            row = count_noise(own.values, quantized, own.axes, how, known)
+            self.state.watch(site, product, own.role, row)
+        return taken
+
+
+def misfit(recipe: Recipe, product: str, *operands: Operand) -> str:
+    """Why a product stays in half; empty if its operands have whole blocks."""
+    hows = recipe.products[product]
+    reasons = (own.axes.misfit(own.values.shape, hows[own.role], own.groups) for own in operands)
+    return next(filter(None, reasons), "")
+
+
+def _multiply(
+    left: Tensor, right: Tensor, product: str, roles: str, quantizer: str, site: str, record: bool
+) -> Tensor:
+    of_left, of_right = roles.split()
+    last, before = left.dim() - 1, left.dim() - 2
+    rows = Operand(left, of_left, Axes((last,), before))
+    columns = Operand(right, of_right, Axes((before,), last))
+    return _quantizers[quantizer].matmul(product, rows, columns, site, record)
+
+
+@torch.library.custom_op("mpframe::matmul", mutates_args=())
+def matmul(
+    left: Tensor, right: Tensor, product: str, roles: str, quantizer: str, site: str, record: bool
+) -> Tensor:
+    """left @ right: float32, of 2 axes, or of 3 with the batch first.
+
+    Args:
+        left: float32.
+        right: float32.
+        product: `forward`.
+        roles: of both, as in `x w`.
+        quantizer: its key.
+        site: see `Quantizer.pair`.
+        record: likewise.
+    """
+    return _multiply(left, right, product, roles, quantizer, site, record)
+
+
+@torch.library.custom_op("mpframe::matmul_gradient", mutates_args=())
+def matmul_gradient(
+    left: Tensor, right: Tensor, product: str, roles: str, quantizer: str, site: str, record: bool
+) -> Tensor:
+    """As `matmul`, for `dx` and `dw`; it has no gradient itself."""
+    return _multiply(left, right, product, roles, quantizer, site, record)
+
+
+@matmul.register_fake
+@matmul_gradient.register_fake
+def _(left: Tensor, right: Tensor, *_: Any) -> Tensor:
+    return torch.matmul(left, right)
+
+
+def _remember_matmul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    left, right, _, ctx.roles, *ctx.rest = inputs
+    ctx.save_for_backward(left, right)
+    ctx.quantizer = _quantizers.get(ctx.rest[0])  # It lives as long as the graph.
+
+
+def _matmul_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    left, right = ctx.saved_tensors
+    of_left, of_right = ctx.roles.split()
+    dleft = dright = None
+    if ctx.needs_input_grad[0]:
+        product = "dw" if of_left == "w" else "dx"
+        dleft = matmul_gradient(dy, right.mT, product, f"dy {of_right}", *ctx.rest)
+    if ctx.needs_input_grad[1]:
+        product = "dw" if of_right == "w" else "dx"
+        dright = matmul_gradient(left.mT, dy, product, f"{of_left} dy", *ctx.rest)
+    return dleft, dright, None, None, None, None, None
+
+
+matmul.register_autograd(_matmul_backward, setup_context=_remember_matmul)
+
+
+def _channels(values: Tensor, role: str, groups: int) -> Operand:
+    """Summed over the channels of one group; each sample has its own rows of the product."""
+    return Operand(values, role, Axes((1, *range(2, values.dim())), 0), groups)
+
+
+def _samples(values: Tensor, role: str) -> Operand:
+    """Summed over the batch, along which blocks run: what a kernel shifts moves as a whole."""
+    return Operand(values, role, Axes((0, *range(2, values.dim())), 1))
+
+
+def weight_operand(values: Tensor, over: int, groups: int) -> Operand:
+    """Summed over axis `over`; axis 0 has the channels of all groups."""
+    axes = Axes((over, *range(2, values.dim())), 1 - over)
+    return Operand(values, "w", axes, groups if over == 0 else 1)
+
+
+@torch.library.custom_op("mpframe::convolution", mutates_args=())
+def convolution(
+    x: Tensor,
+    w: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    quantizer: str,
+    site: str,
+    record: bool,
+) -> Tensor:
+    """A convolution of 1 to 3 dimensions, float32, without bias.
+
+    Args:
+        x: float32, samples and channels first.
+        w: float32.
+        stride: as aten's convolution has it; so are the following.
+        padding: as above.
+        dilation: as above.
+        transposed: as above.
+        output_padding: as above.
+        groups: as above.
+        quantizer: its key.
+        site: see `Quantizer.pair`.
+        record: likewise.
+    """
+    operands = _channels(x, "x", groups), weight_operand(w, 0 if transposed else 1, groups)
+    x, w = _quantizers[quantizer].pair("forward", *operands, site, record)
+    return torch.convolution(
+        x, w, None, stride, padding, dilation, transposed, output_padding, groups
+    )
+
+
+@convolution.register_fake
+def _(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    return torch.convolution(x, w, None, *rest[:6])
+
+
+@torch.library.custom_op("mpframe::convolution_gradient", mutates_args=())
+def convolution_gradient(
+    dy: Tensor,
+    other: Tensor,
+    product: str,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    quantizer: str,
+    site: str,
+    record: bool,
+) -> Tensor:
+    """A gradient of `convolution`: `dx`, of dy and the weight, or `dw`, of dy and x.
+
+    Args:
+        dy: float32.
+        other: the weight or x.
+        product: `dx` or `dw`.
+        shape: of the result.
+        stride: from here on as `convolution`.
+        padding: as above.
+        dilation: as above.
+        transposed: as above.
+        output_padding: as above.
+        groups: as above.
+        quantizer: as above.
+        site: as above.
+        record: as above.
+    """
+    own = _quantizers[quantizer]
+    result = dy.new_empty(1).expand(list(shape))  # Its shape alone is looked at.
+    if product == "dx":
+        operands = (
+            _channels(dy, "dy", groups),
+            weight_operand(other, 1 if transposed else 0, groups),
+        )
+        dy, w = own.pair("dx", *operands, site, record)
+        x = result
+    else:
+        x, dy = own.pair("dw", _samples(other, "x"), _samples(dy, "dy"), site, record)
+        w = result
+    wanted = [product == "dx", product == "dw", False]
+    rest = (stride, padding, dilation, transposed, output_padding, groups)
+    gradients = torch.ops.aten.convolution_backward(dy, x, w, None, *rest, wanted)
+    return gradients[0 if product == "dx" else 1]  # type: ignore[no-any-return]
+
+
+@convolution_gradient.register_fake
+def _(dy: Tensor, other: Tensor, product: str, shape: Sequence[int], *_: Any) -> Tensor:
+    return dy.new_empty(shape)
+
+
+def _remember_convolution(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, *ctx.rest = inputs
+    ctx.save_for_backward(x, w)
+    ctx.quantizer = _quantizers.get(inputs[8])
+
+
+def _convolution_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, w = ctx.saved_tensors
+    dx = dw = None
+    if ctx.needs_input_grad[0]:
+        dx = convolution_gradient(dy, w, "dx", x.shape, *ctx.rest)
+    if ctx.needs_input_grad[1]:
+        dw = convolution_gradient(dy, x, "dw", w.shape, *ctx.rest)
+    return (dx, dw, *[None] * len(ctx.rest))
+
+
+convolution.register_autograd(_convolution_backward, setup_context=_remember_convolution)
+
+
+def transform(values: Tensor, axis: int, size: int) -> Tensor:
+    """`values` (float32) transformed in blocks of `size`, a power of two that divides the axis."""
+    blocks = torch.unflatten(values, axis, (-1, size)).movedim(axis + 1, -1)
+    mixed = blocks @ matrix(size, values.device)
+    return mixed.movedim(-1, axis + 1).flatten(axis, axis + 1)
+
+
+def matrix(size: int, device: torch.device) -> Tensor:
+    """D H of a power of two: orthogonal, float32, the same at each call."""
+    rows = torch.ones(1, 1)
+    while len(rows) < size:
+        rows = torch.cat([torch.cat([rows, rows], 1), torch.cat([rows, -rows], 1)])
+    signs = torch.rand(size, 1, generator=torch.Generator().manual_seed(size)) < 0.5
+    return (torch.where(signs, -rows, rows) / math.sqrt(size)).to(device)

@@ -1,0 +1,107 @@
+"""What the products of a layer are computed in, in words: for the dtype map."""
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from mpframe.core.policy import Compute, Policy
+from mpframe.core.tree import device_of
+from mpframe.lowbit.kernels import misfit, weight_operand
+from mpframe.lowbit.native import refusals, wanted
+from mpframe.lowbit.ops import ATTENTION, OPS, quantises
+from mpframe.lowbit.recipe import Recipe
+from mpframe.lowbit.recurrent import RECURRENT
+
+# Ops that multiply two matrices, neither batches nor convolutions.
+_OF_MATRICES = {"linear", "matmul", "mm", "addmm", *RECURRENT}
+
+
+def products_of(
+    name: str,
+    module: nn.Module,
+    op: str | None,
+    readers: Iterable[tuple[str, str | None]],
+    policy: Policy,
+) -> str:
+    """The recipe of a layer's products, and which of them stay in half and why.
+
+    Whether `dw` has whole blocks depends on the number of samples, which is not known here.
+
+    Args:
+        name: of the module.
+        module: its weight, if there is one, tells the lengths that blocks must divide.
+        op: that the module runs.
+        readers: ops that read its weights, each with the pin that holds there.
+        policy: what decides.
+
+    Returns:
+        `-` for a module without products.
+    """
+    pin = policy.pin_of(name)
+    pinned = pin[1] if pin else None
+    own = [op, "linear"] if op == ATTENTION else [op]  # The projections before and after.
+    calls = [*((op, pinned) for op in own if op), *readers]
+    recipes = ((op, policy.recipe_of(pin)) for op, pin in calls)
+    by, recipe = next((r for r in recipes if r[1] and quantises(r[1], r[0], policy)), ("", None))
+    if recipe is not None:
+        native = _native(recipe, by, module, policy)
+        return "; ".join([recipe.name + native, *_in_half(recipe, module)])
+    # prelu is in ops.allow, as under autocast, but multiplies element by element.
+    halves = [
+        call[0] for call in calls if policy.compute_of(*call) is Compute.HALF and call[0] != "prelu"
+    ]
+    if not halves:
+        return "-"
+    if pin is not None:
+        return f"in half: {pin[0]!r} is pinned to {pin[1]}"
+    return "in half" if halves[0] in OPS else f"in half: {halves[0]} is never quantised"
+
+
+def _native(recipe: Recipe, op: str, module: nn.Module, policy: Policy) -> str:
+    """Which products of a layer an instruction computes; empty if nobody asked for that."""
+    device = device_of(module)
+    if not wanted(policy.compute, device):
+        return ""
+    if op not in _OF_MATRICES:
+        return ", emulated"
+    reasons = refusals(recipe, device)
+    if len(reasons) == len(recipe.products):
+        return f", emulated: {next(iter(reasons.values()))}"
+    return ", native" + f" but for {', '.join(reasons)}" * bool(reasons)
+
+
+def _in_half(recipe: Recipe, module: nn.Module) -> list[str]:
+    weights = dict(_weights(module))
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, weight in weights.items():
+        for product, reason in _reasons(recipe, module, weight):
+            found.setdefault((product, reason), []).append(name)
+    return [
+        f"{product}{_of(names, len(weights))} in half: {reason}"
+        for (product, reason), names in found.items()
+    ]
+
+
+def _of(names: list[str], count: int) -> str:
+    return f" of {', '.join(names)}" if len(names) < count else ""
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The matrices of a layer, of which recurrent layers have several."""
+    many = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+    for name, weight in module.named_parameters(recurse=False):
+        known = name.startswith("weight_") if many else name == "weight"
+        if known and not is_lazy(weight) and weight.dim() > 1:
+            yield name, weight
+
+
+def _reasons(recipe: Recipe, module: nn.Module, weight: Tensor) -> Iterator[tuple[str, str]]:
+    """Products that stay in half, and why."""
+    groups = getattr(module, "groups", 1)
+    over = 0 if getattr(module, "transposed", False) else 1
+    for product, axis in (("forward", over), ("dx", 1 - over)):
+        if product not in recipe.products:
+            yield product, "by the recipe"
+        elif reason := misfit(recipe, product, weight_operand(weight, axis, groups)):
+            yield product, reason

@@ -1,0 +1,266 @@
+"""Matrix products by the instructions of a device: `torch.nn.functional.scaled_mm`.
+
+It multiplies elements as they are stored and applies the scales to the sums. So a product equals
+the emulated one but for the order in which fp32 sums are rounded. There are four kinds:
+
+    a scale for the tensor, or for a row    fp8          NVIDIA 8.9 and later, CPUs
+    a power of two for 32 values            fp8 (MX)     NVIDIA 10.0 and later
+    e4m3 for 16 values, fp32 for all        e2m1 (NVFP4) NVIDIA 10.0 and later
+
+Blocks that are multiples of these lengths, and those across rows, repeat their scale. What has no
+instruction, or one whose result is not fp32 (MXFP4), is emulated.
+
+An operand with its elements and its scales apart, as the instructions of a GPU take it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from math import lcm
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from mpframe.core.errors import ConfigError
+from mpframe.lowbit.formats import FORMATS, Draw
+from mpframe.lowbit.recipe import OPERANDS, Recipe
+from mpframe.lowbit.scaling import Axes, Quantization, rounded, scaled, transformed
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An operand of a matrix product; whichever side it stands on, each row is summed over.
+
+    Attributes:
+        how: it was quantised.
+        elements: float32 [rows, summed], numbers that the format holds.
+        scales: float32 [rows, blocks of a row]; 1 x 1 for a tensor. nan beside inf and nan.
+        whole: 0-d float32, the factor of the tensor in each scale that is held in e4m3.
+    """
+
+    how: Quantization
+    elements: Tensor
+    scales: Tensor
+    whole: Tensor | None = None
+
+    def values(self, free: int = 0) -> Tensor:
+        """What `quantize` gives: float32, of 2 axes; the rows are along the axis `free`."""
+        blocks = torch.unflatten(self.elements, 1, (self.scales.shape[1], -1))
+        rows = (blocks * self.scales[..., None]).flatten(1)
+        return rows if free == 0 else rows.t()
+
+
+def take_apart(
+    values: Tensor,
+    axes: Axes,
+    how: Quantization,
+    draw: Draw | None = None,
+    known_amax: Tensor | None = None,
+) -> Parts:
+    """Quantise `values`, float32 of 2 axes; all arguments are those of `quantize`.
+
+    Args:
+        values: of 2 axes.
+        axes: as given to `quantize`, like the rest.
+        how: with a scale.
+        draw: gives the same numbers as there.
+        known_amax: as there.
+    """
+    if values.stride(0) < values.stride(1):
+        values, axes = values.t(), axes.permuted((1, 0))
+    own = scaled(transformed(values, axes, how), axes, how, known_amax)
+    elements = rounded(replace(own, scale=torch.ones_like(own.scale)), how, draw)
+    elements = elements.view(values.shape)
+    blocks = values.shape[axes.contracted[0]] // how.block if how.per == "block" else 1
+    if axes.free == 0:
+        scales = own.scale.reshape(-1, blocks)
+    else:
+        elements, scales = elements.t(), own.scale.reshape(blocks, -1).t()
+    if how.per == "block":
+        scales = scales.repeat_interleave(how.across, 0)
+    return Parts(how, elements, scales, own.whole)
+
+
+TENSOR, ROW = ScalingType.TensorWise, ScalingType.RowWise
+MX, NVFP4 = ScalingType.BlockWise1x32, ScalingType.BlockWise1x16
+_LENGTH = {MX: 32, NVFP4: 16}  # of a block
+_CAPABILITY = {TENSOR: (8, 9), ROW: (8, 9), MX: (10, 0), NVFP4: (10, 0)}
+_FP8 = {FORMATS["e4m3fn"]: torch.float8_e4m3fn, FORMATS["e5m2"]: torch.float8_e5m2}
+_E2M1 = FORMATS["e2m1"]
+_ALIGNED = 16  # Rows, and bytes in a row, that kernels take at once.
+
+
+def kind_of(how: Quantization) -> ScalingType | None:
+    """Which kind of product takes an operand that is quantised so; None: there is none."""
+    if how.format in _FP8 and how.scale != "none" and how.per != "block":
+        return ROW if how.per == "row" else TENSOR
+    if how.format in _FP8 and how.scale == "e8m0" and how.block % _LENGTH[MX] == 0:
+        return MX
+    nvfp4 = how.format == _E2M1 and how.scale == "e4m3" and how.per == "block"
+    return NVFP4 if nvfp4 and how.block % _LENGTH[NVFP4] == 0 else None
+
+
+def multiply(left: Parts, right: Parts) -> Tensor:
+    """The product of two operands whose `refusal` is empty.
+
+    Args:
+        left: of m rows.
+        right: of n rows, the columns of the product's right operand.
+
+    Returns:
+        float32 [m, n].
+    """
+    kind = kind_of(left.how)
+    assert kind is not None
+    kinds, swizzles = [kind], [SwizzleType.SWIZZLE_32_4_4]
+    if kind is NVFP4:
+        kinds, swizzles = [kind, TENSOR], [*swizzles, SwizzleType.NO_SWIZZLE]
+    of_right = scales_of(right, kind)
+    y = F.scaled_mm(
+        codes_of(left),
+        codes_of(right).t(),
+        scales_of(left, kind),
+        kinds,
+        [scale.t() for scale in of_right] if kind is ROW else of_right,
+        kinds,
+        swizzles if kind in _LENGTH else None,
+        swizzles if kind in _LENGTH else None,
+        output_dtype=torch.float32,
+    )
+    return y[: len(left.elements), : len(right.elements)].contiguous()
+
+
+def codes_of(own: Parts) -> Tensor:
+    """The elements as they are stored, two of e2m1 in a byte, with zeros behind and below.
+
+    Returns:
+        torch's float8 or float4 format; rows, and bytes in a row, are multiples of 16.
+    """
+    if own.how.format == _E2M1:
+        dtype = torch.float4_e2m1fn_x2
+        stored = _packed(own.elements)
+    else:
+        dtype = _FP8[own.how.format]
+        stored = own.elements.to(dtype).contiguous().view(torch.uint8)
+    rows, length = stored.shape
+    return F.pad(stored, (0, -length % _ALIGNED, 0, -rows % _ALIGNED)).view(dtype)
+
+
+def _packed(elements: Tensor) -> Tensor:
+    """Codes of e2m1, uint8: the sign, then how many positive numbers are not above the value."""
+    levels = elements.new_tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    codes = torch.bucketize(elements.abs(), levels, right=True).to(torch.uint8)
+    codes |= elements.signbit().to(torch.uint8) << 3
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def scales_of(own: Parts, kind: ScalingType) -> list[Tensor]:
+    """The scales as a product of this kind takes them, for rows padded as by `codes_of`."""
+    if kind is TENSOR:
+        return [own.scales.reshape(())]
+    if kind is ROW:
+        # A column with strides of 1: kernels look at both, though the second is never used.
+        return [F.pad(own.scales.flatten(), (0, -len(own.scales) % _ALIGNED))[:, None]]
+    scales = own.scales.repeat_interleave(own.how.block // _LENGTH[kind], 1)
+    if own.whole is None:
+        return [swizzled(scales.to(torch.float8_e8m0fnu))]
+    # e4m3 has few enough numbers for the quotient, though rounded, to be nearest to the right one.
+    return [swizzled((scales / own.whole).to(torch.float8_e4m3fn)), own.whole]
+
+
+def swizzled(scales: Tensor) -> Tensor:
+    """Scales as tensor cores read them (SWIZZLE_32_4_4).
+
+    Each 128 rows of 4 scales lie together; in them, beside each other, those of the rows r,
+    r + 32, r + 64 and r + 96.
+
+    Args:
+        scales: [rows, blocks], of one byte each.
+
+    Returns:
+        The same format, [128-fold rows * 4-fold blocks].
+    """
+    rows, blocks = scales.shape
+    padded = F.pad(scales.contiguous().view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
+    tiles = padded.view(-(-rows // 128), 4, 32, -(-blocks // 4), 4)
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)
+
+
+def wanted(compute: str, device: torch.device) -> bool:
+    """Whether `dtype.compute` asks for instructions; `auto` asks GPUs alone for them."""
+    return compute == "native" or (compute == "auto" and device.type != "cpu")
+
+
+def refusal(left: Quantization, right: Quantization, device: torch.device) -> str:
+    """Why a device has no product of two matrices that are quantised so; empty if it has one.
+
+    Args:
+        left: of the left operand.
+        right: of the right one.
+        device: where both are.
+    """
+    kind = kind_of(left)
+    if kind is None or kind_of(right) is not kind:
+        words = " by ".join(dict.fromkeys(str(_numbers_alone(how)) for how in (left, right)))
+        return f"scaled_mm has none with an fp32 result for {words}"
+    if device.type == "cuda" and torch.cuda.is_available():
+        has, needs = torch.cuda.get_device_capability(device), _CAPABILITY[kind]
+        if has < needs:
+            return "it needs compute capability {}.{}, and this is {}.{}".format(*needs, *has)
+    elif device.type != "cpu":
+        return f"scaled_mm is not used on {device.type} here"
+    return _fault(_numbers_alone(left), _numbers_alone(right), device)
+
+
+def refusals(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
+    """Which products of a recipe a device does not have, each with the reason."""
+    reasons = {
+        product: refusal(hows[left], hows[right], device)
+        for product, (left, right) in OPERANDS.items()
+        if (hows := recipe.products.get(product))
+    }
+    return {product: reason for product, reason in reasons.items() if reason}
+
+
+def refused(recipe: Recipe, product: str, device: torch.device, why: str) -> ConfigError:
+    """The error of `dtype.compute=native` where a product is emulated."""
+    return ConfigError(
+        f"dtype.compute=native: dtype.products={recipe.name} has no native {product} product on "
+        f"{device.type}: {why}; choose dtype.compute=auto, which emulates it"
+    )
+
+
+def _numbers_alone(how: Quantization) -> Quantization:
+    """What an instruction has to know: not how the numbers came about."""
+    return replace(how, rule="rceil", rounding="nearest", hadamard=0, history=0, margin=0)
+
+
+@cache
+def _fault(left: Quantization, right: Quantization, device: torch.device) -> str:
+    """What is wrong with a small product that is tried; empty if it has the right numbers.
+
+    What torch's build and its libraries have, their versions alone do not tell. The sums are small
+    integers, so that any order of adding gives the same.
+    """
+    length = 5 * lcm(left.block, right.block)
+    first, second = _sample(left, length, device), _sample(right, length, device)
+    try:
+        result = multiply(first, second)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return str(error).strip().split("\n")[0].rstrip(".")
+    expected = first.values().double() @ second.values().double().t()
+    right_numbers = torch.equal(result.double(), expected)
+    return "" if right_numbers else "torch's scaled_mm gives wrong numbers for it"
+
+
+def _sample(how: Quantization, length: int, device: torch.device) -> Parts:
+    """Elements of -1, 0 and 1, and scales of 1, 2 and 4, which fill more than a tile."""
+    rows = 144
+    numbers = torch.arange(rows * length, device=device).view(rows, length)
+    blocks = length // how.block if how.per == "block" else 1
+    scales = torch.arange((1 if how.per == "tensor" else rows) * blocks, device=device)
+    scales = torch.exp2((scales % 3).float()).view(-1, blocks)
+    whole = torch.ones((), device=device) if how.scale == "e4m3" else None
+    return Parts(how, ((numbers * numbers // 7) % 3 - 1.0), scales, whole)

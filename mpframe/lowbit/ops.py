@@ -1,0 +1,406 @@
+"""PyTorch's ops as products: each op of `OPS` by matrix products or one convolution (kernels.py).
+
+What is not there stays in half: outer products, which sum over nothing; chains of matrices, whose
+order a kernel chooses; an einsum of other than two operands; and forms that write in place or into
+`out=`.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function
+
+from mpframe.core.emulation import each_axis, half_values, rounded
+from mpframe.core.errors import ConfigError
+from mpframe.core.handlers import HANDS_OFF, NARROW, Args, Kwargs, formats_of
+from mpframe.core.policy import CASTABLE, Policy
+from mpframe.core.tree import map_tensors, tensors_in
+from mpframe.lowbit.kernels import Quantizer, convolution, matmul
+from mpframe.lowbit.recipe import Recipe
+from mpframe.lowbit.recurrent import RECURRENT
+
+ATTENTION = "scaled_dot_product_attention"
+_broadcast: Any = torch.broadcast_shapes
+_broadcast_tensors: Any = torch.broadcast_tensors
+
+
+def quantises(recipe: Recipe, op: str, policy: Policy) -> bool:
+    """Whether a recipe quantises the products of `op`, which the lists must run in half."""
+    if op not in OPS or policy.ops.list_of(op) != "allow":
+        return False
+    return op != ATTENTION or recipe.attention
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op, by one recipe.
+
+    Attributes:
+        quantizer: of the recipe.
+        weight: the operand that counts as the weight: the right one, if the left alone is not one.
+        weight_first: whether it is the left operand.
+        given: of an op with several products, its tensors as they are now, each with what it was
+            made from.
+    """
+
+    quantizer: Quantizer
+    weight: Any = None
+    weight_first: bool = False
+    given: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    def by(self, weight: Tensor) -> "Call":
+        """The call of the product with one of several weights."""
+        return replace(self, weight=next(own for made, own in self.given if made is weight))
+
+    def matmul(self, left: Tensor, right: Tensor) -> Tensor:
+        """left @ right, both of 2 axes or both of 3."""
+        roles = "w x" if self.weight_first else "x w"
+        y: Tensor = matmul(left, right, "forward", roles, *self._rest())
+        return y
+
+    def convolution(self, x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+        """`rest` are aten's arguments after the bias."""
+        y: Tensor = convolution(x, w, *rest, *self._rest())
+        return y
+
+    def _rest(self) -> tuple[str, str, bool]:
+        records = torch.is_grad_enabled()
+        return self.quantizer.key, self._site(records), records
+
+    def _site(self, records: bool) -> str:
+        """The name under which histories are kept, and noise is counted; empty: without a weight.
+
+        Without a need for it there is none, so that a compiler sees one constant for all.
+        """
+        recipe, state, weight = self.quantizer.recipe, self.quantizer.state, self.weight
+        needed = recipe.history > 0 or state.watch is not None
+        if not needed or not isinstance(weight, nn.Parameter):
+            return ""
+        name = state.name_of(weight)
+        if records and not name and recipe.history > 0:
+            raise ConfigError(
+                f"dtype.products={recipe.name}: keeps a history for each weight of the model given "
+                f"to Precision.prepare, and one of {list(weight.shape)} is none of them; choose "
+                "fp8_tensorwise, or prepare this model"
+            )
+        return name
+
+
+def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    y = call.matmul(input.reshape(-1, input.shape[-1]), weight.t())
+    y = y.view(*input.shape[:-1], y.shape[-1])
+    return y if bias is None else y + bias
+
+
+def recurrent(run: Callable[..., Any], call: Call, *args: Any, **kwargs: Any) -> Any:
+    return run(lambda x, w, bias: linear(call.by(w), x, w, bias), *args, **kwargs)
+
+
+def _matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
+    left = input[None] if input.dim() == 1 else input
+    right = other[:, None] if other.dim() == 1 else other
+    if right.dim() == 2:
+        y = call.matmul(left.reshape(-1, left.shape[-1]), right)
+        y = y.view(*left.shape[:-1], right.shape[-1])
+    else:
+        batch = _broadcast(left.shape[:-2], right.shape[:-2])
+        left, right = (t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in (left, right))
+        y = call.matmul(left, right).view(*batch, left.shape[-2], right.shape[-1])
+    y = y.squeeze(-2) if input.dim() == 1 else y
+    return y.squeeze(-1) if other.dim() == 1 else y
+
+
+def matmul_of(call: Call, input: Tensor, *other: Tensor, **named: Tensor) -> Tensor:
+    """matmul, mm, bmm and mv, whose second operand has a name of its own in each."""
+    return _matmul(call, input, *other, *named.values())
+
+
+def vecdot(call: Call, x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
+    """Each pair of vectors is a product of one row and one column."""
+    x, y = (t.movedim(dim, -1) for t in _broadcast_tensors(x, y))
+    return _matmul(call, x[..., None, :], y[..., None])[..., 0, 0]
+
+
+def grouped(
+    call: Call,
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: None = None,
+) -> Tensor:
+    """Experts: a product for each group. Without `offs` it is bmm."""
+    y = (
+        _matmul(call, mat_a, mat_b)
+        if offs is None
+        else _by_group(call, mat_a, mat_b, offs.tolist())
+    )
+    return y if bias is None else y + bias
+
+
+def _by_group(call: Call, left: Tensor, right: Tensor, ends: list[int]) -> Tensor:
+    """A stack has one matrix a group, a matrix is cut where groups end; zeros behind the last."""
+    spans = [slice(*span) for span in itertools.pairwise([0, *ends])]
+    if left.dim() == right.dim():  # The groups divide what is summed over.
+        return torch.stack([call.matmul(left[:, own], right[own]) for own in spans])
+    if left.dim() == 2:
+        parts = [call.matmul(left[own], expert) for own, expert in zip(spans, right, strict=True)]
+        return F.pad(torch.cat(parts), (0, 0, 0, left.shape[0] - ends[-1]))
+    parts = [call.matmul(expert, right[:, own]) for own, expert in zip(spans, left, strict=True)]
+    return F.pad(torch.cat(parts, 1), (0, right.shape[1] - ends[-1]))
+
+
+def add_matmul(
+    call: Call, input: Tensor, *pair: Tensor, beta: float = 1, alpha: float = 1, **named: Tensor
+) -> Tensor:
+    """addmm, addmv and baddbmm. The names of both operands are in the order of the alphabet."""
+    return _added(input, _matmul(call, *pair, *(named[k] for k in sorted(named))), beta, alpha)
+
+
+def addbmm(
+    call: Call, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    """The sum over the batch is part of the product."""
+    left = batch1.transpose(0, 1).flatten(1)
+    return _added(input, call.matmul(left, batch2.flatten(0, 1)), beta, alpha)
+
+
+def _added(input: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
+    """beta * input + alpha * y; with beta=0 the input may be anything, nan too."""
+    y = y if alpha == 1 else alpha * y
+    return y if beta == 0 else y + (input if beta == 1 else beta * input)
+
+
+def einsum(call: Call, equation: str, *operands: Any) -> Tensor:
+    """Of two operands, with letters: as one batched matrix product."""
+    left, right, result = _terms(equation)
+    first, second = operands if len(operands) == 2 else operands[0]
+    batch = "".join(k for k in left if k in right and k in result)
+    summed = "".join(k for k in left if k in right and k not in result)
+    rows = "".join(k for k in left if k not in right and k in result)
+    columns = "".join(k for k in right if k not in left and k in result)
+    size: dict[str, int] = {}
+    for k, length in zip(left + right, (*first.shape, *second.shape), strict=True):
+        size[k] = length if size.get(k, 1) == 1 else size[k]
+    first, second = (
+        t.expand([size[k] for k in own]) for t, own in ((first, left), (second, right))
+    )
+    y = call.matmul(
+        _arranged(first, left, (batch, rows, summed)),
+        _arranged(second, right, (batch, summed, columns)),
+    )
+    kept = batch + rows + columns
+    return y.view([size[k] for k in kept]).permute([kept.index(k) for k in result])
+
+
+def is_product(equation: Any = None, *_: Any) -> bool:
+    """True for two operands that share letters which are summed over; there is no `...`."""
+    terms = _terms(equation) if isinstance(equation, str) else []
+    if len(terms) != 3 or "." in equation or any(len({*term}) < len(term) for term in terms):
+        return False
+    left, right, result = terms
+    return bool({*left} & {*right} - {*result})
+
+
+def _terms(equation: str) -> list[str]:
+    """The letters of each operand, and those of the result."""
+    operands, arrow, result = equation.replace(" ", "").partition("->")
+    terms = operands.split(",")
+    if not arrow:
+        letters = "".join(terms)
+        result = "".join(sorted(k for k in {*letters} if letters.count(k) == 1))
+    return [*terms, result]
+
+
+def _arranged(values: Tensor, names: str, parts: tuple[str, str, str]) -> Tensor:
+    """`values` with three axes, one for the letters of each part; letters of no part are summed."""
+    lone = [axis for axis, name in enumerate(names) if name not in "".join(parts)]
+    if lone:
+        values = values.sum(lone)
+        names = "".join(name for name in names if name in "".join(parts))
+    values = values.permute([names.index(name) for name in "".join(parts)])
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + len(part))
+    sizes = [math.prod(values.shape[a:b]) for a, b in itertools.pairwise(ends)]
+    return values.reshape(sizes)
+
+
+def _convolution(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Tensor:
+    """As aten's convolution; a number stands for every dimension, and there may be no batch."""
+    space = weight.dim() - 2
+    batched = input if input.dim() == weight.dim() else input[None]
+    numbers = [each_axis(value, space) for value in (stride, padding, dilation, output_padding)]
+    y = call.convolution(batched, weight, *numbers[:3], transposed, numbers[3], groups)
+    if bias is not None:
+        y = y + bias.view(-1, *[1] * space)
+    return y if input.dim() == weight.dim() else y[0]
+
+
+def conv(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    if padding == "same":
+        total = [
+            d * (k - 1)
+            for d, k in zip(each_axis(dilation, weight.dim() - 2), weight.shape[2:], strict=True)
+        ]
+        # What is left over by 2 goes to the end, as PyTorch has it.
+        input = F.pad(input, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
+    padding = 0 if isinstance(padding, str) else padding
+    return _convolution(call, input, weight, bias, stride, padding, dilation, False, 0, groups)
+
+
+def conv_tbc(call: Call, input: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Tensor:
+    """conv1d of [time, batch, channels], by a weight of [time, in, out]."""
+    y = conv(call, input.permute(1, 2, 0), weight.permute(2, 1, 0), bias, padding=pad)
+    return y.permute(2, 0, 1)
+
+
+def conv_transpose(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
+    rest = (stride, padding, dilation, True, output_padding, groups)
+    return _convolution(call, input, weight, bias, *rest)
+
+
+def attention(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scores and their softmax in fp32, between the two products; a row that sees nothing is 0."""
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = _matmul(call, query, key.mT) * factor
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        hidden = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
+    # Only a mask may hide a whole row: without one, scores of -inf are an overflow, and give nan.
+    softmax: Any = torch.softmax if attn_mask is None else torch._safe_softmax
+    shares = torch.dropout(softmax(scores, -1), dropout_p, dropout_p > 0)
+    return _matmul(call, shares, value)
+
+
+# Each op, and where its left operand stands among its arguments; None: it has several products.
+OPS: dict[str, tuple[Callable[..., Any], int | None]] = {
+    "linear": (linear, 0),
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv"), (matmul_of, 0)),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm"), (add_matmul, 1)),
+    "addbmm": (addbmm, 1),
+    "_grouped_mm": (grouped, 0),
+    "einsum": (einsum, 1),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), (conv, 0)),
+    **dict.fromkeys((f"conv_transpose{n}d" for n in (1, 2, 3)), (conv_transpose, 0)),
+    "convolution": (_convolution, 0),
+    "conv_tbc": (conv_tbc, 0),
+    "linalg_vecdot": (vecdot, 0),
+    **{op: (partial(recurrent, run), None) for op, run in RECURRENT.items()},
+    ATTENTION: (attention, 0),
+}
+
+
+class ProductOp:
+    """One op by one recipe.
+
+    Args:
+        op: a key of `OPS`.
+        quantizer: of the recipe.
+        half: what operands are rounded to first, and results last; None: both stay fp32.
+    """
+
+    def __init__(self, op: str, quantizer: Quantizer, half: torch.dtype | None) -> None:
+        self._run, self._first = OPS[op]
+        self.quantizer, self.half = quantizer, half
+
+    def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The result of a call; NotImplemented if these arguments have no such product in half."""
+        if not self._takes(args, kwargs):
+            return NotImplemented if self.half else func(*args, **kwargs)
+        given = args, kwargs
+        args, kwargs = map_tensors(self._operand, given)
+        run: Callable[..., Any] = partial(self._run, self._call(given, (args, kwargs)))
+        if not torch.compiler.is_compiling():
+            run = shown(func, run)
+        y = run(*args, **kwargs)
+        return y if self.half is None else map_tensors(self._result, y)
+
+    def _call(self, given: tuple[Args, Kwargs], made: tuple[Args, Kwargs]) -> Call:
+        if self._first is None:
+            pairs = zip(tensors_in(made), tensors_in(given), strict=True)
+            return Call(self.quantizer, given=tuple(pairs))
+        operands = [*given[0], *given[1].values()][self._first : self._first + 2]
+        first = [isinstance(operand, nn.Parameter) for operand in operands] == [True, False]
+        return Call(self.quantizer, operands[0 if first else -1], first)
+
+    def _takes(self, args: Args, kwargs: Kwargs) -> bool:
+        formats = formats_of(args, kwargs)
+        castable = formats & CASTABLE if self.half else formats & {torch.float32}
+        wrong = formats & (HANDS_OFF if self.half else {*HANDS_OFF, *NARROW})
+        if not castable or wrong or (self._run is einsum and not is_product(*args)):
+            return False
+        return all(tensor.layout == torch.strided for tensor in tensors_in((args, kwargs)))
+
+    def _operand(self, tensor: Tensor) -> Tensor:
+        if self.half is None or tensor.dtype not in CASTABLE:
+            return tensor
+        return half_values(tensor, self.half)
+
+    def _result(self, tensor: Tensor) -> Tensor:
+        return tensor if self.half is None else rounded(tensor, self.half)
+
+
+def shown(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which other function modes around the cast see as one call of `func`."""
+
+    @functools.wraps(func, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(call, (), *args, **kwargs)
+        return run(*args, **kwargs)
+
+    return call

@@ -1,0 +1,174 @@
+"""A recipe: how each operand of each of the three products of a layer is quantised.
+
+A layer y = x w has three products, and each sums over another axis:
+
+    forward   y = x w        over the inputs of the layer
+    dx        dx = dy w'     over its outputs
+    dw        dw = x' dy     over the samples
+
+So x, w and dy occur twice each, and are quantised twice, each time along the axis that is summed
+over. The shipped recipes are `conf/dtype/products/*.yaml`; `dtype.recipes` holds a user's own.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Self, cast
+
+from omegaconf import OmegaConf
+
+from mpframe.config.locations import CONF
+from mpframe.core.errors import ConfigError, nearest
+from mpframe.lowbit.formats import ElementFormat, format_named
+from mpframe.lowbit.scaling import PER, ROUNDINGS, RULES, SCALES, Quantization
+
+OPERANDS = {"forward": ("x", "w"), "dx": ("dy", "w"), "dw": ("x", "dy")}
+_FOLDER = Path(CONF) / "dtype" / "products"
+_CHOICES = {"per": PER, "scale": SCALES, "rule": RULES, "rounding": ROUNDINGS}
+_LEAST = {"block": 1, "across": 1, "hadamard": 0, "history": 0, "margin": 0}
+_KEYS = ("every", *OPERANDS, "half", "attention")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the products of a model are computed below 16 bits.
+
+    Args:
+        name: in options and pins.
+        products: for `forward`, `dx` and `dw` the quantization of each operand by its name (`x`,
+            `w`, `dy`); a product that is left out is computed in half.
+        half: name patterns of modules whose products stay in half, as pins write them.
+        attention: True quantises the two products inside `scaled_dot_product_attention` too.
+    """
+
+    name: str
+    products: Mapping[str, Mapping[str, Quantization]]
+    half: tuple[str, ...] = ()
+    attention: bool = False
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """The shipped recipe `conf/dtype/products/<name>.yaml`.
+
+        Raises:
+            ConfigError: there is no such file.
+        """
+        if name not in shipped():
+            hint = nearest(name, shipped())
+            raise ConfigError(
+                f"dtype.products={name}: choose none, {', '.join(shipped())}, or a recipe of "
+                "dtype.recipes" + (f"; {hint}" if hint else "")
+            )
+        return cls.from_mapping(name, _read(name))
+
+    @classmethod
+    def from_mapping(cls, name: str, node: Mapping[str, Any]) -> Self:
+        """A recipe from a mapping, as `dtype.recipes` holds one.
+
+        Raises:
+            ConfigError: a key is unknown, a value is not allowed, or two do not go together.
+        """
+        path = f"dtype.recipes.{name}"
+        _refuse_unknown(path, node, _KEYS)
+        every = node.get("every") or {}
+        products = {
+            product: _operands(f"{path}.{product}", every, node.get(product) or {}, operands)
+            for product, operands in OPERANDS.items()
+            if node.get(product, {}) is not None
+        }
+        half, attention = tuple(node.get("half") or ()), bool(node.get("attention", False))
+        return cls(name, products, half, attention)
+
+    @property
+    def history(self) -> int:
+        """The most steps whose amax a scale comes from; 0: none does."""
+        hows = (how for pair in self.products.values() for how in pair.values())
+        return max((how.history for how in hows), default=0)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{product}: " + ", ".join(f"{name} {how}" for name, how in pair.items())
+            for product, pair in self.products.items()
+        ]
+        lines += [f"{product}: in half" for product in OPERANDS if product not in self.products]
+        return "\n".join(f"{self.name} {line}" for line in lines)
+
+
+def shipped() -> list[str]:
+    """The names of the shipped recipes."""
+    return sorted(file.stem for file in _FOLDER.glob("*.yaml") if file.stem != "none")
+
+
+@cache
+def _read(name: str) -> Mapping[str, Any]:
+    file = OmegaConf.to_container(OmegaConf.load(_FOLDER / f"{name}.yaml"))
+    return cast(dict[str, Any], file)["recipes"][name]  # type: ignore[no-any-return]
+
+
+def _operands(
+    path: str, every: Mapping[str, Any], node: Mapping[str, Any], names: tuple[str, ...]
+) -> dict[str, Quantization]:
+    _refuse_unknown(path, node, names)
+    pair = {
+        name: _quantization(f"{path}.{name}", {**every, **(node.get(name) or {})}) for name in names
+    }
+    sizes = {how.hadamard for how in pair.values()}
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"{path}: hadamard={min(sizes)} and {max(sizes)}: give both operands the same size, so "
+            "that the transforms cancel"
+        )
+    return pair
+
+
+def _quantization(path: str, node: Mapping[str, Any]) -> Quantization:
+    _refuse_unknown(path, node, [field.name for field in fields(Quantization)])
+    for key, allowed in _CHOICES.items():
+        if key in node and node[key] not in allowed:
+            raise ConfigError(f"{path}.{key}={node[key]}: choose {', '.join(allowed)}")
+    for key, least in _LEAST.items():
+        value = node.get(key, least)
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(f"{path}.{key}={value}: must be a whole number, at least {least}")
+    how = Quantization(**{**node, "format": _format(path, node.get("format"))})
+    _refuse_misfits(path, how)
+    return how
+
+
+def _refuse_misfits(path: str, how: Quantization) -> None:
+    size = how.hadamard
+    if size & (size - 1) or size == 1:
+        raise ConfigError(f"{path}.hadamard={size}: must be 0 or a power of two, at least 2")
+    if how.per == "block" and size and max(size, how.block) % min(size, how.block):
+        raise ConfigError(
+            f"{path}.hadamard={size}: one of it and block={how.block} must divide the other"
+        )
+    if how.across > 1 and how.per != "block":
+        raise ConfigError(f"{path}.across={how.across}: has no meaning with per={how.per}")
+    if how.history and (how.per, how.scale) != ("tensor", "fp32"):
+        raise ConfigError(
+            f"{path}.history={how.history}: goes with per=tensor and scale=fp32 alone"
+        )
+
+
+def _format(path: str, node: Any) -> ElementFormat:
+    if isinstance(node, str):
+        return format_named(node)
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"{path}.format={node}: give a format's name, or its bits")
+    _refuse_unknown(f"{path}.format", node, [field.name for field in fields(ElementFormat)])
+    bits = f"e{node.get('exponent_bits', 0)}m{node.get('mantissa_bits', 0)}"
+    return ElementFormat(**{"name": bits, "exponent_bits": 0, "mantissa_bits": 0, **node})
+
+
+def _refuse_unknown(path: str, node: Any, known: Iterable[str]) -> None:
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"{path}={node}: must be a mapping with {', '.join(known)}")
+    for key in node:
+        if key not in known:
+            hint = nearest(str(key), known)
+            raise ConfigError(
+                f"{path}.{key}: no such option; choose {', '.join(known)}"
+                + (f"; {hint}" if hint else "")
+            )

@@ -1,0 +1,172 @@
+"""What the products of a run carry from step to step: random numbers, and the amax of steps before.
+
+Both are part of a checkpoint, so a resumed run rounds as the run it goes on with.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from mpframe.core.cast import count_steps
+from mpframe.core.comm import World
+
+ROLES = ("x", "w", "dy")
+_SEED_OFFSET = 0x9E3779B9
+
+
+class AmaxHistory:
+    """The largest magnitude of one operand in each of the optimizer steps before.
+
+    What is seen between two steps counts as one: the micro-batches of an accumulated step, and the
+    forward pass that a checkpointed module runs again, have one scale. A step in which nothing was
+    seen, or nothing but zeros and what is not finite, does not count.
+
+    Attributes:
+        past: float32, of each step, the latest first; 0: not there yet.
+        present: 0-d float32, of the step that is running; 0: nothing was seen.
+        not_agreed: whether something was seen since the ranks agreed.
+    """
+
+    def __init__(self, past: Tensor, present: Tensor | None = None) -> None:
+        self.past = past
+        self.present = past.new_zeros(()) if present is None else present
+        self._step = -1
+        self.not_agreed = False
+
+    def amax(self, own: Tensor, record: bool) -> Tensor:
+        """The largest of the past; `own`, that of the tensor itself, as long as there is none."""
+        self.past, self.present = self.past.to(own.device), self.present.to(own.device)
+        if self._step != count_steps():
+            self._end_step(self.present > 0)
+            self.present = torch.zeros_like(self.present)
+        if record:
+            # What is not finite makes its own step fail, and no later one.
+            self.present = torch.maximum(self.present, torch.where(own.isfinite(), own, 0.0))
+            self._step, self.not_agreed = count_steps(), True
+        largest = self.past.max()
+        return torch.where(largest > 0, largest, own)
+
+    def agree(self, largest: Tensor, step: int) -> None:
+        """Take what all ranks have seen in the step that is running, 0-d.
+
+        Args:
+            largest: 0 if none has seen anything.
+            step: the number that the step had on this rank (`count_steps`).
+        """
+        if not self.not_agreed:  # What is present is of an earlier step.
+            self.past, self.present = self.past.to(largest.device), self.present.to(largest.device)
+            self._end_step((largest > 0) & (self.present > 0))
+            largest = torch.where(largest > 0, largest, self.present)
+        self.present, self._step, self.not_agreed = largest, step, False
+
+    def _end_step(self, ended: Tensor) -> None:
+        """What is present is past, where that is true."""
+        self.past = torch.where(ended, torch.cat([self.present[None], self.past[:-1]]), self.past)
+
+
+Watch = Callable[[str, str, str, Tensor], None]
+"""Takes a weight's name (or an empty one), the product, the operand, and a row of noise.py."""
+
+
+class ProductState:
+    """The generators of stochastic rounding, and the amax histories of delayed scaling.
+
+    Attributes:
+        watch: called for each operand that is quantised; None: nothing is counted.
+    """
+
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+        self._generators: dict[str, torch.Generator] = {}
+        self._histories: dict[str, AmaxHistory] = {}
+        self._names: dict[int, str] = {}  # by the id of a weight that lives
+        self._matrices: dict[str, None] = {}  # the names of those of several axes
+        self._step, self._device = -1, torch.device("cpu")  # of what was recorded last
+
+    def learn_names(self, model: nn.Module) -> None:
+        """Know the model's weights by name: a product's histories are kept under its weight's."""
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in self._names:
+                self._names[id(parameter)] = name
+                if is_lazy(parameter) or parameter.dim() > 1:
+                    self._matrices[name] = None
+                weakref.finalize(parameter, self._names.pop, id(parameter)).atexit = False
+
+    def name_of(self, weight: Any) -> str:
+        """The name of a weight; empty for any other tensor."""
+        return self._names.get(id(weight), "")
+
+    def draw(self, like: Tensor) -> Tensor:
+        """Uniform numbers in [0, 1), fp32, of the shape of `like`, seeded by the run's seed."""
+        device = like.device.type
+        if device not in self._generators:
+            # Not the seed itself: by that the weights were drawn.
+            seed = (torch.initial_seed() + _SEED_OFFSET) % 2**63
+            self._generators[device] = torch.Generator(like.device).manual_seed(seed)
+        return torch.rand(like.shape, generator=self._generators[device], device=like.device)
+
+    def known_amax(self, operand: str, own: Tensor, length: int, record: bool) -> Tensor:
+        """The amax that the scale of a product's operand comes from.
+
+        Args:
+            operand: the weight's name and the operand's.
+            own: 0-d, of the tensor itself.
+            length: of the history, in optimizer steps.
+            record: False for a pass that trains nothing: it leaves no trace.
+        """
+        history = self._histories.get(operand)
+        if history is None:
+            history = AmaxHistory(torch.zeros(length, device=own.device))
+            if record:
+                self._histories[operand] = history
+        if record:
+            self._step, self._device = count_steps(), own.device
+        return history.amax(own, record)
+
+    def agree(self, world: World, length: int) -> None:
+        """Let all ranks have the histories of one process that sees the samples of all.
+
+        It is called once in each step, behind the backward pass. A weight that one rank alone has
+        used gets a history on the others.
+
+        Args:
+            world: all its ranks call this.
+            length: of the histories.
+        """
+        operands = [f"{name} {role}" for name in self._matrices for role in ROLES]
+        own = [self._histories.get(operand) for operand in operands]
+        nothing = torch.zeros((), device=self._device)
+        seen = [nothing if h is None or not h.not_agreed else h.present for h in own]
+        for operand, history, largest in zip(
+            operands, own, world.max(torch.stack(seen)), strict=True
+        ):
+            if history is None:
+                history = AmaxHistory(torch.zeros(length, device=self._device))
+                self._histories[operand] = history
+            history.agree(largest, self._step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generators' states by device type, and the histories by operand that have begun."""
+        return {
+            "generators": {device: g.get_state() for device, g in self._generators.items()},
+            "amax": {
+                name: {"past": own.past.clone(), "present": own.present.clone()}
+                for name, own in self._histories.items()
+                if own.present > 0 or own.past.any()
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; nothing of a run that had no products."""
+        self._generators = {}
+        for device, generator in state.get("generators", {}).items():
+            self._generators[device] = torch.Generator(device)
+            self._generators[device].set_state(generator.cpu())
+        self._histories = {
+            name: AmaxHistory(own["past"].clone(), own["present"])
+            for name, own in state.get("amax", {}).items()
+        }

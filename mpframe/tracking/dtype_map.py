@@ -1,0 +1,241 @@
+"""The policy made visible: a row for each module with storage format, compute format, and why.
+
+Storage formats come from where `Precision.prepare` takes them (storage/), and compute formats from
+where each op's handler does (policy.py), so the table that is printed cannot differ from what is
+done.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from mpframe.core.op_lists import WITH_STATISTICS
+from mpframe.core.policy import Compute, Policy, lowbit
+from mpframe.core.storage import Use, WeightUses, formats_of, op_of, wanted_by
+from mpframe.core.tree import dtype_name
+
+_HEAD = ("module", "type", "weights", "computes in", "why")
+_SHOWN = 4  # Reasons for weights that stay fp32.
+_PRODUCTS = "products"  # The column is there if there are products below 16 bits.
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module of the map.
+
+    Attributes:
+        module: qualified name; empty for the model itself.
+        kind: class name.
+        storage: format of the module's own parameters, of most of their numbers if they differ;
+            None if it has none.
+        compute: format the module's op computes in, in words; `-` if it runs no op of its own.
+            Of a class that is not torch.nn's, the formats of the ops that read its weights.
+        why: the list or the pin that decides; also that a traced step never called the module.
+        products: the recipe of its matrix products or convolutions, which of them stay in half, and
+            why; `-` if it has none; empty if no recipe is chosen at all.
+    """
+
+    module: str
+    kind: str
+    storage: torch.dtype | None
+    compute: str
+    why: str
+    products: str = ""
+
+
+def dtype_map(model: nn.Module, policy: Policy, uses: WeightUses | None = None) -> list[Row]:
+    """One row for each module that holds parameters or runs an op, in the model's order.
+
+    Args:
+        model: prepared or not.
+        policy: what decides.
+        uses: from a traced step; None: nothing was traced.
+    """
+    uses = uses or WeightUses()
+    formats = formats_of(model, policy, uses)
+    rows = [_row(name, module, policy, formats, uses) for name, module in model.named_modules()]
+    return [row for row in rows if row.storage is not None or row.compute != "-"]
+
+
+def as_table(rows: list[Row]) -> str:
+    """The map as an aligned plain-text table, one line a module."""
+    cells: list[tuple[str, ...]] = [
+        (*_HEAD, _PRODUCTS),
+        *(
+            (r.module or "(model)", r.kind, _short(r.storage), r.compute, r.why, r.products)
+            for r in rows
+        ),
+    ]
+    shown = len(_HEAD) + any(row.products for row in rows)
+    cells = [row[:shown] for row in cells]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def describe(model: nn.Module, policy: Policy, uses: WeightUses) -> str:
+    """The map as a table, the recipes in it, and in `mixed` which weights stay fp32."""
+    lines = [as_table(dtype_map(model, policy, uses)), *map(str, policy.recipes.values())]
+    if policy.stores_by_op:
+        lines += fp32_share(model, policy, uses)
+    return "\n".join(lines)
+
+
+def warnings(policy: Policy, master_weights: bool | str) -> list[str]:
+    """The accuracy that settings cost, a line each."""
+    mode, half = policy.mode, policy.half
+    lines = []
+    masters = "false" if master_weights is False else master_weights
+    if masters is not True and mode != "mixed":
+        lines.append(
+            f"dtype.master_weights={masters} changes nothing with dtype={mode}, whose weights "
+            "are fp32"
+        )
+    elif masters == "false":
+        lines.append(
+            f"dtype.master_weights=false: the optimizer works on {half} weights and keeps its "
+            "state in them; updates below half a unit in a weight's last place are lost"
+        )
+    if policy.ops.empty and mode != "fp32":
+        lines.append(
+            f"ops=none: the model's norms, softmax and reductions run in {half} too, where "
+            "sums lose small terms and squares leave the range"
+            if mode == "mixed"
+            else "ops=none casts nothing with dtype=amp: the run is an fp32 run"
+        )
+    return lines
+
+
+def fp32_share(model: nn.Module, policy: Policy, uses: WeightUses) -> list[str]:
+    """The share of all weights, then a line for each reason, the weightiest first.
+
+    Args:
+        model: prepared or not.
+        policy: one that stores weights by their ops.
+        uses: from a traced step.
+    """
+    parts: dict[str, dict[str, int]] = {}
+    for name, module, parameter in _fp32_weights(model, policy, uses):
+        modules = parts.setdefault(_reason(name, module, parameter, policy, uses), {})
+        modules[name] = modules.get(name, 0) + parameter.numel()
+    sizes = {why: sum(modules.values()) for why, modules in parts.items()}
+    total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
+    lines = [f"float32: {_percent(sum(sizes.values()), total)} of {total:,} weights"]
+    for why in sorted(parts, key=lambda why: -sizes[why])[:_SHOWN]:
+        largest = max(parts[why], key=parts[why].__getitem__)
+        more = f" and {len(parts[why]) - 1} more" if len(parts[why]) > 1 else ""
+        way = "" if why.startswith("uncast ") else _way_out(model, largest, policy)
+        where = f"{largest or '(model)'}{more}{way}"
+        lines.append(f"  {_percent(sizes[why], total)}: {why}: {where}")
+    return lines
+
+
+def _fp32_weights(
+    model: nn.Module, policy: Policy, uses: WeightUses
+) -> list[tuple[str, nn.Module, nn.Parameter]]:
+    """Each weight stored in fp32, once, with the first of its modules that wants it so."""
+    formats = formats_of(model, policy, uses)
+    found: dict[nn.Parameter, tuple[str, nn.Module, nn.Parameter]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            wanted = wanted_by(name, module, policy, uses.by_weight.get(parameter))
+            if formats[parameter] == wanted == torch.float32 and not is_lazy(parameter):
+                found.setdefault(parameter, (name, module, parameter))
+    return list(found.values())
+
+
+def _reason(
+    name: str, module: nn.Module, parameter: nn.Parameter, policy: Policy, uses: WeightUses
+) -> str:
+    pin, op = policy.format_pin_of(name), op_of(module)
+    if pin is not None and pin[1] == "fp32":
+        return f"ops.modules[{pin[0]!r}]=fp32"
+    others = [use.op for use in uses.of([parameter]) if not use.in_half(policy)]
+    decides = others[0] if others else op
+    reason = "no op of torch.nn" if decides is None else list_reason(decides, policy)
+    never = uses.called and name not in uses.called and parameter not in uses.by_weight
+    return f"{reason}, never called" if never else reason
+
+
+def _way_out(model: nn.Module, name: str, policy: Policy) -> str:
+    """The pin that stores the module's weights in half, if one does."""
+    if policy.format_pin_of(name) or op_of(model.get_submodule(name)) in WITH_STATISTICS:
+        return ""
+    return f"; half with ops.modules[{name or '*'!r}]=half"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.3g} %"
+
+
+def _row(
+    name: str,
+    module: nn.Module,
+    policy: Policy,
+    formats: Mapping[nn.Parameter, torch.dtype],
+    uses: WeightUses,
+) -> Row:
+    parameters = list(module.parameters(recurse=False))
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        sizes[formats[parameter]] += 1 if is_lazy(parameter) else parameter.numel()
+    storage = max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=None)
+    users = uses.of(parameters)
+    compute, why = _compute_and_why(name, op_of(module), policy, users)
+    if uses.called and name not in uses.called and not users:
+        why += ", never called"
+    products = ""
+    if policy.recipes:
+        others = [(use.op, use.pin(policy)) for use in users]
+        products = lowbit().products_of(name, module, op_of(module), others, policy)
+    return Row(name, type(module).__name__, storage, compute, why, products)
+
+
+def _compute_and_why(
+    name: str, op: str | None, policy: Policy, users: Sequence[Use]
+) -> tuple[str, str]:
+    if policy.mode == "fp32":
+        return ("float32" if op else "-"), "dtype.mode=fp32"
+    pin = policy.format_pin_of(name)
+    why = f"ops.modules[{pin[0]!r}]={pin[1]}" if pin else ""
+    if op is None:
+        users = sorted(users, key=lambda use: not use.in_half(policy))
+        computes = [_in_words(use.compute(policy), policy) for use in users]
+        reasons = why or _joined(list_reason(use.op, policy) for use in users)
+        return _joined(computes) or "-", reasons or "no op of torch.nn: fp32 weights"
+    compute = policy.compute_of(op, pin[1] if pin else None)
+    others = [use for use in users if compute is Compute.HALF and not use.in_half(policy)]
+    why = why or _joined(
+        [list_reason(op, policy), *(f"weights read by {use.op}" for use in others)]
+    )
+    return _in_words(compute, policy), why
+
+
+def _in_words(compute: Compute, policy: Policy) -> str:
+    return {Compute.HALF: policy.half, Compute.FP32: "float32"}.get(compute, compute.value)
+
+
+def _joined(words: Iterable[str]) -> str:
+    """Each word once, at most three."""
+    different = list(dict.fromkeys(words))
+    return ", ".join(different[:3]) + ", ..." * (len(different) > 3)
+
+
+def list_reason(op: str, policy: Policy) -> str:
+    """Which list decides about an op."""
+    if policy.ops.empty:
+        return "ops=none: no casts"
+    held_by = policy.ops.list_of(op)
+    return f"{op or 'a kernel'} is in no list" if held_by == "none" else f"{op} in ops.{held_by}"
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return "-" if dtype is None else dtype_name(dtype)

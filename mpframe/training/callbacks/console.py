@@ -1,0 +1,199 @@
+"""Says in the log how the training goes.
+
+The progress bar.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from mpframe.core.callback import Callback
+from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import Trainer
+from mpframe.training.evaluation import LOSS, Evaluation
+from mpframe.training.run_context import RunContext
+
+log = logging.getLogger(__name__)
+
+
+class LogLines(Callback):
+    """Logs a line at every validation, and a debug line at every so many steps.
+
+    Beside the first line after a step whose gradients are all 0 it warns of that.
+
+    The time left is that of the steps left, at the pace of this start of the run so far,
+    validations included.
+
+    Args:
+        log_every: steps between two debug lines.
+    """
+
+    _context: RunContext
+
+    def __init__(self, log_every: int) -> None:
+        self._log_every = log_every
+        self._amax: Tensor | None = None
+        self._warned = False
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Note when and where this start of the run began."""
+        self._context = context
+        self._began, self._first_step = time.monotonic(), trainer.progress.global_step
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Log the step if it is due."""
+        self._amax = result.amax
+        if self._due(trainer):
+            loss = "" if result.loss is None else f"loss {float(result.loss):.4g}, "
+            norm = f"gradient norm {float(result.grad_norm):.4g}"
+            log.debug("%s: %s%s, %s", self._place(trainer), loss, norm, _state(trainer))
+            self._warn_of_zeros(trainer)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Let a step that is due be logged before the trainer moves on."""
+        if self._due(trainer):
+            trainer.read_verdicts()
+
+    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Log the validation, and where the training stands."""
+        loss = self._context.results.loss
+        words = [] if loss is None else [f"train loss {float(loss):.4g}"]
+        step = trainer.progress.global_step
+        words.append(f"val loss {evaluation.loss:.4g}{self._beside_best(LOSS, step)}")
+        for name, value in evaluation.metrics.items():
+            words.append(f"{name} {value:.4f}{self._beside_best(name, step)}")
+        words.append(_state(trainer))
+        left = self._time_left(trainer)
+        words += [] if left is None else [f"{left} left"]
+        log.info("%s: %s", self._place(trainer), ", ".join(words))
+        self._warn_of_zeros(trainer)
+
+    def _warn_of_zeros(self, trainer: Trainer) -> None:
+        if not self._warned and self._amax is not None and float(self._amax) == 0:
+            self._warned = True
+            log.warning(
+                "warning: all gradients of step %d are 0, and nothing is learnt; mpframe doctor "
+                "with the same options says whether the format loses them",
+                trainer.progress.global_step,
+            )
+
+    def _due(self, trainer: Trainer) -> bool:
+        due = trainer.progress.global_step % self._log_every == 0
+        return due and log.isEnabledFor(logging.DEBUG)
+
+    def _place(self, trainer: Trainer) -> str:
+        progress, batches = trainer.progress, len(self._context.train)
+        step = progress.global_step
+        total = step + trainer.plan.steps_left(progress, batches)
+        return f"epoch {progress.epoch + progress.batch / batches:.3g}, step {step}/{total}"
+
+    def _beside_best(self, name: str, step: int) -> str:
+        best = self._context.results.best
+        if name != best.name or best.value is None:
+            return ""
+        return " (best)" if step == best.step else f" (best {best.value:.4f} at step {best.step})"
+
+    def _time_left(self, trainer: Trainer) -> str | None:
+        steps = trainer.progress.global_step - self._first_step
+        left = trainer.plan.steps_left(trainer.progress, len(self._context.train))
+        if not steps or not left:
+            return None
+        return tqdm.format_interval((time.monotonic() - self._began) / steps * left)
+
+
+def _state(trainer: Trainer) -> str:
+    """The learning rate, the scales and the skipped steps."""
+    words = [f"lr {float(trainer.optimizer.param_groups[0]['lr']):.3g}"]
+    for name, scaler in trainer.scalers.items():
+        words.append(" ".join(filter(None, ("scale", name, f"{float(scaler.scale):g}"))))
+    return ", ".join([*words, f"{trainer.progress.skipped} skipped"])
+
+
+class ProgressBar(Callback):
+    """A progress bar on stderr: steps, loss, scale, skipped steps, last and best validation.
+
+    Lines that are logged to the console go above it.
+
+    Args:
+        shown: `on`; `off`; or `auto`: on if stderr is a terminal. True is `on`, False `off`.
+        verbosity: `auto` shows no bar if this is `quiet`.
+    """
+
+    _bar: Any
+
+    def __init__(self, shown: str | bool = "auto", verbosity: str = "normal") -> None:
+        if shown == "auto":
+            self._disabled = True if verbosity == "quiet" else None  # None: tqdm asks stderr.
+        else:
+            self._disabled = shown in ("off", False)
+        self._validated: dict[str, str] = {}
+        self._redirected = ExitStack()
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Draw the bar; that of a resumed run begins at its step."""
+        self._results, self._batches = context.results, len(context.train)
+        self._bar = tqdm(disable=True)
+        with self._disabled_on_error():
+            self._bar = tqdm(
+                total=self._total(trainer),
+                initial=trainer.progress.global_step,
+                unit="step",
+                disable=self._disabled,
+                dynamic_ncols=True,
+                leave=False,
+            )
+        if not self._bar.disable:
+            self._redirected.enter_context(logging_redirect_tqdm())
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Move the bar on; its texts change only as often as it is drawn."""
+        drawn = None
+        with self._disabled_on_error():
+            drawn = self._bar.update(1)
+        if drawn and result.loss is not None:
+            words = {"loss": f"{float(result.loss):.4g}", "scale": f"{float(result.scale):g}"}
+            words["skipped"] = str(trainer.progress.skipped)
+            self._bar.total = self._total(trainer)
+            self._bar.set_postfix({**words, **self._validated}, refresh=False)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Ask for the verdicts on the last steps as often as the bar is drawn."""
+        if self._bar.disable:
+            return
+        if time.time() - self._bar.last_print_t >= self._bar.mininterval:
+            trainer.read_verdicts()
+
+    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Show the validation's result, and the best one, from now on."""
+        self._validated = {f"val_{evaluation.monitor}": f"{evaluation.value:.4f}"}
+        if self._results.best.value is not None:
+            self._validated["best"] = f"{self._results.best.value:.4f}"
+
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
+        """Take the bar off the screen."""
+        self._redirected.close()
+        with self._disabled_on_error():
+            self._bar.close()
+
+    @contextmanager
+    def _disabled_on_error(self) -> Iterator[None]:
+        """Draw no more if whoever read stderr has gone, or its terminal; the run goes on."""
+        try:
+            yield
+        except OSError:
+            self._bar.disable = True
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()
+            )  # Python writes the rest.
+
+    def _total(self, trainer: Trainer) -> int:
+        left = trainer.plan.steps_left(trainer.progress, self._batches)
+        return trainer.progress.global_step + left

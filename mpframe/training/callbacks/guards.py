@@ -1,0 +1,245 @@
+"""Ends a run that only skips.
+
+Ends a run whose validation no longer improves.
+
+Ends a run that a signal asked to stop: on all ranks at the same step.
+
+Warns of half weights at the end of their range.
+"""
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpframe.core.callback import Callback
+from mpframe.core.errors import ConfigError, DivergedError, nearest
+from mpframe.core.loss_scaling import Static
+from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import AnyOptimizer, Trainer
+from mpframe.core.tree import HALF
+from mpframe.training.evaluation import Best, Evaluation
+from mpframe.training.interruption import Interruption
+from mpframe.training.loss_spike import spikes_of
+from mpframe.training.run_context import RunContext
+
+
+class SkipGuard(Callback):
+    """Ends a run that only skips, and reports one that came to its end in that way.
+
+    Args:
+        limit: skipped steps in a row that end it.
+        tried: skips in a row that a scaler may make to try a higher scale: its hysteresis.
+    """
+
+    def __init__(self, limit: int, tried: int = 1) -> None:
+        self._limit = limit
+        self._tried = tried
+        self._last: StepResult | None = None
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Raise if the limit is reached.
+
+        Raises:
+            DivergedError: says whether the forward pass or only the gradients were not finite.
+        """
+        self._last = result
+        if trainer.progress.skipped_in_a_row >= self._limit:
+            raise self._diverged(trainer, f"trainer.max_consecutive_skips={self._limit} reached")
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Raise if the model learnt nothing, or did not learn until the end.
+
+        Raises:
+            DivergedError: no step was applied, though no scaler still searched for its first
+                scale; the last ones were all skipped; or the last one was applied at a loss that is
+                not finite, as an optimizer with a closure does.
+        """
+        in_a_row, global_step = trainer.progress.skipped_in_a_row, trainer.progress.global_step
+        if 0 < in_a_row == global_step:
+            if not _still_searches(trainer, self._last):
+                raise self._diverged(trainer, f"no step was applied, {in_a_row} were skipped")
+        elif in_a_row > self._tried:
+            raise self._diverged(trainer, f"the last {in_a_row} steps were skipped")
+        loss = None if self._last is None else self._last.loss
+        if not in_a_row and loss is not None and not bool(torch.isfinite(loss)):
+            raise self._diverged(trainer, "the last step was applied at a loss that is not finite")
+
+    def _diverged(self, trainer: Trainer, what: str) -> DivergedError:
+        where, part = "", self._last
+        if part is not None and part.parts is not None:
+            in_a_row = trainer.progress.part_skips_in_a_row
+            worst = max(in_a_row, key=lambda name: in_a_row[name])
+            where, part = f" by optimizer.parts.{worst}", part.parts[worst]
+        why = "" if part is None else f": {_cause(trainer, part)}"
+        return DivergedError(f"{what}{where}{why}")
+
+
+def _cause(trainer: Trainer, result: StepResult) -> str:
+    """Why the last step was skipped, and what may help."""
+    spikes = spikes_of(trainer)
+    if spikes is not None and bool(spikes.spiked):
+        return (
+            f"the loss stays above {spikes.factor:g} times the median of the applied "
+            "steps: lower optimizer.lr, raise trainer.loss_spike_factor, or resume from an older "
+            "checkpoint"
+        )
+    if not _finite(result):
+        return (
+            "the loss itself is not finite, so scaling cannot help: lower optimizer.lr, look at "
+            "the data, or pin the overflowing module to fp32 in ops.modules"
+        )
+    said = f"the loss is finite and its gradients overflow at scale {float(result.scale):g}"
+    if _still_searches(trainer, result):
+        return f"{said}, from where it still goes down: lower loss_scaling.init_scale"
+    static = any(isinstance(scaler, Static) for scaler in trainer.scalers.values())
+    option = "loss_scaling.scale" if static else "loss_scaling.min_scale"
+    return f"{said}: lower {option} or pin the overflowing module to fp32 in ops.modules"
+
+
+def _still_searches(trainer: Trainer, result: StepResult | None) -> bool:
+    """Whether every scaler may still go down to a scale at which nothing overflows."""
+    floors = [(own.scale, getattr(own, "floor", torch.inf)) for own in trainer.scalers.values()]
+    above = bool(floors) and all(float(scale) > floor for scale, floor in floors)
+    return above and result is not None and _finite(result)
+
+
+def _finite(result: StepResult) -> bool:
+    return result.loss is None or bool(torch.isfinite(result.loss))
+
+
+class EarlyStopping(Callback):
+    """Ends a run after a number of validations in a row without a better value.
+
+    The metric says whether more or less is better (`higher_is_better`); nan and inf never are.
+
+    Args:
+        patience: validations in a row without a better value, >= 1.
+        min_delta: a value counts as better if it is better by more than this, >= 0.
+        monitor: the metric's name, or `loss`; None: the metric of `trainer.monitor`.
+
+    Raises:
+        ConfigError: `patience` or `min_delta` is out of its range.
+    """
+
+    def __init__(
+        self, patience: int = 10, min_delta: float = 0.0, monitor: str | None = None
+    ) -> None:
+        if patience < 1:
+            raise ConfigError(f"callbacks.early_stopping.patience={patience}: must be >= 1")
+        if not 0.0 <= min_delta < math.inf:
+            raise ConfigError(
+                f"callbacks.early_stopping.min_delta={min_delta}: must be a finite number >= 0"
+            )
+        self._patience, self._min_delta, self._monitor = patience, min_delta, monitor
+        self._best, self._waited = Best(), 0
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """End a resumed run at once if it was stopped here before, unless the patience grew."""
+        self._stop_if_due(trainer)
+
+    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Count the validation, and end the run if it was one too many.
+
+        Raises:
+            ConfigError: there is no such metric, or it does not say which value is better.
+        """
+        name = evaluation.monitor if self._monitor is None else self._monitor
+        value, higher = self._watched(evaluation, name)
+        step = trainer.progress.global_step
+        better = self._best.offer(name, value, step, higher, by=self._min_delta)
+        self._waited = 0 if better else self._waited + 1
+        self._stop_if_due(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value so far, and the number of validations since then."""
+        return {"best": self._best.state_dict(), "waited": self._waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from saved ones."""
+        self._best, self._waited = Best.saved(state["best"]), int(state["waited"])
+
+    def _watched(self, evaluation: Evaluation, name: str) -> tuple[float, bool]:
+        known = {**evaluation.metrics, "loss": evaluation.loss}
+        if name not in known:
+            raise ConfigError(
+                f"callbacks.early_stopping.monitor={name}: no such metric; "
+                + (nearest(name, known) or "known: " + ", ".join(known))
+            )
+        higher = evaluation.direction(name)
+        if higher is None:
+            raise ConfigError(
+                f"callbacks.early_stopping.monitor={name}: the metric does not say which value is "
+                "better; give it higher_is_better = True or False, or monitor loss"
+            )
+        return known[name], higher
+
+    def _stop_if_due(self, trainer: Trainer) -> None:
+        if self._waited >= self._patience:
+            trainer.stop(
+                f"early stopping: val_{self._best.name} was not better than {self._best} in the "
+                f"last {self._waited} validations"
+            )
+
+
+class StopOnSignal(Callback):
+    """Ends a run that was asked to stop: between two steps, or between two validated batches.
+
+    Args:
+        interruption: knows whether a signal came. This callback is the last one, so that all
+            others have dealt with the step.
+    """
+
+    def __init__(self, interruption: Interruption) -> None:
+        self._interruption = interruption
+
+    def on_prediction_step(self, trainer: Trainer) -> None:
+        """Abandon the validation if a signal came; a resumed run validates again."""
+        self._raise_if_received(trainer)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Raise RunInterrupted if a signal came, to this rank or to another."""
+        self._raise_if_received(trainer)
+
+    def _raise_if_received(self, trainer: Trainer) -> None:
+        if trainer.world.size > 1:
+            self._interruption.take(trainer.world.max_of([self._interruption.received or 0])[0])
+        self._interruption.raise_if_received()
+
+
+log = logging.getLogger(__name__)
+
+
+class SaturationWarning(Callback):
+    """Warns after each epoch of half weights at the end of their format's range."""
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        """Warn if there are any; this takes one transfer from the device."""
+        message = saturation_warning(trainer.optimizer, trainer.model)
+        if message:
+            log.warning("warning: %s", message)
+
+
+def saturation_warning(optimizer: AnyOptimizer, model: nn.Module) -> str | None:
+    """Return a line on the half weights beyond their range; None if there are none.
+
+    Waits for the device: ask at reports, not in steps.
+    """
+    trained, beyond = set(optimizer.parameters), {}
+    for name, parameter in model.named_parameters():
+        if parameter in trained and parameter.dtype in HALF:
+            master = optimizer.master_of(parameter)
+            if master.dtype not in HALF:
+                beyond[name] = (master.abs() > torch.finfo(parameter.dtype).max).sum()
+    numbers = torch.stack(list(beyond.values())).tolist() if beyond else []
+    counts = {name: number for name, number in zip(beyond, numbers, strict=True) if number}
+    if not counts:
+        return None
+    worst = sorted(counts, key=lambda name: -counts[name])
+    return (
+        f"{sum(counts.values())} weights lie beyond the half range and are held at its end "
+        f"({', '.join(worst[:3])}{', ...' if len(worst) > 3 else ''}); their masters go on: "
+        "lower optimizer.lr, use dtype.half=bfloat16, or pin the module with ops.modules=...:fp32"
+    )

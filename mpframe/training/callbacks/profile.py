@@ -1,0 +1,404 @@
+"""Records a few steps of a run, and says what they cost.
+
+Reads a trace of torch.profiler: for each op its module, its format and its time.
+
+Marks in a trace which module runs.
+
+The largest costs of a profile.
+"""
+
+import gzip
+import json
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.profiler import profile, record_function, schedule
+
+from mpframe.core.callback import Batch, Callback
+from mpframe.core.trainer import Trainer
+from mpframe.table import aligned, markdown
+from mpframe.tracking.tags import Tag
+from mpframe.training.run_context import RunContext
+
+MARK = "module: "
+"""What the name of a mark begins with; the module's qualified name follows, empty for the model."""
+
+
+@contextmanager
+def marked(model: nn.Module) -> Iterator[None]:
+    """Within the block each forward pass of a module of the model is a range in the trace.
+
+    There are no hooks on the backward pass: they would change the graph. trace.py finds the module
+    of a backward op by the forward op that it belongs to.
+    """
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+        enter, leave = _hooks(MARK + name)
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hooks(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The hooks of one module, which may be called again before it is left."""
+    ranges: list[record_function] = []
+
+    def enter(*arguments: object) -> None:
+        ranges.append(record_function(name))
+        ranges[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(*arguments: object) -> None:
+        if ranges:  # A module that was entered before the hooks came has none.
+            ranges.pop().__exit__(None, None, None)
+
+    return enter, leave
+
+
+MODEL, OPTIMIZER, OUTSIDE = "(the model itself)", "(optimizer)", "(outside of modules)"
+NO_FORMAT = "no float"
+_FORMATS = {
+    "float": "float32",
+    "double": "float64",
+    "c10::Half": "float16",
+    "c10::BFloat16": "bfloat16",
+    "c10::complex<float>": "complex64",
+}
+_CASTS = {"aten::to", "aten::_to_copy", "aten::copy_", "aten::_foreach_copy_"}
+_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_NODE = "autograd::engine::evaluate_function"
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of a trace.
+
+    Attributes:
+        name: as PyTorch calls it, e.g. `aten::linear`.
+        module: the qualified name of its module, or one of the words in brackets above.
+        format: e.g. `float16`; of a cast `float32 to float16`; `no float` without such a tensor.
+        backward: whether it belongs to the backward pass.
+        milliseconds: its time.
+    """
+
+    name: str
+    module: str
+    format: str
+    backward: bool
+    milliseconds: float
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it only changes the format."""
+        return " to " in self.format
+
+
+@dataclass
+class _Range:
+    """An event with those within it."""
+
+    event: Event
+    children: list["_Range"] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return str(self.event["name"])
+
+    @property
+    def end(self) -> float:
+        return float(self.event["ts"] + self.event["dur"])
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        return dict(self.event.get("args", {}))
+
+    @property
+    def is_op(self) -> bool:
+        """Whether its time counts: ranges, and what autograd wraps around ops, are none."""
+        known = self.event["cat"] == "cpu_op" and "::" in self.name
+        return known and not self.name.startswith(("autograd::", "torch::autograd::"))
+
+    def all(self) -> Iterator["_Range"]:
+        """It and all within it, in the order of their beginnings."""
+        yield self
+        for child in self.children:
+            yield from child.all()
+
+
+def read_ops(path: Path) -> list[Op]:
+    """All ops of a trace.
+
+    Args:
+        path: what `export_chrome_trace` wrote, compressed; recorded with `record_shapes`.
+    """
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    roots = _nested(event for event in events if event.get("cat") in ("cpu_op", "user_annotation"))
+    modules: dict[int, str] = {}
+    for root in roots:
+        _note_forward(root, OUTSIDE, modules)
+    kernels = _kernels(events)
+    return [op for root in roots for op in _ops(root, OUTSIDE, False, modules, kernels)]
+
+
+def _nested(events: Iterable[Event]) -> list[_Range]:
+    """The outermost ranges of every thread, each with those within it."""
+    roots: list[_Range] = []
+    open_of_thread: dict[Any, list[_Range]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        own, around = _Range(event), open_of_thread[event["tid"]]
+        while around and around[-1].end <= event["ts"]:
+            around.pop()
+        (around[-1].children if around else roots).append(own)
+        around.append(own)
+    return roots
+
+
+def _kernels(events: Iterable[Event]) -> dict[int, float]:
+    """Microseconds on a device, by the op that started them."""
+    times: dict[int, float] = defaultdict(float)
+    for event in events:
+        if event.get("cat") in _ON_DEVICE:
+            times[event.get("args", {}).get("External id", -1)] += event["dur"]
+    return times
+
+
+def _note_forward(own: _Range, module: str, modules: dict[int, str]) -> None:
+    """Note the module of each sequence number; of several ops with one the last made the node."""
+    module = _module_of(own, module)
+    number = own.arguments.get("Sequence number")
+    if number is not None and not own.arguments.get("Fwd thread id"):
+        modules[number] = module
+    for child in own.children:
+        _note_forward(child, module, modules)
+
+
+def _ops(
+    own: _Range,
+    module: str,
+    backward: bool,
+    modules: Mapping[int, str],
+    kernels: Mapping[int, float],
+) -> Iterator[Op]:
+    module = _module_of(own, module)
+    if own.name.startswith(_NODE):
+        backward, number = True, own.arguments.get("Sequence number", -1)
+        module = modules.get(number, OUTSIDE)
+    if own.is_op:
+        yield Op(own.name, module, _format_of(own), backward, _microseconds(own, kernels) / 1e3)
+        return
+    for child in own.children:
+        yield from _ops(child, module, backward, modules, kernels)
+
+
+def _module_of(own: _Range, around: str) -> str:
+    if own.event["cat"] == "user_annotation":
+        if own.name.startswith(MARK):
+            return own.name.removeprefix(MARK) or MODEL
+        if own.name.startswith("Optimizer.step#"):
+            return OPTIMIZER
+    return around
+
+
+def _microseconds(own: _Range, kernels: Mapping[int, float]) -> float:
+    if not kernels:
+        return float(own.event["dur"])
+    return sum(kernels.get(inner.arguments.get("External id", -2), 0.0) for inner in own.all())
+
+
+def _format_of(own: _Range) -> str:
+    formats = [known for inner in own.all() if (known := _formats_in(inner))]
+    if own.name in _CASTS:
+        copies = [_formats_in(inner) for inner in own.all() if inner.name == "aten::copy_"]
+        for to, source in (pair for pair in copies if len(pair) == 2):
+            if source != to:
+                return f"{source} to {to}"
+    return formats[0][0] if formats else NO_FORMAT
+
+
+def _formats_in(own: _Range) -> Sequence[str]:
+    """The formats of its floating-point tensors."""
+    types = own.arguments.get("Input type", ())
+    return [_FORMATS.get(own, own) for own in types if own in _FORMATS or "Float8" in own]
+
+
+_LARGEST = 5
+_HEAD = ("module", "format", "ms a step", "share", "backward")
+_NUMBERS = (2, 3, 4)  # the columns of numbers
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the ops of some steps cost.
+
+    Attributes:
+        ops: all of them.
+        steps: how many steps they are of, >= 1.
+    """
+
+    ops: Sequence[Op]
+    steps: int
+
+    @property
+    def milliseconds(self) -> float:
+        """Of all ops, a step."""
+        return sum(op.milliseconds for op in self.ops) / self.steps
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The head, the five largest costs by module and format, and the rest."""
+        costs: dict[tuple[str, str], list[Op]] = defaultdict(list)
+        for op in self.ops:
+            costs[op.module, op.format].append(op)
+        ranked = sorted(costs.items(), key=lambda cost: -_total(cost[1]))
+        largest, rest = ranked[:_LARGEST], ranked[_LARGEST:]
+        rows = [_HEAD, *(self._row(module, form, ops) for (module, form), ops in largest)]
+        if rest:
+            others = [op for _, ops in rest for op in ops]
+            rows.append(self._row(f"({len(rest)} smaller)", "", others))
+        return rows
+
+    def formats(self) -> str:
+        """The share of each format above 0.05 %, the largest first, and that of all casts."""
+        shares: dict[str, list[Op]] = defaultdict(list)
+        for op in self.ops:
+            shares[op.format].append(op)
+        ranked = sorted(shares.items(), key=lambda share: -_total(share[1]))
+        casts = self._share([op for op in self.ops if op.is_cast])
+        words = [f"{form} {self._share(ops)}" for form, ops in ranked if self._share(ops) != "0.0%"]
+        return f"{', '.join(words)}; casts {casts}"
+
+    def text(self) -> str:
+        """The table for a log."""
+        table = aligned(self.rows(), right=_NUMBERS)
+        return f"{table}\nby format: {self.formats()}"
+
+    def markdown(self) -> str:
+        """The table for TensorBoard's text."""
+        return f"{markdown(self.rows(), right=_NUMBERS)}\n\nBy format: {self.formats()}"
+
+    def _row(self, module: str, form: str, ops: Sequence[Op]) -> tuple[str, ...]:
+        total, behind = _total(ops), _total([op for op in ops if op.backward])
+        of_it = f"{behind / total:.0%}" if total else ""
+        return module, form, f"{total / self.steps:.3f}", self._share(ops), of_it
+
+    def _share(self, ops: Sequence[Op]) -> str:
+        whole = _total(self.ops)
+        return f"{_total(ops) / whole:.1%}" if whole else "0 %"
+
+
+def _total(ops: Sequence[Op]) -> float:
+    return sum(op.milliseconds for op in ops)
+
+
+log = logging.getLogger(__name__)
+
+FOLDER = "profile"
+_BEFORE, _WARM_UP, _RECORDED = 5, 1, 3  # steps
+
+
+class Profile(Callback):
+    """Records three steps with torch.profiler, from the seventh step of this start of the run on.
+
+    The trace goes into the run's folder, the largest costs by module and format into the log and
+    into TensorBoard's text. A validation in between ends the recording. A compiled model has no
+    modules to attribute costs to: it counts as one.
+    """
+
+    _context: RunContext
+
+    def __init__(self) -> None:
+        self._pending = True
+        self._profiler: profile | None = None
+        self._around = ExitStack()
+        self._first_step = self._began_at = self._recorded = 0
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Take the folder for the trace; note where this start of the run begins."""
+        self._context = context
+        self._first_step = trainer.progress.global_step + _BEFORE
+
+    def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+        """Begin before the first step that is due."""
+        if self._pending and trainer.progress.global_step >= self._first_step:
+            self._pending, self._recorded = False, 0
+            self._began_at = trainer.progress.global_step
+            self._begin(trainer)
+
+    def on_prediction_step(self, trainer: Trainer) -> None:
+        """End before the validation of a step, which is no part of what the step costs."""
+        self._recorded += 1
+        self._end()
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Go on to the next step, or end after the last one."""
+        if self._profiler is None:
+            return
+        trainer.read_verdicts()  # What the device still computes belongs to this step.
+        self._recorded += 1
+        if self._recorded == _WARM_UP + _RECORDED:
+            self._end()
+        else:
+            self._profiler.step()
+
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
+        """End with the run, and say so if that was too short."""
+        self._end(save=error is None)
+        if self._pending and error is None:
+            log.warning(
+                "warning: trainer.profile=true: the run ended before step %d, where the profile "
+                "begins; take more steps",
+                self._first_step + 1,
+            )
+
+    def _begin(self, trainer: Trainer) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # It reports each start on stderr.
+        if not trainer.plan.compile:
+            self._around.enter_context(marked(trainer.model))
+        self._profiler = profile(
+            schedule=schedule(wait=0, warmup=_WARM_UP, active=_RECORDED + 1, repeat=1),
+            record_shapes=True,
+        )
+        self._profiler.start()
+
+    def _end(self, save: bool = True) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        self._around.close()
+        steps = self._recorded - _WARM_UP
+        if steps < 1 or not save:
+            self._pending = save  # No step is recorded yet: it begins again after the validation.
+            return
+        try:
+            self._save(profiler, steps)
+        except OSError as error:
+            log.warning("warning: the profile cannot be written: %s", error)
+
+    def _save(self, profiler: profile, steps: int) -> None:
+        first = self._began_at + _WARM_UP + 1
+        folder = self._context.folder / FOLDER
+        folder.mkdir(exist_ok=True)
+        path = folder / f"step_{first:08d}.pt.trace.json.gz"
+        temporary = path.with_name(f".{path.name}")
+        temporary.unlink(missing_ok=True)  # A link that was placed there is not followed.
+        profiler.export_chrome_trace(str(temporary))
+        temporary.replace(path)
+        costs = Costs(read_ops(path), steps)
+        title = (
+            f"profile of steps {first} to {first + steps - 1}: {costs.milliseconds:.3g} ms a step"
+        )
+        log.info("%s\n%s\ntrace: %s", title, costs.text(), path)
+        self._context.tracker.text(Tag.TEXT_PROFILE, f"{title}\n\n{costs.markdown()}")

@@ -1,0 +1,147 @@
+"""Writes a run's numbers to metrics.csv.
+
+Keeps the largest gradient of every step.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpframe.core.callback import Callback
+from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import Trainer
+from mpframe.tracking.amax_record import AmaxRecord
+from mpframe.tracking.metrics_csv import MetricsCsv
+from mpframe.training.evaluation import Evaluation
+from mpframe.training.run_context import RunContext
+
+_COLUMNS = (
+    *("step", "epoch", "train_loss", "learning_rate", "grad_norm", "grad_amax"),
+    *("loss_scale", "skipped_steps", "val_loss", "test_loss"),
+)
+
+
+class CsvLog(Callback):
+    """Writes a row for every step that is logged or validated; losses and gradients unscaled.
+
+    A row is complete at the end of its step, and is written then. A checkpoint holds the last row,
+    because a run may be stopped in the validation that belongs to it. The last row is the test's.
+
+    Args:
+        log_every: steps between two rows of the training's numbers.
+        on_error: `stop` or `warn` if the disk is full.
+    """
+
+    _file: MetricsCsv
+
+    def __init__(self, log_every: int, on_error: str = "stop") -> None:
+        self._log_every = log_every
+        self._on_error = on_error
+        self._last: dict[str, float | int] = {}
+        self._of_step: dict[str, Any] = {}
+        self._pending = False
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Open the table, and cut off the rows of steps that a resumed run takes again."""
+        global_step = trainer.progress.global_step
+        names = trainer.evaluator.metrics if trainer.evaluator else ()
+        metrics = [f"{split}_{name}" for split in ("val", "test") for name in names]
+        columns = [*_COLUMNS, *metrics]
+        self._file = MetricsCsv(context.folder, columns, global_step, self._on_error)
+        self._pending = bool(global_step) and self._last.get("step") == global_step
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Keep the step's numbers, still on the device; put them into a row if it is due."""
+        self._of_step = {
+            "train_loss": result.loss,
+            "learning_rate": trainer.optimizer.param_groups[0]["lr"],
+            "grad_norm": result.grad_norm,
+            "grad_amax": result.amax,
+            "loss_scale": result.scale,
+            "skipped_steps": trainer.progress.skipped,
+        }
+        if trainer.progress.global_step % self._log_every == 0:
+            self._note(trainer, **_numbers(self._of_step))
+
+    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Put the validation's numbers into a row, with those of the step before it."""
+        metrics = {f"val_{name}": value for name, value in evaluation.metrics.items()}
+        self._note(trainer, **_numbers(self._of_step), val_loss=evaluation.loss, **metrics)
+
+    def on_test(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Write the test's row."""
+        metrics = {f"test_{name}": value for name, value in evaluation.metrics.items()}
+        self._write()
+        self._file.add(_at(trainer) | {"test_loss": evaluation.loss, **metrics})
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Write the step's row, if it has one."""
+        if trainer.progress.global_step % self._log_every == 0:
+            trainer.read_verdicts()
+        self._write()
+
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
+        """Write the row of a step that the run was stopped in."""
+        self._write()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last row, and the numbers of the last step, which may yet be validated."""
+        return {"row": dict(self._last), "of_step": _numbers(self._of_step)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the last row: its step may be validated again."""
+        self._last = _numbers(state["row"])
+        self._of_step = _numbers(state["of_step"])
+
+    def _note(self, trainer: Trainer, **values: float | int) -> None:
+        if self._last.get("step") != trainer.progress.global_step:
+            self._write()
+            self._last = _at(trainer)
+        self._last |= values
+        self._pending = True
+
+    def _write(self) -> None:
+        if self._pending:
+            self._pending = False
+            self._file.add(self._last)
+
+
+def _at(trainer: Trainer) -> dict[str, float | int]:
+    return {"step": trainer.progress.global_step, "epoch": trainer.progress.epoch}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float | int]:
+    """Values as plain numbers, which waits for those on a device; without those that are None."""
+    return {
+        str(name): value if type(value) is int else float(value)
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+class RecordAmax(Callback):
+    """Keeps the largest gradient of every step in the run's folder, for replays.
+
+    Args:
+        on_error: `stop` or `warn` if the disk is full.
+    """
+
+    _record: AmaxRecord
+
+    def __init__(self, on_error: str = "stop") -> None:
+        self._on_error = on_error
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Open the record, and cut off the steps that a resumed run takes again."""
+        self._record = AmaxRecord(context.folder, trainer.progress.global_step, self._on_error)
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Keep the step's amax."""
+        self._record.add(result.amax)
+
+    def on_save(self, trainer: Trainer) -> None:
+        """Write all values so far, because a checkpoint relies on them."""
+        self._record.flush()
+
+    def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
+        """Write all values so far."""
+        self._record.flush()

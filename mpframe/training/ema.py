@@ -1,0 +1,186 @@
+"""An exponential moving average of the fp32 weights, used for validation.
+
+    e <- d_t e + (1 - d_t) m,    d_t = min(d, (1 + t) / (10 + t))
+
+over the masters m after every step that was not skipped; t counts the updates before this one. The
+decay is warmed up. With a constant decay the share of the first, random weights would be d^t: for
+d = 0.99 still 30 % after 120 steps. The average is kept in fp32: in half it would stop moving as
+soon as (1 - d)(m - e) is below half a unit in the last place of e.
+
+Keeps an average of the weights, and validates with it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.core.callback import Algorithm
+from mpframe.core.comm import part_for, part_of, sharded_as
+from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.masters import master_behind, round_into
+from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import Trainer
+
+
+class Ema:
+    """The moving average of some weights.
+
+    Args:
+        masters: parameter -> the fp32 tensor that is averaged (itself if it is fp32).
+        decay: d, 0 < d < 1; the first updates decay faster, see above.
+
+    Raises:
+        ConfigError: the decay is out of its range.
+
+    """
+
+    def __init__(self, masters: Mapping[Tensor, Tensor], decay: float) -> None:
+        if not 0.0 < decay < 1.0:
+            raise ConfigError(
+                f"trainer.ema_decay={decay}: must be a number > 0 and < 1, e.g. 0.999"
+            )
+        self.decay = decay
+        self._updates: int | Tensor = 0
+        self._masters = list(masters.items())
+        self._averages = [master.detach().clone() for _, master in self._masters]
+
+    @property
+    def updates(self) -> int:
+        """t, the number of updates since the average began. May wait for the device."""
+        return int(self._updates)
+
+    @torch.no_grad()
+    def update(self, skipped: Tensor | None = None) -> None:
+        """Move the averages towards the present masters.
+
+        Args:
+            skipped: 0-d bool on the device; if it is true nothing changes, t included. None: the
+                step is known to be applied.
+        """
+        if skipped is not None or isinstance(self._updates, Tensor):
+            self._update_unless(skipped)
+            return
+        decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
+        torch._foreach_lerp_(self._averages, self._present(), 1.0 - decay)
+        self._updates += 1
+
+    def restart(self) -> None:
+        """Begin again at the present masters, as after they were loaded."""
+        torch._foreach_copy_(self._averages, self._present())
+        self._updates = 0
+
+    def _present(self) -> list[Tensor]:
+        """The masters as they are now; of a split one a new copy."""
+        behind = [(parameter, master_behind(parameter), own) for parameter, own in self._masters]
+        return [
+            (own if held is None or held.value is own else held.current(parameter)).detach()
+            for parameter, held, own in behind
+        ]
+
+    def _update_unless(self, skipped: Tensor | None) -> None:
+        """The same on the device: the same numbers, computed in float64 there too."""
+        device = self._averages[0].device
+        skipped = torch.zeros((), dtype=torch.bool, device=device) if skipped is None else skipped
+        count = torch.as_tensor(self._updates, dtype=torch.float64, device=device)
+        weight = 1.0 - ((1 + count) / (10 + count)).clamp(max=self.decay)
+        for average, master in zip(self._averages, self._present(), strict=True):
+            moved = torch.lerp(average, master, weight.to(average.dtype))
+            # Not a weight of 0: 0 * inf is nan, and -0 + 0 is 0.
+            average.copy_(torch.where(skipped, average, moved))
+        self._updates = count + ~skipped
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within the block the model's weights are the averages, rounded as masters are."""
+        weights = [part_of(parameter).detach() for parameter, _ in self._masters]
+        kept = [weight.clone() for weight in weights]
+        round_into(zip(weights, self._averages, strict=True))
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(weights, kept)
+            for (parameter, _), weight in zip(self._masters, weights, strict=True):
+                if parameter.dtype != weight.dtype:  # The model has set its `.data` to half.
+                    parameter.data = weight
+
+    def by_name(self, model: nn.Module) -> dict[str, Tensor]:
+        """Copies of the averages, by the names of the parameters of `model` they stand for."""
+        averages = dict(zip((p for p, _ in self._masters), self._averages, strict=True))
+        named = model.named_parameters()
+        return {name: sharded_as(p, averages[p].clone()) for name, p in named if p in averages}
+
+    def load_by_name(
+        self, model: nn.Module, averages: Mapping[str, Tensor], updates: int = 0
+    ) -> None:
+        """Continue from saved averages.
+
+        Args:
+            model: has parameters with these names.
+            averages: what `by_name` gave.
+            updates: t when they were saved.
+
+        Raises:
+            CheckpointError: they belong to other weights; nothing is taken.
+        """
+        own = self.by_name(model)
+        if {n: a.shape for n, a in own.items()} != {n: a.shape for n, a in averages.items()}:
+            raise CheckpointError(
+                "trainer.ema_decay: the saved averages are of other weights; resume with the model "
+                "they were made with"
+            )
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        ordered = [part_for(own, averages[names[own]]) for own, _ in self._masters]
+        torch._foreach_copy_(self._averages, ordered)
+        self._updates = updates
+
+
+class AverageWeights(Algorithm):
+    """Moves an average after each applied step.
+
+    Args:
+        ema: the average.
+        model: whose weights are averaged.
+    """
+
+    def __init__(self, ema: Ema, model: nn.Module) -> None:
+        self.ema = ema
+        self._model = model
+
+    def after_update(self, trainer: Trainer, result: StepResult) -> None:
+        """Move at once, before the weights do so again; where only the device knows, it chooses."""
+        if result.verdict is None:
+            self.ema.update(result.skipped)
+        elif not result.verdict.skipped:
+            self.ema.update()
+
+    def evaluating(self, trainer: Trainer) -> AbstractContextManager[None]:
+        """Within the block the weights are the averages."""
+        return self.ema.applied()
+
+    def on_load_weights(self, trainer: Trainer) -> None:
+        """Start again from the loaded weights."""
+        self.ema.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by name, and how many updates they have seen."""
+        return {"ema": self.ema.by_name(self._model), "ema_updates": self.ema.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from them, if the checkpoint has any.
+
+        Raises:
+            CheckpointError: they belong to other weights.
+        """
+        if state.get("ema") is not None:
+            # An older checkpoint has no such count, and its decay was never warmed up.
+            updates = state.get("ema_updates", state["progress"]["steps"])
+            self.ema.load_by_name(self._model, state["ema"], updates)
+
+
+def ema_of(trainer: Trainer) -> Ema | None:
+    """The average that a trainer keeps; None if it keeps none."""
+    kept = (a.ema for a in trainer.algorithms.values() if isinstance(a, AverageWeights))
+    return next(kept, None)

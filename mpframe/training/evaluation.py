@@ -1,0 +1,382 @@
+"""The result of a validation, its metrics, and the fp32 weights that it may use.
+
+Evaluates the model of a trainer: the loss per sample and the metrics over one pass.
+
+The best validation of a run so far, and whether the last one is much worse.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from numbers import Real
+from statistics import median
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.checkpoint.folder import rank
+from mpframe.core.callback import Batch, Loader, call
+from mpframe.core.comm import ALONE, World, weighted
+from mpframe.core.errors import InBatch, UserCode, UserCodeError, described, name_of
+from mpframe.core.gradients import as_count
+from mpframe.core.objective import StepOutput, compute, count_of
+from mpframe.core.precision import Precision
+from mpframe.core.tree import device_of, map_tensors
+from mpframe.core.widening import fp32_weights
+
+if TYPE_CHECKING:
+    from mpframe.core.trainer import Trainer
+
+LOSS = "loss"
+"""The word for the validation loss in `monitor`; no metric has this name."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One validation: the mean loss per sample, and the metrics by name.
+
+    Attributes:
+        loss: mean loss per sample.
+        metrics: the value of each metric.
+        higher_is_better: the direction of each metric; None if the metric has none.
+        monitor: the name of the metric that tells progress, or `loss`.
+    """
+
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    higher_is_better: Mapping[str, bool | None] = field(default_factory=dict)
+    monitor: str = LOSS
+
+    @property
+    def value(self) -> float:
+        """The value of the monitored metric, or the loss."""
+        return self.loss if self.monitor == LOSS else self.metrics[self.monitor]
+
+    @property
+    def watched(self) -> float:
+        """What shows progress: the monitored metric if it has a direction, else the loss."""
+        return self.loss if self.direction(self.monitor) is None else self.value
+
+    def direction(self, name: str) -> bool | None:
+        """Whether higher is better, for a metric or `loss`; None if a metric has no direction."""
+        return False if name == LOSS else self.higher_is_better.get(name)
+
+
+class NamedMetric:
+    """A user's metric over one validation: `update(outputs, targets)`, then `compute()`.
+
+    Args:
+        name: the metric's.
+        code: makes a new metric; or a metric with `reset()`, as torchmetrics', which is used again.
+        device: where the metric computes, if it can be moved.
+
+    Attributes:
+        name: the metric's.
+        merges: whether it has `merge(other)`, which takes in what another one has measured.
+        higher_is_better: None if it has no direction.
+
+    Raises:
+        UserCodeError: the metric cannot be made, or is none; here and below: its code raised.
+    """
+
+    def __init__(self, name: str, code: Any, device: torch.device | None = None) -> None:
+        self._option = f"metrics.{name}:"
+        with UserCode(self._option, code):
+            self._metric: Any = _fresh(code)
+            if device is not None and hasattr(self._metric, "to"):
+                self._metric = self._metric.to(device)
+        for method in ("update", "compute"):
+            if not callable(getattr(self._metric, method, None)):
+                raise UserCodeError(
+                    f"{self._option} {name_of(self._metric)} has no {method}(); a metric has "
+                    "update(outputs, targets) and compute()"
+                )
+        if getattr(self._metric, "sync_on_compute", False):
+            # torchmetrics' would ask the other ranks, which do not compute it.
+            self._metric.sync_on_compute = False
+        self.name, self._device = name, device
+        self.merges = callable(getattr(self._metric, "merge", None))
+        self.higher_is_better: bool | None = getattr(self._metric, "higher_is_better", None)
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Take in one batch.
+
+        Raises:
+            UserCodeError: the objective gave no outputs to measure.
+        """
+        if outputs is None:
+            raise UserCodeError(
+                f"objective: gave no outputs, and the metric {self.name} measures them; let it "
+                "return StepOutput(loss, outputs, targets)"
+            )
+        with UserCode(self._option, self._metric, outputs=outputs, targets=targets):
+            self._metric.update(outputs, targets)
+
+    def merge(self, world: World) -> None:
+        """On rank 0, take in what the metrics of the other ranks have measured."""
+        if world.size == 1:
+            return
+        measured = map_tensors(lambda tensor: tensor.cpu(), vars(self._metric))
+        for state in world.gather_object(measured)[1:]:
+            other = copy(self._metric)
+            vars(other).update(map_tensors(lambda tensor: tensor.to(self._device), state))
+            with UserCode(self._option, self._metric):
+                self._metric.merge(other)
+
+    def compute(self) -> float:
+        """The value over all batches.
+
+        Raises:
+            UserCodeError: it is not one number.
+        """
+        with UserCode(self._option, self._metric):
+            value = self._metric.compute()
+        one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+        if not one:
+            raise UserCodeError(
+                f"{self._option} {name_of(self._metric)} gave {described(value)} as its value; "
+                "it must be one number"
+            )
+        return float(value)
+
+
+class Metrics:
+    """The metrics of one validation, over the parts of all ranks.
+
+    Each rank measures its own part with a metric that has `merge`. Of any other rank 0 measures the
+    parts of all, sent to it batch by batch, in the order of the samples.
+
+    Args:
+        codes: what makes each, by name, as `NamedMetric` takes it.
+        monitor: the name of the one that tells progress, or `loss`; None: the first one.
+        device: where they compute.
+        world: the ranks that validate together.
+    """
+
+    def __init__(
+        self,
+        codes: Mapping[str, Any],
+        monitor: str | None,
+        device: torch.device,
+        world: World = ALONE,
+    ) -> None:
+        self._metrics = [NamedMetric(name, code, device) for name, code in codes.items()]
+        self._monitor = next(iter(codes), LOSS) if monitor is None else monitor
+        self._device, self._world = device, world
+        self._sent = [own for own in self._metrics if world.size > 1 and not own.merges]
+
+    def update(self, part: tuple[Any, Any] | None) -> None:
+        """Take in one batch.
+
+        Args:
+            part: its outputs and targets on this rank; None if it has none of its samples.
+        """
+        for metric in self._metrics:
+            if part is not None and metric not in self._sent:
+                metric.update(*part)
+        if self._sent:
+            self._update_with_all(part)
+
+    def evaluation(self, sums: Tensor) -> Evaluation:
+        """The result of the validation, the same on all ranks.
+
+        Args:
+            sums: of this rank's losses, each times its count, and of the counts: [2] float64.
+        """
+        self._world.sum_([sums])
+        total, count = sums.tolist()
+        for metric in self._metrics:
+            if metric not in self._sent:
+                metric.merge(self._world)
+        own = self._result(total / count if count else math.nan) if self._world.is_main else None
+        evaluation: Evaluation = self._world.broadcast_object(own)
+        return evaluation
+
+    def _update_with_all(self, part: tuple[Any, Any] | None) -> None:
+        on_host = map_tensors(lambda tensor: tensor.cpu(), part)
+        for own in self._world.gather_object(on_host):
+            if own is not None:
+                outputs, targets = map_tensors(lambda tensor: tensor.to(self._device), own)
+                for metric in self._sent:
+                    metric.update(outputs, targets)
+
+    def _result(self, loss: float) -> Evaluation:
+        return Evaluation(
+            loss,
+            {metric.name: metric.compute() for metric in self._metrics},
+            {metric.name: metric.higher_is_better for metric in self._metrics},
+            self._monitor,
+        )
+
+
+def _fresh(code: Any) -> Any:
+    if isinstance(code, type) or not hasattr(code, "reset"):
+        return code()
+    code.reset()
+    return code
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates models.
+
+    Attributes:
+        metrics: what makes each metric, by name; see `evaluation.NamedMetric`.
+        monitor: the name of the metric that tells progress, or `loss`; None: the first metric.
+        precision: the mode to evaluate in, over fp32 weights; None: as trained.
+    """
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    monitor: str | None = None
+    precision: Precision | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Let the mode know the model that will be evaluated."""
+        if self.precision is not None:
+            self.precision.attach(model)
+
+    @torch.no_grad()
+    def __call__(self, trainer: "Trainer", loader: Loader, split: str) -> Evaluation:
+        """The mean loss per sample and the metrics over one pass; the model is left as it was.
+
+        Each batch's loss counts as often as its objective says (`StepOutput.count`). Of several
+        losses it is their sum; the count, and what the metrics see, are those of the first.
+
+        Args:
+            trainer: its model and objectives.
+            loader: the samples.
+            split: what they are for, in messages.
+        """
+        device = device_of(trainer.model)
+        metrics = Metrics(self.metrics, self.monitor, device, trainer.world)
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        with self._weights(trainer), _mode_restored(trainer.model):
+            trainer.model.eval()
+            for number, batch in enumerate(loader.epoch(0)):
+                call(trainer.callbacks, "on_prediction_step", trainer)
+                with InBatch(split, 0, number, loader=loader):
+                    sums += self._evaluate_batch(trainer, batch, metrics)
+        return metrics.evaluation(sums)
+
+    def _evaluate_batch(self, trainer: "Trainer", batch: Batch | None, metrics: Metrics) -> Tensor:
+        """The losses times the samples that they are the mean of, and the samples: [2] float64.
+
+        They are those of this rank's part of a batch, None if that is empty.
+        """
+        device, missing = device_of(trainer.model), batch is None
+        batch = trainer.world.lend(batch)  # A rank without samples gathers weights with the others.
+        computed = [] if batch is None else self._compute(trainer, batch)
+        if missing or not computed:
+            metrics.update(None)
+            return torch.zeros(2, dtype=torch.float64, device=device)
+        first = computed[0]
+        metrics.update((first.outputs, first.targets))
+        count = as_count(count_of(first.count, batch), device)
+        losses = [weighted(output.loss.double(), count) for output in computed]
+        return torch.stack([torch.stack(losses).sum(), count])
+
+    def _compute(self, trainer: "Trainer", batch: Batch) -> list[StepOutput]:
+        batch, precision = trainer.on_device(batch), self.precision or trainer.precision
+        model = trainer.compiled_model if self.precision is None else trainer.model
+        with precision.cast():
+            return [compute(part.objective, model, batch) for part in trainer.objectives]
+
+    @contextmanager
+    def _weights(self, trainer: "Trainer") -> Iterator[None]:
+        """Within the block the weights are fp32 where there is a mode, and the algorithms'."""
+        with ExitStack() as stack:
+            if self.precision is not None:
+                stack.enter_context(fp32_weights(trainer.model))
+            for algorithm in trainer.algorithms.values():
+                stack.enter_context(algorithm.evaluating(trainer))
+            yield
+
+
+@contextmanager
+def _mode_restored(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+_TIMES_THE_CHANGE = 8.0
+_SHARE_OF_BEST = 0.05
+
+
+@dataclass
+class Best:
+    """The best value of one metric.
+
+    Attributes:
+        name: the metric, or `loss`; empty before the first validation.
+        value: None before the first finite one.
+        step: `global_step` of its validation.
+    """
+
+    name: str = ""
+    value: float | None = None
+    step: int | None = None
+
+    def offer(
+        self, name: str, value: float, step: int, higher_is_better: bool, by: float = 0.0
+    ) -> bool:
+        """Take a value if it is better by more than `by`; nan and inf never are.
+
+        The value of another metric than before begins again.
+
+        Returns:
+            Whether it was taken.
+        """
+        if name != self.name:
+            self.name, self.value, self.step = name, None, None
+        own = rank(value, higher_is_better)
+        if own is None:
+            return False
+        known = None if self.value is None else rank(self.value, higher_is_better)
+        if known is not None and not known - own > by:
+            return False
+        self.value, self.step = value, step
+        return True
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return "nan"
+        return f"{self.value:g}" + ("" if self.step is None else f" (step {self.step})")
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def saved(cls, state: dict[str, Any]) -> Self:
+        """Continue from what `state_dict` gave."""
+        value, step = state["value"], state["step"]
+        return cls(
+            str(state["name"]),
+            None if value is None else float(value),
+            None if step is None else int(step),
+        )
+
+
+def much_worse(best: float, values: Sequence[float]) -> bool:
+    """Whether the last value lies far from the best one, by the rule above.
+
+    Args:
+        best: of all values of the run; finite.
+        values: those of the validations, the last one last; the oldest may be missing.
+    """
+    *_, last = values
+    if not math.isfinite(last):
+        return True
+    known = [value for value in values if math.isfinite(value)]
+    changes = [abs(b - a) for a, b in pairwise(known)]
+    gap = abs(last - best)
+    return bool(changes) and gap > max(
+        _TIMES_THE_CHANGE * median(changes), _SHARE_OF_BEST * abs(best)
+    )

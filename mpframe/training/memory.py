@@ -1,0 +1,148 @@
+"""Weights of 2-d convolutions with their channels as last dimension (torch.channels_last).
+
+Only the order in memory changes: shapes, names and values stay. What a convolution makes of such a
+weight has that order, too, and so has what follows; so batches need no change.
+
+Activation checkpointing (Chen et al. 2016): less memory, for a second forward pass.
+
+Memory that a step frees stays with the process, for the next step (glibc on Linux).
+"""
+
+import ctypes
+import platform
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint
+
+from mpframe.core.buffers import State
+from mpframe.core.errors import ConfigError
+from mpframe.core.torch_functions import block, casts_here
+from mpframe.training.selection import hint
+
+_SAFE_CHANNELS = 8
+
+
+def to_channels_last(model: nn.Module) -> None:
+    """Store the 4-d weights of `model` in this order, in place.
+
+    Raises:
+        ConfigError: it has none, or one that is not safe in this order.
+    """
+    known = (parameter for parameter in model.parameters() if not is_lazy(parameter))
+    if not any(parameter.dim() == 4 for parameter in known):
+        raise ConfigError(
+            "trainer.channels_last=true: the model has no 2-d convolution (no weight with four "
+            "dimensions), so nothing would change; use trainer.channels_last=false"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d) and _damages_memory(module):
+            raise ConfigError(
+                f"trainer.channels_last=true: {name} is a 1 x 1 convolution with a stride and "
+                f"{module.in_channels} channels, and on some CPUs its backward pass in this order "
+                "damages memory; use trainer.channels_last=false or 8 channels and more"
+            )
+    model.to(memory_format=torch.channels_last)
+
+
+def _damages_memory(convolution: nn.Conv2d) -> bool:
+    """Whether oneDNN writes past the end of its buffers (seen with torch 2.15 on AVX2)."""
+    strided = convolution.kernel_size == (1, 1) and max(convolution.stride) > 1
+    on_cpu = convolution.weight.device.type == "cpu"
+    return on_cpu and strided and convolution.in_channels < _SAFE_CHANNELS
+
+
+def recompute(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let modules of `model` run again in the backward pass, while they are trained.
+
+    The names of modules and weights stay as they are.
+
+    Args:
+        model: changed in place.
+        patterns: of module names, as in `ops.modules`; a module within one that matches runs again
+            with it.
+
+    Raises:
+        ConfigError: a pattern matches no module.
+    """
+    _refuse_idle(model, patterns)
+    chosen = [n for n, _ in model.named_modules() if any(fnmatchcase(n, p) for p in patterns)]
+    for name in chosen:
+        if not any(_is_within(name, other) for other in chosen):
+            module = model.get_submodule(name)
+            module.forward = _Recomputed(module)
+
+
+# A class and not a function within a function, so that a model can be copied and pickled.
+class _Recomputed:
+    """The forward pass of a module, with a checkpoint around it where a backward pass follows."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._forward = module, module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self._module.training and torch.is_grad_enabled()):
+            return self._forward(*args, **kwargs)
+        return checkpoint(
+            self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs
+        )
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The contexts of the first forward pass, and of the second."""
+        return nullcontext(), _AsFirst(self._module)
+
+
+class _AsFirst(ExitStack):
+    """The casts and the state of now, for each forward pass that runs again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._casts, self._state = casts_here(), State.of(module).with_copies()
+
+    def __enter__(self) -> Self:
+        self.enter_context(block(*self._casts))
+        self.enter_context(self._state)
+        return self
+
+
+def _is_within(name: str, other: str) -> bool:
+    return name != other and (other == "" or name.startswith(f"{other}."))
+
+
+def _refuse_idle(model: nn.Module, patterns: Sequence[str]) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"trainer.recompute=[{pattern}]: matches no module; {hint(pattern, names[1:])}"
+            )
+
+
+# <malloc.h>; -1 and 0 are the values with which the manual of mallopt(3) turns both off.
+_TRIM_THRESHOLD, _NEVER = -1, -1
+_MMAP_MAX, _NONE = -4, 0
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep the memory it frees, from now on to its end.
+
+    A program calls it once, before its first step. The process takes more memory, as what is kept
+    does not always fit what is asked for next: before glibc 2.38 an aligned request, as all of
+    torch's are, seldom fits into the space of its like.
+
+    Returns:
+        False where the C library is another one, and nothing was changed.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    library = _c_library()
+    return all((library.mallopt(_TRIM_THRESHOLD, _NEVER), library.mallopt(_MMAP_MAX, _NONE)))
+
+
+def _c_library() -> Any:
+    return ctypes.CDLL(None)

@@ -1,0 +1,313 @@
+"""Several optimizers that make one step: Muon beside AdamW, a generator's beside a discriminator's.
+
+Each part is a `MasterWeights` over parameters of its own. What they share is the verdict:
+
+    skip="all"     no part moves unless the gradients of all are finite
+    skip="each"    a part with finite gradients moves, even if others have none
+
+and what was scaled together. Parts that lower one loss went through one backward pass, so they
+have one scale, and are clipped together by the norm of all their gradients. Parts with losses of
+their own are scaled and clipped apart; one scaler they share is told the largest gradient of any.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpframe.core.closure import evaluate, is_closure
+from mpframe.core.comm import World
+from mpframe.core.errors import CheckpointError, ConfigError, nearest
+from mpframe.core.gradients import Gradients, check_clipping, clip, not_finite
+from mpframe.core.loss_scaling.scaler import Scaling, scale_of
+from mpframe.core.master_weights import MasterWeights, no_new_gradients
+from mpframe.core.masters import load_weights
+from mpframe.core.step_result import StepResult, Verdict, any_of, joined_verdict, largest, read
+
+SKIPS = ("all", "each")
+_OfParts = Tensor | float | Mapping[str, Tensor | float]
+
+
+class MultiOptimizer:
+    """Optimizers that step together; it is used as one `MasterWeights` is.
+
+    Args:
+        parts: by name; no parameter in two of them, all on one device.
+        skip: `all` or `each`, see above.
+        own_losses: each part lowers a loss of its own, named as it is.
+
+    Raises:
+        ConfigError: `skip` is another word; two parts have a parameter in common, or are on
+            different devices; or a part needs a closure.
+    """
+
+    needs_closure = False
+
+    def __init__(
+        self, parts: Mapping[str, MasterWeights], *, skip: str = "all", own_losses: bool = False
+    ) -> None:
+        if skip not in SKIPS:
+            hint = nearest(skip, SKIPS)
+            raise ConfigError(
+                f"optimizer.skip={skip}: must be all or each" + f"; {hint}" * bool(hint)
+            )
+        _refuse_misfits(parts)
+        self.parts = dict(parts)
+        self.skip = skip
+        self.own_losses = own_losses
+
+    @property
+    def param_groups(self) -> list[Any]:
+        """The groups of all parts, in their order."""
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that the parts move, part by part."""
+        return [parameter for part in self.parts.values() for parameter in part.parameters]
+
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """Return the fp32 tensor the update acts on: `parameter` itself if it is fp32."""
+        for part in self.parts.values():
+            if part.holds(parameter):
+                return part.master_of(parameter)
+        raise KeyError(parameter)
+
+    def set_requires_grad(self, parameters: Iterable[Tensor], requires_grad: bool) -> None:
+        """Freeze some of the parameters, or train them from the next step on."""
+        parameters = list(parameters)
+        for part in self.parts.values():
+            held = [parameter for parameter in parameters if part.holds(parameter)]
+            if held:
+                part.set_requires_grad(held, requires_grad)
+
+    def join(self, world: World) -> None:
+        """Step together with other ranks; see `MasterWeights.world`."""
+        for part in self.parts.values():
+            part.join(world)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of parameters and masters, and the accumulated ones."""
+        for part in self.parts.values():
+            part.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def accumulate(self, scale: _OfParts = 1.0, count: _OfParts = 1) -> Tensor:
+        """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
+
+        Args:
+            scale: the loss scale of the backward pass, or of each part's.
+            count: how many samples the loss is the mean of, or each part's; see `MasterWeights`.
+
+        Returns:
+            0-d fp32, the largest amax; if it is inf or nan, parts dropped the micro-batch: all
+            of them with skip="all", those that overflowed with skip="each".
+        """
+        collected = {
+            name: part.collect_grads(_of(scale, name), _of(count, name))
+            for name, part in self.parts.items()
+        }
+        amax = largest([gradients.amax for gradients in collected.values()])
+        for name, part in self.parts.items():
+            gradients = collected[name]
+            part.accumulate_grads(
+                gradients if self.skip == "each" else replace(gradients, amax=amax)
+            )
+        return amax
+
+    def keep_means(
+        self, means: Mapping[Tensor, Tensor], amax: Tensor, before: Tensor | None
+    ) -> None:
+        """Set the gradients of a step, averaged over the ranks, by parameter."""
+        for part in self.parts.values():
+            part.keep_means(means, None, before)  # Each computes its own amax.
+
+    @torch.no_grad()
+    def step(
+        self,
+        scaler: Scaling | Callable[[], Any] = None,
+        *,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        skip_if_dropped: bool = False,
+        skip_mask: Tensor | None = None,
+    ) -> StepResult:
+        """Unscale, check, clip, update or skip every part, and tell the scaler or scalers.
+
+        Args:
+            scaler: scaled this step's loss or losses; by part if they have one each. Or a closure
+                that computes the loss and calls backward: it is called once, before the step.
+            max_norm: clip gradients that were scaled together to this global 2-norm, > 0 and
+                finite.
+            max_value: clamp each value of the gradients to [-max_value, max_value] instead, > 0
+                and finite.
+            skip_if_dropped: skip a part if any of its micro-batches was dropped, not only if all
+                were.
+            skip_mask: 0-d bool; True skips every part whatever its gradients are.
+
+        Returns:
+            What was done, also by part. Afterwards no parameter has a gradient.
+
+        Raises:
+            ConfigError: a second step without new gradients in any part; `max_norm` or
+                `max_value` out of its range, or both given.
+        """
+        check_clipping(max_norm=max_norm, max_value=max_value)
+        given: Any = scaler
+        loss = evaluate(given) if is_closure(given) else None
+        scaling = None if is_closure(given) else given
+        scales = {name: scale_of(_of(scaling, name)) for name in self.parts}
+        grads = {name: part.collect_step_grads(scales[name]) for name, part in self.parts.items()}
+        if all(gradients.no_new for gradients in grads.values()):
+            raise no_new_gradients()
+        norms = {name: gradients.norm() for name, gradients in grads.items()}
+        skips = self._skips(grads, norms if max_norm is not None else {}, skip_if_dropped)
+        if skip_mask is not None:
+            skips = {name: skipped | skip_mask for name, skipped in skips.items()}
+        if max_norm is not None:
+            grads = self._clipped(grads, norms, skips, max_norm)
+        verdicts: dict[str, Verdict | None] = dict.fromkeys(self.parts)
+        if not all(part.skips_on_device for part in self.parts.values()):
+            known = read([(skips[name], gradients.dropped) for name, gradients in grads.items()])
+            verdicts = dict(zip(self.parts, known, strict=True))
+        for name, part in self.parts.items():
+            clipped = replace(grads[name], max_value=max_value)
+            part.apply(clipped, skips[name], verdicts[name])
+        results = {
+            name: StepResult(
+                skips[name],
+                gradients.amax,
+                norms[name],
+                torch.ones_like(norms[name]) * scales[name],
+                dropped=gradients.dropped,
+                verdict=verdicts[name],
+            )
+            for name, gradients in grads.items()
+        }
+        _update_scalers(scaling, grads)
+        return replace(joined(results), loss=loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every part, by name."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def inner_state_dict(self) -> dict[str, Any]:
+        """The same without masters, which are kept by name beside it."""
+        return {name: part.inner_state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned.
+
+        Raises:
+            CheckpointError: it is of other parts, or a part's is of other parameters.
+        """
+        if set(state) != set(self.parts):
+            raise CheckpointError(
+                f"optimizer.parts: the checkpoint has {', '.join(sorted(map(str, state)))}, this "
+                f"run {', '.join(sorted(self.parts))}; resume with the optimizers it was made with"
+            )
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+
+    def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
+        """The fp32 tensor behind each parameter of `model`, by its name, if there is one."""
+        named: dict[str, Tensor] = {}
+        for part in self.parts.values():
+            named |= part.masters_by_name(model)
+        return named
+
+    def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Take parameters and buffers by name: masters exactly, half weights as their rounding.
+
+        Raises:
+            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
+        """
+        load_weights(model, self.masters_by_name(model), weights)
+
+    def _skips(
+        self, grads: Mapping[str, Gradients], norms: Mapping[str, Tensor], skip_if_dropped: bool
+    ) -> dict[str, Tensor]:
+        """Which parts skip. A norm beyond fp32's range would clip every gradient to zero."""
+        amaxes = {
+            name: gradients.worst() if skip_if_dropped else gradients.amax
+            for name, gradients in grads.items()
+        }
+        bad = {name: not_finite(amax) for name, amax in amaxes.items()}
+        bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
+        return bad if self.skip == "each" else dict.fromkeys(bad, any_of(list(bad.values())))
+
+    def _clipped(
+        self,
+        grads: Mapping[str, Gradients],
+        norms: Mapping[str, Tensor],
+        skips: Mapping[str, Tensor],
+        max_norm: float,
+    ) -> dict[str, Gradients]:
+        # A part that skips must not spoil the others' norm with its inf.
+        clean = {name: torch.where(skips[name], 0.0, norm) for name, norm in norms.items()}
+        together = torch.linalg.vector_norm(torch.stack(list(clean.values())))
+        return {
+            name: clip(gradients, clean[name] if self.own_losses else together, max_norm)
+            for name, gradients in grads.items()
+        }
+
+
+def joined(results: Mapping[str, StepResult]) -> StepResult:
+    """The result of a step over all its parts."""
+    parts = list(results.values())
+    dropped = [part.dropped for part in parts if part.dropped is not None]
+    losses = [part.loss for part in parts if part.loss is not None]
+    return StepResult(
+        skipped=torch.stack([part.skipped for part in parts]).all(),
+        amax=largest([part.amax for part in parts]),
+        grad_norm=torch.linalg.vector_norm(torch.stack([part.grad_norm for part in parts])),
+        scale=parts[0].scale,
+        dropped=largest(dropped) if dropped else None,
+        loss=torch.stack(losses).sum() if losses else None,
+        verdict=joined_verdict(results),
+        parts=dict(results),
+    )
+
+
+def _of(given: Any, name: str) -> Any:
+    """Return the part's entry if `given` is a mapping, else `given`."""
+    return given[name] if isinstance(given, Mapping) else given
+
+
+def _update_scalers(scaler: Any, grads: Mapping[str, Gradients]) -> None:
+    """Give each scaler its part's amax; one that is shared gets the largest, once."""
+    amax = {n: g.amax if g.scaler_amax is None else g.scaler_amax for n, g in grads.items()}
+    if isinstance(scaler, Mapping):
+        for name, of_part in scaler.items():
+            of_part.update(amax[name])
+    elif scaler is not None:
+        scaler.update(largest(list(amax.values())))
+
+
+def _refuse_misfits(parts: Mapping[str, MasterWeights]) -> None:
+    for name, part in parts.items():
+        if part.needs_closure:
+            raise ConfigError(
+                f"optimizer.parts.{name}={type(part.optimizer).__name__}: needs a closure, and "
+                "steps alone; choose an optimizer without one"
+            )
+    for (name, part), (other, second) in combinations(parts.items(), 2):
+        shared = sum(second.holds(parameter) for parameter in part.parameters)
+        if shared:
+            raise ConfigError(
+                f"optimizer.parts: {shared} parameters are in {name} and in {other}; each belongs "
+                "to one part"
+            )
+        device, other_device = _device(part), _device(second)
+        if device != other_device:
+            raise ConfigError(
+                f"optimizer.parts: {name} is on {device} and {other} on {other_device}; one step "
+                "covers one device"
+            )
+
+
+def _device(part: MasterWeights) -> torch.device:
+    return next((p.device for p in part.parameters), torch.device("cpu"))

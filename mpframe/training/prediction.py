@@ -1,0 +1,160 @@
+"""A model's outputs as columns of a table, one row a sample.
+
+It takes the place of a metric in an evaluation, so that predictions are made as the numbers of an
+evaluation are: with the same weights, formats and batches.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpframe.core.errors import ConfigError, described
+from mpframe.core.tree import named_tensors
+
+OUTPUTS = ("class", "probabilities", "raw")
+_MOST_COLUMNS = 10_000
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Columns = dict[str, list[str] | Array]
+
+
+class Predictions:
+    """Gives the columns of each batch of an evaluation to a function.
+
+    Args:
+        write: called with the columns of each batch, in order.
+        samples: the name of each sample; None: samples are numbered.
+        outputs: `class`, `probabilities` or `raw`; None: the class if the targets are class
+            numbers or the classes have names, else raw.
+        class_names: in the order of the numbers.
+        targets: whether to write them, where there is one number a sample.
+    """
+
+    higher_is_better = None
+
+    def __init__(
+        self,
+        write: Callable[[Columns], None],
+        *,
+        samples: Sequence[str] | None = None,
+        outputs: str | None = None,
+        class_names: Sequence[str] | None = None,
+        targets: bool = True,
+    ) -> None:
+        self._write, self._samples, self._outputs = write, samples, outputs
+        self._class_names, self._targets = class_names, targets
+        self.count = 0
+        self._columns: list[str] | None = None
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Write one batch.
+
+        Raises:
+            ConfigError: the outputs are not what `outputs` needs, have no row for each sample, or
+                other columns than those of the batch before.
+        """
+        _refuse_lists_of_samples(outputs)
+        named = {name: tensor.detach().cpu() for name, tensor in named_tensors(outputs)}
+        known = targets.detach().cpu() if self._targets and isinstance(targets, Tensor) else None
+        kind = self._outputs or self._fitting(named, known)
+        size = _samples_in(named)
+        columns: Columns = self._names(size)
+        if known is not None and known.numel() == len(known) == size:
+            columns["target"] = known.reshape(size).numpy()
+        if kind == "raw":
+            columns |= _raw(named)
+        else:
+            columns |= self._classes(_logits(named, kind), kind == "probabilities")
+        self._refuse_other(columns)
+        self._write(columns)
+        self.count += size
+
+    def _refuse_other(self, columns: Columns) -> None:
+        first, self._columns = self._columns or list(columns), list(columns)
+        if first != self._columns:
+            raise ConfigError(
+                f"outputs: a batch has {len(columns)} columns and the one before it {len(first)}, "
+                "because the model gives a number for each place of samples of different lengths; "
+                "let the objective return outputs of one size"
+            )
+
+    def compute(self) -> float:
+        """How many samples there were: the value of a metric, which nobody reads."""
+        return float(self.count)
+
+    def _names(self, size: int) -> Columns:
+        if self._samples is None:
+            return {"index": np.arange(self.count, self.count + size)}
+        return {"name": list(self._samples[self.count : self.count + size])}
+
+    def _fitting(self, named: dict[str, Tensor], targets: Tensor | None) -> str:
+        numbers = targets is not None and targets.dim() == 1 and not targets.is_floating_point()
+        return "class" if _is_logits(named) and (self._class_names or numbers) else "raw"
+
+    def _classes(self, logits: Tensor, with_probabilities: bool) -> Columns:
+        chosen = logits.argmax(dim=1)
+        columns: Columns = {"class": chosen.numpy()}
+        names = self._class_names
+        if names is not None and len(names) == logits.shape[1]:
+            columns["class_name"] = [names[number] for number in chosen.tolist()]
+        if with_probabilities:
+            shares = logits.softmax(dim=1)
+            columns |= {
+                f"probability_{number}": shares[:, number].numpy()
+                for number in range(logits.shape[1])
+            }
+        return columns
+
+
+def _is_logits(named: dict[str, Tensor]) -> bool:
+    (tensor, *others) = named.values() if named else (torch.empty(0),)
+    return not others and tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.is_floating_point()
+
+
+def _logits(named: dict[str, Tensor], kind: str) -> Tensor:
+    if _is_logits(named):
+        return next(iter(named.values()))
+    shapes = ", ".join(f"{name or 'a tensor'} {tuple(t.shape)}" for name, t in named.items())
+    raise ConfigError(
+        f"outputs={kind}: needs one number for each of several classes, and the model gives "
+        f"{shapes or 'no tensor'}; use outputs=raw"
+    )
+
+
+def _refuse_lists_of_samples(outputs: Any) -> None:
+    """Refuse what detectors give: how many boxes there are is not how many samples."""
+    if isinstance(outputs, list | tuple) and any(isinstance(one, Mapping) for one in outputs):
+        raise ConfigError(
+            f"outputs: the model gives {described(outputs)}, as detectors do, and a table has a "
+            "row of the same columns for each sample; let the objective return such outputs"
+        )
+
+
+def _samples_in(named: dict[str, Tensor]) -> int:
+    sizes = {len(tensor) if tensor.dim() else 0 for tensor in named.values()}
+    if len(sizes) != 1 or 0 in sizes:
+        shapes = ", ".join(f"{name or 'a tensor'} {tuple(t.shape)}" for name, t in named.items())
+        raise ConfigError(
+            f"outputs: the model gives {shapes or 'no tensor'}, which is not a row for each "
+            "sample; let the objective return such outputs"
+        )
+    return sizes.pop()
+
+
+def _raw(named: dict[str, Tensor]) -> Columns:
+    """Every number of a sample in a column of its own, named by its place."""
+    count = sum(tensor[0].numel() for tensor in named.values())
+    if count > _MOST_COLUMNS:
+        raise ConfigError(
+            f"outputs=raw: {count} numbers a sample, and a table has at most {_MOST_COLUMNS} "
+            "columns; let the objective return fewer"
+        )
+    columns: Columns = {}
+    for name, tensor in named.items():
+        for place in np.ndindex(*tensor.shape[1:]):
+            word = "_".join([name or "output", *map(str, place if tensor[0].numel() > 1 else ())])
+            columns[word] = tensor[(slice(None), *place)].numpy()
+    return columns

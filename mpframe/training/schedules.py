@@ -1,0 +1,389 @@
+"""Learning-rate schedules, sized to the planned number of steps.
+
+Each function makes one of torch's schedules for an optimizer, and has a file in conf/scheduler/. A
+schedule is stepped once after every optimizer step that was not skipped. Any other class of torch,
+timm or Hugging Face works as well: torch's `ReduceLROnPlateau` is stepped once after every
+validation, with the metric if that has a direction, else with the loss. `PlannedSchedule` wraps all
+others, and lets a resumed run follow the schedule of its new plan.
+
+`poly`, `exponential`, `transformer` and `piecewise_constant` are OpenSeq2Seq's. They are factors on
+every group's learning rate, by the number t of the steps before: 0 for the first one.
+
+Moves the learning rate's schedule with the steps that were applied.
+"""
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+from mpframe.core.callback import Algorithm
+from mpframe.core.errors import ConfigError, UserCode
+from mpframe.core.ranges import FRACTION, NOT_NEGATIVE, POSITIVE, Range, require
+from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import Trainer, by_name, load_states, states_of
+from mpframe.training.evaluation import Evaluation
+
+
+def constant(optimizer: Optimizer) -> LRScheduler:
+    """The optimizer's own learning rate throughout."""
+    return ConstantLR(optimizer, factor=1.0)
+
+
+def warmup_cosine(
+    optimizer: Optimizer, total_steps: int, warmup: float = 0.1, min_factor: float = 0.0
+) -> LRScheduler:
+    """Linear warm-up to the learning rate, then half a cosine down.
+
+    Args:
+        optimizer: whose groups are scheduled.
+        total_steps: planned optimizer steps, >= 1.
+        warmup: share of the steps in which the rate rises, 0 to 1.
+        min_factor: the last learning rate of each group as a fraction of its own, 0 to 1.
+
+    Raises:
+        ConfigError: a share or fraction is out of its range.
+    """
+    require("scheduler", FRACTION, "a fraction", warmup=warmup, min_factor=min_factor)
+    rising = int(total_steps * warmup)
+    falling = max(1, total_steps - rising)
+    if rising < 1:
+        return _cosine(optimizer, falling, min_factor)
+    rise = LinearLR(optimizer, start_factor=1.0 / (rising + 1), total_iters=rising)
+    fall = _cosine(optimizer, falling, min_factor)
+    return SequentialLR(optimizer, [rise, fall], milestones=[rising])
+
+
+def _cosine(optimizer: Optimizer, steps: int, min_factor: float) -> LRScheduler:
+    """Half a cosine from each group's learning rate down to a fraction of it."""
+    if not min_factor:
+        return CosineAnnealingLR(optimizer, T_max=steps)
+
+    def factor(step: int) -> float:
+        return min_factor + (1 - min_factor) * (1 + math.cos(math.pi * step / steps)) / 2
+
+    return LambdaLR(optimizer, factor)  # torch's own falls to one rate for all groups.
+
+
+def onecycle(optimizer: Optimizer, total_steps: int, **options: Any) -> LRScheduler:
+    """torch's 1cycle policy with the optimizer's learning rate as its peak.
+
+    The momentum, or the first of `betas`, goes the other way: it falls while the rate rises.
+
+    Args:
+        optimizer: whose groups are scheduled.
+        total_steps: planned optimizer steps, >= 1.
+        options: further arguments of torch's `OneCycleLR`, such as `pct_start` or
+            `cycle_momentum=False`.
+    """
+    peaks = [float(group["lr"]) for group in optimizer.param_groups]
+    # One step more than planned: the schedule is advanced after the last step too.
+    return OneCycleLR(optimizer, max_lr=peaks, total_steps=total_steps + 1, **options)
+
+
+def poly(
+    optimizer: Optimizer,
+    total_steps: int,
+    power: float = 1.0,
+    warmup: float = 0.0,
+    min_factor: float = 0.0,
+    begin: float = 0.0,
+) -> LRScheduler:
+    """Linear warm-up over w steps, then from step b on a power of what is left of the run.
+
+        t < w:  (t + 1) / (w + 1)
+        t < b:  1
+        else:   min_factor + (1 - min_factor) * (1 - (t - b) / (total_steps - b))^power
+
+    Args:
+        optimizer: whose groups are scheduled.
+        total_steps: planned optimizer steps, >= 1.
+        power: > 0; 1 falls in a line, 2 steeply at first.
+        warmup: share of the steps in which the rate rises, 0 to 1.
+        min_factor: the last learning rate as a fraction of the first, 0 to 1.
+        begin: share of the steps before the rate falls, 0 to 1; at least the warm-up.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+    require("scheduler", POSITIVE, power=power)
+    fractions = {"warmup": warmup, "min_factor": min_factor, "begin": begin}
+    require("scheduler", FRACTION, "a fraction", **fractions)
+    rising = int(total_steps * warmup)
+    start = max(rising, int(total_steps * begin))
+    falling = max(1, total_steps - start)
+
+    def factor(step: int) -> float:
+        if step < rising:
+            return (step + 1) / (rising + 1)
+        left = min(1.0, max(0.0, 1 - (step - start) / falling))
+        return float(min_factor + (1 - min_factor) * left**power)
+
+    return LambdaLR(optimizer, factor)
+
+
+def exponential(
+    optimizer: Optimizer,
+    factor: float,
+    every: float = 1.0,
+    begin: float = 0.0,
+    staircase: bool = False,
+    min_factor: float = 0.0,
+    unit: int = 1,
+) -> LRScheduler:
+    """The rate times `factor` for each `every` that has passed since `begin`.
+
+        t < begin:  1
+        else:       max(min_factor, factor^((t - begin) / every))
+
+    Args:
+        optimizer: whose groups are scheduled.
+        factor: > 0 and <= 1.
+        every: in units, > 0.
+        begin: in units, >= 0.
+        staircase: the exponent is rounded down, so the rate falls in steps.
+        min_factor: the lowest learning rate as a fraction of the first, 0 to 1.
+        unit: optimizer steps in a unit, >= 1.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+    require("scheduler", Range(above=0.0, high=1.0), factor=factor)
+    require("scheduler", POSITIVE, every=every)
+    require("scheduler", NOT_NEGATIVE, begin=begin)
+    require("scheduler", _COUNT, unit=unit)
+    require("scheduler", FRACTION, "a fraction", min_factor=min_factor)
+    start, period = _steps(begin, unit), _steps(every, unit)
+
+    def fallen(step: int) -> float:
+        passed = max(0.0, (step - start) / period)
+        exponent = math.floor(passed) if staircase else passed
+        return float(max(min_factor, factor**exponent))
+
+    return LambdaLR(optimizer, fallen)
+
+
+def transformer(
+    optimizer: Optimizer,
+    d_model: int,
+    warmup_steps: int,
+    coefficient: float = 1.0,
+    max_factor: float | None = None,
+) -> LRScheduler:
+    """The schedule of "Attention Is All You Need" (2017), also called noam.
+
+        coefficient / sqrt(d_model) * min((t + 1) / w^1.5, 1 / sqrt(t + 1))    for w = warmup_steps
+
+    Args:
+        optimizer: whose groups are scheduled; a learning rate of 1 or 2 is usual.
+        d_model: width of the model, >= 1.
+        warmup_steps: steps in which the rate rises, >= 1; less is taken for 1.
+        coefficient: a factor on all, > 0.
+        max_factor: the rate is at most so many times its own, > 0; None: there is no such bound.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+    most = math.inf if max_factor is None else max_factor
+    require("scheduler", _COUNT, d_model=d_model)
+    require("scheduler", POSITIVE, coefficient=coefficient)
+    if max_factor is not None:
+        require("scheduler", POSITIVE, max_factor=max_factor)
+    scale = coefficient / math.sqrt(d_model)
+    return LambdaLR(optimizer, lambda step: min(most, scale * _noam(step, warmup_steps)))
+
+
+def piecewise_constant(
+    optimizer: Optimizer,
+    boundaries: Sequence[float],
+    factors: Sequence[float],
+    unit: int = 1,
+) -> LRScheduler:
+    """The learning rate itself up to the first boundary, then its product with factor after factor.
+
+    Args:
+        optimizer: whose groups are scheduled.
+        boundaries: in units, rising; the step that begins at a boundary has the new rate.
+        factors: one for each boundary, >= 0; all are of the first rate.
+        unit: optimizer steps in a unit, >= 1.
+
+    Raises:
+        ConfigError: boundaries fall, or are not as many as factors, or an argument is out of its
+            range.
+    """
+    if len(boundaries) != len(factors):
+        raise ConfigError(
+            f"scheduler.factors: {len(factors)} for {len(boundaries)} boundaries; give one for each"
+        )
+    if list(boundaries) != sorted(set(boundaries)):
+        raise ConfigError(f"scheduler.boundaries={list(boundaries)}: must rise")
+    for value in factors:
+        require("scheduler", NOT_NEGATIVE, factors=value)
+    require("scheduler", _COUNT, unit=unit)
+    ends = [_steps(boundary, unit) for boundary in boundaries]
+    return LambdaLR(optimizer, lambda step: [1.0, *factors][sum(step >= end for end in ends)])
+
+
+def _steps(units: float, unit: int) -> float:
+    return round(units * unit, 6)  # 0.07 * 100 is 7.000000000000001.
+
+
+def _noam(step: int, warmup_steps: int) -> float:
+    number, warmup = step + 1, max(1, warmup_steps)
+    return float(min(number * warmup**-1.5, 1 / math.sqrt(number)))
+
+
+_COUNT = Range(low=1)
+log = logging.getLogger(__name__)
+
+
+class Schedule(Protocol):
+    """Sets the learning rates of an optimizer's groups, as torch's schedules do."""
+
+    def step(self) -> None:
+        """One optimizer step was applied."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that its future depends on, as tensors, numbers and text."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from there."""
+
+
+class PlannedSchedule:
+    """A schedule that a run resumes, or replays if it is planned otherwise.
+
+    A state saved with the same arguments is loaded. If an argument differs, such as the length, a
+    new schedule takes as many steps as were applied: from there on the rates are those of the new
+    plan, whatever kind of schedule it is. The optimizer's learning rates stay the saved ones.
+
+    Skipped steps move no schedule. timm's are told the number of applied steps,
+    `step_update(updates)`, and after each epoch that of epochs, `step(epochs)`.
+
+    Args:
+        make: makes the schedule for the optimizer, from the learning rates of its groups.
+        optimizer: whose groups are scheduled.
+        arguments: those of the schedule, as text by name.
+        steps_per_epoch: >= 1.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        optimizer: Optimizer,
+        arguments: Mapping[str, str],
+        steps_per_epoch: int,
+    ) -> None:
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._make, self._optimizer = make, optimizer
+        self._arguments = dict(arguments)
+        self._steps_per_epoch = steps_per_epoch
+        self._updates = 0
+        self.schedule = make()
+        self.__name__ = type(self.schedule).__name__  # Errors in it name this.
+
+    def step(self) -> None:
+        """One optimizer step was applied."""
+        self._updates += 1
+        if not hasattr(self.schedule, "step_update"):
+            self.schedule.step()
+            return
+        self.schedule.step_update(self._updates)
+        if self._updates % self._steps_per_epoch == 0:
+            self.schedule.step(self._updates // self._steps_per_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule's state, the number of updates, and what it was made from."""
+        return {
+            "updates": self._updates,
+            "rates": self._rates,
+            "arguments": self._arguments,
+            "schedule": self.schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from there; a warning names the arguments that differ."""
+        self._rates = [float(rate) for rate in state_dict["rates"]]
+        then, now = dict(state_dict["arguments"]), self._arguments
+        self._updates = int(state_dict["updates"])
+        if then == now:
+            self.schedule.load_state_dict(state_dict["schedule"])
+            return
+        self._replay(self._updates)
+        log.warning(
+            "warning: %s: from step %d on the learning rate follows this schedule",
+            ", ".join(
+                f"scheduler.{name}={now.get(name)} (was {then.get(name)})"
+                for name in sorted(then.keys() | now.keys())
+                if then.get(name) != now.get(name)
+            ),
+            self._updates,
+        )
+
+    def _replay(self, updates: int) -> None:
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+        self.schedule, self._updates = self._make(), 0
+        with warnings.catch_warnings():
+            # The optimizer took these steps before the run was resumed.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            for _ in range(updates):
+                self.step()
+
+
+class Schedules(Algorithm):
+    """Advances a schedule after each applied step, `ReduceLROnPlateau` after each validation.
+
+    Args:
+        schedule: one, or one for each of several optimizers by its name.
+    """
+
+    def __init__(self, schedule: Schedule | Mapping[str, Schedule]) -> None:
+        self.by_name = by_name(schedule)
+        plateaus = {n: s for n, s in self.by_name.items() if isinstance(s, ReduceLROnPlateau)}
+        self._plateaus = list(plateaus.values())
+        self._per_step = {n: s for n, s in self.by_name.items() if n not in plateaus}
+
+    def before_update(self, trainer: Trainer, losses: list[Tensor]) -> None:
+        """Learn whether the step before was skipped: this update needs the rate that follows it."""
+        if self._per_step:
+            trainer.read_verdicts()
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        """A schedule moves with its optimizer's step, unless that was skipped."""
+        parts = result.each()
+        for name, schedule in self._per_step.items():
+            if not parts[name].known.skipped:
+                with UserCode("scheduler:", schedule):
+                    schedule.step()
+
+    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Show plateaus what the validation gave."""
+        for schedule in self._plateaus:
+            schedule.step(evaluation.watched)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each by its name."""
+        return {"schedule": states_of(self.by_name)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from it.
+
+        Raises:
+            CheckpointError: it is of other schedules.
+        """
+        load_states(self.by_name, state.get("schedule", {}), "scheduler")

@@ -1,0 +1,112 @@
+"""Which parameter belongs to which of several optimizers, or to which group of one.
+
+The selections are tried in their order, and a parameter belongs to the first one that takes it.
+With several optimizers one of them must take it. Parameters that no group takes are in the group
+`default`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from mpframe.core.errors import ConfigError, nearest
+
+DEFAULT = "default"
+"""The group of the parameters that no other selects."""
+
+Selected = dict[str, list[nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which parameters an optimizer or a group takes.
+
+    Attributes:
+        parameters: patterns for whole parameter names, e.g. `generator.*`.
+        without: patterns for names left to others.
+        ndim: only tensors with so many dimensions; None: any.
+    """
+
+    parameters: Sequence[str] = ("*",)
+    without: Sequence[str] = ()
+    ndim: int | None = None
+
+    def takes(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether it selects a parameter."""
+        return (
+            any(fnmatchcase(name, pattern) for pattern in self.parameters)
+            and not any(fnmatchcase(name, pattern) for pattern in self.without)
+            and self.ndim in (None, parameter.ndim)
+        )
+
+
+def divided(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
+    """The trainable parameters of each of several optimizers, by its name.
+
+    Raises:
+        ConfigError: a parameter is selected by none, or an optimizer gets none.
+    """
+    parts, rest = _selected(model, selections)
+    if rest:
+        raise ConfigError(
+            f"optimizer.parts: none of {', '.join(selections)} takes {next(iter(rest))}; add a "
+            'last part with parameters=["*"]'
+        )
+    _refuse_empty("optimizer.parts", model, parts, selections)
+    return parts
+
+
+def grouped(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
+    """The trainable parameters of each group; first `default`, with those that no group takes.
+
+    Raises:
+        ConfigError: a pattern matches no name, or a group gets no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for group, selection in selections.items():
+        for pattern in selection.parameters:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(
+                    f"optimizer.groups.{group}.parameters: {pattern!r} matches no parameter; "
+                    f"{hint(pattern, names)}"
+                )
+    groups, rest = _selected(model, selections)
+    _refuse_empty("optimizer.groups", model, groups, selections)
+    return {DEFAULT: list(rest.values()), **groups} if rest else groups
+
+
+def _selected(
+    model: nn.Module, selections: Mapping[str, Selection]
+) -> tuple[Selected, dict[str, nn.Parameter]]:
+    """What each selection takes, and what none does, by name."""
+    taken: Selected = {name: [] for name in selections}
+    rest = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        taker = next((own for own, one in selections.items() if one.takes(name, parameter)), None)
+        if taker is None:
+            rest[name] = parameter
+        else:
+            taken[taker].append(parameter)
+    return taken, rest
+
+
+def _refuse_empty(
+    option: str, model: nn.Module, taken: Selected, selections: Mapping[str, Selection]
+) -> None:
+    for name, own in taken.items():
+        if not own:
+            patterns = list(selections[name].parameters)
+            names = [name for name, _ in model.named_parameters()]
+            raise ConfigError(
+                f"{option}.{name}.parameters={patterns}: no parameter is left for it; "
+                f"{hint(patterns[0] if patterns else '', names)}"
+            )
+
+
+def hint(pattern: str, names: Sequence[str]) -> str:
+    """Names near a pattern that matches none of them, or the first ones."""
+    return nearest(pattern, names) or f"the names are {', '.join(names[:4])}, ..."
