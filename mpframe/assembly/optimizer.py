@@ -20,7 +20,7 @@ from mpframe.config.redaction import hide, secrets_of
 from mpframe.config.schema import Config, Group, GroupOptions, PartOptions
 from mpframe.core.errors import ConfigError
 from mpframe.core.master_weights import MasterWeights
-from mpframe.core.trainer import AnyOptimizer
+from mpframe.core.trainer import StepOptimizer
 from mpframe.data.task import Task
 from mpframe.training.ema import Ema
 from mpframe.training.multi_optimizer import MultiOptimizer
@@ -111,7 +111,7 @@ def _optimizer(path: str, node: dict[str, Any], parameters: Any) -> Optimizer:
     return optimizer
 
 
-def joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> AnyOptimizer:
+def joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> StepOptimizer:
     """One optimizer over all of them; if there is only one, that one."""
     if config.joint is not None:
         several = isinstance(task.objective, Mapping)
@@ -186,7 +186,7 @@ def _set_direction(node: dict[str, Any], name: str, higher: bool | None) -> None
         )
 
 
-def build_ema(config: Config, model: nn.Module, optimizer: AnyOptimizer) -> Ema | None:
+def build_ema(config: Config, model: nn.Module, optimizer: StepOptimizer) -> Ema | None:
     decay = config.trainer.ema_decay
     if decay is None:
         return None

@@ -31,7 +31,7 @@ from mpframe.core.loss_scaling.backoff import PROBE
 from mpframe.core.plan import Plan
 from mpframe.core.precision import Precision
 from mpframe.core.storage import formats_of
-from mpframe.core.trainer import AnyOptimizer, Trainer
+from mpframe.core.trainer import StepOptimizer, Trainer
 from mpframe.core.tree import HALF, device_of, dtype_name, map_tensors
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
@@ -190,7 +190,7 @@ def build_trainer(config: Config, task: Task, batches: int, world: World = ALONE
     )
 
 
-def _kind_of(task: Task, optimizer: AnyOptimizer) -> type[Trainer]:
+def _kind_of(task: Task, optimizer: StepOptimizer) -> type[Trainer]:
     """The trainer for these objectives and this optimizer; only that one is imported."""
     if isinstance(task.objective, Mapping):
         from mpframe.training.multi_objective import MultiObjectiveTrainer
@@ -264,7 +264,7 @@ def build_plan(config: Config) -> Plan:
 def _build_algorithms(
     config: Config,
     model: nn.Module,
-    optimizer: AnyOptimizer,
+    optimizer: StepOptimizer,
     schedules: Mapping[str, Schedule | None],
 ) -> dict[str, Algorithm]:
     """What changes the training beside the step, in the order in which it is called."""

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from mpframe.checkpoint.untrusted import damaged_if_raising
-from mpframe.console import printable
 from mpframe.core.errors import CheckpointError
 from mpframe.files.plain_file import open_regular, read_regular
+from mpframe.files.text import printable
 
 FOLDER = "checkpoints"
 STATE, CONFIG, MANIFEST = "state.pt", "config.yaml", "manifest.json"

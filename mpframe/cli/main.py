@@ -16,8 +16,8 @@ from pathlib import Path
 
 from mpframe import __version__
 from mpframe.cli import completion
-from mpframe.console import one_line_exit
 from mpframe.core.errors import ConfigError, nearest
+from mpframe.files.text import one_line_exit
 
 COMMANDS = {
     "new": "mpframe.cli.commands.new",

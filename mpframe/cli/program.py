@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from mpframe.config.redaction import hide, secrets_of
-from mpframe.console import one_line_exit, unreachable_in_one_line
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError, nearest
+from mpframe.files.text import one_line_exit, unreachable_in_one_line
 
 
 @contextmanager

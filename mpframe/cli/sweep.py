@@ -48,7 +48,7 @@ class SweepTable(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """In the job's process, which may be one of several."""
         if config.hydra.mode is RunMode.MULTIRUN:
-            from mpframe.report.sweep import write_table  # A run alone needs none.
+            from mpframe.lab.report.sweep import write_table  # A run alone needs none.
 
             write_table(Path(config.hydra.sweep.dir))
 
@@ -57,7 +57,7 @@ class SweepTable(Callback):
         self._report()
 
     def _report(self) -> None:
-        from mpframe.report.sweep import as_text, write_table
+        from mpframe.lab.report.sweep import as_text, write_table
 
         jobs = write_table(self._folder)
         if jobs:

@@ -41,8 +41,8 @@ from mpframe.config.sweep import (
     refuse_unfit_choices,
     resolved_text,
 )
-from mpframe.console import unreachable_in_one_line
 from mpframe.core.errors import ConfigError, MpframeError
+from mpframe.files.text import unreachable_in_one_line
 
 __all__ = [
     "Job", "checked", "compose_named", "jobs", "prepare", "refuse_unwritable", "without_hydra"

@@ -20,7 +20,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mpframe.console import printable
+from mpframe.files.text import printable
 
 SECRET_NAME = re.compile(
     r"token(?!s|iz)|secret|passw|api_?key|access_?key|private_?key|credential|auth(?!or)",

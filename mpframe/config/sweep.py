@@ -29,10 +29,10 @@ from mpframe.config.composing import choices_of, composed, paths, refuse_unknown
 from mpframe.config.overrides import PRIMARY, parsed, word_of
 from mpframe.config.redaction import HIDDEN, as_yaml, hide, secrets_of, values_of
 from mpframe.config.schema import only_watches, watching
-from mpframe.console import printable
 from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted, nearest
 from mpframe.files import stored_yaml
 from mpframe.files.stored_yaml import read_stored
+from mpframe.files.text import printable
 
 _VALUES_CHECKED = 512
 _MOST_JOBS = 100_000

@@ -210,4 +210,4 @@ def _range_of(value: Tensor) -> str:
 
 
 def _errors() -> Any:
-    return import_module("mpframe.user_errors")  # The engine does not need it unless it fails.
+    return import_module("mpframe.core.user_errors")  # The engine does not need it unless it fails.

@@ -80,9 +80,7 @@ def mark_known(pairs: Iterable[tuple[Tensor, WriteDetector]]) -> None:
 
 def _move(last: WriteDetector, weight: Tensor) -> None:
     words = _words(weight)
-    large = (
-        words.dtype == torch.int64 and words.dim() > 1 and words.numel() >= _SUMMED
-    )
+    large = words.dtype == torch.int64 and words.dim() > 1 and words.numel() >= _SUMMED
     last.address, last.words = weight.data_ptr(), words
     last.summed = large and _values_count(weight)
     last.bits = torch.empty_like(words) if _values_count(weight) else None

@@ -14,7 +14,7 @@ What may be one thing or several by name, such as schedules: its states, saved a
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ from mpframe.core.loss_scaling.scaler import (
     scalers_by_name,
     wants_probe,
 )
-from mpframe.core.master_weights import MasterWeights
 from mpframe.core.objective import NamedObjective, Objective, StepOutput, compute, require_objective
 from mpframe.core.plan import Plan, Progress
 from mpframe.core.precision import Precision
@@ -47,7 +46,6 @@ from mpframe.core.step_result import StepResult, either, largest, with_verdicts
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.core.widening import widen_named, widened
 from mpframe.core.window import InBackwardWindow, LocalWindow, Loss, Window
-from mpframe.training.multi_optimizer import MultiOptimizer
 
 
 def by_name(given: Any) -> dict[str, Any]:
@@ -91,7 +89,43 @@ def _names(given: Iterable[str]) -> str:
 
 _MOST_PENDING = 100  # So that a run that only skips steps is noticed.
 
-AnyOptimizer = MasterWeights | MultiOptimizer
+
+class StepOptimizer(Protocol):
+    """An optimizer as the trainer sees it: `MasterWeights`, or several that make one step."""
+
+    needs_closure: bool
+
+    @property
+    def param_groups(self) -> list[Any]:
+        """The groups, as torch's optimizers have them."""
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that it moves."""
+
+    def set_requires_grad(self, parameters: Iterable[Tensor], requires_grad: bool) -> None:
+        """Freeze some of the parameters, or train them from the next step on."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients."""
+
+    def join(self, world: World) -> None:
+        """Step together with other ranks."""
+
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """The fp32 tensor that the update acts on."""
+
+    def inner_state_dict(self) -> dict[str, Any]:
+        """The state of the wrapped optimizers, without masters."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+
+    def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
+        """The fp32 tensor behind each parameter of the model."""
+
+    def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Take parameters and buffers by name."""
 
 
 @dataclass
@@ -121,7 +155,7 @@ class Trainer:
     """
 
     model: nn.Module
-    optimizer: AnyOptimizer
+    optimizer: StepOptimizer
     objective: Objective
     precision: Precision = field(default_factory=Precision)
     scaler: Scaling = None

@@ -22,7 +22,7 @@ from mpframe.core.trainer import Trainer
 from mpframe.core.tree import dtype_name
 from mpframe.data.loading import Loader
 from mpframe.training.ema import ema_of
-from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.multi_optimizer import parts_of
 
 
 class Severity(IntEnum):
@@ -119,10 +119,8 @@ class PlannedRun:
     @property
     def optimizers(self) -> dict[str, MasterWeights]:
         """The optimizers by the path of their options."""
-        optimizer = self.trainer.optimizer
-        if isinstance(optimizer, MultiOptimizer):
-            return {f"optimizer.parts.{name}": part for name, part in optimizer.parts.items()}
-        return {"optimizer": optimizer}
+        parts = parts_of(self.trainer.optimizer)
+        return {f"optimizer.parts.{n}" if n else "optimizer": part for n, part in parts.items()}
 
     def typed(self, path: str, value: object) -> str:
         """The word that sets an option of an open section, as it must be typed."""

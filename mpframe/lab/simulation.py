@@ -17,7 +17,7 @@ import torch
 
 from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.files.durable import write_atomically
-from mpframe.table import aligned
+from mpframe.files.text import aligned
 
 Series = npt.NDArray[np.float64]
 

@@ -19,7 +19,7 @@ import torch
 
 from mpframe.config.redaction import HIDDEN, SECRET_NAME, hide, secrets_of
 from mpframe.core.comm import ALONE, World
-from mpframe.table import markdown
+from mpframe.files.text import markdown
 
 PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 

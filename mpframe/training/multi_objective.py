@@ -90,7 +90,7 @@ class MultiObjectiveTrainer(Trainer):
         for name, own in self.objective.items():
             require_objective(f"objective.{name}", own)
         parts = self.optimizer.parts if isinstance(self.optimizer, MultiOptimizer) else {}
-        if list(parts) != list(self.objective) or not self.optimizer.own_losses:  # type: ignore[union-attr]
+        if list(parts) != list(self.objective) or not self.optimizer.own_losses:  # type: ignore[attr-defined]
             raise ConfigError(
                 f"optimizer.parts={', '.join(parts) or 'none'}: the losses are {names}; give each "
                 "an optimizer by its name, in this order"

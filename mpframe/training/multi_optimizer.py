@@ -311,3 +311,8 @@ def _refuse_misfits(parts: Mapping[str, MasterWeights]) -> None:
 
 def _device(part: MasterWeights) -> torch.device:
     return next((p.device for p in part.parameters), torch.device("cpu"))
+
+
+def parts_of(optimizer: Any) -> dict[str, MasterWeights]:
+    """The optimizers that make one step, by name; a single one is named ""."""
+    return optimizer.parts if isinstance(optimizer, MultiOptimizer) else {"": optimizer}

@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 
 from mpframe.cli.program import refuse_words
-from mpframe.console import one_line_exit, take_options
 from mpframe.core.errors import ConfigError
+from mpframe.files.text import one_line_exit, take_options
 
 _OPTIONS = ("repeats", "out")
 

@@ -20,7 +20,7 @@ from mpframe.cli.commands.export import main as export_main
 from mpframe.cli.commands.predict import main as predict_main
 from mpframe.cli.commands.report import main as report_main
 from mpframe.cli.commands.train import main as train_main
-from mpframe.console import unreachable_in_one_line
+from mpframe.files.text import unreachable_in_one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"

@@ -31,9 +31,9 @@ from mpframe.checkpoint.folder import Manifest, content_digest, sha256_of
 from mpframe.config.stored import config_of
 from mpframe.core.errors import MpframeError
 from mpframe.core.trainer import Trainer
-from mpframe.report.page import as_markdown, as_page
-from mpframe.report.records import find_runs
-from mpframe.report.tables import compared
+from mpframe.lab.report.page import as_markdown, as_page
+from mpframe.lab.report.records import find_runs
+from mpframe.lab.report.tables import compared
 from mpframe.run import resume
 from mpframe.tracking.summary import Summary
 

@@ -54,7 +54,7 @@ def test_a_default_run_imports_few_modules(default_run: set[str]) -> None:
         "mpframe.workloads",
         "mpframe.data.cifar",
         "mpframe.data.image_files",
-        "mpframe.report",
+        "mpframe.lab.report",
         "mpframe.lab.doctor",
         "mpframe.lab.ranges",
         "mpframe.lab.range_watch",

@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from mpframe.config.redaction import Redacting, as_yaml, hide, redacted, secrets_of
-from mpframe.console import printable
+from mpframe.files.text import printable
 
 SECRETS = [
     "plain12345",

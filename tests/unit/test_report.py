@@ -16,9 +16,9 @@ import yaml
 from mpframe.cli.commands import report as report_command
 from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError
-from mpframe.report.page import _panels, as_markdown, as_page, draw
-from mpframe.report.records import find_runs
-from mpframe.report.tables import compared, costs, every_run, recipes, results, unfinished
+from mpframe.lab.report.page import _panels, as_markdown, as_page, draw
+from mpframe.lab.report.records import find_runs
+from mpframe.lab.report.tables import compared, costs, every_run, recipes, results, unfinished
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import Tracker

@@ -15,7 +15,7 @@ import yaml
 
 from mpframe.core.errors import MpframeError
 from mpframe.files.durable import write_atomically
-from mpframe.report.sweep import COLUMNS, as_text, find_jobs, write_table
+from mpframe.lab.report.sweep import COLUMNS, as_text, find_jobs, write_table
 from mpframe.tracking.summary import Status, Summary
 
 SUMMARY = Summary(

@@ -38,11 +38,11 @@ from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.overrides import take_source
 from mpframe.config.redaction import secrets_of
 from mpframe.config.sweep import name_of
-from mpframe.console import printable, take_options
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import device_of
 from mpframe.data.loading import Loader
 from mpframe.files.durable import write_atomically
+from mpframe.files.text import printable, take_options
 from mpframe.tracking.summary import strict_json
 from mpframe.training.evaluation import Evaluation
 

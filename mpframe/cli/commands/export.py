@@ -66,9 +66,9 @@ from mpframe.cli.restored import checkpoint_of
 from mpframe.config.overrides import take_source
 from mpframe.config.redaction import redacted, secrets_of
 from mpframe.config.stored import config_of
-from mpframe.console import printable, take_options
 from mpframe.core.errors import ConfigError, nearest
 from mpframe.core.tree import dtype_name
+from mpframe.files.text import printable, take_options
 
 _DEFAULTS = {
     "checkpoint": "",

@@ -17,10 +17,9 @@ from typing import Any
 from mpframe.cli.program import program, refuse_words
 from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.schema import SECTIONS, GroupOptions, JointOptions, PartOptions, RunOptions
-from mpframe.console import take_options
 from mpframe.core.ranges import Range
 from mpframe.files.durable import write_atomically
-from mpframe.table import markdown
+from mpframe.files.text import markdown, take_options
 
 _HEAD = """# Options
 

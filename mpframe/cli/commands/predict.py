@@ -42,7 +42,6 @@ from mpframe.checkpoint.state import KINDS
 from mpframe.cli.program import program, refuse_unknown
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
 from mpframe.config.command_line import refuse_unwritable
-from mpframe.console import printable, take_options
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
 from mpframe.core.trainer import Trainer
@@ -51,6 +50,7 @@ from mpframe.data.image_files import FileImages, Listing, list_unlabelled
 from mpframe.data.images import Normalize
 from mpframe.data.task import Task
 from mpframe.files.table import refuse_unwritable_kind, writing
+from mpframe.files.text import printable, take_options
 from mpframe.training.prediction import OUTPUTS, Predictions
 
 _OPTIONS = ("checkpoint", "split", "folder", "outputs", "weights", "out", "overwrite")

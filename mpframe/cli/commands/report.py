@@ -17,12 +17,12 @@ from pathlib import Path
 
 from mpframe.cli.program import program
 from mpframe.config.command_line import refuse_unwritable
-from mpframe.console import take_options
 from mpframe.core.errors import ConfigError
 from mpframe.files.durable import write_atomically
-from mpframe.report.page import as_markdown, as_page
-from mpframe.report.records import find_runs
-from mpframe.report.tables import compared
+from mpframe.files.text import take_options
+from mpframe.lab.report.page import as_markdown, as_page
+from mpframe.lab.report.records import find_runs
+from mpframe.lab.report.tables import compared
 
 _OPTIONS = ("out",)
 PAGE, TABLES = "report.html", "report.md"

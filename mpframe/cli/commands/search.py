@@ -39,7 +39,6 @@ from mpframe import assembly
 from mpframe.cli.program import program
 from mpframe.config.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
-from mpframe.console import take_options
 from mpframe.core.errors import ConfigError, DivergedError
 from mpframe.core.policy import NO_PRODUCTS
 from mpframe.core.storage import op_of
@@ -47,9 +46,9 @@ from mpframe.core.trainer import Trainer
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import write_atomically
+from mpframe.files.text import markdown, take_options
 from mpframe.lab.remedies import pin_words
 from mpframe.lab.search import Pins, RelativeError, Search, SearchResult, Sensitivity
-from mpframe.table import markdown
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.evaluation import Evaluation
 

@@ -25,10 +25,10 @@ from mpframe.assembly import build_scaler
 from mpframe.cli.program import program
 from mpframe.config.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
-from mpframe.console import take_options
 from mpframe.core.errors import ConfigError
 from mpframe.core.loss_scaling import NoScaling
 from mpframe.core.loss_scaling.scaler import LossScaler, name_of
+from mpframe.files.text import take_options
 from mpframe.lab.simulation import as_table, draw, replay
 from mpframe.tracking.amax_record import read_amax
 

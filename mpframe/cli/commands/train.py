@@ -38,8 +38,8 @@ from mpframe.config.overrides import (
     word_of,
 )
 from mpframe.config.redaction import hide, secrets_of, values_of
-from mpframe.console import unreachable_in_one_line
 from mpframe.core.errors import MpframeError
+from mpframe.files.text import unreachable_in_one_line
 from mpframe.parallel.launch import place
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"

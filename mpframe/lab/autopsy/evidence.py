@@ -28,7 +28,7 @@ from mpframe.core.trainer import Trainer
 from mpframe.core.tree import device_of, fields_of, map_tensors, tensors_in, with_fields
 from mpframe.lab.autopsy.replay import Case
 from mpframe.lab.optimizer_numbers import rounded_numbers
-from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.multi_optimizer import parts_of
 
 _KEPT = (bool, int, float, str, type(None))
 
@@ -149,8 +149,7 @@ class Evidence:
 
 def zero_eps_of(trainer: Trainer) -> str:
     """The eps of an optimizer that is 0 in the format it works in, in words; else empty."""
-    optimizer = trainer.optimizer
-    parts = optimizer.parts.values() if isinstance(optimizer, MultiOptimizer) else [optimizer]
+    parts = parts_of(trainer.optimizer).values()
     numbers = (number for part in parts for number in rounded_numbers(part))
     return next((str(number) for number in numbers if number.lost and number.name == "eps"), "")
 

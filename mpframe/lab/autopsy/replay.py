@@ -21,7 +21,7 @@ from mpframe.core.objective import NamedObjective, compute, samples_in
 from mpframe.core.op_lists import OpLists
 from mpframe.core.precision import Precision
 from mpframe.core.storage import formats_of
-from mpframe.core.trainer import AnyOptimizer
+from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF, device_of
 from mpframe.core.widening import fp32_weights
 from mpframe.lab.autopsy.watch import Trace, Watch, magnitudes_of
@@ -49,7 +49,7 @@ class Case:
     """
 
     model: nn.Module
-    optimizer: AnyOptimizer
+    optimizer: StepOptimizer
     precision: Precision
     objectives: Sequence[NamedObjective]
     batches: Sequence[Batch]

@@ -12,13 +12,13 @@ from torch import nn
 from mpframe.core.policy import NO_PRODUCTS
 from mpframe.core.trainer import Trainer
 from mpframe.files.durable import write_atomically
+from mpframe.files.text import markdown
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, Saturation, diagnose
 from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.replay import Case, Replay, Setting
 from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
 from mpframe.lab.remedies import deny_words, pin_words
-from mpframe.table import markdown
 
 _FEW = 8
 

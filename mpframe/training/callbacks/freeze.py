@@ -16,7 +16,7 @@ from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import ConfigError
 from mpframe.core.plan import Progress
 from mpframe.core.trainer import Trainer
-from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.multi_optimizer import parts_of
 from mpframe.training.run_context import RunContext
 from mpframe.training.selection import hint
 
@@ -88,7 +88,7 @@ class Freeze(Callback):
             trainer.optimizer.set_requires_grad(own.parameters, False)
             log.info("frozen for %d %s: %s", own.count, own.unit, own)
         optimizer = trainer.optimizer
-        parts = optimizer.parts.values() if isinstance(optimizer, MultiOptimizer) else [optimizer]
+        parts = parts_of(optimizer).values()
         if not all(part.parameters for part in parts):
             raise ConfigError(
                 "callbacks.freeze: leaves an optimizer nothing to train; freeze fewer parameters"

@@ -18,7 +18,7 @@ from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError, DivergedError, nearest
 from mpframe.core.loss_scaling import Static
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import AnyOptimizer, Trainer
+from mpframe.core.trainer import StepOptimizer, Trainer
 from mpframe.core.tree import HALF
 from mpframe.training.evaluation import Best, Evaluation
 from mpframe.training.interruption import Interruption
@@ -222,7 +222,7 @@ class SaturationWarning(Callback):
             log.warning("warning: %s", message)
 
 
-def saturation_warning(optimizer: AnyOptimizer, model: nn.Module) -> str | None:
+def saturation_warning(optimizer: StepOptimizer, model: nn.Module) -> str | None:
     """Return a line on the half weights beyond their range; None if there are none.
 
     Waits for the device: ask at reports, not in steps.

@@ -23,7 +23,7 @@ from torch.profiler import profile, record_function, schedule
 
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.trainer import Trainer
-from mpframe.table import aligned, markdown
+from mpframe.files.text import aligned, markdown
 from mpframe.tracking.tags import Tag
 from mpframe.training.run_context import RunContext
 

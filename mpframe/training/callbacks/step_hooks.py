@@ -18,7 +18,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import Trainer
 from mpframe.training.larc import LARC
-from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.multi_optimizer import parts_of
 from mpframe.training.run_context import RunContext
 from mpframe.training.selection import Selection, hint
 
@@ -58,7 +58,7 @@ class StepHook(Callback):
         named = dict(trainer.model.named_parameters())
         self._refuse_idle(list(named))
         optimizer = trainer.optimizer
-        parts = optimizer.parts.values() if isinstance(optimizer, MultiOptimizer) else [optimizer]
+        parts = parts_of(optimizer).values()
         for part in parts:  # A frozen group is in none of them.
             self.names |= {
                 part.optimizer_param(own): n for n, own in named.items() if part.holds(own)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpframe.config.schema import only_watches
-from mpframe.report.records import Record
+from mpframe.lab.report.records import Record
 from mpframe.tracking.summary import Summary
 
 PRECISION = ("dtype", "loss_scaling", "ops")

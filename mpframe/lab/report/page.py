@@ -17,8 +17,9 @@ from html import escape
 from itertools import accumulate
 from typing import Any
 
-from mpframe.report.records import Curve, Record
-from mpframe.report.tables import (
+from mpframe.files.text import markdown
+from mpframe.lab.report.records import Curve, Record
+from mpframe.lab.report.tables import (
     COST_NOTES,
     NOTES,
     RECIPE_NOTES,
@@ -30,7 +31,6 @@ from mpframe.report.tables import (
     results,
     unfinished,
 )
-from mpframe.table import markdown
 from mpframe.tracking.tags import Tag, metric_tag
 
 _METRIC = re.compile(metric_tag("(.+)"))

@@ -13,12 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mpframe.console import printable
 from mpframe.core.errors import MpframeError, first_line
 from mpframe.files.durable import write_atomically
 from mpframe.files.stored_yaml import read_stored
+from mpframe.files.text import aligned, markdown, printable
 from mpframe.files.turns import turn_in
-from mpframe.table import aligned, markdown
 from mpframe.tracking.summary import Status, Summary
 
 NO_SUMMARY = "no summary"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mpframe.config.check import flatten
-from mpframe.console import printable
 from mpframe.core.errors import ConfigError, MpframeError, first_line
 from mpframe.files.stored_yaml import read_stored
+from mpframe.files.text import printable
 from mpframe.tracking.summary import FILE_NAME, Summary
 
 CONFIG = "config_resolved.yaml"
