@@ -64,8 +64,8 @@ def _writers(root: logging.Logger) -> list[logging.Handler]:
 @pytest.fixture
 def waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for the device, as for a GPU: torch's fused optimizers skip by themselves."""
-    for module in ("optim.master_weights", "loss_scaling.logmax"):
-        monkeypatch.setattr(f"mpframe.{module}.is_waited_for", lambda device: True)
+    for module in ("master_weights", "loss_scaling.logmax"):
+        monkeypatch.setattr(f"mpframe.core.{module}.is_waited_for", lambda device: True)
 
 
 @pytest.fixture(scope="session")

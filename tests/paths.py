@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from mpframe.optim import buckets, gradients
 
+from mpframe.core import gradients, master_weights
 from mpframe.core.masters import Master
 from mpframe.core.plan import Plan
 from mpframe.core.split_master import KINDS, SplitMaster
@@ -19,7 +19,7 @@ from mpframe.core.split_master import KINDS, SplitMaster
 
 def _buckets(patch: pytest.MonkeyPatch) -> None:
     """Each parameter is updated by itself, and no half gradient becomes fp32 before that."""
-    patch.setattr(buckets, "_SIZE_ON_CPU", 1)
+    patch.setattr(master_weights, "_SIZE_ON_CPU", 1)
     patch.setattr(gradients, "_FEW", -1)
 
 

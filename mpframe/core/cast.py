@@ -8,7 +8,7 @@ the casts are part of the graph, and the backward pass runs in the formats of th
     fp32 op      half inputs widened
     infer op     all inputs widened to the widest of them
     others       left alone, and unwrapped if they are Python functions of torch, so that the ops
-                 they call are cast (torch_functions.py)
+                 they call are cast (unwrapping.py)
     OpHandlers   come before all of these (handlers.py)
 
 Never cast: integers, booleans, complex, float64 and float8 tensors, and the floating tensors beside
@@ -54,8 +54,8 @@ from mpframe.core.handlers import (
 from mpframe.core.masters import master_for
 from mpframe.core.op_lists import PINS, op_name
 from mpframe.core.policy import CASTABLE, NO_PRODUCTS, UNCAST, Policy
-from mpframe.core.torch_functions import UNWRAPPED, unwrap
 from mpframe.core.tree import HALVES, call_with, map_tensors
+from mpframe.core.unwrapping import UNWRAPPED, unwrap
 
 Pins = Sequence[tuple[str, str, bool]]  # (module, pin, whether torch.autocast was on there)
 

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mpframe.core.blocks import block
 from mpframe.core.errors import ConfigError, UserCode, UserCodeError, blame, described, name_of
 from mpframe.core.loss_scaling.scaler import LossScaler
-from mpframe.core.torch_functions import block
 from mpframe.core.tree import HALF, tensors_in, to_fp32
 
 

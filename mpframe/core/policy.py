@@ -20,13 +20,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from mpframe.core.errors import ConfigError, nearest
 from mpframe.core.op_lists import PINS, OpLists
-from mpframe.core.torch_functions import present_mode
-from mpframe.core.tree import HALVES, map_tensors
+from mpframe.core.tree import HALVES
 
 MODES = ("fp32", "mixed", "amp")
 COMPUTES = ("auto", "native", "emulated")
@@ -183,61 +180,3 @@ def _check_choice(
         raise ConfigError(
             f"{path}={value}: choose {', '.join(allowed)}" + (f"; {hint}" if hint else "")
         )
-
-
-def pin_modules(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
-    """Hook every module that a pattern matches, or that is inside such a module."""
-    handles = []
-    for name, module in model.named_modules():
-        pin = policy.pin_of(name)
-        if pin is not None:
-            enter, leave = _Enter(policy, name, pin[1]), _Leave(policy, name)
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-    return handles
-
-
-def check_patterns(model: nn.Module, policy: Policy) -> None:
-    """Refuse a pattern that matches no module: it is most likely misspelt."""
-    names = [name for name, _ in model.named_modules()]
-    for pattern in policy.ops.modules:
-        if not any(policy.matches(pattern, name) for name in names):
-            known = ", ".join(names[1:9]) + (", ..." if len(names) > 9 else "")
-            raise ConfigError(f"ops.modules[{pattern!r}] matches no module; the model has {known}")
-
-
-# Classes and not functions within a function, so that a model with its hooks can be pickled.
-@dataclass(frozen=True)
-class _Enter:
-    policy: Policy
-    name: str
-    pin: str
-
-    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        mode = present_mode(self.policy)
-        if mode is None:
-            return None
-        mode.push_pin(self.name, self.pin)
-        if self.pin not in PINS:
-            return None
-        inside = torch.float32 if self.pin == "fp32" else mode.half()
-        return map_tensors(lambda tensor: cast_to(tensor, inside), (args, kwargs))
-
-
-@dataclass(frozen=True)
-class _Leave:
-    policy: Policy
-    name: str
-
-    def __call__(self, _: nn.Module, args: Any, result: Any) -> Any:
-        mode = present_mode(self.policy)
-        popped = mode is not None and mode.pop_pin(self.name)
-        if not popped or not self.policy.ops.empty:
-            return None
-        # Without lists no op casts its own inputs, and what follows expects half.
-        return map_tensors(lambda tensor: cast_to(tensor, self.policy.half_dtype), result)
-
-
-def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype`; unchanged if its format is never cast."""
-    return tensor.to(dtype) if tensor.dtype in CASTABLE else tensor

@@ -19,16 +19,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from mpframe.core.blocks import block, cast_to, check_patterns, pin_modules
 from mpframe.core.cast import Casts
 from mpframe.core.comm import World
 from mpframe.core.handlers import OpHandler
 from mpframe.core.master_weights import MasterWeights
 from mpframe.core.masters import Master, remember
 from mpframe.core.op_lists import OpLists
-from mpframe.core.policy import Policy, cast_to, check_patterns, lowbit, pin_modules
+from mpframe.core.policy import Policy, lowbit
+from mpframe.core.recomputation import follow_backward_passes, release
 from mpframe.core.split_master import KINDS, refuse_split
 from mpframe.core.storage import WeightUses, check_not_lazy, store
-from mpframe.core.torch_functions import block, follow_backward_passes, release
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.core.widening import watch
 

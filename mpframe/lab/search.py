@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpframe.core.blocks import cast_to
 from mpframe.core.callback import Batch
-from mpframe.core.loss_scaling.logmax import safe_scale
-from mpframe.core.policy import cast_to
+from mpframe.core.loss_scaling.scaler import safe_scale
 from mpframe.core.trainer import Trainer
 from mpframe.core.tree import map_tensors
 

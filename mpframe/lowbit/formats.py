@@ -5,6 +5,7 @@ is packed: a rounded value is an fp32 number that the format can hold. So every 
 device, and a new one is one more line.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -174,3 +175,19 @@ def _round_bits_(values: Tensor, format: ElementFormat, draw: Draw | None) -> Te
     carry.masked_fill_(values.isnan(), 0)
     bits.add_(carry).bitwise_and_(-(1 << cut))
     return values
+
+
+def transform(values: Tensor, axis: int, size: int) -> Tensor:
+    """`values` (float32) transformed in blocks of `size`, a power of two that divides the axis."""
+    blocks = torch.unflatten(values, axis, (-1, size)).movedim(axis + 1, -1)
+    mixed = blocks @ matrix(size, values.device)
+    return mixed.movedim(-1, axis + 1).flatten(axis, axis + 1)
+
+
+def matrix(size: int, device: torch.device) -> Tensor:
+    """D H of a power of two: orthogonal, float32, the same at each call."""
+    rows = torch.ones(1, 1)
+    while len(rows) < size:
+        rows = torch.cat([torch.cat([rows, rows], 1), torch.cat([rows, -rows], 1)])
+    signs = torch.rand(size, 1, generator=torch.Generator().manual_seed(size)) < 0.5
+    return (torch.where(signs, -rows, rows) / math.sqrt(size)).to(device)

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpframe.lowbit.formats import FORMATS, Draw, ElementFormat, round_finite_, round_to
-from mpframe.lowbit.kernels import transform
+from mpframe.lowbit.formats import FORMATS, Draw, ElementFormat, round_finite_, round_to, transform
 
 PER = ("tensor", "row", "block")
 SCALES = ("fp32", "e8m0", "e4m3", "none")

@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
+from mpframe.core.blocks import block, casts_here
 from mpframe.core.buffers import State
 from mpframe.core.errors import ConfigError
-from mpframe.core.torch_functions import block, casts_here
 from mpframe.training.selection import hint
 
 _SAFE_CHANNELS = 8

@@ -3,7 +3,7 @@
 On a CPU nothing waits, so what would wait elsewhere is counted: the reads of a value (`item`,
 `bool`, `float`, `tolist`, ...) and the ops whose shape depends on values. Two things are left out:
 what torch's optimizers read of their own step counters, which lie on the CPU on every device; and
-the comparison of half weights with what they were, which is made on CPUs alone (write_detector.py).
+the comparison of half weights with what they were, which is made on CPUs alone (masters.py).
 """
 
 from collections.abc import Callable, Iterator

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from mpframe.optim import buckets, gradients
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from mpframe import MasterWeights, Precision, Static, Trainer
 from mpframe.assembly import make
 from mpframe.config.locations import CONF
+from mpframe.core import gradients, master_weights
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.core.plan import Plan
@@ -203,7 +203,7 @@ def test_a_penalty_is_added_to_the_masters_in_fp32(
 ) -> None:
     """2^-20 is nothing beside a half weight or its gradient; the clipping comes before it."""
     monkeypatch.setattr(gradients, "_FEW", few)
-    monkeypatch.setattr(buckets, "_SIZE_ON_CPU", 1)
+    monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", 1)
     run, plain = (trainer(mode, half, **more) for _ in range(2))
     penalty = l1(2.0**-20, ["*.bias"])
     penalty.setup(run, None)  # type: ignore[arg-type]  # It does not look at the run.

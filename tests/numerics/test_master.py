@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from mpframe.optim.masters import write_detector
 from torch import Tensor, nn
 from vocabulary import HALVES, same_bits
 
 from mpframe import MasterWeights, Precision, Static
+from mpframe.core import masters as core_masters
 from mpframe.core.errors import ConfigError
 from mpframe.core.masters import _LARGE as LARGE
 from mpframe.training.ema import Ema
@@ -95,7 +95,7 @@ class TestWrites:
     )
     def test_without_a_look_at_the_values(self, name: str, monkeypatch: Any) -> None:
         """As on an accelerator: the version counter and the address tell of the other writes."""
-        monkeypatch.setattr(write_detector, "_values_count", lambda _: False)
+        monkeypatch.setattr(core_masters, "_values_count", lambda _: False)
         model, optimizer = linear()
         for _ in range(2):
             WRITES[name](model)
@@ -107,7 +107,7 @@ class TestWrites:
     def test_new_data_at_the_old_address(self, looks: bool, monkeypatch: Any) -> None:
         """An allocator gives freed memory again: the master holds what it has seen."""
         if not looks:
-            monkeypatch.setattr(write_detector, "_values_count", lambda _: False)
+            monkeypatch.setattr(core_masters, "_values_count", lambda _: False)
         model, optimizer = linear()
         for value in (1.0, 2.0, 3.0):
             model.weight.data = torch.full((4, 4), 7.0, dtype=torch.float16)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from mpframe.optim import gradients as optim_gradients
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from vocabulary import HALVES, formats, same_bits, tensors
 
 from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
+from mpframe.core import gradients as optim_gradients
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.plan import Plan
 from mpframe.training.callbacks.guards import saturation_warning

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mpframe.lowbit import scaling
-from mpframe.lowbit.formats import FORMATS, Draw
-from mpframe.lowbit.kernels import matrix
+from mpframe.lowbit.formats import FORMATS, Draw, matrix
 from mpframe.lowbit.scaling import (
     RULES,
     Axes,

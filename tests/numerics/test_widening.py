@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from mpframe.optim.masters import write_detector
 from test_trainer_step import differing
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from vocabulary import HALVES, same_bits
 
 from mpframe import Backoff, MasterWeights, Precision, Trainer
+from mpframe.core import masters as core_masters
 from mpframe.core.objective import StepOutput
 from mpframe.core.widening import fp32_weights
 from mpframe.training.ema import AverageWeights, Ema, ema_of
@@ -322,7 +322,7 @@ class TestTeachers:
         self, name: str, grouped: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """There values are compared in the first steps alone: `.data.mul_` raises no counter."""
-        monkeypatch.setattr(write_detector, "_values_count", lambda _: False)
+        monkeypatch.setattr(core_masters, "_values_count", lambda _: False)
         precision, model = Precision("mixed", "bfloat16"), Student()
         plain = adamw((model if grouped else model.online).parameters())
         _, optimizer = precision.prepare(model, plain)
@@ -339,7 +339,7 @@ class TestTeachers:
     ) -> None:
         """Also if it was loaded before the first step, or is exchanged and put back."""
         if not looks:
-            monkeypatch.setattr(write_detector, "_values_count", lambda _: False)
+            monkeypatch.setattr(core_masters, "_values_count", lambda _: False)
         precision, model = Precision("mixed", half), Student()
         _, optimizer = precision.prepare(model, adamw(model.online.parameters()))
         weight = model.teacher[0].weight

@@ -16,8 +16,8 @@ docs/loss_scaling/own.md. The package imports torch and, of mpframe, `errors`, `
 ranges of config.
 """
 
-from mpframe.core.loss_scaling.backoff import Backoff
+from mpframe.core.loss_scaling.backoff import Backoff, auto, none
 from mpframe.core.loss_scaling.logmax import LogMax
-from mpframe.core.loss_scaling.scaler import NoScaling, Scaler, Static, auto, none
+from mpframe.core.loss_scaling.scaler import NoScaling, Scaler, Static
 
 __all__ = ["Backoff", "LogMax", "NoScaling", "Scaler", "Static", "auto", "none"]

@@ -19,15 +19,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mpframe.core.loss_scaling.logmax import largest_power_below, power_of_two
 from mpframe.core.loss_scaling.scaler import (
     FP32_MAX,
     SCALES,
     Half,
+    NoScaling,
     Scaler,
     count,
     half_format,
+    largest_power_below,
     number,
+    power_of_two,
     refused,
     within,
 )
@@ -161,3 +163,24 @@ class Backoff(AdaptiveScaler):
             "clean_steps": clean_steps.masked_fill(grow, 0),
             "overflows": overflows.masked_fill(grow, 0),
         }
+
+
+def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | NoScaling:
+    """`Backoff` if anything is stored or computed in float16; else `NoScaling`.
+
+    bfloat16 has the range of fp32, so its gradients need no scale.
+
+    Args:
+        mode: the dtype mode, "fp32", "mixed" or "amp".
+        half: the run's 16-bit format.
+
+    Raises:
+        ConfigError: `half` is no such format.
+    """
+    float16 = mode != "fp32" and half_format(half) == torch.float16
+    return Backoff(half=half) if float16 else NoScaling()
+
+
+def none() -> NoScaling:
+    """No scaling. A step whose gradients are not finite is skipped all the same."""
+    return NoScaling()

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.core.loss_scaling.backoff import Backoff
 from mpframe.core.ranges import Range
 from mpframe.core.tree import HALVES
 
@@ -281,22 +280,42 @@ class Static(Scaler):
         """Do nothing: the scale is fixed."""
 
 
-def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | NoScaling:
-    """`Backoff` if anything is stored or computed in float16; else `NoScaling`.
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in float32, for whole exponents from -126 to 127 in any dtype."""
+    bits = (exponent.int() + _FP32_BIAS) << _FP32_MANTISSA_BITS
+    return bits.view(torch.float32)
 
-    bfloat16 has the range of fp32, so its gradients need no scale.
+
+def exponent_of(power: Tensor) -> Tensor:
+    """e of 2^e, as int32."""
+    return torch.frexp(power).exponent - 1  # frexp gives a mantissa in [0.5, 1)
+
+
+def largest_power_below(limit: float, amax: Tensor) -> Tensor:
+    """The largest e with 2^e * amax <= limit, as int32; `amax` is finite and > 0."""
+    room = torch.frexp(torch.as_tensor(limit, dtype=torch.float64, device=amax.device))
+    used = torch.frexp(amax.double())  # float64 holds the subnormal float32 as normal numbers
+    return room.exponent - used.exponent - (used.mantissa > room.mantissa).int()
+
+
+def safe_scale(amax: float, half: torch.dtype, octaves: int = 1) -> float | None:
+    """The largest power of two that leaves some octaves free above a gradient of this magnitude.
 
     Args:
-        mode: the dtype mode, "fp32", "mixed" or "amp".
-        half: the run's 16-bit format.
+        amax: the largest |unscaled gradient|.
+        half: the format whose largest number limits the scaled gradient.
+        octaves: how many are left free, >= 0.
 
-    Raises:
-        ConfigError: `half` is no such format.
+    Returns:
+        The scale; None if `amax` is 0, inf or nan, and so tells nothing.
     """
-    float16 = mode != "fp32" and half_format(half) == torch.float16
-    return Backoff(half=half) if float16 else NoScaling()
+    if not 0.0 < amax < math.inf:
+        return None
+    limit = torch.finfo(half).max / 2.0**octaves
+    return 2.0 ** int(largest_power_below(limit, torch.tensor(amax, dtype=torch.float64)))
 
 
-def none() -> NoScaling:
-    """No scaling. A step whose gradients are not finite is skipped all the same."""
-    return NoScaling()
+_FP32_BIAS = 127
+
+
+_FP32_MANTISSA_BITS = 23

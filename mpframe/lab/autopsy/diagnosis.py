@@ -27,7 +27,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from mpframe.core.loss_scaling.logmax import safe_scale
+from mpframe.core.loss_scaling.scaler import safe_scale
 from mpframe.core.op_lists import known_ops
 from mpframe.core.tree import dtype_name
 from mpframe.data.loading import named_leaves

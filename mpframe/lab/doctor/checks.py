@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE
-from mpframe.core.loss_scaling.logmax import safe_scale
+from mpframe.core.loss_scaling.scaler import safe_scale
 from mpframe.core.master_weights import MasterWeights
 from mpframe.core.objective import compute
 from mpframe.core.policy import NO_PRODUCTS, has_native_half
