@@ -63,6 +63,7 @@ class DataParallel:
         """`World.weight` of the count, 0-d fp32; waited for when the first bucket is full."""
         if self._weight is None:
             self._world.wait(self._counting)
+            self._counting = None
             self._weight = (self._count / (self._total / self._world.size)).float()
         return self._weight
 
@@ -91,6 +92,7 @@ class DataParallel:
             self._complete()
         except BaseException as error:
             self._leaves = []  # DDP cannot go on in the middle of a pass.
+            self._counting = self._reductions = None
             if any(own.grad is not None and own.grad.is_sparse for own in self._parameters):
                 raise ConfigError(_SPARSE) from error
             if "to mark a variable ready only once" in str(error):
@@ -122,6 +124,7 @@ class DataParallel:
         for reduction in self._reductions or ():  # The next ones arrive meanwhile.
             amaxes.append(_amax(self._receive(reduction)))
             means |= reduction[1]
+        self._reductions = None  # As long as anybody has them, the connections stay open.
         self._drop_gradients()
         world.wait(asking)
         world.wait(adding)

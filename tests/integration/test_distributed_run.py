@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NET = ["model=mlp", "model.hidden=16", "trainer.max_steps=8", "trainer.checkpoint_every=4"]
 NOISY = [*NET, "model.hidden=32", "model.dropout=0.2", "dataset.augment=crop",
          "trainer.ema_decay=0.9", "dtype/products=nvfp4"]  # fmt: skip
+OF_OTHERS = ("pymp-", "torchinductor_")
 OWN = ["dataset=own", "dataset._target_=ranked.points", "dataset.batch_size=8", "model=own",
        "model._target_=torch.nn.Linear", "+model.in_features=4", "+model.out_features=2",
        "trainer.max_steps=4"]  # fmt: skip
@@ -53,8 +54,8 @@ def undisturbed(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two") / "run"
     first, second = two(ranked.run, folder, *NOISY)
     assert (first.status, second.status) == (Status.FINISHED, Status.FINISHED)
-    # Python's own (pymp-*) goes with the process.
-    assert [path for path in two.scratch.iterdir() if not path.name.startswith("pymp-")] == []
+    # Of Python (pymp-*) it goes with the process; that of torch is for all of its processes.
+    assert [path for path in two.scratch.iterdir() if not path.name.startswith(OF_OTHERS)] == []
     return folder
 
 
