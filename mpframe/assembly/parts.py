@@ -19,13 +19,14 @@ from mpframe.assembly.target import found, make, options_of
 from mpframe.config.schema import Config
 from mpframe.core.callback import Callback
 from mpframe.core.comm import ALONE, World
-from mpframe.core.errors import ConfigError, UserCode, UserCodeError, described, name_of, nearest
+from mpframe.core.errors import ConfigError, UserCodeError, nearest
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, Scaling
 from mpframe.core.loss_scaling.scaler import name_of as name_of_scaler
 from mpframe.core.objective import Objective, Supervised, require_objective
 from mpframe.core.op_lists import OpLists
 from mpframe.core.policy import lowbit
 from mpframe.core.precision import Precision
+from mpframe.core.user_code import UserCode, described, name_of
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.data.workers import require_workers

@@ -9,14 +9,8 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
 from mpframe.config.moved import MOVED
-from mpframe.core.errors import (
-    ConfigError,
-    MpframeError,
-    UserCodeError,
-    first_line,
-    nearest,
-    raised,
-)
+from mpframe.core.errors import ConfigError, MpframeError, UserCodeError, first_line, nearest
+from mpframe.core.user_code import raised
 
 _TRUTHS = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
 _NOT_A_TYPE = {"class", "None", "NoneType", "Optional", "Union", "typing"}

@@ -219,3 +219,9 @@ def write(out: Path, content: bytes, form: str, facts: Mapping[str, Any]) -> Non
         raise ConfigError(
             f"out={out}: cannot be written ({error.strerror}); choose another file"
         ) from error
+
+
+KEY = "mpframe"
+
+
+"""Under this name a file holds the sidecar's words."""

@@ -27,15 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.errors import (
-    CheckpointError,
-    ConfigError,
-    UserCodeError,
-    first_line,
-    name_of,
-    raised,
-)
+from mpframe.checkpoint.export import KEY
+from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError, first_line
 from mpframe.core.tree import HALVES, dtype_name, fields_of, tensors_in
+from mpframe.core.user_code import name_of, raised
 
 DTYPES = {"fp32": torch.float32, **HALVES}
 
@@ -98,8 +93,6 @@ def _refuse_unfit(name: str, tensor: Tensor) -> None:
 
 log = logging.getLogger(__name__)
 
-KEY = "mpframe"
-"""Under this name a file holds the sidecar's words."""
 _LABELS = ("labels", "start_positions", "end_positions")
 """What Hugging Face's models call them."""
 _MOST_VALUES = 2**26  # of one input's example: 256 MB in fp32

@@ -22,7 +22,7 @@ def program() -> Iterator[None]:
             with unreachable_in_one_line():
                 yield
         except SystemExit as error:
-            from mpframe.core.errors import raised  # It imports torch.
+            from mpframe.core.user_code import raised  # It imports torch.
 
             said = f"the command was ended by {raised(error)}; let it return"
             raise UserCodeError(said) from error

@@ -1,4 +1,10 @@
-"""TODO."""
+"""Cast blocks: each thread has its own.
+
+A block puts a `CastMode` on its thread's stack of function modes, which PyTorch keeps. So threads
+share nothing that changes, and that stack says which casts are on. The innermost block decides,
+also if it casts nothing. A block also sets the thread's torch.autocast, so that it answers as the
+block casts.
+"""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from mpframe.core.errors import UserCode
 from mpframe.core.step_result import StepResult
+from mpframe.core.user_code import UserCode
 
 if TYPE_CHECKING:
     from mpframe.core.trainer import Trainer

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.core.blocks import block
-from mpframe.core.errors import ConfigError, UserCode, UserCodeError, blame, described, name_of
+from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.core.tree import HALF, tensors_in, to_fp32
+from mpframe.core.user_code import UserCode, blame, described, name_of
 
 
 @dataclass(frozen=True, slots=True)

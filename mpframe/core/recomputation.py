@@ -1,13 +1,18 @@
-"""Cast blocks: each thread has its own.
+"""Python code that runs in the backward pass gets the casts of its forward pass.
 
-A block puts a `CastMode` on its thread's stack of function modes, which PyTorch keeps. So threads
-share nothing that changes, and that stack says which casts are on. The innermost block decides,
-also if it casts nothing. A block also sets the thread's torch.autocast, so that it answers as the
-block casts.
+Activation checkpointing runs a forward pass again within the backward pass. By then the cast block
+may have ended, and a GPU's backward pass runs in threads that have no block.
+torch.utils.checkpoint restores the state of torch.autocast, but no lists and no pins. So the casts
+are saved where PyTorch makes, in the forward pass, what waits for the backward pass:
 
-Unwraps Python functions of torch, so that the cast sees the ops they call one by one.
+    the frame of a checkpoint     keeps the function that is run again
+    the node of a custom          has the function's `backward`: hand-written formulas, and
+    autograd.Function             recomputation in reentrant checkpoints and reversible layers
 
-Python code that runs in the backward pass gets the casts of its forward pass.
+Torch has no hooks for this. `_REPLACED` names the functions that are replaced, from the first block
+that casts until the last precision with such a block is released or gone. The others in that list
+run ops that no mode sees, and that torch would cast because a block turns torch.autocast on; the
+last one is torch's average of a model, which must read the masters.
 """
 
 import functools

@@ -22,15 +22,7 @@ from torch import Tensor, nn
 from mpframe.core.buffers import Buffers, ExtraState
 from mpframe.core.callback import Algorithm, Batch, Callbacks, Loader, call
 from mpframe.core.comm import ALONE, World
-from mpframe.core.errors import (
-    CheckpointError,
-    ConfigError,
-    InBatch,
-    MpframeError,
-    blame,
-    name_of,
-    raised,
-)
+from mpframe.core.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.core.loss_scaling.probe import probe_amax
 from mpframe.core.loss_scaling.scaler import (
     LossScaler,
@@ -44,6 +36,7 @@ from mpframe.core.plan import Plan, Progress
 from mpframe.core.precision import Precision
 from mpframe.core.step_result import StepResult, either, largest, with_verdicts
 from mpframe.core.tree import device_of, map_tensors
+from mpframe.core.user_code import InBatch, blame, name_of, raised
 from mpframe.core.widening import widen_named, widened
 from mpframe.core.window import InBackwardWindow, LocalWindow, Loss, Window
 

@@ -1,4 +1,10 @@
-"""TODO."""
+"""Unwraps Python functions of torch, so that the cast sees the ops they call one by one.
+
+PyTorch shows a function mode only the outermost call: `F.multi_head_attention_forward` is one name,
+although a dozen ops run inside. Such a function begins by asking `has_torch_function(...)`, and
+hands itself over if the answer is yes. An unwrapped copy has the same code and always gets the
+answer no.
+"""
 
 import re
 import sys

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpframe.core.errors import UserCodeError, described, first_line, name_of
+from mpframe.core.errors import UserCodeError, first_line
+from mpframe.core.user_code import described, name_of
 
 _OUT_OF_BOUNDS = re.compile(r"Target (-?\d+) is out of bounds")
 _LONGEST = 200

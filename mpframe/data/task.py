@@ -8,8 +8,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from mpframe.core.errors import DataError, described, name_of
+from mpframe.core.errors import DataError
 from mpframe.core.objective import Loss, Objective, Supervised
+from mpframe.core.user_code import described, name_of
 from mpframe.data.loading import Collate
 from mpframe.data.metrics import Accuracy
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
-from mpframe.checkpoint.init_from import fitted, is_foreign, read_foreign, renamed
 from mpframe.checkpoint.state import conversion, rounding, trained_in, weights_of
 from mpframe.config.check import flatten
 from mpframe.config.schema import RunOptions, only_watches, watching
@@ -349,6 +348,8 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
         CheckpointError: the file is damaged or does not fit the model; nothing is taken.
         ConfigError: a pattern matches no weight.
     """
+    from mpframe.checkpoint.init_from import fitted, renamed  # Most runs have no use for it.
+
     source, left_out = str(options.init_from), options.init_from_except
     saved, precision, left = _read(Path(source))
     own = trainer.weights()
@@ -370,6 +371,8 @@ def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
 
 def _read(path: Path) -> tuple[Mapping[str, Tensor], str | None, tuple[str, ...]]:
     """Weights by name, the precision of their run, and other entries beside them."""
+    from mpframe.checkpoint.init_from import is_foreign, read_foreign
+
     if is_foreign(path):
         foreign = read_foreign(path)
         return foreign.tensors, None, foreign.left

@@ -37,9 +37,9 @@ from mpframe.core.errors import (
     MpframeError,
     RunInterrupted,
     UserCodeError,
-    raised,
 )
 from mpframe.core.trainer import Trainer
+from mpframe.core.user_code import raised
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.stored_yaml import parsed

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from mpframe.core.callback import Batch
 from mpframe.core.closure import refuse_beside_closure
-from mpframe.core.errors import ConfigError, name_of
+from mpframe.core.errors import ConfigError
 from mpframe.core.master_weights import MasterWeights
 from mpframe.core.objective import require_objective
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import Trainer
+from mpframe.core.user_code import name_of
 from mpframe.training.loss_spike import spikes_of
 
 

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from mpframe.checkpoint.folder import rank
 from mpframe.core.callback import Batch, Loader, call
 from mpframe.core.comm import ALONE, World, weighted
-from mpframe.core.errors import InBatch, UserCode, UserCodeError, described, name_of
+from mpframe.core.errors import UserCodeError
 from mpframe.core.gradients import as_count
 from mpframe.core.objective import StepOutput, compute, count_of
 from mpframe.core.precision import Precision
 from mpframe.core.tree import device_of, map_tensors
+from mpframe.core.user_code import InBatch, UserCode, described, name_of
 from mpframe.core.widening import fp32_weights
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpframe.core.errors import ConfigError, described
+from mpframe.core.errors import ConfigError
 from mpframe.core.tree import named_tensors
+from mpframe.core.user_code import described
 
 OUTPUTS = ("class", "probabilities", "raw")
 _MOST_COLUMNS = 10_000

@@ -32,10 +32,11 @@ from torch.optim.lr_scheduler import (
 )
 
 from mpframe.core.callback import Algorithm
-from mpframe.core.errors import ConfigError, UserCode
+from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import FRACTION, NOT_NEGATIVE, POSITIVE, Range, require
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import Trainer, by_name, load_states, states_of
+from mpframe.core.user_code import UserCode
 from mpframe.training.evaluation import Evaluation
 
 

@@ -19,9 +19,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import Dataset
 
-from mpframe.core.errors import ConfigError, UserCode, UserCodeError, described
+from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import StepOutput
 from mpframe.core.tree import to_fp32
+from mpframe.core.user_code import UserCode, described
 from mpframe.data.facts import require_whole
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.samples import Kept

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.errors import UserCode
 from mpframe.core.objective import Objective, compute
 from mpframe.core.op_lists import OpLists
 from mpframe.core.precision import Precision
 from mpframe.core.trace import undisturbed
 from mpframe.core.tree import HALF, tensors_in
+from mpframe.core.user_code import UserCode
 
 
 def probe_amax(model: nn.Module, objective: Objective, precision: Precision, batch: Any) -> Tensor:

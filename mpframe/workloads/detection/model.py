@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.ops import batched_nms, box_convert, box_iou, clip_boxes_to_image
 
-from mpframe.core.errors import UserCode, UserCodeError, described, name_of
+from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.trace import undisturbed
 from mpframe.core.tree import to_fp32
+from mpframe.core.user_code import UserCode, described, name_of
 from mpframe.models import require_sizes
 
 _STRIDES = (8, 16, 32)  # pixels between two places of a map

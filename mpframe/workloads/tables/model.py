@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.errors import ConfigError, UserCode, UserCodeError, described
+from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.tree import to_fp32
+from mpframe.core.user_code import UserCode, described
 from mpframe.models import require_dropout, require_sizes
 
 
