@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from mpframe.checkpoint.export_graph import KEY
 from mpframe.checkpoint.folder import FOLDER, identity_of
 from mpframe.checkpoint.state import Snapshot, validated_kind
 from mpframe.core.errors import CheckpointError, ConfigError
@@ -32,6 +31,8 @@ _SUMMARY = "summary.json"
 _LARGEST_SUMMARY = 2**20  # bytes
 _RESULTS = ("status", "steps", "train_loss", "monitor", "best", "best_step", "tested")
 _PACKAGES = ("torch", "torchvision", "mpframe")
+KEY = "mpframe"
+"""Under this name a file holds the sidecar's words."""
 
 
 def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
@@ -219,9 +220,3 @@ def write(out: Path, content: bytes, form: str, facts: Mapping[str, Any]) -> Non
         raise ConfigError(
             f"out={out}: cannot be written ({error.strerror}); choose another file"
         ) from error
-
-
-KEY = "mpframe"
-
-
-"""Under this name a file holds the sidecar's words."""
