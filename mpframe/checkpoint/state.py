@@ -260,7 +260,7 @@ def averages_of(state: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
 
 
 def extra_state_of(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """What the run changed beside its weights, see training/buffers.py; raises as `weights_of`."""
+    """What the run changed beside its weights, see core/buffers.py; raises as `weights_of`."""
     extra = state["trainer"].get("extra_state", {})
     if not isinstance(extra, dict):
         raise _not_of_a_run(path, "extra_state")

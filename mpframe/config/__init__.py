@@ -8,6 +8,6 @@ compares a composed configuration with it. Hydra composes; around it stand
     stored.py        a checkpoint's options            planned.py       ${plan:total_steps}
     redaction.py     keeps secrets out
 
-This package imports only files/ and errors.py, and never torch, so that a mistake is answered at
+This package imports only files/ and core/errors.py, never torch, so that a mistake is answered at
 once. Only config, assembly, run and cli know the options.
 """

@@ -4,6 +4,8 @@ A block puts a `CastMode` on its thread's stack of function modes, which PyTorch
 share nothing that changes, and that stack says which casts are on. The innermost block decides,
 also if it casts nothing. A block also sets the thread's torch.autocast, so that it answers as the
 block casts.
+
+A pin is a block around one module: hooks push it before the module's forward pass and pop it after.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ overflow in a forward pass would otherwise leave nan in the statistics for good.
 Other modules fill a cache and note in a plain attribute how far. Both are undone, or neither is: a
 module that takes an emptied cache for full reads zeros.
 
-Buffers and plain attributes of modules: saved, restored, and copied for a while.
+`State` saves, restores and copies both; the trace, the probe and the autopsy use it as well.
 """
 
 import copy

@@ -8,7 +8,7 @@ the state of each by that name.
     on_...             while it trains
     teardown           once, after it, the last callback first, however the training ended
 
-The interface of a data loader, as the trainer uses it.
+`Loader` is a data loader as the trainer uses it.
 """
 
 import logging

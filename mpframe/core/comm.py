@@ -1,9 +1,9 @@
-"""The processes of a run, and all that they agree on. `World` itself is one process alone.
+"""The processes of a run, and all that they agree on. `World` itself is a single process.
 
 Whoever takes part in a step calls these methods on every rank, in the same order, and has one code
 path for one process and for many.
 
-Tensors of which each rank holds a part: some of the rows, as torch's DTensor.
+The functions on parts are for tensors of which each rank holds some rows, as torch's DTensor.
 """
 
 import sys

@@ -11,9 +11,12 @@ that unscales and clips. In half 2^-14 / 2^14 is 0; in fp32 it is exact.
 fp32 gradients are unscaled and clipped in place. If there are only a few half ones they become fp32
 at once: the two passes would cost more calls than they save memory.
 
-Finds out whether an optimizer takes sparse gradients, before it moves anything.
+Those of several micro-batches are summed in fp32 and averaged over the good ones,
 
-The gradients of several micro-batches, summed in fp32 and averaged over the good ones.
+    g = sum_i n_i g_i / sum_i n_i      over the micro-batches i whose gradients are finite
+
+where the loss of micro-batch i is the mean of n_i samples. So a window equals one large batch,
+however it is cut. A bad micro-batch adds zeros, and the verdict on it stays on the device.
 """
 
 import copy

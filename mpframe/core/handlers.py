@@ -9,9 +9,8 @@
     ... data    only for the first input, as the op writes its statistics into the others
     ... held    a number that is written, beyond the end of a half format, is held at that end
 
-`half` belongs to the cast mode, which keeps the casts of weights (cast.py).
-
-The door for ops that run in another way: products below 16 bits, or a handler of a user.
+`half` belongs to the cast mode, which keeps the casts of weights (cast.py). `OpHandler` is the door
+for ops that run in another way, such as products below 16 bits or a handler of your own.
 """
 
 import math

@@ -11,9 +11,8 @@ parameter is its own master: the wrapper adds nothing to it but the check of its
 A step consumes the gradients, whether it is skipped or not: afterwards no parameter and no master
 has one. The wrapped optimizer stays the same object: schedules may be built on either of the two.
 
-Buckets: an update goes over a few parameters at a time, and so needs fp32 gradients of few.
-
-A group of parameters, as schedules and gradient clipping see it.
+An update goes over a bucket of parameters at a time, so few fp32 gradients exist at once.
+`ParamGroup` is a group of parameters as schedules and gradient clipping see it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping

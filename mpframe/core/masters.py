@@ -1,8 +1,11 @@
-"""The fp32 tensor behind each parameter of an optimizer: its master, or itself if it is fp32.
+"""The fp32 tensor behind each parameter: its master, or the parameter itself if it is fp32.
 
-A master: the fp32 tensor behind one half weight, and the watch over that weight.
+A `Master` stands behind one half weight. It is read, written, and rounded into the weight. Other
+code may write the weight behind the optimizer's back (load_state_dict, init, copy_, clamp_, .data).
+The master notices this by the weight's version, or by a sum of its bits where no version tells, and
+takes the written value over before the next step.
 
-Whether a weight was written since its master wrote it.
+`Masters` holds the masters of one optimizer, in the order of its groups.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping

@@ -1,14 +1,12 @@
-"""What an objective is, and what it returns.
+"""Objectives: what turns a model and a batch into a loss.
 
-Runs an objective and checks what it returns, so that a mistake in it becomes one line.
+    objective(model, batch) -> StepOutput(loss, outputs, targets, count)
 
-The objective of supervised learning: the model gets the inputs, the loss gets the targets.
-
-Objectives of common losses, with options that a YAML file can hold.
-
-The objective of a model that returns its own loss, as Hugging Face's do.
-
-One of a step's objectives, for code that examines a step: doctor, autopsy, search, ranges.
+`supervised(loss)` is for batches of inputs and targets; `cross_entropy` and `mse` are made by it,
+with options that a YAML file can hold. `model_loss` is for models that return their own loss, as
+Hugging Face's do. The step calls an objective through `compute`, which checks the result, so that a
+mistake in it becomes one line. `NamedObjective` is one of a step's losses, with its scaler and the
+parameters that it moves.
 """
 
 import math

@@ -8,9 +8,7 @@ An op is in one list at most:
 
 Names are PyTorch's, and one name covers every spelling: `matmul` is also `torch.matmul(a, b)` and
 `a @ b`. An op of another library has its name in front: `torchvision.nms`. The same lists hold on
-every device. An op in no list follows PyTorch's promotion.
-
-One name for every spelling of an op.
+every device. An op in no list follows PyTorch's promotion. `op_name` finds the name of a spelling.
 """
 
 from collections.abc import Iterable, Mapping

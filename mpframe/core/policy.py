@@ -9,7 +9,7 @@ compared and kept.
     amp     fp32                            cast at run time by the lists
     mixed   half if the op is in `allow`    cast at run time by the lists
 
-Module pins: a module, with everything inside it, in one format whatever the lists say.
+blocks.py puts a pinned module, with everything inside it, in one format whatever the lists say.
 """
 
 import fnmatch

@@ -1,7 +1,4 @@
-"""What one optimizer step did.
-
-The verdict on a step, brought to the host.
-"""
+"""What one optimizer step did, and the one place where the host reads whether it was skipped."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

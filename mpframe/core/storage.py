@@ -1,14 +1,12 @@
 """How weights are stored: each in the format that it is computed with.
 
 In `mixed` a weight is half if every op that uses it computes in half, and fp32 if any other does. A
-traced step shows which ops these are (`WeightUses`, made by reads.py). For a weight that no trace
+traced step shows which ops these are (`WeightUses`, made by trace.py). For a weight that no trace
 has seen, the module's class tells the op: half for a layer of torch.nn whose op is in `allow`. A
 pin of its module comes before both, and without any lists all weights are half.
 
 A tied weight takes the widest format that any of its modules wants. BatchNorm's running statistics,
 which the op writes, stay in fp32, and so do the weights beside them, except without lists.
-
-Which op a module of `torch.nn` runs. The dtype map and the storage of weights use this.
 """
 
 import re

@@ -8,7 +8,7 @@ standardisation subtracts a mean from its weight before it convolves.
 An op that only moves values does not count as a reader. The view, copy or concatenation of a
 rounded weight equals the rounded view, copy or concatenation. The ops that read the result count.
 
-Runs a model to learn about it, then restores all that a forward pass changes.
+The model runs inside `undisturbed`, which restores all that a forward pass changes.
 """
 
 import random
@@ -19,7 +19,6 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
@@ -60,13 +59,15 @@ def _same_parameters(model: nn.Module) -> Iterator[None]:
 def _same_random_numbers() -> Iterator[None]:
     """The block may draw random numbers; those drawn after it are the same as without it."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    python, numpy = random.getstate(), np.random.get_state()
+    numpy: Any = sys.modules.get("numpy")  # Nothing is drawn from it where nobody imported it.
+    python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)
+        if numpy:
+            numpy.random.set_state(of_numpy)
 
 
 # Ops that give the values of their first argument in a tensor of their own.

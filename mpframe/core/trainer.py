@@ -6,9 +6,7 @@ weights. If the gradients are not finite nothing has changed at the end but the 
 weights, the optimizer's state, the buffers, the average, the schedule or the step count.
 
 All parts are arguments; what watches a run (logs, checkpoints, progress) is a `Callback`. The
-trainer of several losses is in multi_objective.py, that of LBFGS in closure_trainer.py.
-
-What may be one thing or several by name, such as schedules: its states, saved and loaded.
+trainers of several losses and of LBFGS are in training/, over the same verbs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """CIFAR-10: 60,000 colour photographs of 32 x 32 in ten classes (Krizhevsky 2009).
 
-Readers of CIFAR-10's two published formats, neither of which runs anything from the file.
+Both published formats are read, and neither reader runs anything from the file.
 """
 
 import hashlib

@@ -4,8 +4,9 @@
     plain_file.py   opens regular files only: no links, FIFOs or devices
     stored_yaml.py  reads a run's stored options as plain values, within bounds
     turns.py        lets processes work in a folder one after the other
+    text.py         lines and tables for a terminal
 
-Begin with durable.py. This package imports only `errors`, so that every other package can use it.
+Begin with durable.py. This package imports only `core.errors`, so every package can use it.
 """
 
 from mpframe.files.durable import AppendLog, append_whole, write_atomically

@@ -1,7 +1,4 @@
-"""Errors and words of a command line: one line on stderr, and options of the program itself.
-
-Tables of texts, aligned for a terminal or as Markdown. The first row is the head.
-"""
+"""Text for a terminal: printable lines, errors in one line, a program's own options, and tables."""
 
 import errno
 import os

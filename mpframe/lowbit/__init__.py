@@ -6,8 +6,8 @@ recipe.py, which says how each operand of each product is quantised. Behind it s
 
     formats.py    an element format, and the rounding of values to it
     scaling.py    a tensor in a format: which values share a scale, and what the scale is
-    hadamard.py   the transform that spreads outliers over their block
-    parts.py      the same with elements and scales apart
+    noise.py      counts of what quantisation takes from an operand
+    handler.py    the `OpHandler` through which the cast finds all this
     native.py     matrix products by the instructions of a device, where it has them
     kernels.py    the products: matrix product and convolution, with their gradients
     ops.py        which ops of PyTorch are which product; the cast mode calls it

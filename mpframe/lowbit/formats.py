@@ -2,7 +2,8 @@
 
 A format is its number of exponent and mantissa bits and what its highest codes stand for. Nothing
 is packed: a rounded value is an fp32 number that the format can hold. So every format runs on every
-device, and a new one is one more line.
+device, and a new one is one more line. The random Hadamard transform, which spreads an outlier over
+its block before it is rounded, is here as well.
 """
 
 import math

@@ -6,8 +6,6 @@ wants it. All others, and convolutions, are emulated: fp32 kernels multiply the 
 They are custom ops. A compiler takes each as a whole, and what it compiles gives the numbers that
 the same model gives without it. There is no second derivative: torch says that the op of the
 gradients has none.
-
-The random Hadamard transform, which spreads an outlier over its block before it is rounded.
 """
 
 from collections.abc import Callable, Sequence

@@ -10,7 +10,7 @@ the emulated one but for the order in which fp32 sums are rounded. There are fou
 Blocks that are multiples of these lengths, and those across rows, repeat their scale. What has no
 instruction, or one whose result is not fp32 (MXFP4), is emulated.
 
-An operand with its elements and its scales apart, as the instructions of a GPU take it.
+The instructions take an operand as `Parts`: its elements and its scales apart.
 """
 
 from collections.abc import Mapping

@@ -6,7 +6,7 @@
 
 Without them, or with a world of one, a process is alone. It is read without torch.
 
-An error that many ranks meet is printed once: by rank 0, or by the rank that alone met it.
+An error that many ranks meet is printed once, by rank 0, or else by the only rank that met it.
 """
 
 import os

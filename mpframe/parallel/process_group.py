@@ -6,9 +6,7 @@ rank waits for its GPU because of it, and a rank that has ended is noticed at on
 A rank that finds another one gone says so in the store that torchrun keeps, and waits a moment for
 what the others say there: so it can tell which rank it was, and why.
 
-Tensors in pieces that are sent together: a large one alone, small ones with others.
-
-The store of keys and values that torchrun keeps for its ranks; it outlives each of them.
+Small tensors are sent together in pieces, large ones by themselves.
 """
 
 import itertools

@@ -14,7 +14,7 @@ from mpframe.data.task import Task
 from mpframe.files import read_regular, write_atomically
 
 VOCABULARY = "vocab.txt"
-"""The file of a run's folder that holds its tokenizer's pieces; see vocabulary.py."""
+"""The file of a run's folder that holds its tokenizer's pieces."""
 _OF_A_TABLE = ("categorical", "continuous", "target")
 
 

@@ -1,6 +1,6 @@
 """The policy made visible: a row for each module with storage format, compute format, and why.
 
-Storage formats come from where `Precision.prepare` takes them (storage/), and compute formats from
+Storage formats come from where `Precision.prepare` takes them (storage.py), compute formats from
 where each op's handler does (policy.py), so the table that is printed cannot differ from what is
 done.
 """

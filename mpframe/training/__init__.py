@@ -1,18 +1,13 @@
-"""The trainer: one step that is all or nothing, and the loop around it.
+"""What runs beside the step: evaluation, averages, schedules, other trainers, callbacks.
 
-Begin with `Trainer.train_step` in trainer.py. Beside it stand the trainers of other steps:
-multi_objective.py has one for several losses, closure_trainer.py one for LBFGS and its like.
+    evaluation, prediction             the loss and metrics of a validation; outputs as a table
+    ema, schedules, loss_spike         algorithms: they follow each step of the trainer
+    multi_optimizer, multi_objective   several optimizers that make one step; several losses
+    closure_trainer                    the trainer of LBFGS and its like
+    larc, selection                    gradients scaled by their weights; a parameter's group
+    memory                             channels last, recomputation, memory kept for the next step
+    interruption, ranks, run_context   signals that stop a run; ranks that differ; what a run tells
+    callbacks/                         what watches a run
 
-    plan, loader, callback    how long to train, what gives the batches, what watches
-    buffers                   BatchNorm's statistics, restored after a skipped step
-    recompute, channels_last  modules that keep no activations; another order of weights in memory
-    allocator                 memory that is freed and kept for the next step
-    probe                     the first loss scale, from one backward pass in fp32
-    window                    from the backward passes of micro-batches to one step's gradients
-    loss_spike                finite losses that are far too high
-    evaluation/               the loss and the metrics of a validation; the best one; predictions
-    interruption              signals that ask a run to stop
-    callbacks/                what comes with mpframe: checkpoints, curves, early stopping, ...
-
-May import objectives, data and what is below them; knows no options and instantiates nothing.
+Imports data, core and what is below them. Nothing here knows an option or instantiates anything.
 """

@@ -18,7 +18,7 @@ from mpframe.training.loss_spike import spikes_of
 
 @dataclass
 class ClosureTrainer(Trainer):
-    """A `Trainer` whose optimizer takes a closure; see optim/closure.py for what goes with one.
+    """A `Trainer` whose optimizer takes a closure; see core/closure.py for what goes with one.
 
     Raises:
         ConfigError: half weights, casts, a scaler, clipping, accumulation or skipping beside it.

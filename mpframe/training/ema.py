@@ -7,7 +7,7 @@ decay is warmed up. With a constant decay the share of the first, random weights
 d = 0.99 still 30 % after 120 steps. The average is kept in fp32: in half it would stop moving as
 soon as (1 - d)(m - e) is below half a unit in the last place of e.
 
-Keeps an average of the weights, and validates with it.
+`AverageWeights` moves it after each step, and validates with it.
 """
 
 from collections.abc import Iterator, Mapping

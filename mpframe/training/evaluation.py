@@ -1,8 +1,8 @@
-"""The result of a validation, its metrics, and the fp32 weights that it may use.
+"""Validation: the loss per sample and the metrics over one pass, and the best pass so far.
 
-Evaluates the model of a trainer: the loss per sample and the metrics over one pass.
-
-The best validation of a run so far, and whether the last one is much worse.
+`Evaluator` runs a trainer's model over the data, with averaged weights and in a mode of its own if
+it has one. `Evaluation` is the result, `Metrics` the metrics of one pass. `Best` remembers the best
+validation of a run, and tells whether the last one is much worse.
 """
 
 import math

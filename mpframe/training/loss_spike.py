@@ -10,8 +10,6 @@ The policy decides what follows: `warn` only reports the spike, `skip` skips the
 overflow (nothing changes but the loss scale), `stop` skips it and ends the run. The loss of a
 skipped step never enters the median, so a model that broke stays above it, and the guard against
 endless skips ends the run.
-
-Reports loss spikes.
 """
 
 import logging

@@ -1,11 +1,11 @@
-"""Weights of 2-d convolutions with their channels as last dimension (torch.channels_last).
+"""What saves memory or orders it: channels last, activation checkpointing, memory kept for a step.
 
-Only the order in memory changes: shapes, names and values stay. What a convolution makes of such a
-weight has that order, too, and so has what follows; so batches need no change.
+`to_channels_last` puts the channels of 2-d convolution weights last. Only the order in
+memory changes: shapes, names and values stay. What a convolution makes of such a weight has that
+order as well, and so has what follows; so batches need no change.
 
-Activation checkpointing (Chen et al. 2016): less memory, for a second forward pass.
-
-Memory that a step frees stays with the process, for the next step (glibc on Linux).
+`recompute` keeps no activations of some modules, for a second forward pass (Chen et al. 2016).
+`keep_freed_memory` keeps what a step frees for the next step (glibc on Linux).
 """
 
 import ctypes

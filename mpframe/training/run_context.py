@@ -25,7 +25,7 @@ class RunContext:
         train: the loader of the training data, `len(train)` batches an epoch.
         throughput: samples and seconds of the training so far.
         results: the last loss, the last validation and the best one.
-        usage: what a stranger must know to use the weights, as JSON values; see run/usage.py.
+        usage: what a stranger must know to use the weights, as JSON values; see run/description.py.
     """
 
     folder: Path

@@ -9,7 +9,7 @@ others, and lets a resumed run follow the schedule of its new plan.
 `poly`, `exponential`, `transformer` and `piecewise_constant` are OpenSeq2Seq's. They are factors on
 every group's learning rate, by the number t of the steps before: 0 for the first one.
 
-Moves the learning rate's schedule with the steps that were applied.
+`Schedules` steps them after each step that was applied.
 """
 
 import logging

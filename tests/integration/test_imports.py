@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-MOST = 215
+MOST = 150
 """Modules of mpframe that a default run on the digits may import."""
 
 

@@ -10,10 +10,8 @@ to where the format has room; the optimizer divides by s again, in fp32.
 
 Each is a small state machine on the device, with no optimizer and no model inside:
 `scaler.update(amax)` takes the largest |unscaled gradient| of a step, `scaler.scale` is the answer.
-`auto` and `none` are what `loss_scaling=auto` and `none` call. Begin with interface.py, which says
-what a scaler is, then static.py. A scaler of your own derives from `Scaler`; see
-docs/loss_scaling/own.md. The package imports torch and, of mpframe, `errors`, `tree` and the
-ranges of config.
+`auto` and `none` are what `loss_scaling=auto` and `none` call. Begin with scaler.py, which says
+what a scaler is. A scaler of your own derives from `Scaler`; see docs/loss_scaling/own.md.
 """
 
 from mpframe.core.loss_scaling.backoff import Backoff, auto, none

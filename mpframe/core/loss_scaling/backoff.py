@@ -9,7 +9,8 @@ step c = consecutive clean steps, o = overflows since the last growth:
 The rule of `torch.amp.GradScaler` (h = 1), with Megatron's hysteresis, and with a floor and a
 ceiling: without a floor the scale can reach 0, and dividing by it writes inf into the weights.
 
-What `Backoff` and `LogMax` share: bounds on the scale, and a start taken from a probe.
+`AdaptiveScaler` is what `Backoff` and `LogMax` share: bounds on the scale, and a start that a probe
+can find. `loss_scaling=auto` calls `auto`.
 """
 
 import math

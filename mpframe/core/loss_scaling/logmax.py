@@ -40,9 +40,8 @@ Why it is so:
   gradient it sees. Until it has seen one, an overflow only makes the scale retreat.
 - a = 0 is no observation: a frozen or masked batch has no largest gradient.
 
-Exact powers of two on any device.
-
-A few functions of numbers, for floats of the host and for 0-d tensors of a device.
+`Arithmetic` holds the few functions of numbers that this takes: for floats on the host, and for 0-d
+tensors on a device.
 """
 
 import math

@@ -1,14 +1,13 @@
-"""The interface of a loss scaler: it gives the scale, and learns from each step's gradients.
+"""Loss scalers: what the step asks of one, and the two that never change their scale.
 
-The base of all scalers: a few named 0-d tensors on one device, saved and loaded by name.
+`LossScaler` is the protocol: it gives the scale, and learns from the largest gradient of each step.
+`Scaler` is the base of the scalers that come with mpframe: a few named 0-d tensors on one device,
+saved and loaded by name. `Static` keeps one scale for the whole run. `NoScaling` has the scale 1,
+so the step takes one path whether the loss is scaled or not.
 
-No loss scaling, as a scaler: a step has one code path whether the loss is scaled or not.
-
-Static loss scaling: one scale, chosen by hand, for the whole run.
-
-Checks of a scaler's arguments. Every refusal names `loss_scaling.<argument>`.
-
-Two choices that name no scaler: the one that suits the run's format, and none at all.
+Scales are exact powers of two. `exp2` and `pow` are exact only within a bound that differs between
+devices, and with a scale that is off by one bit every unscaling rounds. So `power_of_two` and
+`exponent_of` write and read the bits. A refused argument is named as `loss_scaling.<argument>`.
 """
 
 import math

@@ -13,7 +13,7 @@
                counts them.
     emulation  half that a CPU emulates, or computes slowly
 
-The checks of options that every run makes are in numerics/hints.py.
+The checks of options that every run makes are in lab/hints.py.
 """
 
 import inspect

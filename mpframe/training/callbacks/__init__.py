@@ -1,18 +1,17 @@
 """The callbacks that come with mpframe, one file each; docs/callbacks.md says how to add one.
 
-Begin with training/callback.py, the interface, and conf/callbacks/default.yaml, the order.
+Begin with core/callback.py, the interface, and conf/callbacks/default.yaml, the order.
 
-    curves, csv_log, amax_record                  write numbers to files
-    log_lines, progress_bar                       show numbers
-    profile/                                      shows where the time of a step goes
-    results, throughput                           keep the numbers of the summary
-    checkpoints                                   saves the run
-    spike_report, saturation                      warn
-    freeze                                        freezes layers for a while
-    step_hooks                                    change gradients: LARC, a penalty on the weights
-    early_stopping, skip_guard, stop_on_signal    end a run
+    curves, records       write numbers to files
+    console               shows numbers
+    profile               shows where the time of a step goes
+    results, throughput   keep the numbers of the summary
+    checkpoints           saves the run
+    guards                end a run, or warn
+    freeze                freezes layers for a while
+    step_hooks            change gradients: LARC, a penalty on the weights
 
-The autopsy and the ranges are callbacks, too, and are in numerics/. A configuration names each by
+The autopsy and the ranges are callbacks as well, and are in lab/. A configuration names each by
 `_target_`, and nothing is exported here. This package may import what training may import.
 """
 

@@ -1,7 +1,4 @@
-"""Says in the log how the training goes.
-
-The progress bar.
-"""
+"""Callbacks that write to the terminal: log lines, and a progress bar."""
 
 import logging
 import os

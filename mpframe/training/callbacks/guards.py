@@ -1,10 +1,9 @@
-"""Ends a run that only skips.
+"""Callbacks that end a run, or warn before it is lost.
 
-Ends a run whose validation no longer improves.
-
-Ends a run that a signal asked to stop: on all ranks at the same step.
-
-Warns of half weights at the end of their range.
+SkipGuard            ends a run that only skips
+EarlyStopping        ends a run whose validation no longer improves
+StopOnSignal         ends a run that a signal asked to stop, on all ranks at the same step
+SaturationWarning    warns of half weights at the end of their range
 """
 
 import logging

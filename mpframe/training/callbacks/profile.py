@@ -1,10 +1,9 @@
-"""Records a few steps of a run, and says what they cost.
+"""Where the time of a step goes: `trainer.profile=true`.
 
-Reads a trace of torch.profiler: for each op its module, its format and its time.
-
-Marks in a trace which module runs.
-
-The largest costs of a profile.
+`Profile` records a few steps with torch.profiler and takes its hooks off again. Marks in the trace
+say which module a forward pass is in. From the trace each op gets its module, its format and its
+time, and the largest costs become a table, as text and as Markdown. docs/profile.md says what is
+attributed to what, and what is not.
 """
 
 import gzip
@@ -35,7 +34,7 @@ MARK = "module: "
 def marked(model: nn.Module) -> Iterator[None]:
     """Within the block each forward pass of a module of the model is a range in the trace.
 
-    There are no hooks on the backward pass: they would change the graph. trace.py finds the module
+    There are no hooks on the backward pass: they would change the graph. the trace gives the module
     of a backward op by the forward op that it belongs to.
     """
     handles: list[Any] = []

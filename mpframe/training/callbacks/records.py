@@ -1,7 +1,4 @@
-"""Writes a run's numbers to metrics.csv.
-
-Keeps the largest gradient of every step.
-"""
+"""Callbacks that keep numbers: metrics.csv, and the largest gradient of every step."""
 
 from collections.abc import Mapping
 from typing import Any
