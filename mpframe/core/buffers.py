@@ -135,8 +135,9 @@ class Buffers:
 
     def save(self) -> None:
         """Copy the buffers as they are now, and the plain attributes of their modules."""
-        self._kept = State(self._homes).with_copies()
-        self._attributes = State(self._attributes_of)
+        if self._homes:  # A tiny model has none, and would notice the calls.
+            self._kept = State(self._homes).with_copies()
+            self._attributes = State(self._attributes_of)
 
     def broadcast(self, world: World) -> None:
         """Give all ranks the buffers of rank 0, whose samples alone moved them."""

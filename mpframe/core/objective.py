@@ -12,7 +12,7 @@ parameters that it moves.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mpframe.core.blocks import block
 from mpframe.core.errors import ConfigError, UserCodeError
-from mpframe.core.loss_scaling.scaler import LossScaler
+from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.tree import HALF, tensors_in, to_fp32
 from mpframe.core.user_code import UserCode, blame, described, name_of
 
@@ -345,5 +345,5 @@ class NamedObjective:
 
     name: str
     objective: Objective
-    scaler: LossScaler
+    scaler: LossScaler = field(default_factory=NoScaling)
     parameters: list[Tensor] | None = None

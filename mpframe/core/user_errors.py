@@ -45,7 +45,7 @@ def raised(error: BaseException) -> str:
 
 
 def _not_theirs() -> tuple[str, ...]:
-    packages = (torch, sys.modules.get("hydra"), importlib, sys.modules[__name__])
+    packages = (torch, sys.modules.get("hydra"), importlib, sys.modules["mpframe"])
     files = [package.__file__ for package in packages if package is not None]
     return ("<frozen importlib", *(str(Path(file).parent) for file in files if file))
 

@@ -1,7 +1,7 @@
 """How many Python calls a step makes: what a reader has to follow, and what a tiny step waits for.
 
 Counted is every call of a function in mpframe/, comprehensions included, outside the casts: what
-mpframe/precision/ does, and whatever it calls, depends on the model's ops. The model is that of
+they do, and whatever they call, depends on the model's ops. The model is that of
 the tiny step, with AdamW and Backoff, one micro-batch and no callback.
 """
 
@@ -14,7 +14,12 @@ import mpframe
 from mpframe.core.trainer import Trainer
 
 _PACKAGE = str(Path(mpframe.__file__).parent)
-_CASTS = str(Path(_PACKAGE, "precision"))
+_CASTS = (
+    *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("blocks", "cast", "emulation")),
+    *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("handlers", "op_lists", "policy")),
+    *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("precision", "trace", "unwrapping")),
+    str(Path(_PACKAGE, "lowbit")),
+)
 
 
 def calls_of_a_step(trainer: Trainer, batch: Any) -> int:

@@ -10,6 +10,7 @@ from conftest import StartRun
 from hydra import compose, initialize_config_dir
 
 from mpframe import assembly
+from mpframe.assembly.parts import to_device
 from mpframe.cli.commands.evaluate import evaluate
 from mpframe.config.command_line import checked, compose_named, prepare
 from mpframe.config.locations import CONF
@@ -80,10 +81,10 @@ def test_a_run_with_label_smoothing_is_evaluated_with_it(
     [
         (["objective=cross_entropy", "objective.label_smoothing=2"], r"objective\.label_smoothing=2: must be >= 0 and <= 1"),
         (["objective=cross_entropy", "objective.weight=[1,-1]"], r"objective\.weight=\[1, -1\]: must be finite numbers >= 0, or null"),
-        (["objective=cross_entropy", "+objective.smoothing=0.1"], r"objective\.smoothing=0\.1: mpframe\.objectives\.cross_entropy takes no such argument; nearest: label_smoothing"),
-        (["objective._target_=torch.nn.L1Loss"], r"objective\._target_=torch\.nn\.L1Loss: is a loss; use objective\._target_=mpframe\.objectives\.supervised objective\.loss\._target_=torch\.nn\.L1Loss"),
+        (["objective=cross_entropy", "+objective.smoothing=0.1"], r"objective\.smoothing=0\.1: mpframe\.core\.objective\.cross_entropy takes no such argument; nearest: label_smoothing"),
+        (["objective._target_=torch.nn.L1Loss"], r"objective\._target_=torch\.nn\.L1Loss: is a loss; use objective\._target_=mpframe\.core\.objective\.supervised objective\.loss\._target_=torch\.nn\.L1Loss"),
         (["objective._target_=builtins.dict"], r"objective\._target_=builtins\.dict: must be a function objective\(model, batch\) that returns a StepOutput, not a dict of nothing"),
-        (["objective._target_=mpframe.core.objective.model_loss", "objective.strength=1"], r"objective\.strength=1: mpframe\.objectives\.model_loss takes no such argument; it takes model, batch"),
+        (["objective._target_=mpframe.core.objective.model_loss", "objective.strength=1"], r"objective\.strength=1: mpframe\.core\.objective\.model_loss takes no such argument; it takes model, batch"),
         (["objective._target_=nowhere.mine"], r"objective\._target_=nowhere\.mine: "),
     ],
 )  # fmt: skip
@@ -95,7 +96,7 @@ def test_what_is_no_objective_is_one_line(overrides: list[str], line: str) -> No
 
 def test_weights_of_classes_follow_the_model_to_its_device() -> None:
     own: Objective = cross_entropy([1.0, 2.0])
-    assembly.objective.to_device(own, torch.device("meta"))
+    to_device(own, torch.device("meta"))
     assert own.loss.weight.device.type == "meta"  # type: ignore[attr-defined]
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from mpframe.checkpoint.folder import step_of
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
-from mpframe.training.callbacks import progress_bar
+from mpframe.training.callbacks import console
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=amp", "trainer.epochs=2", "trainer.eval_every=11"]
 NUMBER = r"[\d.e+-]+"
@@ -99,7 +99,8 @@ def test_a_line_stands_above_the_bar_and_not_in_it(
     progress: str,
 ) -> None:
     """The bar, drawn at every step here, shows the last validation and the best one."""
-    monkeypatch.setattr(progress_bar, "tqdm", partial(tqdm, mininterval=0, miniters=1))
+    at_once = partialmethod(tqdm.__init__, mininterval=0, miniters=1)
+    monkeypatch.setattr(console, "tqdm", type("Bar", (tqdm,), {"__init__": at_once}))
     run(tmp_path, f"trainer.progress={progress}", "trainer.epochs=1")
     output = capsys.readouterr().err
     assert ("step/s" in output) is (progress in ("on", "true"))

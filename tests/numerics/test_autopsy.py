@@ -422,7 +422,7 @@ def test_only_the_loss_that_was_skipped_is_judged() -> None:
     def case(skipped: frozenset[str] | None) -> Case:
         base = case_of(Two())
         parts = {n: list(getattr(base.model, n).parameters()) for n in "ab"}
-        objectives = [NamedObjective(n, partial(loss_of, n), None, parts[n]) for n in "ab"]
+        objectives = [NamedObjective(n, partial(loss_of, n), parameters=parts[n]) for n in "ab"]
         return replace(base, objectives=objectives, scales={"a": 8.0, "b": 8.0}, skipped=skipped)
 
     diagnosis = diagnose(case(None))

@@ -25,7 +25,7 @@ from mpframe.core.trainer import Trainer
 from mpframe.data import Loader
 from mpframe.data.metrics import Accuracy
 from mpframe.lowbit.recipe import Recipe
-from mpframe.parallel import data_parallel, pieces
+from mpframe.parallel import data_parallel, process_group
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.joining import joined
 from mpframe.training.ema import AverageWeights, Ema
@@ -136,7 +136,7 @@ def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """`trained` as one of the ranks; tensors of `large` bytes are sent alone."""
     with joined(None, lambda: CPU, 120) as world, pytest.MonkeyPatch.context() as patched:
         large = options.get("large", 2**22)
-        patched.setattr(pieces, "_LARGE", large)
+        patched.setattr(process_group, "_LARGE", large)
         patched.setattr(data_parallel, "_BUCKET_MB", large / 2**20)
         return trained(mode, world, options)
 
@@ -421,7 +421,7 @@ def test_ranks_with_synchronized_batchnorm_stay_the_same(two: Ranks, mode: str) 
 def sums(large: int) -> list[Tensor]:
     """Where tensors of so many bytes are sent alone; one of them does not lie in rows."""
     with joined(None, lambda: CPU, 60) as world, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pieces, "_LARGE", large)
+        patched.setattr(process_group, "_LARGE", large)
         own = [
             torch.full((4,), 1.0 + world.rank),
             torch.arange(6.0).view(2, 3).t() + world.rank,

@@ -12,7 +12,7 @@ from vocabulary import HALVES, same_bits
 from mpframe import MasterWeights, Precision, Static
 from mpframe.core import masters as core_masters
 from mpframe.core.errors import ConfigError
-from mpframe.core.masters import _LARGE as LARGE
+from mpframe.core.masters import _SUMMED as LARGE
 from mpframe.training.ema import Ema
 from mpframe.training.multi_optimizer import MultiOptimizer
 

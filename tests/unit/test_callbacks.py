@@ -183,7 +183,7 @@ def build(node: Any) -> Any:
         (
             {"_target_": "builtins.dict"},
             r"^callbacks\.mine\._target_=builtins\.dict: must return a "
-            r"mpframe\.training\.callback\.Callback, got dict$",
+            r"mpframe\.core\.callback\.Callback, got dict$",
         ),
         ({"_target_": "nowhere.Mine"}, r"^callbacks\.mine\._target_=nowhere\.Mine: "),
         (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpframe.core.loss_scaling import Backoff, LogMax
-from mpframe.core.loss_scaling.logmax import (
+from mpframe.core.loss_scaling.scaler import (
     exponent_of,
     largest_power_below,
     power_of_two,
