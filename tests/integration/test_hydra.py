@@ -215,7 +215,8 @@ def test_a_job_may_run_in_its_own_folder(tmp_path: Path) -> None:
     own = ["model._target_=my_model.net", "model.hidden=4"]
     done = command(tmp_path, *own, *SMALL[2:], "hydra.job.chdir=true", "hydra.run.dir=run")
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["run"]
+    folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} == {"run"}  # Python may keep what it compiled of my_model.py.
     assert summaries(tmp_path / "run")[0]["status"] == "finished"
 
 

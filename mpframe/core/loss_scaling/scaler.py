@@ -206,6 +206,8 @@ def _damaged(name: str, what: str) -> CheckpointError:
 
 Half = torch.dtype | str
 """A 16-bit format, or its name."""
+_FP32_BIAS = 127
+_FP32_MANTISSA_BITS = 23
 COUNT_MAX = 2**31 - 1  # steps; far beyond any run, and safe in every integer format
 FP32_MAX = torch.finfo(torch.float32).max
 SCALES = Range(low=torch.finfo(torch.float32).tiny, high=FP32_MAX)
@@ -312,9 +314,3 @@ def safe_scale(amax: float, half: torch.dtype, octaves: int = 1) -> float | None
         return None
     limit = torch.finfo(half).max / 2.0**octaves
     return 2.0 ** int(largest_power_below(limit, torch.tensor(amax, dtype=torch.float64)))
-
-
-_FP32_BIAS = 127
-
-
-_FP32_MANTISSA_BITS = 23
