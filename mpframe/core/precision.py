@@ -136,7 +136,7 @@ class Precision:
             example: on the same device. A tuple is the model's arguments, a mapping its keyword
                 arguments, anything else its only argument. A function is called with the model.
         """
-        tracing = import_module("mpframe.core.trace")  # No part of the engine.
+        tracing = import_module("mpframe.core.trace")  # Only a model that is traced needs it.
         tracing.materialize(model, example)
         if self.policy.stores_by_op:
             self.attach(model)
