@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mpframe.assembly.target import found, make, options_of
 from mpframe.config.schema import Config
 from mpframe.core.callback import Callback
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, UserCodeError, nearest
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, Scaling
 from mpframe.core.loss_scaling.scaler import name_of as name_of_scaler
@@ -177,42 +177,42 @@ class Loaders(NamedTuple):
     test: Loader | None
 
 
-def build_loaders(config: Config, task: Task, world: World = ALONE) -> Loaders:
+def build_loaders(config: Config, task: Task, comm: Comm = SINGLE_PROCESS) -> Loaders:
     """The loaders: training data shuffled and in whole batches only, the others as they are.
 
     Args:
         config: the options.
         task: the dataset.
-        world: the ranks that share each batch.
+        comm: the ranks that share each batch.
     """
     require_workers(config.data.workers)
     size = config.data.batch_size
-    train = Loader(task.train, size, shuffle=True, drop_last=True, **_common(config, task, world))
-    val = evaluation_loader(config, task, task.val, "validation", world)
+    train = Loader(task.train, size, shuffle=True, drop_last=True, **_common(config, task, comm))
+    val = evaluation_loader(config, task, task.val, "validation", comm)
     if task.test is None:
         return Loaders(train, val, None)
-    return Loaders(train, val, evaluation_loader(config, task, task.test, "test", world))
+    return Loaders(train, val, evaluation_loader(config, task, task.test, "test", comm))
 
 
 def evaluation_loader(
-    config: Config, task: Task, samples: Any, split: str, world: World = ALONE
+    config: Config, task: Task, samples: Any, split: str, comm: Comm = SINGLE_PROCESS
 ) -> Loader:
     """The loader of samples that are measured or predicted, in their order."""
     size, option = config.data.batch_size, "dataset.batch_size"
     if config.data.eval_batch_size is not None:
         size, option = config.data.eval_batch_size, "dataset.eval_batch_size"
-    common = _common(config, task, world)
+    common = _common(config, task, comm)
     return Loader(samples, size, shuffle=False, split=split, option=option, **common)
 
 
-def _common(config: Config, task: Task, world: World) -> dict[str, Any]:
+def _common(config: Config, task: Task, comm: Comm) -> dict[str, Any]:
     return {
         "seed": config.run.seed,
         "workers": config.data.workers,
         "worker_timeout": config.data.worker_timeout,
         "collate": task.collate,
         "pin": resolve_device(config.run.device).type == "cuda",
-        "world": world,
+        "comm": comm,
     }
 
 

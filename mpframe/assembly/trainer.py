@@ -25,7 +25,7 @@ from mpframe.assembly.parts import (
 )
 from mpframe.config.schema import Config
 from mpframe.core.callback import Algorithm
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, RunInterrupted, first_line
 from mpframe.core.loss_scaling.backoff import PROBE
 from mpframe.core.plan import Plan
@@ -92,7 +92,7 @@ def shard(
     model: nn.Module,
     optimizers: Mapping[str, Optimizer],
     precision: Precision,
-    world: World,
+    comm: Comm,
     device: torch.device,
 ) -> None:
     """Divide the weights among the ranks, and let the optimizers step the parts.
@@ -116,7 +116,7 @@ def shard(
         )
     formats = formats_of(model, precision.policy, precision.uses(model))
     _check_range(model, formats)
-    replaced = world.shard(model, formats, device)
+    replaced = comm.shard(model, formats, device)
     precision.use_shards(model, replaced)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
@@ -138,25 +138,25 @@ def _check_range(model: nn.Module, formats: Mapping[nn.Parameter, torch.dtype]) 
 log = logging.getLogger(__name__)
 
 
-def build_trainer(config: Config, task: Task, batches: int, world: World = ALONE) -> Trainer:
+def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_PROCESS) -> Trainer:
     """Model, optimizer, schedule and scaler, in the dtype mode and on the device.
 
     Args:
         config: the options.
         task: gives the objective and metrics.
         batches: micro-batches per epoch, for the schedule.
-        world: the ranks that train together.
+        comm: the ranks that train together.
     """
     _refuse_compiled(config)
     device = resolve_device(config.run.device)
-    sharded = config.trainer.parallel == "fsdp" and world.size > 1  # Other commands are alone.
+    sharded = config.trainer.parallel == "fsdp" and comm.size > 1  # Other commands are alone.
     if sharded:
         refuse_beside_sharding(config, task)
     # A model to be divided may be too large for one device: its blocks go there one by one.
     home = torch.device("cpu") if sharded else device
     model = build_model(config).to(home)
     if config.trainer.sync_batchnorm:
-        world.synchronize_batchnorm(model)
+        comm.synchronize_batchnorm(model)
     optimizers = build_optimizers(config, model)
     plan = build_plan(config)
     numbers, metrics = plan.numbers(batches), build_metrics(config, task)
@@ -168,8 +168,8 @@ def build_trainer(config: Config, task: Task, batches: int, world: World = ALONE
         to_device(objective, home)
     _trace(config, task, model, precision)
     if sharded:
-        refuse_other_weights(world, model.named_parameters())
-        shard(model, optimizers, precision, world, device)
+        refuse_other_weights(comm, model.named_parameters())
+        shard(model, optimizers, precision, comm, device)
         for objective in task.objectives.values():
             to_device(objective, device)
     recompute(model, config.trainer.recompute)
@@ -186,7 +186,7 @@ def build_trainer(config: Config, task: Task, batches: int, world: World = ALONE
         algorithms=_build_algorithms(config, model, optimizer, schedules),
         plan=plan,
         evaluator=Evaluator(metrics, config.trainer.monitor, build_eval_precision(config)),
-        world=world,
+        comm=comm,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
-from mpframe.core.comm import World, address_of, is_sharded, part_of
+from mpframe.core.comm import Comm, address_of, is_sharded, part_of
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.tree import HALF, dtype_name
 
@@ -191,18 +191,18 @@ OTHER_RANKS = "other_ranks"
 """The entry of a checkpoint's state: a list of the states of ranks 1, 2, ..."""
 
 
-def of_other_ranks(world: World, own: dict[str, Any]) -> list[dict[str, Any]]:
+def of_other_ranks(comm: Comm, own: dict[str, Any]) -> list[dict[str, Any]]:
     """On rank 0 the states of all others in their order; elsewhere an empty list.
 
     Args:
-        world: all its ranks call this.
+        comm: all its ranks call this.
         own: of this rank: tensors, numbers, strings, lists, dicts.
     """
-    if world.size == 1:
+    if comm.size == 1:
         return []
     file = io.BytesIO()  # pickle could not read numpy's random state again, a tensor of uint32.
     torch.save(own, file)
-    sent = world.gather_object(file.getvalue())[1:]
+    sent = comm.gather_object(file.getvalue())[1:]
     return [torch.load(io.BytesIO(one), map_location="cpu", weights_only=True) for one in sent]
 
 

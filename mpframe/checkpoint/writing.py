@@ -28,7 +28,7 @@ from mpframe.checkpoint.folder import (
     path_of,
 )
 from mpframe.checkpoint.state import Snapshot, divided
-from mpframe.core.comm import World
+from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError
 from mpframe.files.durable import sync_file, sync_folder, sync_paths
 
@@ -73,13 +73,13 @@ def save_as(final: Path, snapshot: Snapshot, run: Path | None = None) -> Path:
     return final
 
 
-def save_together(folder: Path, snapshot: Snapshot, world: World) -> Path:
+def save_together(folder: Path, snapshot: Snapshot, comm: Comm) -> Path:
     """Save a checkpoint of ranks that each hold parts of the state: each writes its own.
 
     Args:
         folder: the run's folder; that of rank 0 counts, which all ranks must see.
         snapshot: what to save; the state without its sharded tensors is that of rank 0.
-        world: all its ranks call this.
+        comm: all its ranks call this.
 
     Returns:
         The checkpoint's folder.
@@ -87,19 +87,19 @@ def save_together(folder: Path, snapshot: Snapshot, world: World) -> Path:
     Raises:
         CheckpointError: on all ranks: one of them could not write; the older ones are complete.
     """
-    final: Path = world.broadcast_object(path_of(folder, snapshot.global_step))
+    final: Path = comm.broadcast_object(path_of(folder, snapshot.global_step))
     state, parts = divided(snapshot.state)
-    new, name = hidden(final, "new"), parts_of(world.rank)
+    new, name = hidden(final, "new"), parts_of(comm.rank)
 
     def finish(files: Files) -> None:
         _write(new, replace(snapshot, state=state), files)
         _sync_records(folder, snapshot)
         _put_in_place(new, final)
 
-    _on_rank_0(world, final, lambda: _begun(final))
-    entries = _on_all(world, final, lambda: _written(new / name, lambda f: torch.save(parts, f)))
+    _on_rank_0(comm, final, lambda: _begun(final))
+    entries = _on_all(comm, final, lambda: _written(new / name, lambda f: torch.save(parts, f)))
     files = {parts_of(rank): entry for rank, entry in enumerate(entries)}
-    _on_rank_0(world, final, lambda: finish(files))
+    _on_rank_0(comm, final, lambda: finish(files))
     return final
 
 
@@ -147,7 +147,7 @@ class Background:
         self.close()
 
 
-def _on_all(world: World, final: Path, work: Callable[[], T]) -> list[T | None]:
+def _on_all(comm: Comm, final: Path, work: Callable[[], T]) -> list[T | None]:
     """Work on every rank, and what each returned; if one cannot write, all raise its error."""
     done, error = None, None
     try:
@@ -155,18 +155,18 @@ def _on_all(world: World, final: Path, work: Callable[[], T]) -> list[T | None]:
             done = work()
     except CheckpointError as told:
         error = str(told)
-    ends = world.broadcast_object(world.gather_object((done, error)))
+    ends = comm.broadcast_object(comm.gather_object((done, error)))
     errors = [error for _, error in ends if error is not None]
     if errors:
-        if world.is_main:
+        if comm.is_main:
             _give_up(final)
         raise CheckpointError(errors[0])
     return [done for done, _ in ends]
 
 
-def _on_rank_0(world: World, final: Path, work: Callable[[], object]) -> None:
+def _on_rank_0(comm: Comm, final: Path, work: Callable[[], object]) -> None:
     """Work on rank 0, for which the others wait."""
-    _on_all(world, final, work if world.is_main else lambda: None)
+    _on_all(comm, final, work if comm.is_main else lambda: None)
 
 
 @contextlib.contextmanager

@@ -49,6 +49,6 @@ tree, ranges, errors, user_code and user_errors serve all of them: batches of an
 number, errors in one line, and whose code has failed.
 
 Whoever has read this far can write a loss scaler (`Scaler`), a way to run an op (`OpHandler`), an
-objective, a callback, or a `World` of processes. docs/own_parts.md and docs/precision.md
+objective, a callback, or a `Comm` of processes. docs/own_parts.md and docs/precision.md
 have examples.
 """

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from mpframe.core.comm import World
+from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError
 from mpframe.core.step_result import read
 from mpframe.core.tree import device_of
@@ -139,13 +139,13 @@ class Buffers:
             self._kept = State(self._homes).with_copies()
             self._attributes = State(self._attributes_of)
 
-    def broadcast(self, world: World) -> None:
+    def broadcast(self, comm: Comm) -> None:
         """Give all ranks the buffers of rank 0, whose samples alone moved them."""
-        world.broadcast_(self._present())
+        comm.broadcast_(self._present())
 
-    def start_broadcast(self, world: World) -> Callable[[], None]:
+    def start_broadcast(self, comm: Comm) -> Callable[[], None]:
         """Begin what `broadcast` does; the call of what is returned ends it."""
-        return world.start_broadcast_(self._present())
+        return comm.start_broadcast_(self._present())
 
     def _present(self) -> list[Tensor]:
         return [buffer for home in self._homes for buffer in home.values() if buffer is not None]

@@ -1,4 +1,4 @@
-"""The processes of a run, and all that they agree on. `World` itself is a single process.
+"""The processes of a run, and all that they agree on. `Comm` itself is a single process.
 
 Whoever takes part in a step calls these methods on every rank, in the same order, and has one code
 path for one process and for many.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 
-class World:
+class Comm:
     """One process alone: it agrees with itself, at no cost.
 
     Attributes:
@@ -110,7 +110,7 @@ class World:
         loss.backward(scale.clone(), inputs=inputs)  # type: ignore[no-untyped-call]
 
     def in_backward(self) -> Any:
-        """What sums gradients while a backward pass runs; None if this world has no such thing."""
+        """What sums gradients while a backward pass runs; None if it has no such thing."""
         return None
 
     def shard(
@@ -130,7 +130,7 @@ class World:
         """Tell the other ranks why this one ends, so that they can say it."""
 
 
-ALONE = World()
+SINGLE_PROCESS = Comm()
 
 
 def weighted(value: Tensor, weight: Tensor) -> Tensor:

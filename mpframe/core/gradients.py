@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpframe.core.comm import World, weigh_
+from mpframe.core.comm import Comm, weigh_
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import HALF
 
@@ -152,21 +152,21 @@ def measure_grads(
     return Gradients(by_master, values, half, wide, sparse, scale, amax)
 
 
-def all_reduce_amax(gradients: Gradients, world: World) -> Gradients:
+def all_reduce_amax(gradients: Gradients, comm: Comm) -> Gradients:
     """Return them with the largest amax of all ranks: an overflow on one is one on all."""
-    if world.size == 1:
+    if comm.size == 1:
         return gradients
-    return replace(gradients, amax=world.max(gradients.amax))
+    return replace(gradients, amax=comm.max(gradients.amax))
 
 
-def pre_reduction_amax(gradients: Gradients, world: World) -> Gradients:
+def pre_reduction_amax(gradients: Gradients, comm: Comm) -> Gradients:
     """Return sharded gradients with the amax from before the ranks summed them.
 
     That is the number that had to fit into half. A sum that is not finite also is an overflow.
     """
-    if world.sharding is None:
+    if comm.sharding is None:
         return gradients
-    amax = world.sharding.take_amax(gradients.amax.device)
+    amax = comm.sharding.take_amax(gradients.amax.device)
     amax = torch.where(gradients.amax < torch.inf, _unscale(amax, gradients.scale), torch.inf)
     return replace(gradients, amax=amax)
 
@@ -303,7 +303,7 @@ class Accumulator:
             self._clean_first()
         self._sum(gradients)
 
-    def mean(self, masters: Iterable[Tensor], world: World) -> Gradients:
+    def mean(self, masters: Iterable[Tensor], comm: Comm) -> Gradients:
         """Return the mean over the good micro-batches of all ranks; its amax is inf without any.
 
         Computed in the memory of the sums. `masters` are in the order of the other ranks.
@@ -311,20 +311,20 @@ class Accumulator:
         if self._reduced is not None:
             return self._reduced
         if self._only is not None:
-            if world.size == 1:
+            if comm.size == 1:
                 return _mean_of_one(self._only)
             self._sum(self._only)
         unit, count = self._unit, torch.stack(self._counts).sum()
-        if world.size > 1 and world.sharding is None:  # Shards were summed in the backward pass.
-            unit, count = world.mean(torch.stack([unit, count])).unbind()
-            self._sum_over(world, list(masters), (self._unit / unit).float())
+        if comm.size > 1 and comm.sharding is None:  # Shards were summed in the backward pass.
+            unit, count = comm.mean(torch.stack([unit, count])).unbind()
+            self._sum_over(comm, list(masters), (self._unit / unit).float())
         amaxes = torch.stack(self._amaxes)
         bad = not_finite(amaxes)
-        divisor = world.size * torch.where(count > 0, count / unit, 1.0).float()
+        divisor = comm.size * torch.where(count > 0, count / unit, 1.0).float()
         mean = measure_grads(self._sums, divisor, bad.device)
         # Reduced once more: what one of the ranks was sent may be damaged.
         amax = torch.where(count > 0, mean.amax, torch.inf)
-        mean = all_reduce_amax(replace(mean, amax=amax), world)
+        mean = all_reduce_amax(replace(mean, amax=amax), comm)
         dropped = None if len(amaxes) == 1 else bad.sum()
         return replace(mean, scaler_amax=amaxes.max(), dropped=dropped)
 
@@ -349,9 +349,9 @@ class Accumulator:
         self._sums = {master: _zero_where(bad, grad) for master, grad in self._sums.items()}
         self._unit = torch.where(self._unit > 0, self._unit, 1.0)
 
-    def _sum_over(self, world: World, masters: list[Tensor], weight: Tensor) -> None:
+    def _sum_over(self, comm: Comm, masters: list[Tensor], weight: Tensor) -> None:
         """Add the sums of all ranks, with zeros for parameters that only other ranks used."""
-        used = world.max_of([master in self._sums for master in masters])
+        used = comm.max_of([master in self._sums for master in masters])
         for master, anywhere in zip(masters, used, strict=True):
             if anywhere and master not in self._sums:
                 self._sums[master] = torch.zeros_like(master)
@@ -364,7 +364,7 @@ class Accumulator:
             )
         sums = list(self._sums.values())
         weigh_(sums, weight)
-        world.sum_(sums)
+        comm.sum_(sums)
 
 
 def _mean_of_one(gradients: Gradients) -> Gradients:

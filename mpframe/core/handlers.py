@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.comm import World
+from mpframe.core.comm import Comm
 from mpframe.core.emulation import FAULTY, WITHOUT_HALF_KERNEL, is_faulty, rounded
 from mpframe.core.op_lists import WITH_STATISTICS
 from mpframe.core.policy import CASTABLE, Compute
@@ -55,7 +55,7 @@ class OpHandler:
     def attach(self, model: nn.Module) -> None:
         """Look at a model before it runs, and refuse what cannot be done on its device."""
 
-    def sync(self, world: World) -> None:
+    def sync(self, comm: Comm) -> None:
         """Bring what is measured in a step in line with the other ranks; called after each step."""
 
     def state_dict(self) -> dict[str, Any]:

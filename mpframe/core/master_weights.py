@@ -27,7 +27,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mpframe.core.closure import is_closure, needs_closure, step_with_closure
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.gradients import (
     Accumulator,
@@ -166,7 +166,7 @@ class MasterWeights(Optimizer):
             host would wait for that device, as for any but a CPU. None before the first step, which
             makes the optimizer's state: a skip on the device would leave that state behind, with
             arbitrary values in SGD's momentum.
-        world: the ranks that step together, each over parameters of the same values. Accumulated
+        comm: the ranks that step together, each over parameters of the same values. Accumulated
             gradients are averaged over them, and they agree on whether a step is skipped.
     """
 
@@ -185,7 +185,7 @@ class MasterWeights(Optimizer):
         self.optimizer = optimizer
         self.needs_closure = needs_closure(optimizer)
         self.skips_on_device: bool | None = None
-        self.world: World = ALONE
+        self.comm: Comm = SINGLE_PROCESS
         self._masters = Masters({} if masters is None else masters, KINDS[keep_masters])
         self._registered = 0  # groups
         self._keeps_masters = bool(keep_masters)
@@ -259,9 +259,9 @@ class MasterWeights(Optimizer):
         self.optimizer.add_param_group(param_group)
         self._register_groups()
 
-    def join(self, world: World) -> None:
-        """Step together with other ranks; see `world`."""
-        self.world = world
+    def set_comm(self, comm: Comm) -> None:
+        """Step together with other ranks; see `comm`."""
+        self.comm = comm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters, and the accumulated ones."""
@@ -299,13 +299,13 @@ class MasterWeights(Optimizer):
     def collect_grads(self, scale: Tensor | float, count: Tensor | float = 1) -> Gradients:
         """Return a micro-batch's gradients, measured; parameters and masters are left without."""
         self._register_groups()
-        gradients = pre_reduction_amax(self._masters.collect_grads(scale), self.world)
-        if self.world.sharding is not None:  # The ranks have averaged them.
-            count = self.world.mean(as_count(count, gradients.amax.device))
+        gradients = pre_reduction_amax(self._masters.collect_grads(scale), self.comm)
+        if self.comm.sharding is not None:  # The ranks have averaged them.
+            count = self.comm.mean(as_count(count, gradients.amax.device))
         amax = gradients.amax
         if isinstance(count, Tensor) or not count:  # Of no sample, whatever the gradients are.
             amax = torch.where(as_count(count, amax.device) == 0, 0.0, amax)
-        return all_reduce_amax(replace(gradients, count=count, amax=amax), self.world)
+        return all_reduce_amax(replace(gradients, count=count, amax=amax), self.comm)
 
     @torch.no_grad()
     def accumulate_grads(self, gradients: Gradients) -> None:
@@ -327,7 +327,7 @@ class MasterWeights(Optimizer):
         grads = {master: means[p] for p, master in self._masters.items() if p in means}
         reduced = measure_grads(grads, 1.0, self._masters.device, amax)
         if amax is None:
-            reduced = all_reduce_amax(reduced, self.world)
+            reduced = all_reduce_amax(reduced, self.comm)
         self._accumulator = Accumulator(replace(reduced, scaler_amax=before))
 
     @torch.no_grad()
@@ -378,8 +378,8 @@ class MasterWeights(Optimizer):
             raise no_new_gradients()
         skipped = not_finite(gradients.worst() if skip_if_dropped else gradients.amax)
         # With shards this rank has a part of the gradients.
-        parts, norm = self.world.sharding is not None, gradients.norm()
-        norm = self.world.norm(norm) if parts else norm
+        parts, norm = self.comm.sharding is not None, gradients.norm()
+        norm = self.comm.norm(norm) if parts else norm
         if max_norm is not None:
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
             skipped = skipped | not_finite(norm)
@@ -407,11 +407,11 @@ class MasterWeights(Optimizer):
         if self._accumulator is not None:
             if gradients.by_master:
                 self._accumulator.add(gradients)
-            gradients = self._accumulator.mean(self._masters.values(), self.world)
+            gradients = self._accumulator.mean(self._masters.values(), self.comm)
             self._accumulator = None
         else:
-            if self.world.size > 1:
-                gradients = all_reduce_amax(gradients, self.world)
+            if self.comm.size > 1:
+                gradients = all_reduce_amax(gradients, self.comm)
             if self._consumed and not gradients.by_master:
                 gradients = replace(gradients, no_new=True)
         if gradients.sparse:

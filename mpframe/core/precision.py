@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mpframe.core.blocks import block, cast_to, check_patterns, pin_modules
 from mpframe.core.cast import Casts
-from mpframe.core.comm import World
+from mpframe.core.comm import Comm
 from mpframe.core.handlers import OpHandler
 from mpframe.core.master_weights import MasterWeights
 from mpframe.core.masters import Master, remember
@@ -227,14 +227,14 @@ class Precision:
         finally:
             self.load_state_dict(before)
 
-    def agree(self, world: World) -> None:
+    def agree(self, comm: Comm) -> None:
         """Bring what handlers measured in this step in line with the other ranks.
 
         Args:
-            world: all its ranks call this.
+            comm: all its ranks call this.
         """
         for handler in self.op_handlers:
-            handler.sync(world)
+            handler.sync(comm)
 
     def state_dict(self) -> dict[str, Any]:
         """What handlers carry from step to step: of products random generators and amax."""

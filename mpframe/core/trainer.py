@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mpframe.core.buffers import Buffers, ExtraState
 from mpframe.core.callback import Algorithm, Batch, Callbacks, Loader, call
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.core.loss_scaling.probe import probe_amax
 from mpframe.core.loss_scaling.scaler import (
@@ -100,7 +100,7 @@ class StepOptimizer(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients."""
 
-    def join(self, world: World) -> None:
+    def set_comm(self, comm: Comm) -> None:
         """Step together with other ranks."""
 
     def master_of(self, parameter: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Trainer:
             the weights, what skips steps; called in this order, before the callbacks.
         plan: how long to train and how often to look.
         evaluator: evaluates the model; None: it cannot be validated.
-        world: the ranks that train together, each on its part of every batch.
+        comm: the ranks that train together, each on its part of every batch.
         callbacks: by name, called in this order.
         stop_reason: why the run is to end before its plan does; None: it is not.
 
@@ -153,7 +153,7 @@ class Trainer:
     algorithms: Mapping[str, Algorithm] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     evaluator: Any = None
-    world: World = ALONE
+    comm: Comm = SINGLE_PROCESS
     callbacks: Callbacks = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     stop_reason: str | None = None
@@ -161,7 +161,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self._refuse_misfits()
         self.scaler = NoScaling() if self.scaler is None else self.scaler
-        self.optimizer.join(self.world)
+        self.optimizer.set_comm(self.comm)
         self._buffers, self.extra_state = Buffers(self.model), ExtraState(self.model)
         self._unread: list[StepResult] = []
         self._device = device_of(self.model)
@@ -242,7 +242,7 @@ class Trainer:
 
     def _finish(self, result: StepResult) -> StepResult:
         """Follow a step: algorithms at once, all else once it is known whether it was skipped."""
-        self.precision.agree(self.world)
+        self.precision.agree(self.comm)
         for algorithm in self.algorithms.values():
             algorithm.after_update(self, result)
         self._unread.append(result)
@@ -297,7 +297,7 @@ class Trainer:
             if wants_probe(scaler):
                 scaled = [o.objective for o in self.objectives if name in ("", o.name)]
                 amaxes = [probe_amax(self.model, own, self.precision, batch) for own in scaled]
-                scaler.start_from(self.world.max(largest(amaxes)))
+                scaler.start_from(self.comm.max(largest(amaxes)))
 
     def backward(self, batch: Batch, scale: float = 1.0) -> float:
         """Forward and scaled backward of every loss, for measurements: no step follows.
@@ -391,9 +391,9 @@ class Trainer:
 
     def _make_window_of_one(self) -> Window:
         """What takes a step of a single micro-batch."""
-        if self.world.size == 1:
+        if self.comm.size == 1:
             return LocalWindow(self)
-        early = self.world.in_backward() if self.plan.reduce == "in_backward" else None
+        early = self.comm.in_backward() if self.plan.reduce == "in_backward" else None
         return Window(self) if early is None else InBackwardWindow(self, early)
 
     def _refuse_misfits(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpframe.core.buffers import Buffers
-from mpframe.core.comm import World, weighted
+from mpframe.core.comm import Comm, weighted
 from mpframe.core.gradients import as_count
 from mpframe.core.loss_scaling.scaler import scale_of
 from mpframe.core.objective import NamedObjective, StepOutput, count_of
@@ -49,7 +49,7 @@ class Window:
     """
 
     def __init__(self, trainer: "Trainer") -> None:
-        self._world = trainer.world
+        self._comm = trainer.comm
         self._buffers = Buffers(trainer.model)
 
     def begin(self) -> None:
@@ -59,7 +59,7 @@ class Window:
     def backward(self, part: NamedObjective, output: StepOutput, batch: Any) -> Loss:
         """Scaled backward pass of one loss."""
         count = count_of(output.count, batch)
-        self._world.backward(output.loss, part.scaler.scale, count, part.parameters)
+        self._comm.backward(output.loss, part.scaler.scale, count, part.parameters)
         return Loss(part.name, output.loss.detach(), count)
 
     def accumulate(self, optimizer: Any, scaler: Any, losses: Losses) -> Losses:
@@ -79,8 +79,8 @@ class Window:
             The losses, 0-d; and a mask that is true if the step is to be skipped, None if it is not
             known to be.
         """
-        self._buffers.broadcast(self._world)
-        return [mean_loss(losses, self._world) for losses in zip(*batches, strict=True)], None
+        self._buffers.broadcast(self._comm)
+        return [mean_loss(losses, self._comm) for losses in zip(*batches, strict=True)], None
 
 
 class LocalWindow(Window):
@@ -128,7 +128,7 @@ class InBackwardWindow(Window):
 
     def accumulate(self, optimizer: Any, scaler: Any, losses: Losses) -> Losses:
         """Give the optimizer the means, and all ranks the loss and the buffers of rank 0."""
-        end_broadcast = self._buffers.start_broadcast(self._world)  # While gradients are sent.
+        end_broadcast = self._buffers.start_broadcast(self._comm)  # While gradients are sent.
         means, amax, before, loss = self._ranks.means(losses[0].value)
         end_broadcast()
         optimizer.keep_means(means, amax, before)
@@ -139,7 +139,7 @@ class InBackwardWindow(Window):
         return [batches[0][0].value], None
 
 
-def mean_loss(losses: Sequence[Loss], world: World) -> Tensor:
+def mean_loss(losses: Sequence[Loss], comm: Comm) -> Tensor:
     """The mean over the samples of all ranks, 0-d; of several losses without the dropped ones."""
     values = torch.stack([loss.value for loss in losses])
     counts = torch.stack([as_count(loss.samples, values.device) for loss in losses])
@@ -149,4 +149,4 @@ def mean_loss(losses: Sequence[Loss], world: World) -> Tensor:
         counts = torch.where(values.isnan(), 0.0, counts)
     weights = (counts / counts.max()).float()  # exactly 1 where all are equal
     mean = weighted(values, weights).sum() / weights.sum()
-    return world.mean(weighted(mean, world.weight(counts.sum())))
+    return comm.mean(weighted(mean, comm.weight(counts.sum())))

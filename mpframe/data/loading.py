@@ -31,7 +31,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, DataError, MpframeError, first_line
 from mpframe.core.tree import map_tensors, named_tensors, tensors_in
 from mpframe.core.user_code import UserCode, described, name_of, raised
@@ -367,7 +367,7 @@ class Loader:
         collate: makes a batch, any tree of tensors, of a list of samples; None: torch's
             default_collate, whose list of the parts of a tuple becomes a tuple.
         pin: batches come in pinned memory, from which a CUDA device copies in the background.
-        world: the ranks that share each batch; each reads its own part of it.
+        comm: the ranks that share each batch; each reads its own part of it.
         split: what the samples are for, in messages.
         option: the path of the batch size in the configuration, for messages.
 
@@ -393,7 +393,7 @@ class Loader:
         drop_last: bool = False,
         collate: Collate | None = None,
         pin: bool = False,
-        world: World = ALONE,
+        comm: Comm = SINGLE_PROCESS,
         split: str = "training",
         option: str = "dataset.batch_size",
     ) -> None:
@@ -406,14 +406,14 @@ class Loader:
                 f"{option}={batch_size}: the training set has {self.size} samples; "
                 f"use {self.size} or fewer"
             )
-        _refuse_uneven(option, batch_size, world)
+        _refuse_uneven(option, batch_size, comm)
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.waited = 0.0
         self._option = option
-        self._world = world
+        self._comm = comm
         self._order: tuple[int, Tensor] | None = None
         self._plan = _Plan()
         self._split = split
@@ -472,7 +472,7 @@ class Loader:
             [N] int64.
         """
         first = batch * self.batch_size
-        return self._world.part(self._order_of(epoch)[first : first + self.batch_size])
+        return self._comm.part(self._order_of(epoch)[first : first + self.batch_size])
 
     def close(self) -> None:
         """End the workers. Nothing is read afterwards."""
@@ -481,7 +481,7 @@ class Loader:
     def _read(self, epoch: int, start: int) -> Iterator[Any]:
         numbers = range(start, len(self))
         order = EpochOrder(self._split, epoch, self._order_of(epoch), self.batch_size)
-        requests = _requests(order, numbers, self._world)
+        requests = _requests(order, numbers, self._comm)
         self._plan.requests = requests
         asked = perf_counter()
         answers = self._pool.start(self._batches)
@@ -517,12 +517,12 @@ class _Plan:
         return self.requests
 
 
-def _requests(order: EpochOrder, numbers: range, world: World) -> Iterator[list[int]]:
+def _requests(order: EpochOrder, numbers: range, comm: Comm) -> Iterator[list[int]]:
     # This is no method: a generator that holds the loader would make a reference cycle, and the
     # loader's workers would live until the garbage collector runs, perhaps in a new worker.
     size = order.batch_size
     for number in numbers:
-        indices = world.part(order.indices[number * size : (number + 1) * size])
+        indices = comm.part(order.indices[number * size : (number + 1) * size])
         yield [order.epoch, number, *indices.tolist()]
 
 
@@ -535,12 +535,12 @@ def _batch_or_raise(answer: Any) -> Any:
     return answer
 
 
-def _refuse_uneven(option: str, batch_size: int, world: World) -> None:
-    rest = batch_size % world.size
+def _refuse_uneven(option: str, batch_size: int, comm: Comm) -> None:
+    rest = batch_size % comm.size
     if rest:
         raise ConfigError(
-            f"{option}={batch_size}: {world.size} ranks share each batch; use a multiple of "
-            f"{world.size}, as {batch_size - rest + world.size}"
+            f"{option}={batch_size}: {comm.size} ranks share each batch; use a multiple of "
+            f"{comm.size}, as {batch_size - rest + comm.size}"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.precision import Precision
 from mpframe.files.durable import AppendLog, write_atomically
 from mpframe.lowbit.handler import watch_products
@@ -76,16 +76,16 @@ class ProductProbe:
         self._rows: Rows = {}
         watch_products(precision, self._seen)
 
-    def noises(self, world: World = ALONE) -> Noises:
+    def noises(self, comm: Comm = SINGLE_PROCESS) -> Noises:
         """Return what was counted, in one transfer from the device, and count no more.
 
         Args:
-            world: all its ranks call this; rank 0 has what all of them counted, the others nothing.
+            comm: all its ranks call this; rank 0 has what all of them counted, the others nothing.
         """
         watch_products(self._precision, None)
         rows = torch.stack(list(self._rows.values())).cpu() if self._rows else ()
         counted: Rows = {}
-        for own in world.gather_object(dict(zip(self._rows, rows, strict=True))):
+        for own in comm.gather_object(dict(zip(self._rows, rows, strict=True))):
             for key, row in own.items():
                 _add(counted, key, row)
         return {key: Noise.of(row.tolist()) for key, row in counted.items()}

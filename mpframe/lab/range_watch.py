@@ -106,11 +106,11 @@ class RangeWatch(Callback):
         """Report the step if it is due."""
         if self._probe is not None:
             ranges, self._probe = self._probe.ranges(), None
-            if trainer.world.is_main:
+            if trainer.comm.is_main:
                 self._report(ranges)
         if self._products is not None:
-            noises, self._products = self._products.noises(trainer.world), None
-            if trainer.world.is_main:
+            noises, self._products = self._products.noises(trainer.comm), None
+            if trainer.comm.is_main:
                 self._report_products(trainer.progress.global_step, noises)
 
     def on_step_end(self, trainer: Trainer) -> None:

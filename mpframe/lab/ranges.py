@@ -302,7 +302,7 @@ class RangeProbe:
         keys = [(kind, layer) for kind in KINDS for layer in self.layers]
         rows = torch.stack([self._rows.get(key, empty) for key in keys])
         rows = self._of_all_ranks(rows.view(len(KINDS), -1, WIDTH))
-        in_half = self._trainer.world.max_of([key in self._in_half for key in keys])
+        in_half = self._trainer.comm.max_of([key in self._in_half for key in keys])
         counts = [away.get(layer, empty[0]) for layer in self.layers]
         scale = torch.as_tensor(self._scale(), dtype=torch.float64, device=self._device)
         flat = torch.cat([scale.reshape(1), torch.stack(counts), rows.ravel()]).cpu().numpy()
@@ -322,10 +322,10 @@ class RangeProbe:
 
     def _of_all_ranks(self, rows: Tensor) -> Tensor:
         """[KINDS, layers, WIDTH] with what the other ranks saw of their samples."""
-        world, own = self._trainer.world, [KINDS.index(kind) for kind in OF_SAMPLES]
+        comm, own = self._trainer.comm, [KINDS.index(kind) for kind in OF_SAMPLES]
         seen, amax = rows[own], FIELDS.index("amax")
-        largest = world.max(seen[..., amax])
-        world.sum_([seen])
+        largest = comm.max(seen[..., amax])
+        comm.sum_([seen])
         seen[..., amax] = largest
         rows[own] = seen
         return rows

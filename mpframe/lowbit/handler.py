@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mpframe.core.comm import World
+from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.handlers import Handler, OpHandler
 from mpframe.core.op_lists import PINS
@@ -61,11 +61,11 @@ class ProductHandler(OpHandler):
                 raise refused(recipe, product, device, why)
         self.state.learn_names(model)
 
-    def sync(self, world: World) -> None:
+    def sync(self, comm: Comm) -> None:
         """Make the histories of delayed scaling those of all ranks' samples."""
         length = max(recipe.history for recipe in self._policy.recipes.values())
-        if world.size > 1 and length:
-            self.state.agree(world, length)
+        if comm.size > 1 and length:
+            self.state.agree(comm, length)
 
     def state_dict(self) -> dict[str, Any]:
         """The random generators, and the histories of amax."""

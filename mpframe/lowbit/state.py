@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mpframe.core.cast import count_steps
-from mpframe.core.comm import World
+from mpframe.core.comm import Comm
 
 ROLES = ("x", "w", "dy")
 _SEED_OFFSET = 0x9E3779B9
@@ -127,14 +127,14 @@ class ProductState:
             self._step, self._device = count_steps(), own.device
         return history.amax(own, record)
 
-    def agree(self, world: World, length: int) -> None:
+    def agree(self, comm: Comm, length: int) -> None:
         """Let all ranks have the histories of one process that sees the samples of all.
 
         It is called once in each step, behind the backward pass. A weight that one rank alone has
         used gets a history on the others.
 
         Args:
-            world: all its ranks call this.
+            comm: all its ranks call this.
             length: of the histories.
         """
         operands = [f"{name} {role}" for name in self._matrices for role in ROLES]
@@ -142,7 +142,7 @@ class ProductState:
         nothing = torch.zeros((), device=self._device)
         seen = [nothing if h is None or not h.not_agreed else h.present for h in own]
         for operand, history, largest in zip(
-            operands, own, world.max(torch.stack(seen)), strict=True
+            operands, own, comm.max(torch.stack(seen)), strict=True
         ):
             if history is None:
                 history = AmaxHistory(torch.zeros(length, device=self._device))

@@ -2,13 +2,13 @@
 
     launch          what torchrun tells a process of its place, read without torch; errors said once
     joining         joins the ranks for one run, and leaves cleanly however it ends
-    process_group   `World` (core/comm.py) for many processes, over torch.distributed
+    process_group   `Comm` (core/comm.py) for many processes, over torch.distributed
     data_parallel   averages gradients while the backward pass runs, on torch's DDP
     sharding        divides a model's weights among the ranks, by torch's FSDP2
     sync_batchnorm  BatchNorm over the statistics of all ranks
 
 Every rank runs the same program. After each step all ranks hold the same weights, buffers,
 optimizer state, averages and loss scale, bit for bit, or each its part of them, because whatever
-one of them could decide by itself goes through `World`: gradients, the verdict on them, the loss,
+one of them could decide by itself goes through `Comm`: gradients, the verdict on them, the loss,
 validations, signals. Only rank 0 has the run's folder.
 """

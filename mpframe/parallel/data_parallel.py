@@ -42,10 +42,10 @@ Reduction = tuple[Tensor, dict[Tensor, Tensor], Any]
 class DataParallel:
     """Averages the gradients of a loss over the ranks."""
 
-    def __init__(self, world: "ProcessGroup") -> None:
-        self._world = world
+    def __init__(self, comm: "ProcessGroup") -> None:
+        self._comm = comm
         # DDP itself sends nothing to other ranks: what it knows of a step is this rank's.
-        self._alone = dist.new_group([world.rank], backend="gloo", use_local_synchronization=True)
+        self._alone = dist.new_group([comm.rank], backend="gloo", use_local_synchronization=True)
         self._ddp: Any = None
         self._parameters: Sequence[Any] = ()
         self._leaves: list[Any] = []
@@ -60,11 +60,11 @@ class DataParallel:
 
     @property
     def weight(self) -> Tensor:
-        """`World.weight` of the count, 0-d fp32; waited for when the first bucket is full."""
+        """`Comm.weight` of the count, 0-d fp32; waited for when the first bucket is full."""
         if self._weight is None:
-            self._world.wait(self._counting)
+            self._comm.wait(self._counting)
             self._counting = None
-            self._weight = (self._count / (self._total / self._world.size)).float()
+            self._weight = (self._count / (self._total / self._comm.size)).float()
         return self._weight
 
     def backward(
@@ -84,7 +84,7 @@ class DataParallel:
             LostRankError: a rank does not answer.
         """
         self._scale, self._count, self._total, self._weight = scale, count, count.clone(), None
-        self._counting = self._world.start(self._total)
+        self._counting = self._comm.start(self._total)
         try:
             loss = self._wrap(loss, parameters)
             self._reductions, self._amaxes, self._sent = [], [], {}
@@ -117,25 +117,25 @@ class DataParallel:
         Raises:
             LostRankError: a rank does not answer.
         """
-        world, total, means = self._world, weighted(loss, self.weight), dict[Tensor, Tensor]()
+        comm, total, means = self._comm, weighted(loss, self.weight), dict[Tensor, Tensor]()
         used = torch.tensor([own in self._sent for own in self._parameters], dtype=torch.int64)
-        asking, adding = world.start(used, dist.ReduceOp.MAX, on_host=True), world.start(total)
+        asking, adding = comm.start(used, dist.ReduceOp.MAX, on_host=True), comm.start(total)
         amaxes = [torch.zeros((), device=loss.device)]
         for reduction in self._reductions or ():  # The next ones arrive meanwhile.
             amaxes.append(_amax(self._receive(reduction)))
             means |= reduction[1]
         self._reductions = None  # As long as anybody has them, the connections stay open.
         self._drop_gradients()
-        world.wait(asking)
-        world.wait(adding)
+        comm.wait(asking)
+        comm.wait(adding)
         means = {p: means[p] for p, by_any in zip(self._parameters, used, strict=True) if by_any}
         amax = torch.stack(amaxes).max()
         if not isinstance(self._scale, Tensor):
-            return means, world.max(amax), None, total / world.size
+            return means, comm.max(amax), None, total / comm.size
         before = torch.stack([torch.zeros_like(amax), *self._amaxes]).max()
         before = torch.where(self.weight > 0, before, 0.0)  # What counts for nothing was not sent.
-        amax, before = world.max(torch.stack([amax, before])).unbind()
-        return means, amax, before, total / world.size
+        amax, before = comm.max(torch.stack([amax, before])).unbind()
+        return means, amax, before, total / comm.size
 
     def _wrap(self, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """The loss; its backward pass fills DDP's buckets."""
@@ -199,7 +199,7 @@ class DataParallel:
                 )
                 for own, rows in zip(bucket.parameters(), bucket.gradients(), strict=True)
             }
-            self._reductions.append((flat, slots, self._world.start(flat)))
+            self._reductions.append((flat, slots, self._comm.start(flat)))
             self._sent |= {own: own.grad._version for own in slots if own.grad is not None}
         given_back = torch.futures.Future[Tensor]()
         given_back.set_result(buffer)
@@ -208,8 +208,8 @@ class DataParallel:
     def _receive(self, reduction: Reduction) -> Tensor:
         """The means of a bucket, 1-d."""
         flat, _, work = reduction
-        self._world.wait(work)
-        return flat.div_(self._world.size)
+        self._comm.wait(work)
+        return flat.div_(self._comm.size)
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.parallel.launch import place, refuse_misfit
 
 if TYPE_CHECKING:
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 @contextmanager
 def joined(
     parallel: str | None, device: "Callable[[], torch.device]", timeout: float
-) -> Iterator[World]:
-    """Within the block the ranks that torchrun started are one world.
+) -> Iterator[Comm]:
+    """Within the block the ranks that torchrun started are one comm.
 
     At its end each waits for all others: a rank that left first could abort one that still works.
     After an error it does not wait.
@@ -32,7 +32,7 @@ def joined(
     """
     if place().size == 1:
         refuse_misfit(parallel)
-        yield ALONE
+        yield SINGLE_PROCESS
         return
     from mpframe.parallel.process_group import ProcessGroup  # Loads torch.distributed.
 

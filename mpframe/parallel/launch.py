@@ -4,7 +4,7 @@
     LOCAL_RANK                   which one on this machine: its CUDA device
     MASTER_ADDR, MASTER_PORT     where the ranks find each other
 
-Without them, or with a world of one, a process is alone. It is read without torch.
+Without them, or with a world size of 1, there is one process. It is read without torch.
 
 An error that many ranks meet is printed once, by rank 0, or else by the only rank that met it.
 """

@@ -1,4 +1,4 @@
-"""`World` for many processes, over torch.distributed: gloo on CPUs, NCCL between GPUs.
+"""`Comm` for many processes, over torch.distributed: gloo on CPUs, NCCL between GPUs.
 
 What the host has to know (signals, objects) goes through gloo on either kind of device, so that no
 rank waits for its GPU because of it, and a rank that has ended is noticed at once.
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from mpframe.core.comm import World
+from mpframe.core.comm import Comm
 from mpframe.core.errors import LostRankError
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.launch import Place
@@ -104,7 +104,7 @@ _LISTEN = 2.0  # seconds in which ranks tell each other why they end
 _JOINS = itertools.count()
 
 
-class ProcessGroup(World):
+class ProcessGroup(Comm):
     """The ranks that torchrun started.
 
     Args:

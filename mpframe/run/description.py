@@ -168,7 +168,7 @@ def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> N
         trainer.precision,
         device,
         f" ({policy.half} emulated)" if emulated else "",
-        f", {trainer.world.size} ranks" if trainer.world.size > 1 else "",
+        f", {trainer.comm.size} ranks" if trainer.comm.size > 1 else "",
         scaling_of(trainer),
         folder,
     )

@@ -251,7 +251,7 @@ def _options(config: str, path: Path) -> dict[str, Any]:
 def _say_what_differs(
     snapshot: Snapshot, then: dict[str, Any], now: dict[str, Any], trainer: Trainer
 ) -> None:
-    here = arithmetic(device_of(trainer.model), trainer.world)
+    here = arithmetic(device_of(trainer.model), trainer.comm)
     changed = differences(then, now)
     changed += other_arithmetic(snapshot.facts.get("made_on"), here)
     if changed:
@@ -321,10 +321,10 @@ def load_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def _load(snapshot: Snapshot, trainer: Trainer) -> None:
     load_state(trainer, snapshot.state["trainer"])
-    if trainer.world.is_main:
+    if trainer.comm.is_main:
         checkpoint.restore_rng(snapshot.state["rng"])
         return
-    own = checkpoint.of_rank(snapshot.state, trainer.world.rank)
+    own = checkpoint.of_rank(snapshot.state, trainer.comm.rank)
     if own is None:  # There were fewer ranks: this one draws numbers of its own.
         shared = snapshot.state["trainer"].get("products", {})
         trainer.precision.load_state_dict({**shared, "generators": {}})

@@ -28,7 +28,7 @@ from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_o
 from mpframe.config.schema import Config, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.core.callback import set_up
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import (
     ConfigError,
     DataError,
@@ -92,7 +92,7 @@ class Run:
         self.own_folder = folder if place().rank == 0 else _scratch(self._scratch)
         self.run_folder = RunFolder(self.own_folder, composed, hydra, self.secrets)
         self.config_text = self.run_folder.config
-        self.world: World = ALONE
+        self.comm: Comm = SINGLE_PROCESS
         self.hydra = hydra
         self.started = time.perf_counter()
         self.trainer: Trainer | None = None
@@ -114,15 +114,15 @@ class Run:
             self._scratch,
             hidden_from_logs(self.secrets),
             console(options.verbosity, place().rank),
-            joined(options.parallel, device, options.rank_timeout) as self.world,
+            joined(options.parallel, device, options.rank_timeout) as self.comm,
             self._said_to_others(),
             self.run_folder,
             RunLock(self.own_folder),
             self.interruption,
         ):
-            _refuse_other_options(self.world, self.config_text)
+            _refuse_other_options(self.comm, self.config_text)
             refuse_misfit(options.parallel)
-            self.folder = self.world.broadcast_object(self.folder)
+            self.folder = self.comm.broadcast_object(self.folder)
             _refuse_to_forget(self.config)
             self.run_folder.refuse_unfit(self.config.run.resume)
             tidy(self.own_folder)
@@ -158,7 +158,7 @@ class Run:
 
     def _stopped(self, received: Signals) -> RunInterrupted:
         self._finish(Status.INTERRUPTED, str(RunInterrupted(received)))
-        if self.config.trainer.requeue and self.world.is_main:
+        if self.config.trainer.requeue and self.comm.is_main:
             requeue(received)
         if not self.config.trainer.keep_last:
             return RunInterrupted(received, "trainer.keep_last=0: where it stopped is not saved")
@@ -169,7 +169,7 @@ class Run:
         config = self.config
         assembly.seed_everything(config.run.seed)
         task = assembly.build_task(config)
-        loaders = assembly.build_loaders(config, task, self.world)
+        loaders = assembly.build_loaders(config, task, self.comm)
         with ExitStack() as stack:
             for loader in filter(None, loaders):
                 stack.callback(loader.close)
@@ -179,14 +179,14 @@ class Run:
         config, train = self.config, loaders.train
         # Again, because the first import of a dataset's modules may draw random numbers.
         assembly.seed_everything(config.run.seed)
-        trainer = self.trainer = assembly.build_trainer(config, task, len(train), self.world)
+        trainer = self.trainer = assembly.build_trainer(config, task, len(train), self.comm)
         for line in stand_ins(self.hydra) if self.hydra else ():
             log.info("%s", line)
         announce(config, trainer, train, self.folder)
         if config.trainer.max_steps == 0:
             return
-        if self.world.rank:  # Ranks with the same dropout would see less of it.
-            assembly.seed_everything(config.run.seed + self.world.rank)
+        if self.comm.rank:  # Ranks with the same dropout would see less of it.
+            assembly.seed_everything(config.run.seed + self.comm.rank)
         identity = self._start(trainer, train)
         keep_vocabulary(task, self.own_folder, resumed=trainer.progress.global_step > 0)
         usage = redacted(usage_of(task, trainer), self.secrets)
@@ -235,7 +235,7 @@ class Run:
         loaders.val.close()
         keep_best, best = self.config.trainer.keep_best, self.callbacks.results.best
         path = best_checkpoint(self.folder, keep_best, best)
-        path = self.world.broadcast_object(path)
+        path = self.comm.broadcast_object(path)
         self.tested = final_test(trainer, loaders.test, path)
 
     @contextmanager
@@ -246,7 +246,7 @@ class Run:
         except LostRankError:
             raise
         except BaseException as error:
-            self.world.publish(str(error).splitlines()[0] if str(error) else repr(error))
+            self.comm.publish(str(error).splitlines()[0] if str(error) else repr(error))
             raise
 
     def _renew_callbacks(self, trainer: Trainer) -> None:
@@ -377,21 +377,21 @@ def _errors_dated(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except (DataError, UserCodeError) as error:
-        trainer.world.refuse_lost(error.__cause__)
+        trainer.comm.refuse_lost(error.__cause__)
         error.args = (f"after step {trainer.progress.global_step}: {error}",)
         raise
 
 
-def _refuse_other_options(world: World, text: str) -> None:
+def _refuse_other_options(comm: Comm, text: str) -> None:
     """Refuse ranks whose options, YAML without secrets, differ from those of rank 0."""
-    first = world.broadcast_object(text)
+    first = comm.broadcast_object(text)
     trees = [] if first == text else [parsed(own, Path("options")) for own in (first, text)]
     differs = [
-        f"{option}={ours}: rank {world.rank} has it, and rank 0 has {theirs}"
+        f"{option}={ours}: rank {comm.rank} has it, and rank 0 has {theirs}"
         for option, (theirs, ours) in (changes(*trees) if trees else {}).items()
         if option not in _OF_A_RANK and "{}" not in (theirs, ours)  # Its entries are named.
     ]
-    every = world.broadcast_object(world.gather_object(differs[:1]))
+    every = comm.broadcast_object(comm.gather_object(differs[:1]))
     for said in itertools.chain.from_iterable(every):
         raise ConfigError(f"{said}; start all ranks with the same options")
 

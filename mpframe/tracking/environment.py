@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from mpframe.config.redaction import HIDDEN, SECRET_NAME, hide, secrets_of
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.files.text import markdown
 
 PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
@@ -41,12 +41,12 @@ def environment_text() -> str:
     return markdown([("", ""), *rows.items()])
 
 
-def arithmetic(device: torch.device, world: World = ALONE) -> dict[str, str]:
+def arithmetic(device: torch.device, comm: Comm = SINGLE_PROCESS) -> dict[str, str]:
     """What the last bit of a sum may depend on, besides the configuration.
 
     Args:
         device: that the run computes on.
-        world: the ranks that add their gradients.
+        comm: the ranks that add their gradients.
     """
     cuda = device.type == "cuda"
     return {
@@ -54,8 +54,8 @@ def arithmetic(device: torch.device, world: World = ALONE) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "device": torch.cuda.get_device_name(device) if cuda else device.type,
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "world_size": str(world.size),
-        "weights": "whole" if world.sharding is None else "divided",
+        "world_size": str(comm.size),
+        "weights": "whole" if comm.sharding is None else "divided",
     }
 
 

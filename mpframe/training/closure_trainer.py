@@ -42,7 +42,7 @@ class ClosureTrainer(Trainer):
 
     def _refuse_misfits(self) -> None:
         require_objective("objective", self.objective)
-        if self.world.size > 1:
+        if self.comm.size > 1:
             optimizer = name_of(getattr(self.optimizer, "optimizer", self.optimizer))
             raise ConfigError(
                 f"trainer.parallel=ddp: optimizer={optimizer} evaluates "

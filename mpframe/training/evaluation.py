@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mpframe.checkpoint.folder import rank
 from mpframe.core.callback import Batch, Loader, call
-from mpframe.core.comm import ALONE, World, weighted
+from mpframe.core.comm import SINGLE_PROCESS, Comm, weighted
 from mpframe.core.errors import UserCodeError
 from mpframe.core.gradients import as_count
 from mpframe.core.objective import StepOutput, compute, count_of
@@ -117,12 +117,12 @@ class NamedMetric:
         with UserCode(self._option, self._metric, outputs=outputs, targets=targets):
             self._metric.update(outputs, targets)
 
-    def merge(self, world: World) -> None:
+    def merge(self, comm: Comm) -> None:
         """On rank 0, take in what the metrics of the other ranks have measured."""
-        if world.size == 1:
+        if comm.size == 1:
             return
         measured = map_tensors(lambda tensor: tensor.cpu(), vars(self._metric))
-        for state in world.gather_object(measured)[1:]:
+        for state in comm.gather_object(measured)[1:]:
             other = copy(self._metric)
             vars(other).update(map_tensors(lambda tensor: tensor.to(self._device), state))
             with UserCode(self._option, self._metric):
@@ -155,7 +155,7 @@ class Metrics:
         codes: what makes each, by name, as `NamedMetric` takes it.
         monitor: the name of the one that tells progress, or `loss`; None: the first one.
         device: where they compute.
-        world: the ranks that validate together.
+        comm: the ranks that validate together.
     """
 
     def __init__(
@@ -163,12 +163,12 @@ class Metrics:
         codes: Mapping[str, Any],
         monitor: str | None,
         device: torch.device,
-        world: World = ALONE,
+        comm: Comm = SINGLE_PROCESS,
     ) -> None:
         self._metrics = [NamedMetric(name, code, device) for name, code in codes.items()]
         self._monitor = next(iter(codes), LOSS) if monitor is None else monitor
-        self._device, self._world = device, world
-        self._sent = [own for own in self._metrics if world.size > 1 and not own.merges]
+        self._device, self._comm = device, comm
+        self._sent = [own for own in self._metrics if comm.size > 1 and not own.merges]
 
     def update(self, part: tuple[Any, Any] | None) -> None:
         """Take in one batch.
@@ -188,18 +188,18 @@ class Metrics:
         Args:
             sums: of this rank's losses, each times its count, and of the counts: [2] float64.
         """
-        self._world.sum_([sums])
+        self._comm.sum_([sums])
         total, count = sums.tolist()
         for metric in self._metrics:
             if metric not in self._sent:
-                metric.merge(self._world)
-        own = self._result(total / count if count else math.nan) if self._world.is_main else None
-        evaluation: Evaluation = self._world.broadcast_object(own)
+                metric.merge(self._comm)
+        own = self._result(total / count if count else math.nan) if self._comm.is_main else None
+        evaluation: Evaluation = self._comm.broadcast_object(own)
         return evaluation
 
     def _update_with_all(self, part: tuple[Any, Any] | None) -> None:
         on_host = map_tensors(lambda tensor: tensor.cpu(), part)
-        for own in self._world.gather_object(on_host):
+        for own in self._comm.gather_object(on_host):
             if own is not None:
                 outputs, targets = map_tensors(lambda tensor: tensor.to(self._device), own)
                 for metric in self._sent:
@@ -253,7 +253,7 @@ class Evaluator:
             split: what they are for, in messages.
         """
         device = device_of(trainer.model)
-        metrics = Metrics(self.metrics, self.monitor, device, trainer.world)
+        metrics = Metrics(self.metrics, self.monitor, device, trainer.comm)
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         with self._weights(trainer), _mode_restored(trainer.model):
             trainer.model.eval()
@@ -269,7 +269,7 @@ class Evaluator:
         They are those of this rank's part of a batch, None if that is empty.
         """
         device, missing = device_of(trainer.model), batch is None
-        batch = trainer.world.lend(batch)  # A rank without samples gathers weights with the others.
+        batch = trainer.comm.lend(batch)  # A rank without samples gathers weights with the others.
         computed = [] if batch is None else self._compute(trainer, batch)
         if missing or not computed:
             metrics.update(None)

@@ -83,7 +83,7 @@ class MultiObjectiveTrainer(Trainer):
 
     def _make_window_of_one(self) -> Window:
         """Gradients of several losses are averaged after the last backward pass."""
-        return LocalWindow(self) if self.world.size == 1 else Window(self)
+        return LocalWindow(self) if self.comm.size == 1 else Window(self)
 
     def _refuse_misfits(self) -> None:
         names = ", ".join(self.objective)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.core.closure import evaluate, is_closure
-from mpframe.core.comm import World
+from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, ConfigError, nearest
 from mpframe.core.gradients import Gradients, check_clipping, clip, not_finite
 from mpframe.core.loss_scaling.scaler import Scaling, scale_of
@@ -84,10 +84,10 @@ class MultiOptimizer:
             if held:
                 part.set_requires_grad(held, requires_grad)
 
-    def join(self, world: World) -> None:
-        """Step together with other ranks; see `MasterWeights.world`."""
+    def set_comm(self, comm: Comm) -> None:
+        """Step together with other ranks; see `MasterWeights.comm`."""
         for part in self.parts.values():
-            part.join(world)
+            part.set_comm(comm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and masters, and the accumulated ones."""

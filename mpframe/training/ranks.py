@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpframe.core.comm import World, is_sharded
+from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import CheckpointError, MpframeError, UserCodeError
 
 if TYPE_CHECKING:
@@ -29,26 +29,26 @@ def refuse_other_start(trainer: "Trainer", resume: str) -> None:
         CheckpointError: they go on from different steps.
         UserCodeError: the model begins otherwise on one of them.
     """
-    if trainer.world.size == 1:
+    if trainer.comm.size == 1:
         return
-    steps = trainer.world.gather_object(trainer.progress.global_step)
-    steps = trainer.world.broadcast_object(steps)
+    steps = trainer.comm.gather_object(trainer.progress.global_step)
+    steps = trainer.comm.broadcast_object(steps)
     for rank, step in enumerate(steps):
         if step != steps[0]:
             raise CheckpointError(
                 f"resume={resume}: rank 0 goes on after step {steps[0]}, rank {rank} after step "
                 f"{step}; every rank must see the run's folder"
             )
-    refuse_other_weights(trainer.world, trainer.weights().items())
+    refuse_other_weights(trainer.comm, trainer.weights().items())
 
 
-def refuse_other_weights(world: World, named: Iterable[tuple[str, Tensor]]) -> None:
+def refuse_other_weights(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse ranks whose models begin with other weights.
 
     Raises:
         UserCodeError: names the first one.
     """
-    differs = _first_difference(world, named)
+    differs = _first_difference(comm, named)
     if differs is not None:
         raise UserCodeError(
             f"model: {differs} before the first step; let it draw random numbers from torch's "
@@ -62,9 +62,9 @@ def refuse_drift(trainer: "Trainer") -> None:
     Raises:
         MpframeError: names a tensor and a rank.
     """
-    if trainer.world.size == 1:
+    if trainer.comm.size == 1:
         return
-    differs = _first_difference(trainer.world, trainer.weights().items())
+    differs = _first_difference(trainer.comm, trainer.weights().items())
     if differs is not None:
         raise MpframeError(
             f"trainer.parallel=ddp: after step {trainer.progress.global_step} {differs}; what "
@@ -73,14 +73,14 @@ def refuse_drift(trainer: "Trainer") -> None:
 
 
 @torch.no_grad()
-def _first_difference(world: World, named: Iterable[tuple[str, Tensor]]) -> str | None:
+def _first_difference(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> str | None:
     """A clause on the first tensor that is another one on a rank than on rank 0.
 
     Of a sharded one each rank has a part of its own.
     """
     alike = {name: value for name, value in named if not is_sharded(value)}
     own = [float(value.double().sum()) for value in alike.values()]
-    sums = world.broadcast_object(world.gather_object(own))
+    sums = comm.broadcast_object(comm.gather_object(own))
     for rank, others in enumerate(sums):
         for name, first, other in zip(alike, sums[0], others, strict=True):
             if first != other and not (first != first and other != other):  # nan is no difference.

@@ -40,7 +40,7 @@ class Trouble(Callback):
 
     def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if first and (trainer.world.rank, trainer.progress.global_step) == self._at:
+        if first and (trainer.comm.rank, trainer.progress.global_step) == self._at:
             os.kill(os.getpid(), self._signal)
 
 
@@ -48,7 +48,7 @@ class Drift(Callback):
     """Writes the weights of rank 1 behind the trainer's back."""
 
     def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
-        if trainer.world.rank == 1:
+        if trainer.comm.rank == 1:
             with torch.no_grad():
                 next(trainer.model.parameters()).add_(0.01)
 
@@ -57,7 +57,7 @@ class Overflow(Callback):
     """The samples of rank 1 grow beyond float16."""
 
     def on_step_begin(self, trainer: Trainer, batches: Any) -> None:
-        if trainer.world.rank == 1:
+        if trainer.comm.rank == 1:
             batches[0][0].fill_(6e4)
 
 
@@ -69,7 +69,7 @@ class FullDisk(Callback):
             writing._written = written  # type: ignore[attr-defined]
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        if trainer.world.rank == 1:
+        if trainer.comm.rank == 1:
             written, writing._written = writing._written, write  # type: ignore[assignment]
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from mpframe import MasterWeights, Precision, Static
 from mpframe.assembly.trainer import shard
-from mpframe.core.comm import ALONE, World, is_sharded
+from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded
 from mpframe.core.objective import StepOutput, compute, count_of, model_loss, supervised
 from mpframe.core.plan import Plan
 from mpframe.core.trainer import Trainer
@@ -66,13 +66,13 @@ class Recorder(Static):
 
 
 def trainer_of(
-    mode: str, world: World = ALONE, reduce: str = "in_backward", objective: Any = model_loss
+    mode: str, comm: Comm = SINGLE_PROCESS, reduce: str = "in_backward", objective: Any = model_loss
 ) -> Trainer:
     torch.manual_seed(0)
     model, precision = Tagger(), Precision(mode)
     plain = torch.optim.SGD(model.parameters(), lr=1.0)
     if reduce == "fsdp":
-        shard(model, {"": plain}, precision, world, CPU)
+        shard(model, {"": plain}, precision, comm, CPU)
     _, optimizer = precision.prepare(model, plain)
     scaler = None if mode == "fp32" else Recorder(2.0**10)
     plan = Plan(reduce="in_backward" if reduce == "fsdp" else reduce)
@@ -83,7 +83,7 @@ def trainer_of(
         precision,
         scaler,
         plan=plan,
-        world=world,
+        comm=comm,
         evaluator=Evaluator(),
     )
 
@@ -126,9 +126,9 @@ def stepped(
     mode: str, reduce: str, windows: list[list[list[int]]], objective: Any = model_loss
 ) -> tuple[Tensor, Any]:
     """The step of one rank, on its texts of these lengths."""
-    with joined(None, lambda: CPU, 120) as world:
-        trainer = trainer_of(mode, world, reduce, objective)
-        result = trainer.train_step(*(texts(*lengths) for lengths in windows[world.rank]))
+    with joined(None, lambda: CPU, 120) as comm:
+        trainer = trainer_of(mode, comm, reduce, objective)
+        result = trainer.train_step(*(texts(*lengths) for lengths in windows[comm.rank]))
         assert not result.skipped
         assert mode == "fp32" or torch.isfinite(trainer.scaler.amax)  # type: ignore[union-attr]
         return result.loss, weights_of(trainer)  # type: ignore[return-value]

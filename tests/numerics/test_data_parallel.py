@@ -57,11 +57,11 @@ def setup(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
 
 def trained(name: str, mode: str, on_ranks: bool) -> list[Any]:
     """The masters after a few steps of SGD, each with its names, amaxes and loss."""
-    with joined(None, lambda: CPU, 60) if on_ranks else nothing() as world:
+    with joined(None, lambda: CPU, 60) if on_ranks else nothing() as comm:
         model, inputs, targets, loss_fn = setup(name)
         precision = Precision(mode)
         model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        ranks = world.in_backward() if world else None
+        ranks = comm.in_backward() if comm else None
         scale = torch.tensor(1.0 if mode == "fp32" else SCALE)
         names = {parameter: own for own, parameter in model.named_parameters()}
         seen: list[Any] = []
@@ -70,7 +70,7 @@ def trained(name: str, mode: str, on_ranks: bool) -> list[Any]:
             optimizer.zero_grad()
             if ranks:
                 with precision.cast():
-                    loss = loss_fn(model(world.part(inputs)), world.part(targets)).float()
+                    loss = loss_fn(model(comm.part(inputs)), comm.part(targets)).float()
                 count = torch.tensor(float(len(inputs) // 2), dtype=torch.float64)
                 ranks.backward(loss, scale, count, optimizer.parameters)
                 means, amax, before, loss = ranks.means(loss.detach())
@@ -129,8 +129,8 @@ class Layers(nn.Module):
 
 
 def with_layers(do: Callable[[Layers, DataParallel, int], Any]) -> Any:
-    with joined(None, lambda: CPU, 60) as world:
-        return do(Layers(), world.in_backward(), world.rank)
+    with joined(None, lambda: CPU, 60) as comm:
+        return do(Layers(), comm.in_backward(), comm.rank)
 
 
 def beside(model: Layers, ranks: DataParallel, rank: int) -> list[list[int]]:
@@ -215,11 +215,11 @@ def strided(rank: int) -> list[nn.Parameter]:
 
 def averaged_layouts(used: tuple[int, ...]) -> list[Tensor | None]:
     """The second rank uses all, the first one those with these numbers; d/dw w^2/2 is w."""
-    with joined(None, lambda: CPU, 60) as world:
-        parameters = strided(world.rank)
-        numbers = range(5) if world.rank else used
+    with joined(None, lambda: CPU, 60) as comm:
+        parameters = strided(comm.rank)
+        numbers = range(5) if comm.rank else used
         loss = torch.stack([parameters[n].square().sum() / 2 for n in numbers]).sum()
-        ranks: Any = world.in_backward()
+        ranks: Any = comm.in_backward()
         ranks.backward(loss, 1.0, torch.tensor(2.0, dtype=torch.float64), parameters)
         means, *_ = ranks.means(loss.detach())
         return [means[own] for own in parameters]
@@ -246,8 +246,8 @@ def test_ddp_says_nothing(two: Ranks) -> None:
 
 
 def dropped() -> bool:
-    with joined(None, lambda: CPU, 60) as world:
-        model, ranks = Layers(), world.in_backward()
+    with joined(None, lambda: CPU, 60) as comm:
+        model, ranks = Layers(), comm.in_backward()
         model.averaged(ranks, 0, 1, 2)
         gone = weakref.ref(ranks)
         del ranks

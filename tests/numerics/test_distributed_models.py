@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from mpframe import LogMax, Precision
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.objective import supervised
 from mpframe.core.plan import Plan
 from mpframe.core.trainer import Trainer
@@ -42,14 +42,14 @@ def parts(name: str) -> tuple[nn.Module, TensorDataset, Any]:
 
 
 def trained(
-    name: str, mode: str, world: World, batch: int, accumulate: int = 1, double: bool = False
+    name: str, mode: str, comm: Comm, batch: int, accumulate: int = 1, double: bool = False
 ) -> list[Tensor]:
     """The loss and the gradients' norm of each of the steps of an epoch, then the weights."""
     model, data, loss = parts(name)
     if double:
         model = model.double()
         data = TensorDataset(*(t.double() if t.is_floating_point() else t for t in data.tensors))
-        world.synchronize_batchnorm(model)
+        comm.synchronize_batchnorm(model)
     precision = Precision(mode)
     _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     trainer = Trainer(
@@ -59,7 +59,7 @@ def trained(
         precision,
         scaler=None if mode == "fp32" else LogMax(init_scale=2.0**10),
         plan=Plan(epochs=1, clip_norm=1.0, accumulate=accumulate),
-        world=world,
+        comm=comm,
     )
     told, step = [], trainer.train_step
 
@@ -70,14 +70,14 @@ def trained(
         return result
 
     trainer.train_step = watched  # type: ignore[method-assign]
-    trainer.fit(Loader(data, batch, shuffle=True, world=world))
+    trainer.fit(Loader(data, batch, shuffle=True, comm=comm))
     return [*told, *(own.detach().clone() for own in model.parameters())]
 
 
 def on_ranks(name: str, mode: str, batch: int, double: bool = False) -> list[Tensor]:
     """`trained` as one of the ranks."""
-    with joined(None, lambda: CPU, 120) as world:
-        return trained(name, mode, world, batch, double=double)
+    with joined(None, lambda: CPU, 120) as comm:
+        return trained(name, mode, comm, batch, double=double)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -85,7 +85,7 @@ def on_ranks(name: str, mode: str, batch: int, double: bool = False) -> list[Ten
 def test_two_ranks_equal_one_process_that_accumulates(two: Ranks, name: str, mode: str) -> None:
     """BatchNorm takes the statistics of a rank's half, as one process does of a micro-batch."""
     first, second = two(on_ranks, name, mode, 8)
-    alone = trained(name, mode, ALONE, 4, accumulate=2)
+    alone = trained(name, mode, SINGLE_PROCESS, 4, accumulate=2)
     assert_same(first, second)
     assert_same(first, alone)
 
@@ -103,6 +103,6 @@ def test_ranks_equal_one_process_with_the_whole_batch(
     first, *others = {2: two, 4: four}[size](on_ranks, name, "fp32", 8, True)
     for other in others:
         assert_same(first, other)
-    alone = trained(name, "fp32", ALONE, 8, double=True)
+    alone = trained(name, "fp32", SINGLE_PROCESS, 8, double=True)
     for ours, theirs in zip(first, alone, strict=True):
         assert torch.allclose(ours.double(), theirs.double(), rtol=1e-9, atol=1e-9)

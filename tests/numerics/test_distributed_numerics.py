@@ -10,7 +10,7 @@ from test_distributed_step import CPU, assert_same, setup
 from torch import nn
 
 from mpframe import Precision
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.objective import supervised
 from mpframe.core.trainer import Trainer
 from mpframe.lab.product_noise import ProductProbe
@@ -18,9 +18,9 @@ from mpframe.lab.ranges import RangeProbe
 from mpframe.parallel.joining import joined
 
 
-def counted(mode: str, world: World, options: dict[str, Any]) -> dict[str, Any]:
+def counted(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
     """The ranges of the first step."""
-    trainer, train, _ = setup(mode, world, options)
+    trainer, train, _ = setup(mode, comm, options)
     batches = train.epoch(0)
     probe = RangeProbe(trainer, torch.float16)
     trainer.train_step(*(next(batches) for _ in range(options.get("accumulate", 1))))
@@ -29,8 +29,8 @@ def counted(mode: str, world: World, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def counted_on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
-    with joined(None, lambda: CPU, 120) as world:
-        return counted(mode, world, options)
+    with joined(None, lambda: CPU, 120) as comm:
+        return counted(mode, comm, options)
 
 
 @pytest.mark.parametrize("options", [{}, {"whole": True, "reduce": "in_backward"}], ids=str)
@@ -40,29 +40,29 @@ def test_ranges_are_those_of_all_ranks(two: Ranks, mode: str, options: dict[str,
     first, second = two(counted_on_ranks, mode, options)
     assert_same(first, second)
     alone = {**options, "reduce": "after_backward", "accumulate": 2, "batch": 8}
-    assert_same(first, counted(mode, ALONE, alone))
+    assert_same(first, counted(mode, SINGLE_PROCESS, alone))
 
 
-def noise(world: World) -> Any:
+def noise(comm: Comm) -> Any:
     """Of the operands of one step, the whole batch or a rank's half."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     precision = Precision("mixed", half="bfloat16", products="mxfp8")
     _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), precision, world=world)
+    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), precision, comm=comm)
     halves = [(half, half) for half in torch.randn(2, 32, 32).unbind()]
     probe = ProductProbe(precision)
-    trainer.train_step(*(halves if world.size == 1 else [halves[world.rank]]))
-    return probe.noises(world)
+    trainer.train_step(*(halves if comm.size == 1 else [halves[comm.rank]]))
+    return probe.noises(comm)
 
 
 def noise_on_ranks() -> Any:
-    with joined(None, lambda: CPU, 120) as world:
-        return noise(world)
+    with joined(None, lambda: CPU, 120) as comm:
+        return noise(comm)
 
 
 def test_the_noise_of_products_is_that_of_all_ranks(two: Ranks) -> None:
     first, second = two(noise_on_ranks)
-    assert first == noise(ALONE)
+    assert first == noise(SINGLE_PROCESS)
     assert second == {}
     assert {own.count for own in first.values()} == {2 * 32 * 32}

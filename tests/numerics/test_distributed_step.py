@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from mpframe import LogMax, MasterWeights, Precision
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.core.objective import supervised
 from mpframe.core.plan import Plan
@@ -72,7 +72,7 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
-def setup(mode: str, world: World, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
+def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Loader, Loader]:
     torch.manual_seed(0)
     split = mode == "split"  # Its masters have memory only while they are updated.
     products = Recipe.from_mapping("own", options["recipe"]) if "recipe" in options else "none"
@@ -82,7 +82,7 @@ def setup(mode: str, world: World, options: dict[str, Any]) -> tuple[Trainer, Lo
         precision = Precision(mode, products=products)
     model = Net(options.get("norm", False), options.get("whole", False))
     if options.get("sync"):
-        world.synchronize_batchnorm(model)
+        comm.synchronize_batchnorm(model)
     _, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     inputs = torch.randn(67, 8, generator=torch.Generator().manual_seed(1))
     samples = TensorDataset(inputs, inputs[:, :4].argmax(1))
@@ -98,22 +98,22 @@ def setup(mode: str, world: World, options: dict[str, Any]) -> tuple[Trainer, Lo
         algorithms={} if ema is None else {"ema": AverageWeights(ema, model)},
         plan=Plan(epochs=9, clip_norm=1.0, **plan),
         evaluator=Evaluator({"accuracy": Accuracy, "first": FirstOutputs}),
-        world=world,
+        comm=comm,
     )
-    train = Loader(samples, options.get("batch", 16), shuffle=True, drop_last=True, world=world)
+    train = Loader(samples, options.get("batch", 16), shuffle=True, drop_last=True, comm=comm)
     # 67 samples in batches of 16: the last one has 3, and one of 2 ranks a single one of these.
-    return trainer, train, Loader(samples, 16, shuffle=False, world=world)
+    return trainer, train, Loader(samples, 16, shuffle=False, comm=comm)
 
 
-def trained(mode: str, world: World, options: dict[str, Any]) -> dict[str, Any]:
+def trained(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
     """All that a short run leaves: the states before each step and at the end, a validation."""
-    trainer, train, val = setup(mode, world, options)
+    trainer, train, val = setup(mode, comm, options)
     results, states, step = [], [], trainer.train_step
 
     def watched(*batches: Any) -> Any:
         states.append(copy.deepcopy(trainer.state_dict()))
         fault = options.get("faults", {}).get(len(results))
-        if fault is not None and world.rank == 1:
+        if fault is not None and comm.rank == 1:
             fault(trainer, batches)
         result = step(*batches)
         dropped = None if result.dropped is None else int(result.dropped)
@@ -134,11 +134,11 @@ def trained(mode: str, world: World, options: dict[str, Any]) -> dict[str, Any]:
 
 def on_ranks(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """`trained` as one of the ranks; tensors of `large` bytes are sent alone."""
-    with joined(None, lambda: CPU, 120) as world, pytest.MonkeyPatch.context() as patched:
+    with joined(None, lambda: CPU, 120) as comm, pytest.MonkeyPatch.context() as patched:
         large = options.get("large", 2**22)
         patched.setattr(process_group, "_LARGE", large)
         patched.setattr(data_parallel, "_BUCKET_MB", large / 2**20)
-        return trained(mode, world, options)
+        return trained(mode, comm, options)
 
 
 def assert_same(first: Any, second: Any, path: str = "") -> None:
@@ -164,7 +164,7 @@ def test_two_ranks_equal_one_process_that_accumulates_their_halves(
 ) -> None:
     """Also where a layer is used on one rank alone, or on none: it is left as it was."""
     first, second = two(on_ranks, mode, {"reduce": reduce})
-    alone = trained(mode, ALONE, {"accumulate": 2, "batch": 8})
+    alone = trained(mode, SINGLE_PROCESS, {"accumulate": 2, "batch": 8})
     assert_same(first, second)
     for own in (*first["states"], *alone["states"]):
         del own["progress"]  # It counts batches, of which one process has twice as many.
@@ -193,7 +193,7 @@ def test_products_below_16_bits_on_two_ranks(two: Ranks, recipe: dict[str, Any])
     also of a layer that one rank alone uses in a step."""
     options = {"recipe": recipe, "batch": 32}  # The second rank uses that layer first, alone.
     first, second = two(on_ranks, "mixed", options)
-    alone = trained("mixed", ALONE, {**options, "accumulate": 2, "batch": 16})
+    alone = trained("mixed", SINGLE_PROCESS, {**options, "accumulate": 2, "batch": 16})
     for own in (*first["states"], *second["states"], *alone["states"]):
         del own["progress"]
     assert_same(first["states"], second["states"])
@@ -213,7 +213,7 @@ def test_two_ranks_come_as_near_to_one_process_as_rounding_lets_them(two: Ranks)
     than sqrt(count) times that, relative to a norm of about 1.
     """
     first, _ = two(on_ranks, "fp32", {"steps": 1})
-    alone = trained("fp32", ALONE, {"steps": 1})
+    alone = trained("fp32", SINGLE_PROCESS, {"steps": 1})
     (_, _, norm, loss), (_, _, one_norm, one_loss) = first["results"][0], alone["results"][0]
     assert norm == pytest.approx(one_norm, rel=2 * 16 * 2**-24 * 4 * 212**0.5)
     assert loss == pytest.approx(one_loss, rel=2 * 16 * 2**-24)
@@ -230,7 +230,7 @@ def bad_gradient(trainer: Trainer, batches: Any) -> None:
 
 def bad_sum(trainer: Trainer, batches: Any) -> None:
     """inf on this rank alone, in what the ranks have already summed."""
-    patch, sum_, receive = pytest.MonkeyPatch(), trainer.world.sum_, DataParallel._receive
+    patch, sum_, receive = pytest.MonkeyPatch(), trainer.comm.sum_, DataParallel._receive
 
     def spoilt(tensors: Any) -> None:
         sum_(tensors)
@@ -243,7 +243,7 @@ def bad_sum(trainer: Trainer, batches: Any) -> None:
         patch.undo()
         return means
 
-    patch.setattr(trainer.world, "sum_", spoilt)
+    patch.setattr(trainer.comm, "sum_", spoilt)
     patch.setattr(DataParallel, "_receive", spoilt_early)
 
 
@@ -293,13 +293,13 @@ def test_averaged_in_the_backward_pass_it_is_the_same_step(two: Ranks, mode: str
 
 def sent_before_the_first_layer(large: int) -> int:
     """How many pieces were under way when the backward pass came to the first of three layers."""
-    with joined(None, lambda: CPU, 120) as world, pytest.MonkeyPatch.context() as patched:
+    with joined(None, lambda: CPU, 120) as comm, pytest.MonkeyPatch.context() as patched:
         patched.setattr(data_parallel, "_BUCKET_MB", large / 2**20)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
         optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
-        trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), world=world)
-        started, start, counts = [], world.start, list[int]()
-        patched.setattr(world, "start", lambda *a, **k: (started.append(1), start(*a, **k))[1])
+        trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), comm=comm)
+        started, start, counts = [], comm.start, list[int]()
+        patched.setattr(comm, "start", lambda *a, **k: (started.append(1), start(*a, **k))[1])
 
         def look(_: Any, __: Any, output: Tensor) -> None:
             output.register_hook(lambda gradient: counts.append(len(started)))
@@ -335,11 +335,11 @@ class Reentrant(nn.Module):
 
 
 def reentrant_step(reduce: str) -> str:
-    with joined(None, lambda: CPU, 120) as world:
+    with joined(None, lambda: CPU, 120) as comm:
         model = Reentrant()
         optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
         plan, objective = Plan(reduce=reduce), supervised(nn.MSELoss())
-        trainer = Trainer(model, optimizer, objective, plan=plan, world=world)
+        trainer = Trainer(model, optimizer, objective, plan=plan, comm=comm)
         try:
             trainer.train_step((torch.ones(4, 2), torch.zeros(4, 2)))
         except MpframeError as error:
@@ -358,12 +358,12 @@ def test_a_second_gradient_in_one_backward_pass_is_refused(two: Ranks) -> None:
 
 
 def sparse_step() -> str:
-    with joined(None, lambda: CPU, 120) as world:
+    with joined(None, lambda: CPU, 120) as comm:
         model = nn.Embedding(4, 2, sparse=True)
         optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
         plan, objective = Plan(reduce="in_backward"), supervised(nn.MSELoss())
         with pytest.raises(ConfigError) as refused:
-            Trainer(model, optimizer, objective, plan=plan, world=world).train_step(
+            Trainer(model, optimizer, objective, plan=plan, comm=comm).train_step(
                 (torch.arange(4), torch.zeros(4, 2))
             )
         return str(refused.value)
@@ -395,12 +395,12 @@ def test_synchronized_batchnorm_is_that_of_one_process(two: Ranks) -> None:
 
 
 def normalized(shape: tuple[int, ...]) -> dict[str, Tensor]:
-    with joined(None, lambda: CPU, 120) as world:
+    with joined(None, lambda: CPU, 120) as comm:
         random = torch.Generator().manual_seed(3)
-        inputs = world.part(torch.randn(shape, generator=random) + 2).clone().requires_grad_()
-        pull = world.part(torch.randn(shape, generator=random))
+        inputs = comm.part(torch.randn(shape, generator=random) + 2).clone().requires_grad_()
+        pull = comm.part(torch.randn(shape, generator=random))
         norm = nn.BatchNorm1d(3)
-        world.synchronize_batchnorm(norm)
+        comm.synchronize_batchnorm(norm)
         outputs = norm(inputs)
         (outputs * pull).sum().backward()
     grads = {"inputs": inputs.grad, "weight": norm.weight.grad, "bias": norm.bias.grad}
@@ -414,21 +414,21 @@ def test_ranks_with_synchronized_batchnorm_stay_the_same(two: Ranks, mode: str) 
     assert_same(first["states"], second["states"])
     assert [own[0] for own in first["results"]] == [False, True, False, False]
     # Statistics that differ in the last fp32 bit may round single half values to a neighbour.
-    one = trained(mode, ALONE, {"norm": True, "whole": True, "steps": 1})
+    one = trained(mode, SINGLE_PROCESS, {"norm": True, "whole": True, "steps": 1})
     assert first["results"][0][3] == pytest.approx(one["results"][0][3], rel=2**-9)
 
 
 def sums(large: int) -> list[Tensor]:
     """Where tensors of so many bytes are sent alone; one of them does not lie in rows."""
-    with joined(None, lambda: CPU, 60) as world, pytest.MonkeyPatch.context() as patched:
+    with joined(None, lambda: CPU, 60) as comm, pytest.MonkeyPatch.context() as patched:
         patched.setattr(process_group, "_LARGE", large)
         own = [
-            torch.full((4,), 1.0 + world.rank),
-            torch.arange(6.0).view(2, 3).t() + world.rank,
+            torch.full((4,), 1.0 + comm.rank),
+            torch.arange(6.0).view(2, 3).t() + comm.rank,
             torch.full((2,), 0.1, dtype=torch.float64),
-            torch.arange(10.0) * (world.rank + 1),
+            torch.arange(10.0) * (comm.rank + 1),
         ]
-        world.sum_(own)
+        comm.sum_(own)
         return own
 
 

@@ -12,7 +12,7 @@ from test_distributed_step import CPU, setup
 from test_sharded_step import setup as sharded_setup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpframe.core.comm import ALONE
+from mpframe.core.comm import SINGLE_PROCESS
 from mpframe.core.tree import HALF, tensors_in
 from mpframe.data import Loader
 from mpframe.parallel.joining import joined
@@ -46,13 +46,13 @@ def counted(mode: str, parallel: str) -> tuple[Mapping[str, int], list[Weight], 
 
     In its third step: with its second, DDP tells the ranks how it has divided the weights.
     """
-    with joined(None, lambda: CPU, 120) as world:
+    with joined(None, lambda: CPU, 120) as comm:
         if parallel == "fsdp":
-            trainer, samples = sharded_setup("mlp", mode, world, True, {})
-            train = Loader(samples, 8, shuffle=True, world=world)
-            stored = sharded_setup("mlp", mode, ALONE, False, {})[0].model
+            trainer, samples = sharded_setup("mlp", mode, comm, True, {})
+            train = Loader(samples, 8, shuffle=True, comm=comm)
+            stored = sharded_setup("mlp", mode, SINGLE_PROCESS, False, {})[0].model
         else:
-            trainer, train, _ = setup(mode, world, {**NET, "reduce": parallel})
+            trainer, train, _ = setup(mode, comm, {**NET, "reduce": parallel})
             stored = trainer.model
         *others, last = list(train.epoch(0))[:3]
         for batch in others:

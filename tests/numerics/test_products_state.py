@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mpframe import Precision, Trainer
 from mpframe.checkpoint import rng_state
 from mpframe.checkpoint.state import Snapshot
-from mpframe.core.comm import World
+from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.lab.autopsy.replay import Case, Setting, replay
@@ -94,13 +94,13 @@ class TestResume:
         train(run, 0, 1)
         snapshot = Snapshot(2, {"trainer": run.state_dict(), "rng": rng_state()})
         other = trainer()
-        other.world = World()
-        other.world.rank = 1
+        other.comm = Comm()
+        other.comm.rank = 1
         _load(snapshot, other)
         loaded, saved = other.precision.state_dict(), run.precision.state_dict()
         assert loaded["generators"] == {}
         assert loaded["amax"].keys() == saved["amax"].keys()
-        other.world.rank = 0
+        other.comm.rank = 0
         _load(snapshot, other)
         assert same(other.precision.state_dict()["generators"], saved["generators"])
 

@@ -19,7 +19,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from mpframe import LogMax, Precision
 from mpframe.assembly.trainer import shard
-from mpframe.core.comm import ALONE, World, is_sharded, part_of
+from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded, part_of
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.core.objective import StepOutput, supervised
 from mpframe.core.plan import Plan
@@ -51,16 +51,16 @@ OWN = {"mlp": mlp, "tied": tied}
 
 
 def setup(
-    name: str, mode: str, world: World, fsdp: bool, options: dict[str, Any]
+    name: str, mode: str, comm: Comm, fsdp: bool, options: dict[str, Any]
 ) -> tuple[Trainer, TensorDataset]:
     torch.manual_seed(0)
     model, samples, loss = OWN[name]() if name in OWN else parts(name)
     if name == "resnet18":
-        world.synchronize_batchnorm(model)
+        comm.synchronize_batchnorm(model)
     precision = Precision(mode, options.get("half", "float16"))
     optimizer = options.get("optimizer", torch.optim.AdamW)(model.parameters(), lr=1e-2)
     if fsdp:
-        shard(model, {"": optimizer}, precision, world, CPU)
+        shard(model, {"": optimizer}, precision, comm, CPU)
     _, masters = precision.prepare(model, optimizer)
     trainer = Trainer(
         model,
@@ -81,7 +81,7 @@ def setup(
             clip_value=options.get("clip_value"),
             accumulate=options.get("accumulate", 1),
         ),
-        world=world,
+        comm=comm,
     )
     return trainer, samples
 
@@ -93,10 +93,10 @@ def whole_of(tensor: Any) -> Tensor:
 
 
 def trained(
-    name: str, mode: str, world: World, fsdp: bool, options: dict[str, Any]
+    name: str, mode: str, comm: Comm, fsdp: bool, options: dict[str, Any]
 ) -> dict[str, Any]:
     """The whole states before each step and at the end, and what the steps told."""
-    trainer, samples = setup(name, mode, world, fsdp, options)
+    trainer, samples = setup(name, mode, comm, fsdp, options)
     results, states, step = [], [], trainer.train_step
 
     def state() -> Any:
@@ -105,7 +105,7 @@ def trained(
     def watched(*batches: Any) -> Any:
         states.append(state())
         fault = options.get("faults", {}).get(len(results))
-        if fault is not None and world.rank == 1:
+        if fault is not None and comm.rank == 1:
             fault(trainer, batches)
         result = step(*batches)
         results.append(
@@ -120,15 +120,15 @@ def trained(
         return result
 
     trainer.train_step = watched  # type: ignore[method-assign]
-    trainer.fit(Loader(samples, 8, shuffle=True, world=world))
+    trainer.fit(Loader(samples, 8, shuffle=True, comm=comm))
     # Of the last batch one rank has no sample.
-    evaluation = trainer.evaluate(Loader(Subset(samples, range(9)), 8, shuffle=False, world=world))
+    evaluation = trainer.evaluate(Loader(Subset(samples, range(9)), 8, shuffle=False, comm=comm))
     return {"states": [*states, state()], "results": results, "loss": evaluation.loss}
 
 
 def on_ranks(name: str, mode: str, fsdp: bool, options: dict[str, Any]) -> dict[str, Any]:
-    with joined(None, lambda: CPU, 120) as world:
-        return trained(name, mode, world, fsdp, options)
+    with joined(None, lambda: CPU, 120) as comm:
+        return trained(name, mode, comm, fsdp, options)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def bad_weight(trainer: Trainer, batches: Any) -> None:
 
 def bad_sum(trainer: Trainer, batches: Any) -> None:
     """inf on this rank alone, in what the ranks have already summed."""
-    sharding: Any = trainer.world.sharding
+    sharding: Any = trainer.comm.sharding
     check = sharding.refuse_unused
 
     def spoilt() -> None:
@@ -261,11 +261,11 @@ def test_each_value_of_a_part_is_clipped_as_it_is_in_the_whole(mode: str, two: R
 def kept(mode: str) -> dict[str, Any]:
     """Two steps and a validation: whether parts stay where they are, and what is gathered."""
     gathered_in: dict[str, torch.dtype] = {}
-    with joined(None, lambda: CPU, 120) as world:
-        trainer, samples = setup("gpt", mode, world, True, {"steps": 2})
-        train = Loader(samples, 8, shuffle=True, world=world)
+    with joined(None, lambda: CPU, 120) as comm:
+        trainer, samples = setup("gpt", mode, comm, True, {"steps": 2})
+        train = Loader(samples, 8, shuffle=True, comm=comm)
         block: Any = trainer.model.get_submodule("blocks.0")
-        weights, whole_weight = _divided_alone(world)
+        weights, whole_weight = _divided_alone(comm)
         assert whole_weight() is None
         assert all(map(is_sharded, weights))
         for name in ("norm1.weight", "attention.qkv.weight"):
@@ -291,12 +291,12 @@ def kept(mode: str) -> dict[str, Any]:
     return {"gathered": gathered_in, "held": held, "formats": formats}
 
 
-def _divided_alone(world: World) -> tuple[list[Tensor], Any]:
+def _divided_alone(comm: Comm) -> tuple[list[Tensor], Any]:
     """The weights of a layer after it was divided, and where the whole one was."""
     model = nn.Linear(4, 4)
     optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), weakref.ref(model.weight)
-    world = copy.copy(world)  # It knows one model.
-    shard(model, {"": optimizer}, Precision("amp"), world, CPU)
+    comm = copy.copy(comm)  # It knows one model.
+    shard(model, {"": optimizer}, Precision("amp"), comm, CPU)
     gc.collect()
     return list(model.parameters()), before
 
@@ -378,29 +378,29 @@ REFUSED: dict[str, tuple[Any, Any, Any]] = {
 def refusals() -> list[str]:
     """What this rank says to trainings that it does not take."""
     said = []
-    with joined(None, lambda: CPU, 120) as world:
+    with joined(None, lambda: CPU, 120) as comm:
         for make, objective, _ in REFUSED.values():
             try:
-                _step_once(make(), objective, world)
+                _step_once(make(), objective, comm)
             except UserCodeError as error:
                 with pytest.raises(MpframeError) as refused:
-                    world.refuse_lost(error.__cause__)
+                    comm.refuse_lost(error.__cause__)
                 said.append(str(refused.value))
             except MpframeError as error:
                 said.append(str(error))
     return said
 
 
-def _step_once(model: nn.Module, objective: Any, world: World) -> None:
+def _step_once(model: nn.Module, objective: Any, comm: Comm) -> None:
     precision, optimizer = Precision("mixed"), torch.optim.SGD(model.parameters(), lr=0.1)
-    shard(model, {"": optimizer}, precision, world, CPU)
+    shard(model, {"": optimizer}, precision, comm, CPU)
     _, masters = precision.prepare(model, optimizer)
     trainer = Trainer(
         model,
         masters,
         lambda model, batch: StepOutput(objective(model, batch)),
         precision,
-        world=world,
+        comm=comm,
     )
     trainer.train_step(torch.ones(2, 8))
 
@@ -419,4 +419,4 @@ def test_an_optimizer_that_looks_at_whole_weights_is_refused(kind: Any) -> None:
     model = nn.Linear(2, 2)
     said = f"^optimizer={kind.__name__}: may look at a whole weight, of which a rank has a part "
     with pytest.raises(ConfigError, match=said + "with trainer.parallel=fsdp; use trainer"):
-        shard(model, {"": kind(model.parameters(), lr=0.1)}, Precision(), ALONE, CPU)
+        shard(model, {"": kind(model.parameters(), lr=0.1)}, Precision(), SINGLE_PROCESS, CPU)

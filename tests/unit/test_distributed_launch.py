@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mpframe.assembly import resolve_device
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.master_weights import MasterWeights
 from mpframe.core.objective import supervised
@@ -49,7 +49,7 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         resolve_device("cuda")
 
 
-class Counting(World):
+class Counting(Comm):
     """One of two ranks whose partner sends zeros; counts what would be sent."""
 
     size = 2
@@ -63,7 +63,7 @@ class Counting(World):
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7, 64])
 def test_the_parts_of_all_ranks_are_the_batch(count: int) -> None:
-    samples, worlds = torch.arange(count), [World() for _ in range(3)]
+    samples, worlds = torch.arange(count), [Comm() for _ in range(3)]
     for rank, own in enumerate(worlds):
         own.rank, own.size = rank, 3
     parts = [own.part(samples) for own in worlds]
@@ -75,20 +75,20 @@ def test_the_parts_of_all_ranks_are_the_batch(count: int) -> None:
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_a_step_sends_each_gradient_once_in_fp32(mode: str, accumulate: int) -> None:
     model = nn.Linear(8, 4)
-    precision, world = Precision(mode), Counting()
+    precision, comm = Precision(mode), Counting()
     _, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert isinstance(optimizer, MasterWeights)
-    assert optimizer.world is ALONE
-    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), precision, world=world)
+    assert optimizer.comm is SINGLE_PROCESS
+    trainer = Trainer(model, optimizer, supervised(nn.MSELoss()), precision, comm=comm)
     trainer.train_step(*[(torch.randn(4, 8), torch.randn(4, 4)) for _ in range(accumulate)])
-    assert world.sent == 4 * (8 * 4 + 4)
+    assert comm.sent == 4 * (8 * 4 + 4)
 
 
 def made(
     model: nn.Module, optimizer: torch.optim.Optimizer, kind: type[Trainer] = Trainer
 ) -> Trainer:
     masters = MasterWeights(optimizer)
-    return kind(model, masters, supervised(nn.MSELoss()), world=Counting())
+    return kind(model, masters, supervised(nn.MSELoss()), comm=Counting())
 
 
 def test_what_several_ranks_do_not_do_together() -> None:

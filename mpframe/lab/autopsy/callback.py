@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mpframe.checkpoint.state import RandomState
 from mpframe.core.callback import Batch, Callback
-from mpframe.core.comm import World
+from mpframe.core.comm import Comm
 from mpframe.core.errors import DivergedError, MpframeError, first_line
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import Trainer
@@ -128,8 +128,8 @@ class Autopsy(Callback):
     def _examine(self, trainer: Trainer, result: StepResult, reason: str) -> None:
         """Rank 0 examines the micro-batches of all ranks, as if they were its own."""
         step = self._evidence(trainer, result, reason)
-        written = self._reported(step, trainer) if trainer.world.is_main else None
-        self.written = trainer.world.broadcast_object(written)
+        written = self._reported(step, trainer) if trainer.comm.is_main else None
+        self.written = trainer.comm.broadcast_object(written)
 
     def _reported(self, step: "Evidence", trainer: Trainer) -> tuple[Path, str] | None:
         # The replays are loaded when a step has failed: most runs need none.
@@ -153,7 +153,7 @@ class Autopsy(Callback):
             raise RuntimeError("the step was not announced")
         batches, random, epoch, batch = self._step
         samples = [self._context.train.batch_ids(epoch, batch + n) for n in range(len(batches))]
-        of_all = _of_all_ranks(trainer.world, list(zip(batches, samples, strict=True)))
+        of_all = _of_all_ranks(trainer.comm, list(zip(batches, samples, strict=True)))
         first = None if self._first_loss is None else float(self._first_loss)
         return Evidence(
             step=trainer.progress.global_step,
@@ -169,7 +169,7 @@ class Autopsy(Callback):
             first_loss=first,
             skipped=skipped_of(trainer, result),
             zero_eps=zero_eps_of(trainer),
-            world_size=trainer.world.size,
+            world_size=trainer.comm.size,
         )
 
 
@@ -201,11 +201,11 @@ def skipped_of(trainer: Trainer, result: StepResult) -> frozenset[str]:
     )
 
 
-def _of_all_ranks(world: World, own: list[tuple[Batch, Tensor]]) -> list[tuple[Batch, Tensor]]:
+def _of_all_ranks(comm: Comm, own: list[tuple[Batch, Tensor]]) -> list[tuple[Batch, Tensor]]:
     """The micro-batches of all ranks, with their samples; on other ranks than 0 there are none."""
-    if world.size == 1:
+    if comm.size == 1:
         return own
-    gathered = world.gather_object(map_tensors(lambda tensor: tensor.cpu(), own))
+    gathered = comm.gather_object(map_tensors(lambda tensor: tensor.cpu(), own))
     return [part for parts in zip(*gathered, strict=True) for part in parts]
 
 

@@ -26,7 +26,7 @@ from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import prune, rank_of, rank_to_beat
 from mpframe.checkpoint.writing import Background
 from mpframe.core.callback import Callback, call, states_of
-from mpframe.core.comm import World
+from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, RunInterrupted
 from mpframe.core.trainer import Trainer
 from mpframe.core.tree import device_of
@@ -118,7 +118,7 @@ class Checkpoints(Callback):
                 plan is to stop the run then.
         """
         stands = trainer.progress.global_step, trainer.progress.validated
-        if not trainer.world.any(self._saved != stands):
+        if not trainer.comm.any(self._saved != stands):
             return
         trainer.read_verdicts()
         with self._context.throughput.paused():
@@ -126,11 +126,11 @@ class Checkpoints(Callback):
             snapshot = self._snapshot(trainer)
             self._saved, self._saved_at = stands, time.monotonic()
             refuse_drift(trainer)
-            if trainer.world.sharding is not None:
+            if trainer.comm.sharding is not None:
                 with self._reported():
-                    self._write_together(trainer.world, snapshot)
+                    self._write_together(trainer.comm, snapshot)
                 return
-            if not trainer.world.is_main:
+            if not trainer.comm.is_main:
                 return
             with self._reported():
                 self._background.wait()
@@ -171,7 +171,7 @@ class Checkpoints(Callback):
         if not plan.keep_last:
             return self._among_the_best(trainer)
         waited = time.monotonic() - self._saved_at
-        if plan.minutes is not None and trainer.world.any(waited >= 60 * plan.minutes):
+        if plan.minutes is not None and trainer.comm.any(waited >= 60 * plan.minutes):
             return True
         if plan.every is not None and progress.global_step % plan.every == 0:
             return True
@@ -184,12 +184,12 @@ class Checkpoints(Callback):
         place = rank_of(validation) if self._plan.keep_best and validation else None
         if place is None:
             return False
-        if not trainer.world.is_main:  # The others have no checkpoints to compare with.
-            return trainer.world.any(False)
+        if not trainer.comm.is_main:  # The others have no checkpoints to compare with.
+            return trainer.comm.any(False)
         with self._reported():
             self._background.wait()  # A checkpoint that is being written counts, too.
         beaten = rank_to_beat(self._context.folder, self._plan.keep_best)
-        return trainer.world.any(place < beaten)
+        return trainer.comm.any(place < beaten)
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
         global_step = trainer.progress.global_step
@@ -199,22 +199,22 @@ class Checkpoints(Callback):
             {
                 "trainer": trainer.state_dict(),
                 "rng": own["rng"],
-                checkpoint.OTHER_RANKS: checkpoint.of_other_ranks(trainer.world, own),
+                checkpoint.OTHER_RANKS: checkpoint.of_other_ranks(trainer.comm, own),
                 "callbacks": states_of(trainer.callbacks),
                 "usage": dict(self._context.usage),
             },
             self._context.config,
             {
                 "validation": self._validation_at(global_step),
-                "made_on": arithmetic(device_of(trainer.model), trainer.world),
+                "made_on": arithmetic(device_of(trainer.model), trainer.comm),
                 "run": self._context.identity,
                 "records": record_sizes(self._context.folder),
             },
         )
 
-    def _write_together(self, world: World, snapshot: Snapshot) -> None:
-        checkpoint.save_together(self._context.folder, snapshot, world)
-        if world.is_main:
+    def _write_together(self, comm: Comm, snapshot: Snapshot) -> None:
+        checkpoint.save_together(self._context.folder, snapshot, comm)
+        if comm.is_main:
             self._prune()
 
     def _write(self, snapshot: Snapshot) -> None:

@@ -203,8 +203,8 @@ class StopOnSignal(Callback):
         self._raise_if_received(trainer)
 
     def _raise_if_received(self, trainer: Trainer) -> None:
-        if trainer.world.size > 1:
-            self._interruption.take(trainer.world.max_of([self._interruption.received or 0])[0])
+        if trainer.comm.size > 1:
+            self._interruption.take(trainer.comm.max_of([self._interruption.received or 0])[0])
         self._interruption.raise_if_received()
 
 

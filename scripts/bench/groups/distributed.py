@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.child import run_python
 from bench.measure import Times, ratio
 from bench.step.competitors import MAX_NORM
-from bench.step.on_ranks import ALONE, BY_HAND, STEPS
+from bench.step.on_ranks import BY_HAND, SINGLE_PROCESS, STEPS
 from bench.step.workloads import WORKLOADS
 from bench.table import Claim, Table
 from mpframe.core.policy import has_native_half
@@ -66,8 +66,8 @@ def claims_of(times: Times) -> list[Claim]:
 def efficiencies(times: Times) -> list[str]:
     """A line for each step that one process takes alone, too."""
     lines = []
-    for alone in (name for name in times if name.endswith(ALONE)):
-        own = alone.removesuffix(ALONE)
+    for alone in (name for name in times if name.endswith(SINGLE_PROCESS)):
+        own = alone.removesuffix(SINGLE_PROCESS)
         found = ratio(times, alone, own)
         spread = f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
         lines.append(f"scaling efficiency, {own}: {spread}")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from bench.step.laps import Laps
 from bench.step.workloads import Workload
-from mpframe.core.comm import ALONE, World
+from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.loss_scaling import Backoff
 from mpframe.core.objective import StepOutput, supervised
 from mpframe.core.plan import Plan
@@ -62,7 +62,7 @@ def by_trainer(
     half: str = "float16",
     master_weights: bool | str = True,
     products: str = "none",
-    world: World = ALONE,
+    comm: Comm = SINGLE_PROCESS,
     reduce: str = "in_backward",
 ) -> Step:
     """A step of the trainer; float16 with loss scaling."""
@@ -82,7 +82,7 @@ def by_trainer(
     optimizer.step = timed_update  # type: ignore[method-assign]
     scaler = Backoff() if mode != "fp32" and half == "float16" else None
     plan = Plan(clip_norm=MAX_NORM, reduce=reduce)
-    trainer = Trainer(model, optimizer, objective, precision, scaler=scaler, plan=plan, world=world)
+    trainer = Trainer(model, optimizer, objective, precision, scaler=scaler, plan=plan, comm=comm)
 
     def step() -> None:
         laps.start()

@@ -21,13 +21,13 @@ from bench.measure import Competitor, race, threads
 from bench.step.competitors import Step, by_hand, by_trainer
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS, Workload
-from mpframe.core.comm import World
+from mpframe.core.comm import Comm
 from mpframe.parallel.joining import joined
 from mpframe.parallel.launch import place
 from mpframe.training.memory import keep_freed_memory
 
 BY_HAND = {"fp32": "DistributedDataParallel fp32", "bfloat16": "DistributedDataParallel bfloat16"}
-ALONE = ", one process"
+SINGLE_PROCESS = ", one process"
 _TRAINED: dict[str, dict[str, Any]] = {
     "mpframe fp32": {"mode": "fp32"},
     "mpframe amp bfloat16": {"mode": "amp", "half": "bfloat16"},
@@ -48,44 +48,44 @@ def measure(
         rounds: measured rounds, >= 1.
         steps: per turn.
     """
-    with joined(None, lambda: torch.device("cpu"), 300) as world, threads(1):
+    with joined(None, lambda: torch.device("cpu"), 300) as comm, threads(1):
         works = {name: WORKLOADS[workload](**sizes) for name in names}
-        taken = {name: STEPS[name](work, Laps(), world) for name, work in works.items()}
-        turns = [Competitor(name, _turn(step, steps, world)) for name, step in taken.items()]
+        taken = {name: STEPS[name](work, Laps(), comm) for name, work in works.items()}
+        turns = [Competitor(name, _turn(step, steps, comm)) for name, step in taken.items()]
         return race(turns, rounds)
 
 
-def _turn(step: Step, steps: int, world: World) -> Callable[[], float]:
+def _turn(step: Step, steps: int, comm: Comm) -> Callable[[], float]:
     def turn() -> float:
-        world.barrier()
+        comm.barrier()
         began = time.perf_counter()
         for _ in range(steps):
             step()
-        world.barrier()
+        comm.barrier()
         return (time.perf_counter() - began) / steps
 
     return turn
 
 
-def _by_hand(work: Workload, laps: Laps, world: World, half: torch.dtype | None = None) -> Step:
+def _by_hand(work: Workload, laps: Laps, comm: Comm, half: torch.dtype | None = None) -> Step:
     return by_hand(work, laps, half, parallel=DistributedDataParallel)
 
 
-def _by_trainer(work: Workload, laps: Laps, world: World, **how: Any) -> Step:
-    return by_trainer(work, laps, world=world, **how)
+def _by_trainer(work: Workload, laps: Laps, comm: Comm, **how: Any) -> Step:
+    return by_trainer(work, laps, comm=comm, **how)
 
 
-def _alone(work: Workload, laps: Laps, world: World, **how: Any) -> Step:
+def _alone(work: Workload, laps: Laps, comm: Comm, **how: Any) -> Step:
     """Of rank 0; the others wait."""
-    return by_trainer(work, laps, **how) if world.is_main else lambda: None
+    return by_trainer(work, laps, **how) if comm.is_main else lambda: None
 
 
-STEPS: dict[str, Callable[[Workload, Laps, World], Step]] = {
+STEPS: dict[str, Callable[[Workload, Laps, Comm], Step]] = {
     BY_HAND["fp32"]: _by_hand,
     BY_HAND["bfloat16"]: partial(_by_hand, half=torch.bfloat16),
     **{name: partial(_by_trainer, **how) for name, how in _TRAINED.items()},
     "mpframe fp32, after_backward": partial(_by_trainer, mode="fp32", reduce="after_backward"),
-    **{f"{name}{ALONE}": partial(_alone, **how) for name, how in _TRAINED.items()},
+    **{f"{name}{SINGLE_PROCESS}": partial(_alone, **how) for name, how in _TRAINED.items()},
 }
 """Who takes part, by the name in the tables."""
 
