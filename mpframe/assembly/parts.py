@@ -9,6 +9,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +24,8 @@ from mpframe.core.errors import ConfigError, UserCodeError, nearest
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, Scaling
 from mpframe.core.loss_scaling.scaler import name_of as name_of_scaler
 from mpframe.core.objective import Objective, Supervised, require_objective
-from mpframe.core.op_lists import OpLists
-from mpframe.core.policy import lowbit
+from mpframe.core.op_lists import PINS, OpLists
+from mpframe.core.policy import NO_PRODUCTS
 from mpframe.core.precision import Precision
 from mpframe.core.user_code import UserCode, described, name_of
 from mpframe.data.loading import Loader
@@ -281,6 +282,10 @@ def build_precision(config: Config) -> Precision:
             "modules": ops.modules,
         }
     )
+    recipes = {}
+    if dtype.recipes or {dtype.products, *lists.modules.values()} - {*PINS, NO_PRODUCTS}:
+        made = import_module("mpframe.lowbit.recipe").Recipe.from_mapping
+        recipes = {name: made(name, node) for name, node in dtype.recipes.items()}
     return Precision(
         dtype.mode,
         dtype.half,
@@ -288,9 +293,7 @@ def build_precision(config: Config) -> Precision:
         compute=dtype.compute,
         master_weights={"on": True, "off": False}.get(str(dtype.master_weights), "split"),
         products=dtype.products,
-        recipes={
-            name: lowbit().Recipe.from_mapping(name, node) for name, node in dtype.recipes.items()
-        },
+        recipes=recipes,
     )
 
 

@@ -7,17 +7,17 @@ Before the first step, a format is decided for every op and every weight:
 
     op_lists         which ops run in half (allow), in fp32 (deny), or as their inputs (infer)
     policy           the answer for one op, from the mode, the lists and the pins
-    storage, trace   which weights are stored in half: those that only half ops read
+    trace            which ops read each weight, seen in one forward pass
+    storage          which weights are stored in half: those that only half ops read
     precision        `prepare` does both to a model and its optimizer; `cast` is the block
 
 A batch goes forward. Inside the block PyTorch hands each op to the cast:
 
-    blocks           a block, and a pin around one module, on a thread's stack of modes
-    cast             finds the handler of an op, and keeps one half copy of each weight
+    cast             a block, and a pin around one module; finds the handler of each op
     handlers         what each rule does to the inputs: round to half, widen, hold, pass on
     emulation        float16 on a CPU: half inputs, fp32 sums, one rounding
-    unwrapping       Python functions of torch are looked into, so that their ops are cast
-    recomputation    a forward pass that runs again in the backward pass gets the same casts
+    torch_functions  those that are looked into, so that their ops are cast, and those that are
+                     replaced, so that the backward pass gets the casts of its forward pass
 
 The objective makes a loss of it, in fp32, and the loss goes backward, scaled:
 

@@ -1,19 +1,13 @@
 """The cast: a function mode that runs each op of a block in the format that the policy decides.
 
 PyTorch hands `CastMode` each call a model makes, in any spelling, before autograd records it. So
-the casts are part of the graph, and the backward pass runs in the formats of the forward pass.
+the casts are part of the graph, and the backward pass runs in the formats of the forward pass. The
+mode finds the handler of the op (handlers.py). Functions of torch that no list names are unwrapped,
+so that the ops they call are cast (torch_functions.py).
 
-    half op      inputs rounded to half; on a CPU without half arithmetic the op then computes in
-                 fp32 and its result is rounded once (emulation.py)
-    fp32 op      half inputs widened
-    infer op     all inputs widened to the widest of them
-    others       left alone, and unwrapped if they are Python functions of torch, so that the ops
-                 they call are cast (unwrapping.py)
-    OpHandlers   come before all of these (handlers.py)
-
-Never cast: integers, booleans, complex, float64 and float8 tensors, and the floating tensors beside
-a float64 or complex one; ops given an explicit `dtype=`; in-place and `out=` forms, whose result
-keeps the format of its tensor; running statistics, which the op writes into.
+A block puts a mode on its thread's stack of modes, so threads share nothing that changes. The
+innermost block decides, also if it casts nothing. A pin is a block around one module: hooks push it
+before the module's forward pass and pop it after.
 
 A block also turns torch.autocast on, so that a model that asks about it gets the usual answers. The
 mode turns it off around each op, so torch casts nothing itself. That shows the mode in which
@@ -21,23 +15,24 @@ mode turns it off around each op, so torch casts nothing itself. That shows the 
 formats are widened); with another dtype, half ops run in that dtype.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, get_autocast_dtype, is_autocast_enabled, set_autocast_enabled
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, nn, set_autocast_enabled
 from torch._ops import HigherOrderOperator
 from torch.amp import is_autocast_available
 from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.hooks import RemovableHandle
 
-from mpframe.core.emulation import FAULTY, half_values, rounded, used_again
+from mpframe.core.emulation import half_values, rounded, used_again
 from mpframe.core.handlers import (
-    HANDLERS,
+    AS_IS,
     HANDS_OFF,
     NARROW,
     NOT_AUTOCAST,
@@ -45,17 +40,16 @@ from mpframe.core.handlers import (
     Handler,
     Kwargs,
     OpHandler,
+    cast_to,
     formats_of,
     handler_name,
-    holding_numbers,
-    on_data_only,
-    without_fault,
+    handlers,
 )
 from mpframe.core.masters import master_for
 from mpframe.core.op_lists import PINS, op_name
 from mpframe.core.policy import CASTABLE, NO_PRODUCTS, UNCAST, Policy
+from mpframe.core.torch_functions import UNWRAPPED, MakeBlock, unwrap
 from mpframe.core.tree import HALVES, call_with, map_tensors
-from mpframe.core.unwrapping import UNWRAPPED, unwrap
 
 Pins = Sequence[tuple[str, str, bool]]  # (module, pin, whether torch.autocast was on there)
 
@@ -65,10 +59,6 @@ _DATA = (_data.__get__, _data.__set__)  # reads of `.data`, and `.data = ...`
 
 class Casts:
     """What the blocks of one precision share: policy, handlers, and modes that can be used again.
-
-    Args:
-        policy: decides the formats.
-        op_handlers: are asked before the lists, in this order.
 
     Attributes:
         keeps_weights: a weight is cast once in a block, not once for each op.
@@ -88,17 +78,17 @@ class Casts:
         self.emulated = {h for n, h in halves if replace(self.policy, half=n).emulates(device)}
         self._idle: list[CastMode] = []
 
-    def acquire(self) -> "CastMode":
-        """A mode that no other block has now. A used one is preferred: it knows its ops."""
-        if is_compiling():
-            return CastMode(self)
+    def acquire(self, pins: Pins) -> "CastMode":
+        """Return a mode that no other block has now; a used one if possible: it knows its ops."""
         try:
-            return self._idle.pop()
+            mode = CastMode(self) if is_compiling() else self._idle.pop()
         except IndexError:
-            return CastMode(self)
+            mode = CastMode(self)
+        mode.push_pins(pins)
+        return mode
 
     def release(self, mode: "CastMode") -> None:
-        """Keep `mode` for another block; its own has ended."""
+        """Keep `mode` for another block, without the casts of weights."""
         if not is_compiling():
             mode.clear()
             self._idle.append(mode)
@@ -106,9 +96,6 @@ class Casts:
 
 class CastMode(TorchFunctionMode):
     """Casts the inputs of every op of one block, on one thread.
-
-    Args:
-        casts: of the precision that made the block.
 
     Attributes:
         enabled: False while a block inside this one decides.
@@ -127,11 +114,7 @@ class CastMode(TorchFunctionMode):
         self.push_pins(())
         pins = (None, *PINS, NO_PRODUCTS, UNCAST, *self.policy.recipes)
         self._handlers: dict[str | None, dict[Any, tuple[Handler, bool]]] = {p: {} for p in pins}
-        self._by_name = HANDLERS | {
-            "half": self._run_half,
-            "half data": on_data_only(self._run_half),
-            "half held": holding_numbers(self._run_half),
-            **{f"half {op}": without_fault(op, self._run_half) for op in FAULTY},
+        self._by_name = handlers(self._run_half) | {
             "higher order": self._run_higher_order,
             "data": self._run_data,
         }
@@ -160,11 +143,11 @@ class CastMode(TorchFunctionMode):
             set_autocast_enabled(self._device_type, True)
 
     def autocast(self, enabled: bool) -> torch.autocast:
-        """A block in which torch.autocast is on or off, and its dtype stays."""
+        """Return a block in which torch.autocast is on or off, and its dtype stays."""
         return torch.autocast(self._device_type, get_autocast_dtype(self._device_type), enabled)
 
     def half(self) -> torch.dtype:
-        """The half format here: the run's, or the one of a torch.autocast region."""
+        """Return the half format here: the run's, or the one of a torch.autocast region."""
         no_region = self._pin_if[0] == "half"  # Where autocast is off, its dtype says nothing.
         return self.policy.half_dtype if no_region else get_autocast_dtype(self._device_type)
 
@@ -185,10 +168,9 @@ class CastMode(TorchFunctionMode):
         self._follow_pins()
 
     def pop_pin(self, module: str) -> bool:
-        """Undo `push_pin(module, ...)`, and the pins that an exception left open inside it.
+        """Undo `push_pin(module, ...)` and the pins that an exception left open inside it.
 
-        Returns:
-            False if there is no pin of this module: nothing is done.
+        Returns False if there is no pin of this module.
         """
         if all(name != module for name, *_ in self.pins):
             return False
@@ -198,7 +180,7 @@ class CastMode(TorchFunctionMode):
         return True
 
     def _follow_pins(self) -> None:
-        """Pins and regions nest; a region that changes the state since the last pin is inside."""
+        """Nest pins and regions; a region that changes the state since the last pin is inside."""
         _, pin, on = self.pins[-1] if self.pins else ("", None, self.casts.autocasts)
         self._pin_if = (UNCAST, pin) if on else (pin, None)
 
@@ -265,7 +247,7 @@ class CastMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _as_half(self, tensor: Tensor) -> Tensor:
-        """`tensor` as a half op wants it; a weight's cast is made once and kept for the block."""
+        """Cast `tensor` for a half op; a weight's cast is made once and kept for the block."""
         if tensor.dtype not in self._to_half:
             return tensor
         if is_compiling():
@@ -287,7 +269,7 @@ class CastMode(TorchFunctionMode):
         return operand
 
     def _operand(self, half: Tensor) -> Tensor:
-        """`half` for a half op, or its values in fp32 if the op is emulated."""
+        """Return `half` for a half op, or its values in fp32 if the op is emulated."""
         emulated = self._emulates and half.device.type == "cpu"
         return half_values(half, self._half) if emulated else half
 
@@ -297,19 +279,17 @@ class CastMode(TorchFunctionMode):
 
 def _choose(policy: Policy, func: Any, pin: str | None) -> tuple[str, bool, str, str | None]:
     """The name of the lists' handler, whether torch.autocast may stay on, the op and the recipe."""
-    op, recipe = op_name(func), policy.recipe_name(pin)
-    name = "as is" if policy.mode == "fp32" else handler_name(op, policy.compute_of(op, pin))
-    if name != "as is":
-        return name, op in NOT_AUTOCAST, op, recipe
-    name = _choose_outside_the_lists(func)
-    stays_on = op in NOT_AUTOCAST or name != "as is" or policy.mode == "fp32"
-    return name, stays_on, op, recipe
+    op, fp32 = op_name(func), policy.mode == "fp32"
+    name = AS_IS if fp32 else handler_name(op, policy.compute_of(op, pin))
+    unlisted = _choose_unlisted(func) if name == AS_IS else None
+    stays_on = fp32 or unlisted is not None or op in NOT_AUTOCAST
+    return unlisted or name, stays_on, op, policy.recipe_name(pin)
 
 
-def _choose_outside_the_lists(func: Any) -> str:
+def _choose_unlisted(func: Any) -> str | None:
     if isinstance(func, HigherOrderOperator):
         return "higher order"
-    return "data" if func in _DATA else unwrap(func) or "as is"
+    return "data" if func in _DATA else unwrap(func)
 
 
 # A compiler takes the choice as given and traces the handler. The mark is all that
@@ -343,9 +323,91 @@ register_optimizer_step_post_hook(_note_step)
 
 
 def count_steps() -> int:
-    """The optimizer steps of this process so far; an update in buckets counts more than once.
+    """Count the optimizer steps of this process so far; one in buckets counts more than once.
 
     Fused optimizers write weights without raising their version counters, so each step makes stale
     what was made from a weight.
     """
     return _steps
+
+
+@contextmanager
+def block(
+    casts: Casts | None, pins: Pins | None = None, autocast: tuple[bool, torch.dtype] | None = None
+) -> Iterator[None]:
+    """Context manager in which ops are cast by `casts`; None: nothing is cast.
+
+    Args:
+        casts: of a precision.
+        pins: of the modules that the block begins in, the innermost last. If None, a block inside
+            a block of the same casts keeps its pins, and any other begins without.
+        autocast: torch.autocast's answers at the beginning, enabled and dtype. If None, it is on.
+    """
+    outer = enabled_modes()
+    state: Any = outer[-1].autocast(False) if outer else nullcontext()
+    if casts is not None and casts.autocasts:
+        enabled, dtype = autocast or (True, casts.policy.half_dtype)
+        state = torch.autocast(casts.device_type, dtype, enabled, cache_enabled=False)
+    with state:
+        if pins is None and outer and outer[-1].casts is casts:
+            yield
+            return
+        mode: Any = nullcontext() if casts is None else casts.acquire(pins or ())
+        for disabled in outer:
+            disabled.enabled = False
+        try:
+            with mode:
+                yield
+        finally:
+            for disabled in outer:
+                disabled.enabled = True
+            if casts is not None:
+                casts.release(mode)
+
+
+def enabled_modes() -> list[CastMode]:
+    """Return the mode that casts on this thread, in a list that is empty if none does."""
+    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [mode for mode in active if isinstance(mode, CastMode) and mode.enabled]
+
+
+def casts_here() -> MakeBlock:
+    """Return a function that makes a block with this thread's present casts."""
+    for mode in enabled_modes():
+        state = torch.is_autocast_enabled(mode.casts.device_type), mode.half()
+        return partial(block, mode.casts, tuple(mode.pins), state)
+    return partial(block, None)
+
+
+def pin_modules(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
+    """Hook every module that a pattern matches, or that is inside such a module."""
+    handles = []
+    for name, module in model.named_modules():
+        pin = policy.pin_of(name)
+        if pin is not None:  # Partial and not local functions, so that a model can be pickled.
+            enter, leave = partial(_enter, policy, name, pin[1]), partial(_leave, policy, name)
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+    return handles
+
+
+def _enter(policy: Policy, name: str, pin: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    mode = _present_mode(policy)
+    if mode is None:
+        return None
+    mode.push_pin(name, pin)
+    if pin not in PINS:
+        return None
+    return cast_to((args, kwargs), torch.float32 if pin == "fp32" else mode.half())
+
+
+def _leave(policy: Policy, name: str, _: nn.Module, args: Any, result: Any) -> Any:
+    mode = _present_mode(policy)
+    popped = mode is not None and mode.pop_pin(name)
+    # Without lists no op casts its own inputs, and what follows expects half.
+    return cast_to(result, policy.half_dtype) if popped and policy.ops.empty else None
+
+
+def _present_mode(policy: Policy) -> CastMode | None:
+    """Return the mode that casts on this thread, if it casts by `policy`."""
+    return next((mode for mode in enabled_modes() if mode.policy == policy), None)

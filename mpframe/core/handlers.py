@@ -1,16 +1,18 @@
 """How one call is run: a handler for each rule of the lists.
 
-    as is       nothing is cast
-    fp32        half inputs widened
-    widest      half inputs widened if another input is fp32; with `rounded`, an op that has no
-                half kernel on a CPU runs in fp32 there and its result is rounded once
-    into        an in-place form: its sources take the format of the tensor that is written
-    item        `x[key] = value`
-    ... data    only for the first input, as the op writes its statistics into the others
-    ... held    a number that is written, beyond the end of a half format, is held at that end
+    half            inputs rounded to half, by the cast mode, which keeps the casts of weights
+    fp32            half inputs widened
+    widest input    half inputs widened if another input is fp32; with `rounded`, an op that has no
+                    half kernel on a CPU runs in fp32 there and its result is rounded once
+    as PyTorch      nothing is cast
+    into, item      a write in place, `x[key] = value`: sources take the format of what is written
+    ... data        only for the first input, as the op writes its statistics into the others
+    ... held        a number that is written, beyond the end of a half format, is held at that end
 
-`half` belongs to the cast mode, which keeps the casts of weights (cast.py). `OpHandler` is the door
-for ops that run in another way, such as products below 16 bits or a handler of your own.
+Never cast: integers, booleans, complex, float64 and float8 tensors, and the floating tensors beside
+a float64 or complex one; ops given an explicit `dtype=` or `out=`; running statistics.
+
+`OpHandler` is the door for ops that run in another way, such as products below 16 bits.
 """
 
 import math
@@ -55,6 +57,21 @@ class OpHandler:
     def attach(self, model: nn.Module) -> None:
         """Look at a model before it runs, and refuse what cannot be done on its device."""
 
+    def describe(
+        self,
+        name: str,
+        module: nn.Module,
+        op: str | None,
+        readers: Iterable[tuple[str, str | None]],
+    ) -> str:
+        """Return in words how a layer runs, for the dtype map; empty: as the map says anyway.
+
+        Args:
+            name: of the module, whose class runs `op`, if it is one of torch.nn.
+            readers: the ops that read its weights, each with the pin there.
+        """
+        return ""
+
     def sync(self, comm: Comm) -> None:
         """Bring what is measured in a step in line with the other ranks; called after each step."""
 
@@ -90,30 +107,49 @@ NARROW = CASTABLE - {torch.float32}
 # None stands for a format that the caller asks for, with `dtype=` or `out=`.
 HANDS_OFF = frozenset({None, torch.float64, torch.complex32, torch.complex64, torch.complex128})
 
-_OF_COMPUTE = {
-    Compute.HALF: "half",
-    Compute.FP32: "fp32",
-    Compute.WIDEST: "widest",
-    Compute.PYTORCH: "as is",
-}
+AS_IS = Compute.PYTORCH.value
 
 
 def handler_name(op: str, compute: Compute) -> str:
-    """The name of what runs calls of `op` when it computes in `compute`."""
+    """Return the name of the handler of `op`, which computes in `compute`."""
     if op == "__setitem__":
         return "item"
-    handler = "into" if op in WRITES_ONE_FORMAT else _OF_COMPUTE[compute]
-    if handler == "widest" and op in WITHOUT_HALF_KERNEL:
-        return "widest rounded"
-    if handler == "half" and op in FAULTY:
-        return f"half {op}"
-    if handler in ("half", "fp32") and op in WITH_STATISTICS:
-        return f"{handler} data"
-    return f"{handler} held" if op in WRITES_A_NUMBER else handler
+    rule = "into" if op in WRITES_ONE_FORMAT else compute.value
+    if rule == "widest input" and op in WITHOUT_HALF_KERNEL:
+        return f"{rule} rounded"
+    if rule == "half" and op in FAULTY:
+        return f"{rule} {op}"
+    if rule in ("half", "fp32") and op in WITH_STATISTICS:
+        return f"{rule} data"
+    return f"{rule} held" if op in WRITES_A_NUMBER else rule
+
+
+def handlers(run_half: Handler) -> dict[str, Handler]:
+    """Return every handler by its name; `run_half` runs half ops."""
+    rules: dict[str, Handler] = {
+        "half": run_half,
+        "fp32": _run_fp32,
+        "widest input": _run_widest,
+        AS_IS: _run_as_is,
+        "into": _run_into,
+    }
+    return {
+        **rules,
+        **{f"half {op}": _without_fault(op, run_half) for op in FAULTY},
+        **{f"{rule} data": _on_data_only(rules[rule]) for rule in ("half", "fp32")},
+        **{f"{rule} held": _holding_numbers(run) for rule, run in rules.items()},
+        "widest input rounded": _run_widest_rounded,
+        "item": _run_item,
+    }
+
+
+def cast_to(node: Any, dtype: torch.dtype) -> Any:
+    """Cast each tensor in `node` to `dtype`, except formats that are never cast."""
+    return map_tensors(lambda t: t.to(dtype) if t.dtype in CASTABLE else t, node)
 
 
 def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
-    """The formats of the tensors of a call; None among them if the caller fixes the result's."""
+    """Return the formats of the tensors of a call, and None if the caller fixes the result's."""
     found: set[torch.dtype | None] = set()
     for value in args:
         if isinstance(value, Tensor):
@@ -131,8 +167,8 @@ def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
     return found
 
 
-def on_data_only(handler: Handler) -> Handler:
-    """`handler` only for the first argument: the op writes its statistics into the others."""
+def _on_data_only(handler: Handler) -> Handler:
+    """Run `handler` only for the first argument: the op writes statistics into the others."""
 
     def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if not args:
@@ -143,8 +179,8 @@ def on_data_only(handler: Handler) -> Handler:
     return run
 
 
-def holding_numbers(handler: Handler) -> Handler:
-    """`handler`, with the call's numbers held inside the format that its tensors then have."""
+def _holding_numbers(handler: Handler) -> Handler:
+    """Run `handler` with the call's numbers held inside the format that its tensors then have."""
 
     def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return handler(partial(_call_with_held_numbers, func), args, kwargs)
@@ -152,8 +188,8 @@ def holding_numbers(handler: Handler) -> Handler:
     return run
 
 
-def without_fault(op: str, handler: Handler) -> Handler:
-    """`handler`; where the half kernel of `op` is wrong, in fp32 with one rounding."""
+def _without_fault(op: str, handler: Handler) -> Handler:
+    """Run `handler`, but in fp32 with one rounding where the half kernel of `op` is wrong."""
 
     def call(func: Any, *args: Any, **kwargs: Any) -> Any:
         run = _run_widest_rounded if is_faulty(op, *args, **kwargs) else _run_as_is
@@ -204,7 +240,7 @@ def _run_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
     target, sources = args[0], (args[1:], kwargs)
     if target.dtype not in CASTABLE or formats_of(*sources) <= {target.dtype}:
         return func(*args, **kwargs)
-    rest, named = map_tensors(lambda source: _in_format_of(target, source), sources)
+    rest, named = cast_to(sources, target.dtype)
     return func(target, *rest, **named)
 
 
@@ -213,10 +249,6 @@ def _run_item(func: Any, args: Args, kwargs: Kwargs) -> Any:
     target, key, value = args
     value = _held(value, target.dtype)
     return _run_into(lambda target, value: func(target, key, value), (target, value), kwargs)
-
-
-def _in_format_of(target: Tensor, source: Tensor) -> Tensor:
-    return source.to(target.dtype) if source.dtype in CASTABLE else source
 
 
 def _call_with_held_numbers(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -238,13 +270,3 @@ def _held(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor) and value.dtype in CASTABLE - {dtype} and not value.dim():
         return torch.where(value.isinf(), value, value.clamp(-end, end))
     return value
-
-
-_CASTS = {"as is": _run_as_is, "fp32": _run_fp32, "widest": _run_widest, "into": _run_into}
-HANDLERS: dict[str, Handler] = {
-    **_CASTS,
-    **{f"{name} held": holding_numbers(handler) for name, handler in _CASTS.items()},
-    "fp32 data": on_data_only(_run_fp32),
-    "widest rounded": _run_widest_rounded,
-    "item": _run_item,
-}

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.blocks import block
+from mpframe.core.cast import block
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.tree import HALF, tensors_in, to_fp32

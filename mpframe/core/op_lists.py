@@ -1,19 +1,18 @@
 """Which op runs in which format: the lists as a value, read from `conf/ops/*.yaml`.
 
-An op is in one list at most:
-
     allow   runs in half                    matrix products, convolutions, attention
     deny    runs in fp32                    losses, exponentials, softmax, norms, large reductions
     infer   runs in its widest input's      element-wise ops, concatenation, pooling
 
-Names are PyTorch's, and one name covers every spelling: `matmul` is also `torch.matmul(a, b)` and
-`a @ b`. An op of another library has its name in front: `torchvision.nms`. The same lists hold on
-every device. An op in no list follows PyTorch's promotion. `op_name` finds the name of a spelling.
+An op is in one list at most; in no list it follows PyTorch's promotion. Names are PyTorch's, and
+one name covers every spelling: `matmul` is also `torch.matmul(a, b)` and `a @ b`. An op of another
+library has its name in front: `torchvision.nms`. The same lists hold on every device.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -24,35 +23,20 @@ from torch.overrides import get_overridable_functions
 
 from mpframe.core.errors import ConfigError, nearest
 
-_ALIASES = {
-    "arccos": "acos",
-    "arcsin": "asin",
-    "arctan2": "atan2",
-    "concat": "cat",
-    "concatenate": "cat",
-    "det": "linalg_det",
-    "divide": "div",
-    "inverse": "linalg_inv",
-    "linalg_cross": "cross",
-    "linalg_matmul": "matmul",
-    "logsigmoid": "log_sigmoid",
-    "matrix_power": "linalg_matrix_power",
-    "multiply": "mul",
-    "orgqr": "linalg_householder_product",
-    "row_stack": "vstack",
-    "rsub": "sub",
-    "slogdet": "linalg_slogdet",
-    "sparse_mm": "_sparse_mm",
-    "special_expit": "sigmoid",
-    "subtract": "sub",
-    "trapz": "trapezoid",
-    "true_divide": "div",
-}
+# Spellings that torch does not tell apart from ops of their own: alias=op.
+_SPELLINGS = """
+    arccos=acos arcsin=asin arctan2=atan2 concat=cat concatenate=cat det=linalg_det divide=div
+    inverse=linalg_inv linalg_cross=cross linalg_matmul=matmul logsigmoid=log_sigmoid
+    matrix_power=linalg_matrix_power multiply=mul orgqr=linalg_householder_product row_stack=vstack
+    rsub=sub slogdet=linalg_slogdet sparse_mm=_sparse_mm special_expit=sigmoid subtract=sub
+    trapz=trapezoid true_divide=div
+"""
+_ALIASES = dict(pair.split("=") for pair in _SPELLINGS.split())
 
 
 @cache
 def known_ops() -> frozenset[str]:
-    """Every name, in any spelling, that an op list may hold.
+    """Return every name, in any spelling, that an op list may hold.
 
     In-place forms (`exp_`) are not among them: they would write into a cast copy.
     """
@@ -66,26 +50,26 @@ def known_ops() -> frozenset[str]:
 
 
 def is_registered(name: str) -> bool:
-    """True if `library.op` names an op that an imported library has registered with torch."""
+    """Return whether `library.op` is an op that an imported library registered with torch."""
     library, _, op = name.partition(".")
     return bool(op) and hasattr(getattr(torch.ops, library), op)
 
 
 def ops_of(library: str) -> list[str]:
-    """Every `library.op` that `library` has registered with torch."""
+    """Return every `library.op` that `library` has registered with torch."""
     names = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
     return sorted({name.replace("::", ".") for name in names if name.startswith(f"{library}::")})
 
 
 def canonical(name: str) -> str:
-    """The one name of an op, for any of its aliases."""
+    """Return the one name of an op, for any of its aliases."""
     name = _ALIASES.get(name, name)
     plain = name.removeprefix("special_")
     return plain if plain in known_ops() else name
 
 
 def op_name(function: Any) -> str:
-    """The op that `function` runs; empty if it has no name."""
+    """Return the name of the op that `function` runs; empty if it has none."""
     if isinstance(function, OpOverload):
         function = function.overloadpacket
     if isinstance(function, OpOverloadPacket):
@@ -130,12 +114,12 @@ class OpLists:
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy by the arguments, because a read-only mapping cannot be pickled."""
+        # A read-only mapping cannot be pickled.
         return type(self), (self.allow, self.deny, self.infer, dict(self.modules))
 
     @classmethod
     def named(cls, name: str = "default") -> Self:
-        """The shipped lists `conf/ops/<name>.yaml`.
+        """Return the shipped lists `conf/ops/<name>.yaml`.
 
         Raises:
             ConfigError: there is no such file.
@@ -144,13 +128,13 @@ class OpLists:
 
     @classmethod
     def from_mapping(cls, node: Mapping[str, Any]) -> Self:
-        """Lists from a mapping with the keys `allow`, `deny`, `infer`, `move` and `modules`."""
+        """Make lists from a mapping with any of `allow`, `deny`, `infer`, `move` and `modules`."""
         allow, deny, infer = (node.get(name) or frozenset() for name in LISTS)
         lists = cls(allow, deny, infer, modules=node.get("modules") or {})
         return lists.moved(node.get("move") or {})
 
     def moved(self, move: Mapping[str, str]) -> Self:
-        """A copy in which each op of `move` is in the named list (`none`: in no list).
+        """Return a copy in which each op of `move` is in the named list (`none`: in no list).
 
         Raises:
             ConfigError: an op is unknown, or its destination is not a list.
@@ -170,7 +154,7 @@ class OpLists:
         return replace(self, **moved)
 
     def list_of(self, op: str) -> str:
-        """The list that holds `op`, in any spelling: `allow`, `deny`, `infer`, or `none`."""
+        """Return the list of `op`, in any spelling: `allow`, `deny`, `infer`, or `none`."""
         op = canonical(op)
         return next((name for name in LISTS if op in getattr(self, name)), "none")
 
@@ -195,8 +179,10 @@ def _read(name: str) -> Mapping[str, Any]:
 
 
 def _parse(text: str) -> dict[str, dict[str, str]]:
-    """The sections of a shipped file, whose items are `- op` or `op: list`; the engine has no YAML
-    reader, and needs no more than this. A list becomes a mapping without values."""
+    """Read the sections of a shipped file, whose items are `- op` or `op: list`: a mapping each.
+
+    The engine has no YAML reader, and needs no more than this.
+    """
     sections: dict[str, dict[str, str]] = {}
     for line in text.splitlines():
         key, _, value = line.partition("#")[0].strip(" -").partition(":")
@@ -226,13 +212,13 @@ def _why_unknown(op: str) -> str:
 
 @cache
 def _shipped() -> frozenset[str]:
-    """The ops of the shipped lists: known even if torch is older or their library is missing."""
+    """Return the ops of the shipped lists, which pass though torch or a library may lack them."""
     default = _read("default")
     return frozenset(canonical(op) for name in LISTS for op in default[name])
 
 
 def _check_disjoint(lists: OpLists) -> None:
-    for first, second in (("allow", "deny"), ("allow", "infer"), ("deny", "infer")):
+    for first, second in combinations(LISTS, 2):
         for op in sorted(getattr(lists, first) & getattr(lists, second)):
             raise ConfigError(
                 f"ops.{first} and ops.{second} both hold {op!r}: an op runs in one format; "

@@ -1,28 +1,27 @@
 """The precision policy: a frozen value that decides; `cast.py` applies what it decides.
 
-A policy knows the dtype mode, the half format, the op lists and how half is computed. It answers
-with a `Compute` for an op, and with a pin for a module. It holds no tensor, so it can be printed,
-compared and kept.
+A policy answers with a `Compute` for an op, and with a pin for a module. It holds no tensor, so it
+can be printed, compared and kept.
 
     mode    weights stored as               ops
     fp32    fp32                            nothing is cast
     amp     fp32                            cast at run time by the lists
     mixed   half if the op is in `allow`    cast at run time by the lists
 
-blocks.py puts a pinned module, with everything inside it, in one format whatever the lists say.
+A pin puts a module, with everything inside it, in one format whatever the lists say.
 """
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from importlib import import_module
 from typing import Any
 
 import torch
+from torch import nn
 
 from mpframe.core.errors import ConfigError, nearest
-from mpframe.core.op_lists import PINS, OpLists
+from mpframe.core.op_lists import LISTS, PINS, OpLists
 from mpframe.core.tree import HALVES
 
 MODES = ("fp32", "mixed", "amp")
@@ -33,7 +32,7 @@ CASTABLE = frozenset({torch.float32, *HALVES.values()})  # No other format is ev
 
 
 class Compute(Enum):
-    """The format an op computes in."""
+    """The format an op computes in: by `allow`, `deny`, `infer`, or no list, in this order."""
 
     HALF = "half"
     FP32 = "fp32"
@@ -41,12 +40,7 @@ class Compute(Enum):
     PYTORCH = "as PyTorch"
 
 
-_COMPUTE_OF_LIST = {
-    "allow": Compute.HALF,
-    "deny": Compute.FP32,
-    "infer": Compute.WIDEST,
-    "none": Compute.PYTORCH,
-}
+_COMPUTE_OF_LIST = dict(zip((*LISTS, "none"), Compute, strict=True))
 
 
 @dataclass(frozen=True)
@@ -63,8 +57,8 @@ class Policy:
             native where a GPU has one.
         products: the name of the recipe that quantises the operands of matrix products and
             convolutions; `none`: they stay in half.
-        recipes: a user's recipes, by name; those that are named and shipped are added to them. The
-            policy reads the patterns in their `half`, and nothing else.
+        recipes: recipes by the names that `products` and pins call them; the policy reads the
+            patterns in their `half`, and nothing else. `Precision` adds the shipped ones.
 
     Raises:
         ConfigError: a value is not one of those named here.
@@ -81,7 +75,6 @@ class Policy:
         _check_choice("dtype.mode", self.mode, MODES)
         _check_choice("dtype.half", self.half, HALVES)
         _check_choice("dtype.compute", self.compute, COMPUTES)
-        object.__setattr__(self, "recipes", self._named_recipes())
 
     @property
     def casts(self) -> bool:
@@ -100,8 +93,13 @@ class Policy:
         """The half format as a torch dtype."""
         return HALVES[self.half]
 
+    @property
+    def recipe_names(self) -> set[str]:
+        """The names of the recipes in `products` and pins, known or not."""
+        return {self.products, *self.ops.modules.values()} - {*PINS, NO_PRODUCTS}
+
     def compute_of(self, op: str, pin: str | None = None) -> Compute:
-        """The format `op` computes in, inside a module pinned to `pin` (None: not pinned)."""
+        """Return the format `op` computes in, inside a module with this pin (None: no pin)."""
         compute = _COMPUTE_OF_LIST[self.ops.list_of(op)]
         if pin == UNCAST and compute is not Compute.PYTORCH:
             return Compute.WIDEST
@@ -109,19 +107,19 @@ class Policy:
             return compute
         return Compute.FP32 if pin == "fp32" else Compute.HALF
 
-    def recipe_of(self, pin: str | None = None) -> Any:
-        """The recipe of the products in a module pinned to `pin`; None: they are not quantised."""
-        return self.recipes.get(self.products if pin is None else pin)
-
     def recipe_name(self, pin: str | None = None) -> str | None:
-        """The name of that recipe; None: there is none."""
+        """Return the name of the recipe for products in a module with this pin, if there is one."""
         name = self.products if pin is None else pin
         return name if name in self.recipes else None
 
-    def pin_of(self, module: str) -> tuple[str, str] | None:
-        """The last pattern that matches a module's qualified name, and its pin; or None.
+    def recipe_of(self, pin: str | None = None) -> Any:
+        """Return that recipe; None: products are not quantised."""
+        return self.recipes.get(self.products if pin is None else pin)
 
-        The patterns of `ops.modules` come after those of the recipe.
+    def pin_of(self, module: str) -> tuple[str, str] | None:
+        """Return the last pattern that matches a module's qualified name, and its pin; or None.
+
+        The patterns of `ops.modules` come after the recipe's.
         """
         recipe = self.recipe_of()
         in_half = dict.fromkeys(recipe.half, NO_PRODUCTS) if recipe else {}
@@ -130,29 +128,32 @@ class Policy:
         return matching[-1] if matching else None
 
     def format_pin_of(self, module: str) -> tuple[str, str] | None:
-        """As `pin_of`, but None for a pin to a recipe or to `none`."""
+        """Do as `pin_of`, but return None for a pin to a recipe or to `none`."""
         pin = self.pin_of(module)
         return pin if pin is not None and pin[1] in PINS else None
 
     @staticmethod
     def matches(pattern: str, module: str) -> bool:
-        """True if `pattern` names the module or one that contains it."""
+        """Return whether `pattern` names the module or one that contains it."""
         parts = module.split(".")
         owners = (".".join(parts[: end + 1]) for end in range(len(parts)))
         return any(fnmatch.fnmatchcase(owner, pattern) for owner in owners)
 
+    def check_patterns(self, model: nn.Module) -> None:
+        """Refuse a pattern that matches no module: it is most likely misspelt."""
+        names = [name for name, _ in model.named_modules()]
+        for pattern in self.ops.modules:
+            if not any(self.matches(pattern, name) for name in names):
+                known = ", ".join(names[1:9]) + (", ..." if len(names) > 9 else "")
+                raise ConfigError(
+                    f"ops.modules[{pattern!r}] matches no module; the model has {known}"
+                )
+
     def emulates(self, device: torch.device) -> bool:
-        """True if half ops on `device` compute in fp32 with one rounding of the result."""
+        """Return whether half ops on `device` compute in fp32 with one rounding of the result."""
         if device.type != "cpu" or self.compute == "native":
             return False
         return self.compute == "emulated" or not has_native_half(self.half)
-
-    def _named_recipes(self) -> Mapping[str, Any]:
-        names = {self.products, *self.ops.modules.values()} - {*PINS, NO_PRODUCTS}
-        if not names and not self.recipes:
-            return {}
-        recipes: Mapping[str, Any] = lowbit().named_recipes(self)
-        return recipes
 
     def __str__(self) -> str:
         half = [] if self.mode == "fp32" else [self.half]
@@ -160,21 +161,12 @@ class Policy:
         return f"{self.mode}({words})" if words else self.mode
 
 
-def lowbit() -> Any:
-    """The products below 16 bits. Only this imports them, when a recipe is named."""
-    return import_module("mpframe.lowbit.handler")
-
-
 def has_native_half(half: str) -> bool:
-    """True if this CPU has instructions that multiply `half` matrices."""
-    if half == "float16":
-        return False
-    return bool(torch.cpu._is_avx512_bf16_supported())
+    """Return whether this CPU has instructions that multiply `half` matrices."""
+    return half != "float16" and bool(torch.cpu._is_avx512_bf16_supported())
 
 
-def _check_choice(
-    path: str, value: str, allowed: "tuple[str, ...] | dict[str, torch.dtype]"
-) -> None:
+def _check_choice(path: str, value: str, allowed: Collection[str]) -> None:
     if value not in allowed:
         hint = nearest(str(value), allowed)
         raise ConfigError(

@@ -9,9 +9,8 @@
 block ops run by the lists. policy.py decides the formats, cast.py applies them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,19 +18,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from mpframe.core.blocks import block, cast_to, check_patterns, pin_modules
-from mpframe.core.cast import Casts
+from mpframe.core.cast import Casts, block, casts_here, pin_modules
 from mpframe.core.comm import Comm
-from mpframe.core.handlers import OpHandler
+from mpframe.core.errors import ConfigError
+from mpframe.core.handlers import OpHandler, cast_to
 from mpframe.core.master_weights import MasterWeights
 from mpframe.core.masters import Master, remember
 from mpframe.core.op_lists import OpLists
-from mpframe.core.policy import Policy, lowbit
-from mpframe.core.recomputation import follow_backward_passes, release
+from mpframe.core.policy import Policy
 from mpframe.core.split_master import KINDS, refuse_split
-from mpframe.core.storage import WeightUses, check_not_lazy, store
-from mpframe.core.tree import device_of, map_tensors
+from mpframe.core.storage import store
+from mpframe.core.torch_functions import follow_backward_passes, release
+from mpframe.core.trace import WeightUses, materialize, trace
+from mpframe.core.tree import device_of
 from mpframe.core.widening import watch
+
+
+def _find_no_recipes(policy: Policy) -> tuple[Policy, OpHandler]:
+    missing = ", ".join(sorted(policy.recipe_names - policy.recipes.keys()))
+    if missing:
+        raise ConfigError(
+            f"dtype.products or ops.modules: {missing}: recipes are in mpframe.lowbit; import it "
+            "first. Other words for a module are fp32, half and none"
+        )
+    return policy, OpHandler()
+
+
+find_recipes: Callable[[Policy], tuple[Policy, OpHandler]] = _find_no_recipes
+"""Adds to a policy the recipes that it names, and returns what runs them. The import of
+`mpframe.lowbit` puts its function here."""
 
 
 class Precision:
@@ -46,7 +61,7 @@ class Precision:
         master_weights: False leaves the masters out, to study what they are for. "split", for
             bfloat16: 2 bytes beside each weight hold the bits that it lacks, instead of 4.
         products: the recipe by which matrix products and convolutions are computed below 16 bits,
-            a name or a `Recipe`; `none`: they stay in half.
+            a name or a `Recipe`; `none`: they stay in half. `import mpframe.lowbit` before it.
         recipes: a user's recipes, by the names that `products` and pins call them.
         op_handlers: run ops in another way; they are asked before the lists.
 
@@ -71,11 +86,13 @@ class Precision:
             products = products.name
         lists = OpLists.named() if ops is None else ops
         self.policy = Policy(mode, half, lists, compute, products, recipes or {})
+        self.op_handlers = tuple(op_handlers)
+        if self.policy.recipe_names or recipes:
+            self.policy, by_recipes = find_recipes(self.policy)
+            self.op_handlers += (by_recipes,)
         if mode == "mixed" and master_weights == "split":
             refuse_split(self.policy.half_dtype)
         self.master_weights = master_weights
-        by_recipes = [lowbit().ProductHandler(self.policy)] if self.policy.recipes else []
-        self.op_handlers = (*op_handlers, *by_recipes)
         casts = self.policy.casts or bool(op_handlers)
         self._casts = Casts(self.policy, self.op_handlers) if casts else None
         self._hooked: WeakSet[nn.Module] = WeakSet()
@@ -110,11 +127,9 @@ class Precision:
             ConfigError: a parameter is complex, or lazy and there is no example; a pin names no
                 module; or `compute` is native and the model's device lacks a product of a recipe.
         """
-        check_patterns(model, self.policy)
+        self.policy.check_patterns(model)
         if example is not None and model not in self._uses:
             self.trace(model, example)
-        if self.policy.mode != "fp32":
-            check_not_lazy(model)
         wanted = {p for group in optimizer.param_groups for p in group["params"]}
         for parameter, value in store(model, self.policy, self.uses(model)).items():
             if keep_frozen or parameter.requires_grad or parameter in wanted:
@@ -136,24 +151,21 @@ class Precision:
             example: on the same device. A tuple is the model's arguments, a mapping its keyword
                 arguments, anything else its only argument. A function is called with the model.
         """
-        tracing = import_module("mpframe.core.trace")  # Only a model that is traced needs it.
-        tracing.materialize(model, example)
+        materialize(model, example)
         if self.policy.stores_by_op:
             self.attach(model)
-            with self.undisturbed():
-                uses = tracing.trace(model, example, self.cast())
+            with self.preserve_state():
+                uses = trace(model, example, self.cast())
             self._uses[model] = self.uses(model) | uses
 
     def uses(self, model: nn.Module) -> WeightUses:
-        """The ops that read each weight in the trace; empty if the model was not traced."""
+        """Return the ops that read each weight in the trace; empty if the model was not traced."""
         return self._uses.get(model, WeightUses())
 
     def use_shards(self, model: nn.Module, sharded: Mapping[Tensor, Any]) -> None:
-        """Go on with a model whose weights were divided among ranks, before `prepare`.
+        """Go on with a traced model whose weights were divided among ranks, before `prepare`.
 
-        Args:
-            model: after `trace`.
-            sharded: the parameters as they were, each with the one in its place.
+        `sharded` holds the parameters as they were, each with the one in its place.
         """
         if self._casts is not None:
             self._casts.keeps_weights = False  # They would outlive the gathered weights.
@@ -161,31 +173,30 @@ class Precision:
         by_weight = {sharded[weight]: ops for weight, ops in uses.by_weight.items()}
         self._uses[model] = WeightUses(by_weight, uses.called)
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module) -> list[RemovableHandle]:
         """Make the model's pins follow this precision's casts; no weight is touched.
 
         `prepare` calls it. Call it yourself for a model that is evaluated in another mode than it
         was trained in. A second call does nothing.
 
+        Returns:
+            The handles of the hooks, to try a precision out and take them back.
+
         Raises:
             ConfigError: `compute` is native and the model's device lacks a product of a recipe.
         """
         if model in self._hooked:
-            return
-        self._hook(model)
+            return []
+        handles: list[RemovableHandle] = []
+        if self._casts is not None:
+            for handler in self.op_handlers:
+                handler.attach(model)
+            self._casts.compute_on(device_of(model))
+            handles = pin_modules(model, self.policy)
         self._hooked.add(model)
         if self.policy.mode == "mixed" and self.policy.ops.empty:
-            model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-
-    @contextmanager
-    def attached(self, model: nn.Module) -> Iterator[None]:
-        """Context manager in which pins follow this precision, to try it out."""
-        handles = self._hook(model)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            handles.append(model.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
+        return handles
 
     def cast(self) -> AbstractContextManager[None]:
         """Run the ops of the block by the lists; one weight is cast at most once in it.
@@ -194,32 +205,15 @@ class Precision:
         acts only in the thread that enters it.
         """
         if self._casts is not None:
-            follow_backward_passes(self._casts)
+            follow_backward_passes(self._casts, casts_here)
         return block(self._casts)
 
     def release(self) -> None:
         """Undo what its blocks replaced in torch, as when it is garbage collected."""
         release(id(self._casts))
 
-    def dtype_map(self, model: nn.Module) -> list[Any]:
-        """A `Row` for each module: its storage and compute format, and what decides them."""
-        rows: list[Any] = _views().dtype_map(model, self.policy, self.uses(model))
-        return rows
-
-    def describe(self, model: nn.Module) -> str:
-        """The dtype map as text: a table, the recipes of products in it, and in `mixed` which share
-        of the weights stays fp32."""
-        return str(_views().describe(model, self.policy, self.uses(model)))
-
-    def warnings(self) -> list[str]:
-        """What the chosen settings cost in accuracy, a line each; empty if they cost nothing."""
-        return list(_views().warnings(self.policy, self.master_weights))
-
-    def __str__(self) -> str:
-        return str(self.policy)
-
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def preserve_state(self) -> Iterator[None]:
         """Context manager that may run the model; what lasts from step to step is restored."""
         before = self.state_dict()
         try:
@@ -227,17 +221,13 @@ class Precision:
         finally:
             self.load_state_dict(before)
 
-    def agree(self, comm: Comm) -> None:
-        """Bring what handlers measured in this step in line with the other ranks.
-
-        Args:
-            comm: all its ranks call this.
-        """
+    def sync(self, comm: Comm) -> None:
+        """Bring what handlers measured in this step in line with the other ranks; all call it."""
         for handler in self.op_handlers:
             handler.sync(comm)
 
     def state_dict(self) -> dict[str, Any]:
-        """What handlers carry from step to step: of products random generators and amax."""
+        """Return what handlers carry from step to step: of products random generators and amax."""
         states = (handler.state_dict() for handler in self.op_handlers)
         return {name: value for state in states for name, value in state.items()}
 
@@ -246,23 +236,11 @@ class Precision:
         for handler in self.op_handlers:
             handler.load_state_dict(state)
 
-    def _hook(self, model: nn.Module) -> list[RemovableHandle]:
-        if self._casts is None:
-            return []
-        for handler in self.op_handlers:
-            handler.attach(model)
-        self._casts.compute_on(device_of(model))
-        return pin_modules(model, self.policy)
-
-
-def _views() -> Any:
-    """The tables that show a precision: no part of the engine, so imported when one is wanted."""
-    return import_module("mpframe.tracking.dtype_map")
+    def __str__(self) -> str:
+        return str(self.policy)
 
 
 def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Cast the model's inputs to the format of its weights, because without lists no op does."""
     weight = next(model.parameters(), None)
-    if weight is None:
-        return args, kwargs
-    return map_tensors(lambda tensor: cast_to(tensor, weight.dtype), (args, kwargs))
+    return (args, kwargs) if weight is None else cast_to((args, kwargs), weight.dtype)

@@ -1,17 +1,16 @@
 """How weights are stored: each in the format that it is computed with.
 
 In `mixed` a weight is half if every op that uses it computes in half, and fp32 if any other does. A
-traced step shows which ops these are (`WeightUses`, made by trace.py). For a weight that no trace
-has seen, the module's class tells the op: half for a layer of torch.nn whose op is in `allow`. A
-pin of its module comes before both, and without any lists all weights are half.
+traced step shows which ops these are (trace.py). For a weight that no trace has seen, the module's
+class tells the op: half for a layer of torch.nn whose op is in `allow`. A pin of its module comes
+before both, and without any lists all weights are half.
 
 A tied weight takes the widest format that any of its modules wants. BatchNorm's running statistics,
 which the op writes, stay in fp32, and so do the weights beside them, except without lists.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Set
 from functools import cache
 
 import torch
@@ -22,7 +21,8 @@ from mpframe.core.comm import is_sharded
 from mpframe.core.errors import ConfigError
 from mpframe.core.masters import exact_value
 from mpframe.core.op_lists import WITH_STATISTICS, canonical, known_ops
-from mpframe.core.policy import CASTABLE, Compute, Policy
+from mpframe.core.policy import CASTABLE, Policy
+from mpframe.core.trace import Use, WeightUses
 from mpframe.core.tree import HALF
 
 _EXCEPTIONS = {
@@ -33,11 +33,10 @@ _EXCEPTIONS = {
     "Softmin": "softmax",
     "Upsample": "interpolate",
 }
-_PAD = re.compile(r"(Reflection|Replication|Circular|Constant|Zero)Pad\dd")
 
 
 def op_of(module: nn.Module) -> str | None:
-    """The name of the op `module` runs, or None if it is not a layer of torch.nn."""
+    """Return the name of the op `module` runs, or None if it is not a layer of torch.nn."""
     if isinstance(module, nn.RNNBase):
         return str(module.mode).lower()  # lstm, gru, rnn_tanh, rnn_relu
     if isinstance(module, nn.RNNCell):
@@ -49,7 +48,7 @@ def op_of(module: nn.Module) -> str | None:
 def _op_of_class(cls: type) -> str | None:
     if not cls.__module__.startswith("torch.nn.modules"):
         return None
-    if _PAD.fullmatch(cls.__name__):
+    if cls.__name__[:-2].endswith("Pad"):
         return "pad"
     name = cls.__name__.lower().strip("_")
     spellings = (name, name.removesuffix("loss"), re.sub(r"\dd$", "", name))
@@ -59,64 +58,15 @@ def _op_of_class(cls: type) -> str | None:
 
 @cache
 def _ops_by_letters() -> dict[str, str]:
-    """Ops by their names without underscores, as class names have none."""
+    """Return ops by their names without underscores, as class names have none."""
     public = (op for op in known_ops() if not op.startswith("_"))
     return {op.replace("_", ""): canonical(op) for op in public}
-
-
-@dataclass(frozen=True)
-class Use:
-    """An op that reads a weight.
-
-    Attributes:
-        op: its name in the lists; empty for a kernel; `uncast ...` beside complex or double inputs.
-        within: the modules whose call it ran in, the outermost first.
-    """
-
-    op: str
-    within: tuple[str, ...]
-
-    def pin(self, policy: Policy) -> str | None:
-        """The pin of the innermost pinned module; None: none is pinned."""
-        pins = (policy.pin_of(module) for module in reversed(self.within))
-        return next((pin[1] for pin in pins if pin is not None), None)
-
-    def compute(self, policy: Policy) -> Compute:
-        """The format the op computes in."""
-        return policy.compute_of(self.op, self.pin(policy))
-
-    def in_half(self, policy: Policy) -> bool:
-        """True if the op computes in half, its weights included."""
-        return self.op not in WITH_STATISTICS and self.compute(policy) is Compute.HALF
-
-
-@dataclass(frozen=True)
-class WeightUses:
-    """The ops that read each weight, as a forward pass showed them.
-
-    Attributes:
-        by_weight: a weight that none reads is left out.
-        called: names of the modules that were called; empty if nothing was traced.
-    """
-
-    by_weight: Mapping[nn.Parameter, frozenset[Use]] = field(default_factory=dict)
-    called: frozenset[str] = frozenset()
-
-    def __or__(self, other: "WeightUses") -> "WeightUses":
-        weights = self.by_weight.keys() | other.by_weight.keys()
-        both = {weight: frozenset(self.of([weight]) + other.of([weight])) for weight in weights}
-        return WeightUses(both, self.called | other.called)
-
-    def of(self, weights: Iterable[nn.Parameter]) -> list[Use]:
-        """The ops that read any of these weights, in the order of their names."""
-        uses = {use for weight in weights for use in self.by_weight.get(weight, ())}
-        return sorted(uses, key=lambda use: (use.op, use.within))
 
 
 def formats_of(
     model: nn.Module, policy: Policy, uses: WeightUses | None = None
 ) -> dict[nn.Parameter, torch.dtype]:
-    """The format each parameter is stored in; one that is never cast keeps its format."""
+    """Return the format each parameter is stored in; one that is never cast keeps its format."""
     by_weight = {} if uses is None else uses.by_weight
     formats: dict[nn.Parameter, torch.dtype] = {}
     for name, module in model.named_modules():
@@ -128,8 +78,24 @@ def formats_of(
     return formats
 
 
+def wanted_by(
+    name: str, module: nn.Module, policy: Policy, uses: Set[Use] | None = None
+) -> torch.dtype:
+    """Return the format in which `module` wants one of its parameters, which `uses` read."""
+    op, pin = op_of(module), policy.format_pin_of(name)
+    if pin is not None:
+        half = pin[1] == "half"
+    elif uses is not None and not policy.ops.empty:
+        half = all(use.in_half(policy) for use in uses)
+    else:
+        half = policy.ops.empty or (op is not None and policy.ops.list_of(op) == "allow")
+    if op in WITH_STATISTICS and not policy.ops.empty:
+        half = False
+    return policy.half_dtype if half and policy.mode == "mixed" else torch.float32
+
+
 @torch.no_grad()
-def store(model: nn.Module, policy: Policy, uses: WeightUses | None = None) -> dict[Tensor, Tensor]:
+def store(model: nn.Module, policy: Policy, uses: WeightUses) -> dict[Tensor, Tensor]:
     """Bring every weight into its format, in place.
 
     A weight beyond the half range is stored at the range's end. A half weight with a master is
@@ -139,9 +105,9 @@ def store(model: nn.Module, policy: Policy, uses: WeightUses | None = None) -> d
         The fp32 values of the weights that were rounded, from before.
 
     Raises:
-        ConfigError: a parameter is complex; nothing has been changed.
+        ConfigError: a parameter is complex, or lazy and to be cast; nothing has been changed.
     """
-    _check_real(model)
+    _check_parameters(model, policy)
     before: dict[Tensor, Tensor] = {}
     for parameter, dtype in formats_of(model, policy, uses).items():
         if parameter.dtype != dtype and not is_sharded(parameter):
@@ -154,22 +120,6 @@ def store(model: nn.Module, policy: Policy, uses: WeightUses | None = None) -> d
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return before
-
-
-def wanted_by(
-    name: str, module: nn.Module, policy: Policy, uses: Set[Use] | None = None
-) -> torch.dtype:
-    """The format in which `module` wants one of its floating parameters, which `uses` read."""
-    op, pin = op_of(module), policy.format_pin_of(name)
-    if pin is not None:
-        half = pin[1] == "half"
-    elif uses is not None and not policy.ops.empty:
-        half = all(use.in_half(policy) for use in uses)
-    else:
-        half = policy.ops.empty or (op is not None and policy.ops.list_of(op) == "allow")
-    if op in WITH_STATISTICS and not policy.ops.empty:
-        half = False
-    return policy.half_dtype if half and policy.mode == "mixed" else torch.float32
 
 
 def _restore_as(parameter: nn.Parameter, dtype: torch.dtype, values: Tensor) -> None:
@@ -186,24 +136,15 @@ def _store_buffers(module: nn.Module, wanted: torch.dtype, policy: Policy) -> No
                 buffer.data = buffer.data.to(wanted)
 
 
-def _check_real(model: nn.Module) -> None:
+def _check_parameters(model: nn.Module, policy: Policy) -> None:
     for name, parameter in model.named_parameters():
+        if policy.mode != "fp32" and is_lazy(parameter):
+            raise ConfigError(
+                f"model: parameter {name!r} is lazy, it has no shape before the first forward "
+                "pass; run the model once first, or prepare it with an example"
+            )
         if parameter.is_complex():
             raise ConfigError(
                 f"model: parameter {name!r} is {parameter.dtype}; formats of real numbers are cast "
                 "and mastered here: store it as two real parameters"
-            )
-
-
-def check_not_lazy(model: nn.Module) -> None:
-    """A lazy parameter has no shape before the first forward pass: it cannot be rounded.
-
-    Raises:
-        ConfigError: naming the first one.
-    """
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise ConfigError(
-                f"model: parameter {name!r} is lazy, it has no shape before the first forward "
-                "pass; run the model once first, or prepare it with an example"
             )

@@ -7,14 +7,13 @@ standardisation subtracts a mean from its weight before it convolves.
 
 An op that only moves values does not count as a reader. The view, copy or concatenation of a
 rounded weight equals the rounded view, copy or concatenation. The ops that read the result count.
-
-The model runs inside `undisturbed`, which restores all that a forward pass changes.
 """
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -27,48 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from mpframe.core.buffers import State
 from mpframe.core.handlers import HANDS_OFF
-from mpframe.core.op_lists import op_name
-from mpframe.core.storage import Use, WeightUses
+from mpframe.core.op_lists import WITH_STATISTICS, op_name
+from mpframe.core.policy import Compute, Policy
 from mpframe.core.tree import tensors_in
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Context manager that runs `model` and then restores its parameters, its buffers, the plain
-    attributes of its modules and the random generators."""
-    with State.of(model), _same_parameters(model), _same_random_numbers():
-        yield
-
-
-@contextmanager
-def _same_parameters(model: nn.Module) -> Iterator[None]:
-    """Put back parameters that the block writes, as a layer does that takes its first values from
-    its first batch. They stay where they are in memory, by which their readers are known."""
-    kept = [(p, p.data, p.detach().clone()) for p in model.parameters() if not is_lazy(p)]
-    try:
-        yield
-    finally:
-        for parameter, data, values in kept:
-            if parameter.data_ptr() != data.data_ptr():
-                parameter.data = data
-            if not torch.equal(data, values):
-                data.copy_(values)
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """The block may draw random numbers; those drawn after it are the same as without it."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    numpy: Any = sys.modules.get("numpy")  # Nothing is drawn from it where nobody imported it.
-    python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(of_numpy)
-
 
 # Ops that give the values of their first argument in a tensor of their own.
 _MOVES = frozenset(
@@ -79,18 +39,69 @@ _MOVES = frozenset(
 _LOOKS = frozenset({"__get__", "__set__", "requires_grad_"})
 
 
+@dataclass(frozen=True)
+class Use:
+    """An op that reads a weight.
+
+    Attributes:
+        op: its name in the lists; empty for a kernel; `uncast ...` beside complex or double inputs.
+        within: the modules whose call it ran in, the outermost first.
+    """
+
+    op: str
+    within: tuple[str, ...]
+
+    def pin(self, policy: Policy) -> str | None:
+        """Return the pin of the innermost pinned module; None: none is pinned."""
+        pins = (policy.pin_of(module) for module in reversed(self.within))
+        return next((pin[1] for pin in pins if pin is not None), None)
+
+    def compute(self, policy: Policy) -> Compute:
+        """Return the format the op computes in."""
+        return policy.compute_of(self.op, self.pin(policy))
+
+    def in_half(self, policy: Policy) -> bool:
+        """Return whether the op computes in half, its weights included."""
+        return self.op not in WITH_STATISTICS and self.compute(policy) is Compute.HALF
+
+
+@dataclass(frozen=True)
+class WeightUses:
+    """The ops that read each weight, as a forward pass showed them.
+
+    Attributes:
+        by_weight: a weight that none reads is left out.
+        called: names of the modules that were called; empty if nothing was traced.
+    """
+
+    by_weight: Mapping[nn.Parameter, frozenset[Use]] = field(default_factory=dict)
+    called: frozenset[str] = frozenset()
+
+    def __or__(self, other: "WeightUses") -> "WeightUses":
+        weights = self.by_weight.keys() | other.by_weight.keys()
+        both = {weight: frozenset(self.of([weight]) + other.of([weight])) for weight in weights}
+        return WeightUses(both, self.called | other.called)
+
+    def of(self, weights: Iterable[nn.Parameter]) -> list[Use]:
+        """Return the ops that read any of these weights, in the order of their names."""
+        uses = {use for weight in weights for use in self.by_weight.get(weight, ())}
+        return sorted(uses, key=lambda use: (use.op, use.within))
+
+
 def trace(model: nn.Module, example: Any, casts: AbstractContextManager[None]) -> WeightUses:
-    """Run the model once as it is and see what reads its weights.
+    """Run the model once and see what reads its weights; its state is preserved.
 
     Args:
-        model: put back as it was, buffers and plain attributes too; so are random generators.
+        model: compiled parts of it run as they are written.
         example: what it is called with: a tuple is its arguments, a mapping its keyword arguments,
             anything else its only argument; a function is called with the model, and runs it.
         casts: the block in which ops are cast, so that functions of torch are unwrapped.
     """
-    watch = _Watch(model)
-    with undisturbed(model), _uncompiled(), watch.calls(model), watch, casts:
-        call_model(model, example)
+    watch, eager = _Watch(model), nullcontext()
+    if "torch._dynamo" in sys.modules:  # Otherwise nothing is compiled; the import takes seconds.
+        eager = torch.compiler.set_stance("force_eager")
+    with preserve_state(model), eager, watch.calls(model), watch, casts:
+        _call(model, example)
     return watch.uses()
 
 
@@ -105,19 +116,53 @@ def materialize(model: nn.Module, example: Any) -> None:
     modes = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad(), State.of(model):
-            call_model(model.eval(), example)
+            _call(model.eval(), example)
     finally:
         for module, training in modes.items():
             module.training = training
 
 
-def call_model(model: nn.Module, example: Any) -> Any:
-    """The model's outputs on an example, as `trace` takes it."""
+def _call(model: nn.Module, example: Any) -> None:
     if isinstance(example, FunctionType | partial):
-        return example(model)
-    if isinstance(example, tuple):
-        return model(*example)
-    return model(**example) if isinstance(example, Mapping) else model(example)
+        example(model)
+    elif isinstance(example, tuple):
+        model(*example)
+    elif isinstance(example, Mapping):
+        model(**example)
+    else:
+        model(example)
+
+
+@contextmanager
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """Context manager that runs `model` and then restores its parameters, its buffers, the plain
+    attributes of its modules and the random generators."""
+    kept = [(p, p.data, p.detach().clone()) for p in model.parameters() if not is_lazy(p)]
+    with State.of(model), _same_random_numbers():
+        try:
+            yield
+        finally:
+            # They stay where they are in memory, by which their readers are known.
+            for parameter, data, values in kept:
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
+                if not torch.equal(data, values):
+                    data.copy_(values)
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Context manager that may draw random numbers; later ones are the same as without it."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    numpy: Any = sys.modules.get("numpy")  # Nothing is drawn from it where nobody imported it.
+    python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(of_numpy)
 
 
 class _Watch(TorchFunctionMode):
@@ -135,41 +180,40 @@ class _Watch(TorchFunctionMode):
         self._weights.pop(0, None)
 
     def uses(self) -> WeightUses:
-        """All that was seen."""
+        """Return all that was seen."""
         by_weight = {weight: frozenset(uses) for weight, uses in self._uses.items()}
         return WeightUses(by_weight, frozenset(self._called))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = op_name(func)
-        if not _only_looks(name):
-            self._note(name, args[:1] if _first_only(name) and args else (args, kwargs), result)
+        if name not in _LOOKS and not name.startswith("new_") and not name.endswith("_like"):
+            first_only = args and (name in _MOVES or name.endswith("_as"))
+            self._note(name, args[:1] if first_only else (args, kwargs), result)
         return result
 
     @contextmanager
     def calls(self, model: nn.Module) -> Iterator[None]:
-        """Within the block the watch follows which modules are being called."""
+        """Context manager in which the watch follows which modules are being called."""
         hooks = []
         for name, module in model.named_modules():
             if isinstance(module, ScriptModule):  # It takes no hooks, and may have been called.
                 self._called.add(name)
             else:
-                hooks += self._around(name, module)
+                hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
+                hooks.append(module.register_forward_hook(self._leave))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _around(self, name: str, module: nn.Module) -> list[Any]:
-        def enter(*_: Any) -> None:
-            self._called.add(name)
-            self._within.append(name)
+    def _enter(self, name: str, *_: Any) -> None:
+        self._called.add(name)
+        self._within.append(name)
 
-        def leave(*_: Any) -> None:
-            self._within.pop()
-
-        return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    def _leave(self, *_: Any) -> None:
+        self._within.pop()
 
     def _note(self, op: str, given: Any, result: Any) -> None:
         sources = {a for a in map(_address, tensors_in(given)) if a in self._weights}
@@ -180,43 +224,23 @@ class _Watch(TorchFunctionMode):
             return  # A view.
         weights = {weight for source in sources for weight in self._weights[source]}
         if op in _MOVES:
-            self._follow(weights, results)
+            self._weights |= {address: weights for address in map(_address, results) if address}
+            self._copies += results
             return
         uncast = any(tensor.dtype in HANDS_OFF for tensor in tensors_in(given))
         use = Use(f"uncast {op}" if uncast else op, tuple(self._within))
         for weight in weights:
             self._uses.setdefault(weight, set()).add(use)
 
-    def _follow(self, weights: set[nn.Parameter], copies: list[Tensor]) -> None:
-        self._weights |= {address: weights for address in map(_address, copies) if address}
-        self._copies += copies
-
-
-def _only_looks(op: str) -> bool:
-    return op in _LOOKS or op.startswith("new_") or op.endswith("_like")
-
-
-def _first_only(op: str) -> bool:
-    """True if `op` takes no values but its first argument's."""
-    return op in _MOVES or op.endswith("_as")
-
 
 def _writes(op: str) -> bool:
-    """True for in-place forms, whose result is their argument."""
+    """Return whether `op` is an in-place form, whose result is its argument."""
     return op.startswith("__i") or (op.endswith("_") and not op.endswith("__"))
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the tensor's memory begins, the same for all views of it; 0 if it has none."""
+    """Return where the tensor's memory begins, the same for all its views; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # Sparse, or wrapped by a transform.
         return 0
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    """Within the block compiled parts run as they are written."""
-    if "torch._dynamo" not in sys.modules:  # Nothing is compiled; the import takes seconds.
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance

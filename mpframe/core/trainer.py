@@ -242,7 +242,7 @@ class Trainer:
 
     def _finish(self, result: StepResult) -> StepResult:
         """Follow a step: algorithms at once, all else once it is known whether it was skipped."""
-        self.precision.agree(self.comm)
+        self.precision.sync(self.comm)
         for algorithm in self.algorithms.values():
             algorithm.after_update(self, result)
         self._unread.append(result)

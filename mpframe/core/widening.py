@@ -8,7 +8,7 @@ half that is less than half a unit in the last place of b, and lost. So these ar
     a weight that turns half           before each step, if a forward pass has set its `.data`
 
 and torch's AveragedModel averages the masters: `update_from_masters` stands for its method while
-there are blocks that cast (recomputation.py).
+there are blocks that cast (torch_functions.py).
 """
 
 import logging

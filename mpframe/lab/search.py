@@ -26,11 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.blocks import cast_to
 from mpframe.core.callback import Batch
+from mpframe.core.handlers import cast_to
 from mpframe.core.loss_scaling.scaler import safe_scale
 from mpframe.core.trainer import Trainer
-from mpframe.core.tree import map_tensors
 
 Pins = Mapping[str, str]
 Maker = Callable[[Pins, str | None], Trainer]
@@ -239,7 +238,7 @@ def _half_inputs(module: nn.Module, half: torch.dtype) -> Iterator[None]:
     """Within the block the module's inputs are rounded to half, as a half neighbour's would be."""
 
     def round_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return map_tensors(lambda tensor: cast_to(tensor, half), (args, kwargs))
+        return cast_to((args, kwargs), half)
 
     handle = module.register_forward_pre_hook(round_inputs, with_kwargs=True)
     try:

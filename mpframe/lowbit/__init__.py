@@ -16,3 +16,8 @@ recipe.py, which says how each operand of each product is quantised. Behind it s
 
 The shipped recipes are `conf/dtype/products/*.yaml`.
 """
+
+from mpframe.core import precision
+from mpframe.lowbit.handler import find_recipes
+
+precision.find_recipes = find_recipes

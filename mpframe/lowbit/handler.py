@@ -1,9 +1,7 @@
-"""Products below 16 bits as an `OpHandler`: what the cast and the policy ask of this package.
+"""Products below 16 bits as an `OpHandler`, and the recipes that a policy names."""
 
-`Policy` imports this module when a recipe is named, and only then.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -21,8 +19,6 @@ from mpframe.lowbit.native import refusals, refused
 from mpframe.lowbit.ops import OPS, ProductOp, quantises
 from mpframe.lowbit.recipe import Recipe, shipped
 from mpframe.lowbit.state import ProductState, Watch
-
-__all__ = ["ProductHandler", "Recipe", "named_recipes", "products_of", "watch_products"]
 
 
 class ProductHandler(OpHandler):
@@ -61,6 +57,16 @@ class ProductHandler(OpHandler):
                 raise refused(recipe, product, device, why)
         self.state.learn_names(model)
 
+    def describe(
+        self,
+        name: str,
+        module: nn.Module,
+        op: str | None,
+        readers: Iterable[tuple[str, str | None]],
+    ) -> str:
+        """Return the recipe of a layer's products, and which of them stay in half and why."""
+        return products_of(name, module, op, readers, self._policy)
+
     def sync(self, comm: Comm) -> None:
         """Make the histories of delayed scaling those of all ranks' samples."""
         length = max(recipe.history for recipe in self._policy.recipes.values())
@@ -88,12 +94,17 @@ def watch_products(precision: Precision, watch: Watch | None) -> None:
             handler.state.watch = watch
 
 
-def named_recipes(policy: Policy) -> Mapping[str, Recipe]:
-    """The user's recipes of a policy, and the shipped ones that it names.
+def find_recipes(policy: Policy) -> tuple[Policy, OpHandler]:
+    """Return a policy with the recipes that it names, the shipped included, and what runs them.
 
     Raises:
         ConfigError: a name is neither a recipe nor a pin, or there is no op to quantise.
     """
+    policy = replace(policy, recipes=_named_recipes(policy))
+    return policy, ProductHandler(policy)
+
+
+def _named_recipes(policy: Policy) -> Mapping[str, Recipe]:
     recipes = dict(policy.recipes)
     for name in (*PINS, NO_PRODUCTS):
         if name in recipes:

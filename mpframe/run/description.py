@@ -29,12 +29,13 @@ from mpframe.config.schema import Config, only_watches
 from mpframe.core.errors import RunInterrupted
 from mpframe.core.objective import Objective
 from mpframe.core.op_lists import OpLists
-from mpframe.core.trace import undisturbed
+from mpframe.core.trace import preserve_state
 from mpframe.core.trainer import Trainer
 from mpframe.core.tree import HALF, device_of, dtype_name, named_tensors
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.lab.hints import PlannedRun, hints_on, scaling_of
+from mpframe.tracking import dtype_map
 from mpframe.tracking.environment import environment_text
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import Tracker
@@ -172,8 +173,8 @@ def announce(config: Config, trainer: Trainer, train: Loader, folder: Path) -> N
         scaling_of(trainer),
         folder,
     )
-    log.info("%s", trainer.precision.describe(trainer.model))
-    for line in trainer.precision.warnings():
+    log.info("%s", dtype_map.describe(trainer.precision, trainer.model))
+    for line in dtype_map.warnings(trainer.precision):
         log.warning("warning: %s", line)
     for hint in hints_on(PlannedRun(trainer, train, config.flat)):
         log.warning("%s", hint)
@@ -191,7 +192,8 @@ def describe(
     """Write the texts, the layout of the charts and the hyperparameters to TensorBoard."""
     tracker.text(Tag.TEXT_ABOUT, hide(_about(config, trainer, train), secrets))
     tracker.text(Tag.TEXT_CONFIG, _options(config_text, trainer.precision.policy.ops))
-    tracker.text(Tag.TEXT_DTYPE_MAP, f"```\n{trainer.precision.describe(trainer.model)}\n```")
+    table = dtype_map.describe(trainer.precision, trainer.model)
+    tracker.text(Tag.TEXT_DTYPE_MAP, f"```\n{table}\n```")
     tracker.text(Tag.TEXT_ENVIRONMENT, environment_text())
     metrics = trainer.evaluator.metrics
     tracker.layout(metrics)
@@ -292,7 +294,7 @@ def _one_sample(task: Task) -> Any:
 def _call_of(objective: Objective, batch: Any) -> tuple[Any, Any]:
     """The arguments and keywords that the objective calls its model with."""
     model = _Recorder()
-    with undisturbed(model):
+    with preserve_state(model):
         try:
             objective(model, batch)
         except Exception:

@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mpframe.core.op_lists import WITH_STATISTICS
-from mpframe.core.policy import Compute, Policy, lowbit
-from mpframe.core.storage import Use, WeightUses, formats_of, op_of, wanted_by
+from mpframe.core.policy import Compute, Policy
+from mpframe.core.precision import Precision
+from mpframe.core.storage import formats_of, op_of, wanted_by
+from mpframe.core.trace import Use, WeightUses
 from mpframe.core.tree import dtype_name
 
 _HEAD = ("module", "type", "weights", "computes in", "why")
@@ -47,22 +49,19 @@ class Row:
     products: str = ""
 
 
-def dtype_map(model: nn.Module, policy: Policy, uses: WeightUses | None = None) -> list[Row]:
-    """One row for each module that holds parameters or runs an op, in the model's order.
+def dtype_map(precision: Precision, model: nn.Module) -> list[Row]:
+    """Return a row for each module that holds parameters or runs an op, in the model's order.
 
-    Args:
-        model: prepared or not.
-        policy: what decides.
-        uses: from a traced step; None: nothing was traced.
+    The model may be prepared or not, traced or not.
     """
-    uses = uses or WeightUses()
-    formats = formats_of(model, policy, uses)
-    rows = [_row(name, module, policy, formats, uses) for name, module in model.named_modules()]
+    formats = formats_of(model, precision.policy, precision.uses(model))
+    uses = precision.uses(model)
+    rows = [_row(name, module, precision, formats, uses) for name, module in model.named_modules()]
     return [row for row in rows if row.storage is not None or row.compute != "-"]
 
 
 def as_table(rows: list[Row]) -> str:
-    """The map as an aligned plain-text table, one line a module."""
+    """Lay the map out as a plain-text table, one line a module."""
     cells: list[tuple[str, ...]] = [
         (*_HEAD, _PRODUCTS),
         *(
@@ -81,19 +80,20 @@ def as_table(rows: list[Row]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def describe(model: nn.Module, policy: Policy, uses: WeightUses) -> str:
-    """The map as a table, the recipes in it, and in `mixed` which weights stay fp32."""
-    lines = [as_table(dtype_map(model, policy, uses)), *map(str, policy.recipes.values())]
+def describe(precision: Precision, model: nn.Module) -> str:
+    """Return the map as a table, the recipes in it, and in `mixed` which weights stay fp32."""
+    policy = precision.policy
+    lines = [as_table(dtype_map(precision, model)), *map(str, policy.recipes.values())]
     if policy.stores_by_op:
-        lines += fp32_share(model, policy, uses)
+        lines += fp32_share(model, policy, precision.uses(model))
     return "\n".join(lines)
 
 
-def warnings(policy: Policy, master_weights: bool | str) -> list[str]:
-    """The accuracy that settings cost, a line each."""
+def warnings(precision: Precision) -> list[str]:
+    """Return a line for each setting that costs accuracy; none if they cost nothing."""
+    policy, masters = precision.policy, precision.master_weights or "false"
     mode, half = policy.mode, policy.half
     lines = []
-    masters = "false" if master_weights is False else master_weights
     if masters is not True and mode != "mixed":
         lines.append(
             f"dtype.master_weights={masters} changes nothing with dtype={mode}, whose weights "
@@ -179,23 +179,23 @@ def _percent(part: int, whole: int) -> str:
 def _row(
     name: str,
     module: nn.Module,
-    policy: Policy,
+    precision: Precision,
     formats: Mapping[nn.Parameter, torch.dtype],
     uses: WeightUses,
 ) -> Row:
+    policy, op = precision.policy, op_of(module)
     parameters = list(module.parameters(recurse=False))
     sizes: Counter[torch.dtype] = Counter()
     for parameter in parameters:
         sizes[formats[parameter]] += 1 if is_lazy(parameter) else parameter.numel()
     storage = max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=None)
     users = uses.of(parameters)
-    compute, why = _compute_and_why(name, op_of(module), policy, users)
+    compute, why = _compute_and_why(name, op, policy, users)
     if uses.called and name not in uses.called and not users:
         why += ", never called"
-    products = ""
-    if policy.recipes:
-        others = [(use.op, use.pin(policy)) for use in users]
-        products = lowbit().products_of(name, module, op_of(module), others, policy)
+    readers = [(use.op, use.pin(policy)) for use in users]
+    said = (handler.describe(name, module, op, readers) for handler in precision.op_handlers)
+    products = "; ".join(filter(None, said))
     return Row(name, type(module).__name__, storage, compute, why, products)
 
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from mpframe.core.blocks import block, casts_here
 from mpframe.core.buffers import State
+from mpframe.core.cast import casts_here
 from mpframe.core.errors import ConfigError
 from mpframe.training.selection import hint
 
@@ -102,10 +102,10 @@ class _AsFirst(ExitStack):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._casts, self._state = casts_here(), State.of(module).with_copies()
+        self._block, self._state = casts_here(), State.of(module).with_copies()
 
     def __enter__(self) -> Self:
-        self.enter_context(block(*self._casts))
+        self.enter_context(self._block())
         self.enter_context(self._state)
         return self
 

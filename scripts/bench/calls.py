@@ -15,9 +15,9 @@ from mpframe.core.trainer import Trainer
 
 _PACKAGE = str(Path(mpframe.__file__).parent)
 _CASTS = (
-    *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("blocks", "cast", "emulation")),
-    *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("handlers", "op_lists", "policy")),
-    *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("precision", "trace", "unwrapping")),
+    *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("cast", "emulation", "handlers")),
+    *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("op_lists", "policy", "precision")),
+    *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("torch_functions", "trace")),
     str(Path(_PACKAGE, "lowbit")),
 )
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe.checkpoint.state import RandomState
 from mpframe.core.objective import NamedObjective, StepOutput, model_loss, supervised
 from mpframe.core.op_lists import OpLists

@@ -13,6 +13,7 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import checkpoint
 from vocabulary import HALVES, in_another_thread, same_bits
 
+import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import OpLists, Precision
 from mpframe.core.handlers import NOT_AUTOCAST
 from mpframe.core.objective import outside_casts

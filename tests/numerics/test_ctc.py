@@ -11,6 +11,7 @@ from vocabulary import HALVES, Kernels
 from mpframe import Precision
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import compute
+from mpframe.tracking.dtype_map import dtype_map
 from mpframe.workloads.speech import ctc, lstm, padded
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
@@ -114,7 +115,7 @@ def test_the_lstm_computes_in_half_and_ctc_in_fp32(mode: str, half: str) -> None
     assert given["_log_softmax"] == given["_ctc_loss"] == {torch.float32}
     assert output.loss.dtype == output.outputs["logits"].dtype == torch.float32
     assert result is None or not result.skipped
-    computes = {row.module: row.compute for row in precision.dtype_map(model)}
+    computes = {row.module: row.compute for row in dtype_map(precision, model)}
     assert computes["lstm"] == computes["head"] == ("float32" if mode == "fp32" else half)
 
 

@@ -9,6 +9,7 @@ from ranks import Ranks
 from test_distributed_step import CPU, assert_same, setup
 from torch import nn
 
+import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import Precision
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.objective import supervised

@@ -16,6 +16,7 @@ from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
 from mpframe.core import gradients as optim_gradients
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.plan import Plan
+from mpframe.tracking.dtype_map import dtype_map
 from mpframe.training.callbacks.guards import saturation_warning
 from mpframe.training.multi_optimizer import MultiOptimizer
 
@@ -614,7 +615,7 @@ class TestParameters:
         model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5)})
         model["head"].weight = model["embed"].weight
         precision = Precision("mixed")
-        rows = {row.module: row.storage for row in precision.dtype_map(model)}
+        rows = {row.module: row.storage for row in dtype_map(precision, model)}
         precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert model["head"].weight.dtype == FP32
         assert model["head"].bias.dtype == HALF

@@ -19,7 +19,7 @@ from mpframe.checkpoint import Snapshot
 from mpframe.core.errors import CheckpointError
 from mpframe.core.objective import supervised
 from mpframe.core.plan import Plan
-from mpframe.core.trace import undisturbed
+from mpframe.core.trace import preserve_state
 from mpframe.run.resume import Resume
 from mpframe.training.memory import recompute
 
@@ -187,7 +187,7 @@ class TestDryRun:
     def test_leaves_everything_as_it_was(self, kind: str) -> None:
         model = net(kind)
         before, buffers = state_of(model), dict(model.named_buffers())
-        with undisturbed(model):
+        with preserve_state(model):
             model(batch(5)[0])
         assert_same(before, state_of(model))
         assert all(own is buffers[name] for name, own in model.named_buffers())
@@ -211,7 +211,7 @@ class TestDryRun:
 
         model = Keeps()
         cache, ema = model.cache, model.ema
-        with undisturbed(model):
+        with preserve_state(model):
             model(torch.ones(4))
         assert model.cache is cache
         assert model.ema is ema
@@ -258,7 +258,7 @@ class TestDryRun:
 
         model = net(next(iter(KINDS)))
         model.config = Frozen(width=4)
-        with undisturbed(model):
+        with preserve_state(model):
             model(batch(5)[0])
         assert model.config == {"width": 4}
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import mpframe.lowbit  # noqa: F401  # A recipe is named.
 from mpframe import Precision
 from mpframe.core.handlers import Args, Handler, Kwargs, OpHandler
 
@@ -98,17 +99,18 @@ def test_its_state_is_part_of_the_precisions() -> None:
     with precision.cast():
         nn.Linear(4, 4)(X)
     assert precision.state_dict() == {"seen": 1}
-    with precision.undisturbed(), precision.cast():
+    with precision.preserve_state(), precision.cast():
         nn.Linear(4, 4)(X)
     assert count.seen == 1
     precision.load_state_dict({"seen": 7})
     assert count.seen == 7
 
 
+NAMED = [("mxfp8", "none"), ("none", "mxfp8")]
 CODE = """
 import sys, torch
 from mpframe import OpLists, Precision
-from mpframe.core.policy import Policy
+{imported}
 lists = OpLists.from_mapping({{"allow": ["linear"], "modules": {{"0": {pin!r}}}}})
 precision = Precision("mixed", ops=lists, products={products!r})
 model, optimizer = precision.prepare(
@@ -116,17 +118,27 @@ model, optimizer = precision.prepare(
 )
 with precision.cast():
     model(torch.zeros(2, 4))
-print(any(name.startswith("mpframe.lowbit.") for name in sys.modules))
+print(any(name.startswith("mpframe.lowbit") for name in sys.modules))
 """
 
 
 @pytest.mark.parametrize(
     ("products", "pin", "imported"),
-    [("none", "fp32", False), ("mxfp8", "none", True), ("none", "mxfp8", True)],
+    [("none", "fp32", ""), *((*two, "import mpframe.lowbit") for two in NAMED)],
 )
-def test_products_are_imported_when_a_recipe_is_named(
-    products: str, pin: str, imported: bool
+def test_a_recipe_that_is_named_is_run_once_products_are_imported(
+    products: str, pin: str, imported: str
 ) -> None:
-    code = CODE.format(products=products, pin=pin)
+    code = CODE.format(products=products, pin=pin, imported=imported)
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == str(imported)
+    assert done.stdout.strip() == str(bool(imported))
+
+
+@pytest.mark.parametrize(("products", "pin"), NAMED)
+def test_without_the_import_a_line_names_it(products: str, pin: str) -> None:
+    code = CODE.format(products=products, pin=pin, imported="")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == (
+        "mpframe.core.errors.ConfigError: dtype.products or ops.modules: mxfp8: recipes are in "
+        "mpframe.lowbit; import it first. Other words for a module are fp32, half and none"
+    )

@@ -24,6 +24,7 @@ from mpframe.lowbit.native import Parts, codes_of, kind_of, multiply, refusal, s
 from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.scaling import Axes, Quantization, quantize
 from mpframe.lowbit.state import ProductState
+from mpframe.tracking.dtype_map import dtype_map
 
 ROWS, COLUMNS = Axes((1,), 0), Axes((0,), 1)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -450,7 +451,7 @@ class TestRefusal:
 class TestMap:
     def products(self, layer: nn.Module, products: Any, compute: str = "native") -> str:
         """In an own loop, where `prepare` has refused nothing."""
-        return Precision("mixed", products=products, compute=compute).dtype_map(layer)[0].products
+        return dtype_map(Precision("mixed", products=products, compute=compute), layer)[0].products
 
     def test_says_what_is_native(self) -> None:
         assert self.products(nn.Linear(32, 16), "fp8_rows") == "fp8_rows, native"
@@ -542,7 +543,7 @@ class TestOnCuda:
         layer = nn.Linear(32, 32, device="cuda")
         precision = Precision("mixed", half="bfloat16", products="fp8_rows")
         precision.prepare(layer, torch.optim.SGD(layer.parameters()))
-        assert precision.dtype_map(layer)[0].products == "fp8_rows, native"
+        assert dtype_map(precision, layer)[0].products == "fp8_rows, native"
         with precision.cast():
             layer(made(16, 32, device=CUDA)).sum().backward()
         assert len(calls) == 2  # The input needs no gradient.

@@ -18,6 +18,7 @@ from mpframe.lowbit import kernels
 from mpframe.lowbit.formats import FORMATS
 from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.scaling import Axes, Quantization, quantize
+from mpframe.tracking.dtype_map import dtype_map
 
 ROWS, COLUMNS = Axes((1,), 0), Axes((0,), 1)
 # In 4 bits every scale is seen; most values of an MX block of e4m3 are the same under any.
@@ -505,7 +506,7 @@ def test_others_see_the_op_and_not_its_parts() -> None:
     precision = Precision("mixed", half="bfloat16", products="mxfp8")
     precision.prepare(model, torch.optim.SGD(model.parameters()), example)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert [row.why for row in precision.dtype_map(model)] == [
+    assert [row.why for row in dtype_map(precision, model)] == [
         "linear in ops.allow",
         "conv1d in ops.allow",
     ]

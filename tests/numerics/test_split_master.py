@@ -13,6 +13,7 @@ from mpframe.core import master_weights
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.core.split_master import SplitMaster
+from mpframe.tracking.dtype_map import warnings
 from mpframe.training.ema import Ema
 
 BF16 = torch.bfloat16
@@ -287,6 +288,6 @@ def test_float16_is_refused() -> None:
 
 
 def test_where_weights_are_fp32_a_line_says_that_it_changes_nothing() -> None:
-    assert Precision("amp", "bfloat16", master_weights="split").warnings() == [
+    assert warnings(Precision("amp", "bfloat16", master_weights="split")) == [
         "dtype.master_weights=split changes nothing with dtype=amp, whose weights are fp32"
     ]

@@ -16,6 +16,7 @@ from vocabulary import HALVES
 
 from mpframe import OpLists, Precision
 from mpframe.core.errors import ConfigError
+from mpframe.tracking.dtype_map import describe
 
 FP32, HALF = torch.float32, torch.float16
 
@@ -493,7 +494,7 @@ def test_weights_of_complex_products_stay_fp32(half: str, cast: Callable[[Tensor
 def test_the_share_names_a_complex_product_and_no_pin() -> None:
     model, precision = nn.Sequential(Spectral(torch.view_as_complex)), Precision("mixed")
     precision.prepare(model, sgd(model), torch.randn(2, 16))
-    last = precision.describe(model).splitlines()[-1]
+    last = describe(precision, model).splitlines()[-1]
     assert last == "  100 %: uncast einsum is in no list: 0"
 
 
@@ -543,7 +544,7 @@ def test_a_script_is_looked_into_by_nobody() -> None:
     precision.prepare(model, sgd(model), ROWS)
     assert in_half(model) == {"0.weight", "0.bias"}
     assert torch.equal(script.running_mean, torch.zeros(4))
-    assert "never called" not in precision.describe(model)
+    assert "never called" not in describe(precision, model)
 
 
 class TestLazyLayers:

@@ -13,7 +13,7 @@ from vocabulary import HALVES, CalledOps, Kernels, formats
 from mpframe import OpLists, Precision
 from mpframe.core.errors import ConfigError
 from mpframe.core.storage import op_of
-from mpframe.tracking.dtype_map import as_table
+from mpframe.tracking.dtype_map import as_table, dtype_map
 
 FP32, HALF = torch.float32, torch.float16
 
@@ -45,7 +45,7 @@ def test_the_table() -> None:
     model.own = Own()
     precision = Precision("mixed", ops=lists(pins={"head": "fp32"}))
     assert (
-        as_table(precision.dtype_map(model))
+        as_table(dtype_map(precision, model))
         == """\
 module  type         weights  computes in   why
 ------  -----------  -------  ------------  -------------------------------
@@ -74,7 +74,7 @@ class Own(nn.Module):
     ],
 )
 def test_reasons_of_modes(mode: str, name: str, words: str) -> None:
-    rows = Precision(mode, ops=OpLists.named(name)).dtype_map(nn.Sequential(nn.Linear(2, 2)))
+    rows = dtype_map(Precision(mode, ops=OpLists.named(name)), nn.Sequential(nn.Linear(2, 2)))
     assert [row.why for row in rows] == [words]
 
 
@@ -87,7 +87,7 @@ def test_weights_are_stored_as_the_map_says(
 ) -> None:
     model = transformer()
     precision = Precision(mode, half, ops=lists(name, modules))
-    rows = {row.module: row.storage for row in precision.dtype_map(model)}
+    rows = {row.module: row.storage for row in dtype_map(precision, model)}
     precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -97,9 +97,9 @@ def test_weights_are_stored_as_the_map_says(
 def test_the_map_is_the_same_before_and_after() -> None:
     model = transformer()
     precision = Precision("mixed", ops=lists(pins={"head": "fp32"}))
-    before = precision.dtype_map(model)
+    before = dtype_map(precision, model)
     precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert precision.dtype_map(model) == before
+    assert dtype_map(precision, model) == before
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_modules_compute_as_the_map_says(
     """Prepared as in a run; what its kernels were given and what it returned."""
     model = nn.Sequential(make())
     precision = Precision("mixed", half, compute="native")
-    (row,) = (r for r in precision.dtype_map(model) if r.module == "0")
+    (row,) = (r for r in dtype_map(precision, model) if r.module == "0")
     precision.prepare(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     dtype = HALVES[half]
     given = [t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs]

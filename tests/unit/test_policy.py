@@ -6,6 +6,7 @@ import torch
 from mpframe import OpLists, Precision
 from mpframe.core.errors import ConfigError
 from mpframe.core.policy import Compute, Policy, has_native_half
+from mpframe.tracking.dtype_map import warnings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -147,8 +148,8 @@ def test_names() -> None:
     ],
 )
 def test_each_rung_warns_of_what_it_costs(precision: Precision, begins: list[str]) -> None:
-    warnings = precision.warnings()
-    assert len(warnings) == len(begins)
-    for warning, start in zip(warnings, begins, strict=True):
+    lines = warnings(precision)
+    assert len(lines) == len(begins)
+    for warning, start in zip(lines, begins, strict=True):
         assert warning.startswith(start)
         assert "\n" not in warning

@@ -16,6 +16,7 @@ from mpframe.core.errors import ConfigError
 from mpframe.lowbit.formats import FORMATS
 from mpframe.lowbit.recipe import OPERANDS, Recipe, shipped
 from mpframe.lowbit.scaling import Quantization
+from mpframe.tracking.dtype_map import describe, dtype_map
 
 MXFP8 = Quantization(FORMATS["e4m3fn"], per="block", block=32, scale="e8m0", rule="rceil")
 
@@ -177,8 +178,8 @@ class TestMap:
         ops = OpLists(named.allow, named.deny, named.infer, modules)
         precision = Precision("mixed", "bfloat16", products=products, ops=ops)
         precision.prepare(model, torch.optim.SGD(model.parameters()))
-        self.text = precision.describe(model)
-        return {row.module: row for row in precision.dtype_map(model)}
+        self.text = describe(precision, model)
+        return {row.module: row for row in dtype_map(precision, model)}
 
     def test_says_what_stays_in_half_and_why(self) -> None:
         said = {name: row.products for name, row in self.rows(whole="nvfp4").items()}
@@ -222,7 +223,7 @@ class TestMap:
             ops = OpLists(named.allow, named.deny, named.infer, {"1": pin})
             precision = Precision("mixed", "bfloat16", products="mxfp8", ops=ops)
             precision.trace(model, torch.zeros(2, dtype=torch.long))
-            assert precision.dtype_map(model)[0].products == says
+            assert dtype_map(precision, model)[0].products == says
 
     def test_has_no_such_column_without_products(self) -> None:
         assert self.rows("none")["head"].products == ""

@@ -13,22 +13,22 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from mpframe import Precision
-from mpframe.core import recomputation
+from mpframe.core import torch_functions
 
 Replaced = dict[tuple[Any, str], Any]
 A = torch.rand(4, 4)
 
 
 def functions() -> Replaced:
-    names = [(owner, name) for owner, name, _ in recomputation._REPLACED]
+    names = [(owner, name) for owner, name, _ in torch_functions._REPLACED]
     return {(owner, name): getattr(owner, name) for owner, name in names}
 
 
 @pytest.fixture(autouse=True)
 def before() -> Replaced:
     """The functions as they are when no precision is there."""
-    for user in tuple(recomputation._users):  # Those of other tests, which still live.
-        recomputation.release(user)
+    for user in tuple(torch_functions._users):  # Those of other tests, which still live.
+        torch_functions.release(user)
     return functions()
 
 

@@ -49,6 +49,7 @@ from mpframe.files.durable import write_atomically
 from mpframe.files.text import markdown, take_options
 from mpframe.lab.remedies import pin_words
 from mpframe.lab.search import Pins, RelativeError, Search, SearchResult, Sensitivity
+from mpframe.tracking.dtype_map import dtype_map
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.evaluation import Evaluation
 
@@ -201,7 +202,7 @@ def _trainer(config: Config, task: Task) -> Trainer:
 
 def _with_products(trainer: Trainer) -> list[str]:
     """The modules whose products are below 16 bits, in the model's order."""
-    rows = trainer.precision.dtype_map(trainer.model)
+    rows = dtype_map(trainer.precision, trainer.model)
     return [row.module for row in rows if not row.products.startswith(("-", "in half"))]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mpframe.core.objective import Objective, compute
 from mpframe.core.op_lists import OpLists
 from mpframe.core.precision import Precision
-from mpframe.core.trace import undisturbed
+from mpframe.core.trace import preserve_state
 from mpframe.core.tree import HALF, tensors_in
 from mpframe.core.user_code import UserCode
 
@@ -54,7 +54,7 @@ def probe(
         model, objective, precision, batch: as for `probe_amax`.
         see: called with the gradient of each module's output, then of each parameter.
     """
-    with undisturbed(model), _wide_weights(model):
+    with preserve_state(model), _wide_weights(model):
         with _outputs_seen(model, see), _all_fp32(precision).cast():
             loss = compute(objective, model, batch).loss
             with UserCode("model: the backward pass of", model):

@@ -162,7 +162,8 @@ def replay(case: Case, setting: Setting) -> Replay:
     with _restored(case), ExitStack() as stack:
         if setting.fp32 or not setting.own:
             stack.enter_context(fp32_weights(case.model, _narrow(case, precision)))
-            stack.enter_context(precision.attached(case.model))
+            for hook in precision.attach(case.model):
+                stack.callback(hook.remove)
         if setting.fp32:
             stack.enter_context(_fp32_buffers(case.model))
         passes = [
@@ -236,7 +237,7 @@ def _restored(case: Case) -> Iterator[None]:
     try:
         model.train()
         (case.random or before).restore(device)
-        with State.of(model), case.precision.undisturbed():
+        with State.of(model), case.precision.preserve_state():
             yield
     finally:
         before.restore(device)

@@ -30,7 +30,7 @@ from mpframe.core.master_weights import MasterWeights
 from mpframe.core.objective import compute
 from mpframe.core.policy import NO_PRODUCTS, has_native_half
 from mpframe.core.storage import op_of
-from mpframe.core.trace import undisturbed
+from mpframe.core.trace import preserve_state
 from mpframe.core.tree import HALF
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
 from mpframe.lab.autopsy.report import value_of, where_of
@@ -364,7 +364,7 @@ def noises_of(subject: Subject) -> Noises:
     model, precision = trainer.model, trainer.precision
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.train()
-    with undisturbed(model), precision.undisturbed():
+    with preserve_state(model), precision.preserve_state():
         probe = ProductProbe(precision)
         try:
             for own in trainer.objectives:

@@ -21,7 +21,7 @@ from mpframe.lab.autopsy.diagnosis import Diagnosis, diagnose
 from mpframe.lab.autopsy.replay import Case
 from mpframe.lab.hints import PlannedRun
 from mpframe.lab.ranges import ExponentHistogram
-from mpframe.tracking.dtype_map import Row
+from mpframe.tracking.dtype_map import Row, dtype_map
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Subject(PlannedRun):
     @cached_property
     def rows(self) -> list[Row]:
         """The dtype map."""
-        return self.trainer.precision.dtype_map(self.trainer.model)
+        return dtype_map(self.trainer.precision, self.trainer.model)
 
     def half_weights(self) -> Iterator[tuple[str, str, Tensor]]:
         """(module, parameter, fp32 values) of each weight stored or computed with in half."""

@@ -21,7 +21,7 @@ from torchvision.ops import batched_nms, box_convert, box_iou, clip_boxes_to_ima
 
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput, outside_casts
-from mpframe.core.trace import undisturbed
+from mpframe.core.trace import preserve_state
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import UserCode, described, name_of
 from mpframe.models import require_sizes
@@ -237,7 +237,7 @@ def detection(model: nn.Module, batch: Any) -> StepOutput:
         return StepOutput(_summed(model, images, targets), count=len(images))
     with UserCode("model:", model, images=images):
         found = to_fp32(model(images))
-    with undisturbed(model), _giving_losses(model):
+    with preserve_state(model), _giving_losses(model):
         torch.manual_seed(0)
         loss = _summed(model, images, targets)
     return StepOutput(loss, found, targets, count=len(images))

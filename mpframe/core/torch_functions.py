@@ -1,0 +1,163 @@
+"""Functions of torch that are looked into or replaced, and how that is undone.
+
+PyTorch shows a function mode only the outermost call: `F.multi_head_attention_forward` is one name,
+although a dozen ops run inside. Such a function begins by asking `has_torch_function(...)`, and
+hands itself over if the answer is yes. `unwrap` makes a copy that always gets the answer no.
+
+Python code that runs in the backward pass gets the casts of its forward pass, which may have ended
+by then, or run on another thread. So the casts are saved where PyTorch makes what waits for the
+backward pass, in functions that are replaced (`_REPLACED`):
+
+    the frame of a checkpoint     keeps the function that is run again
+    the node of a custom          has the function's `backward`: hand-written formulas, and
+    autograd.Function             recomputation in reentrant checkpoints and reversible layers
+
+The other functions run ops that no mode sees, and that torch would cast because a block turns
+torch.autocast on; the last one is torch's average of a model, which must read the masters. All are
+replaced from the first block that casts until the last precision with such a block is gone.
+"""
+
+import functools
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.autograd.function import BackwardCFunction
+from torch.compiler import is_compiling
+from torch.optim.swa_utils import AveragedModel
+
+from mpframe.core.widening import update_from_masters
+
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+# They check their arguments and call the op of their name: nothing is gained by looking inside.
+_CALL_THEIR_OP = frozenset({"batch_norm", "embedding", "instance_norm", "max_pool2d_with_indices"})
+# Unwrapped functions by key. Attributes and not a dict: a compiler reads a dict once, before the
+# functions it meets later are unwrapped.
+UNWRAPPED = SimpleNamespace()
+
+
+@functools.cache
+def unwrap(function: Any) -> str | None:
+    """Return the name in `UNWRAPPED` of a Python function of torch; None: it is run as it is."""
+    inner = getattr(function, "__wrapped__", None)
+    if isinstance(inner, FunctionType) and inner.__module__ == "torch._tensor":
+        unwrapped = inner  # `1 / x`, `2 ** x`: a decorator asks, the body inside does not.
+    elif isinstance(function, FunctionType) and _asks(function):
+        unwrapped = _copy_with_answer(function)
+    else:
+        return None
+    key = re.sub(r"\W", "_", f"{function.__module__}_{function.__qualname__}")
+    setattr(UNWRAPPED, key, unwrapped)
+    return key
+
+
+def _asks(function: FunctionType) -> bool:
+    names = function.__code__.co_names
+    # A method that ends in `super` calls the C form of the same name: no ops inside.
+    if function.__name__ in _CALL_THEIR_OP or "super" in names:
+        return False
+    return any(name in names and name in function.__globals__ for name in _QUESTIONS)
+
+
+def _copy_with_answer(function: FunctionType) -> FunctionType:
+    names, code = _answered(function.__module__), function.__code__
+    defaults, closure = function.__defaults__, function.__closure__
+    unwrapped = FunctionType(code, names, function.__name__, defaults, closure)
+    unwrapped.__kwdefaults__ = function.__kwdefaults__
+    return unwrapped
+
+
+@functools.cache
+def _answered(module: str) -> dict[str, Any]:
+    """Return the globals of `module` with every such question answered "no"."""
+    names = {**vars(sys.modules[module]), **dict.fromkeys(_QUESTIONS, lambda *_: False)}
+    del names["__name__"]  # By it torch.compile would find the module, with the questions.
+    return names
+
+
+MakeBlock = Callable[[], AbstractContextManager[None]]
+# Compiled backward passes: their casts are in the graph, and a compiler's own code is never cast.
+_COMPILED = "torch._functorch._aot_autograd"
+_users: set[int] = set()
+_originals: list[tuple[Any, str, Any]] = []
+_lock = threading.RLock()  # A garbage collection may release a user while another one is added.
+_casts_here: Callable[[], MakeBlock]
+
+
+def follow_backward_passes(user: object, casts_here: Callable[[], MakeBlock]) -> None:
+    """Run backward passes under the casts of their blocks, until `release(id(user))`.
+
+    `casts_here` returns what makes a block with the thread's present casts again.
+    """
+    global _casts_here
+    if is_compiling() or id(user) in _users:
+        return
+    weakref.finalize(user, release, id(user)).atexit = False
+    with _lock:
+        _casts_here = casts_here
+        for owner, name, run in () if _users else _REPLACED:
+            _originals.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, _replacing(getattr(owner, name), run))
+        _users.add(id(user))
+
+
+def release(user: int) -> None:
+    """Forget the user with this id; the last one leaves torch as it was."""
+    with _lock:
+        _users.discard(user)
+        while _originals and not _users:
+            setattr(*_originals.pop())
+
+
+def _replacing(function: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return run(function, *args, **kwargs)
+
+    return replacement
+
+
+def _make_frame(make: Any, frame: Any, recompute: Any, *args: Any, **kwargs: Any) -> None:
+    block_again = _casts_here()
+
+    @functools.wraps(recompute)
+    def recompute_in_block(*args: Any, **kwargs: Any) -> Any:
+        with block_again():
+            return recompute(*args, **kwargs)
+
+    make(frame, recompute_in_block, *args, **kwargs)
+
+
+def _make_node(make: Any, node: Any, *args: Any, **kwargs: Any) -> None:
+    make(node, *args, **kwargs)
+    if not node._forward_cls.__module__.startswith(_COMPILED):
+        node._block_again = _casts_here()
+
+
+def _run_node(apply: Any, node: Any, *gradients: Any) -> Any:
+    with getattr(node, "_block_again", nullcontext)():
+        return apply(node, *gradients)
+
+
+def _run_without_autocast(function: Any, *args: Any, **kwargs: Any) -> Any:
+    # A block keeps no cache in torch.autocast: so it is known where a compiler hides its mode.
+    with nullcontext() if torch.is_autocast_cache_enabled() else torch._C._DisableAutocast():
+        return function(*args, **kwargs)
+
+
+_REPLACED: list[tuple[Any, str, Callable[..., Any]]] = [
+    (torch.utils.checkpoint._CheckpointFrame, "__init__", _make_frame),
+    (BackwardCFunction, "__init__", _make_node),
+    (BackwardCFunction, "apply", _run_node),
+    (torch.autograd, "_engine_run_backward", _run_without_autocast),
+    (torch._C.ScriptMethod, "__call__", _run_without_autocast),
+    (torch._C.ScriptFunction, "__call__", _run_without_autocast),
+    (AveragedModel, "update_parameters", update_from_masters),
+]
