@@ -2,12 +2,10 @@
 
 PyTorch hands `CastMode` each call a model makes, in any spelling, before autograd records it. So
 the casts are part of the graph, and the backward pass runs in the formats of the forward pass. The
-mode finds the handler of the op (handlers.py). Functions of torch that no list names are unwrapped,
-so that the ops they call are cast (torch_functions.py).
+mode finds the op's handler, or unwraps a function of torch, so that the ops in it are cast.
 
-A block puts a mode on its thread's stack of modes, so threads share nothing that changes. The
-innermost block decides, also if it casts nothing. A pin is a block around one module: hooks push it
-before the module's forward pass and pop it after.
+A block puts a mode on its thread's stack, so threads share nothing that changes. The innermost
+block decides, also if it casts nothing. Hooks pin a module: what it runs has the pin's format.
 
 A block also turns torch.autocast on, so that a model that asks about it gets the usual answers. The
 mode turns it off around each op, so torch casts nothing itself. That shows the mode in which
@@ -23,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, nn, set_autocast_enabled
-from torch._ops import HigherOrderOperator
 from torch.amp import is_autocast_available
 from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -32,33 +29,27 @@ from torch.utils.hooks import RemovableHandle
 
 from mpframe.core.emulation import half_values, rounded, used_again
 from mpframe.core.handlers import (
-    AS_IS,
     HANDS_OFF,
-    NARROW,
-    NOT_AUTOCAST,
     Args,
     Handler,
     Kwargs,
     OpHandler,
     cast_to,
+    choose,
     formats_of,
-    handler_name,
     handlers,
 )
 from mpframe.core.masters import master_for
-from mpframe.core.op_lists import PINS, op_name
+from mpframe.core.op_lists import PINS
 from mpframe.core.policy import CASTABLE, NO_PRODUCTS, UNCAST, Policy
-from mpframe.core.torch_functions import UNWRAPPED, MakeBlock, unwrap
-from mpframe.core.tree import HALVES, call_with, map_tensors
+from mpframe.core.torch_functions import UNWRAPPED, MakeBlock
+from mpframe.core.tree import HALF, HALVES, call_with, map_tensors
 
 Pins = Sequence[tuple[str, str, bool]]  # (module, pin, whether torch.autocast was on there)
 
-_data: Any = torch._C.TensorBase.data
-_DATA = (_data.__get__, _data.__set__)  # reads of `.data`, and `.data = ...`
-
 
 class Casts:
-    """What the blocks of one precision share: policy, handlers, and modes that can be used again.
+    """Policy, handlers and idle modes that the blocks of one precision share.
 
     Attributes:
         keeps_weights: a weight is cast once in a block, not once for each op.
@@ -84,7 +75,8 @@ class Casts:
             mode = CastMode(self) if is_compiling() else self._idle.pop()
         except IndexError:
             mode = CastMode(self)
-        mode.push_pins(pins)
+        mode.pins = list(pins)
+        mode.follow_pins()
         return mode
 
     def release(self, mode: "CastMode") -> None:
@@ -106,12 +98,12 @@ class CastMode(TorchFunctionMode):
         super().__init__()
         self.casts, self.policy = casts, casts.policy
         self.enabled = True
+        self.pins: list[tuple[str, str, bool]] = []
         self._device_type, self._half = casts.device_type, torch.float64
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor, Tensor]] = {}
         self._compute_in(self.policy.half_dtype)
         self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
         self._steps = -1  # Not the present number: a compiler would guard on it.
-        self.push_pins(())
         pins = (None, *PINS, NO_PRODUCTS, UNCAST, *self.policy.recipes)
         self._handlers: dict[str | None, dict[Any, tuple[Handler, bool]]] = {p: {} for p in pins}
         self._by_name = handlers(self._run_half) | {
@@ -128,12 +120,12 @@ class CastMode(TorchFunctionMode):
         on = is_autocast_enabled(self._device_type)
         pin = self._pin_if[on]
         if is_compiling():
-            handler, stays_on = self._handler(*_choose(self.policy, func, pin))
+            handler, stays_on = self._handler(*choose(self.policy, func, pin))
             with nullcontext() if stays_on or not on else self.autocast(False):
                 return handler(func, args, kwargs)
         found = self._handlers[pin].get(func)
         if found is None:
-            found = self._handlers[pin][func] = self._handler(*_choose(self.policy, func, pin))
+            found = self._handlers[pin][func] = self._handler(*choose(self.policy, func, pin))
         if found[1] or not on:
             return found[0](func, args, kwargs)
         set_autocast_enabled(self._device_type, False)
@@ -156,30 +148,22 @@ class CastMode(TorchFunctionMode):
         self._kept_weights.clear()
         self._open_weights.clear()
 
-    def push_pins(self, pins: Pins) -> None:
-        """Begin a block inside modules that are pinned already."""
-        self.pins = list(pins)
-        self._follow_pins()
-
     def push_pin(self, module: str, pin: str) -> None:
         """Run every op as in a module pinned to `pin`, until `pop_pin(module)`."""
         on = is_autocast_enabled(self._device_type) if pin in PINS else self.casts.autocasts
         self.pins.append((module, pin, on))
-        self._follow_pins()
+        self.follow_pins()
 
     def pop_pin(self, module: str) -> bool:
-        """Undo `push_pin(module, ...)` and the pins that an exception left open inside it.
-
-        Returns False if there is no pin of this module.
-        """
+        """Undo `push_pin(module, ...)` and all inside it; return whether there was such a pin."""
         if all(name != module for name, *_ in self.pins):
             return False
         while self.pins.pop()[0] != module:
             pass
-        self._follow_pins()
+        self.follow_pins()
         return True
 
-    def _follow_pins(self) -> None:
+    def follow_pins(self) -> None:
         """Nest pins and regions; a region that changes the state since the last pin is inside."""
         _, pin, on = self.pins[-1] if self.pins else ("", None, self.casts.autocasts)
         self._pin_if = (UNCAST, pin) if on else (pin, None)
@@ -199,11 +183,10 @@ class CastMode(TorchFunctionMode):
             return getattr(UNWRAPPED, name)(*args, **kwargs)
 
     def _run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run a higher-order op: it calls the functions it is given, and their ops are cast there.
-
-        A nested compile region may not close over the mode. It becomes a part of the graph around.
-        """
-        with self:  # A compiler wants to see the first change of its stack outside the op.
+        """Run an op that calls the functions it is given: their ops are cast there."""
+        # A nested compile region may not close over the mode. It becomes a part of the graph
+        # around. A compiler wants to see the first change of its stack outside the op.
+        with self:
             if func.__name__ == "invoke_subgraph" and not _is_graph(args[0]):
                 return args[0](*args[1:], **kwargs)
         on = is_autocast_enabled(self._device_type)
@@ -240,7 +223,7 @@ class CastMode(TorchFunctionMode):
         """A write through `.data` leaves no trace: the weight's cast is not kept in this block."""
         if not is_compiling() and _is_weight(args[0]):
             self._open_weights[id(args[0])] = args[0]
-            if args[0].dtype == torch.float32 and args[1:] and args[1].dtype in NARROW:
+            if args[0].dtype == torch.float32 and args[1:] and args[1].dtype in HALF:
                 master_for(args[0]).current(args[0])  # It turns half: the fp32 value is kept.
             for enabled in (True, False):
                 self._kept_weights.pop((id(args[0]), enabled), None)
@@ -277,26 +260,6 @@ class CastMode(TorchFunctionMode):
         return rounded(tensor, self._half) if tensor.device.type == "cpu" else tensor
 
 
-def _choose(policy: Policy, func: Any, pin: str | None) -> tuple[str, bool, str, str | None]:
-    """The name of the lists' handler, whether torch.autocast may stay on, the op and the recipe."""
-    op, fp32 = op_name(func), policy.mode == "fp32"
-    name = AS_IS if fp32 else handler_name(op, policy.compute_of(op, pin))
-    unlisted = _choose_unlisted(func) if name == AS_IS else None
-    stays_on = fp32 or unlisted is not None or op in NOT_AUTOCAST
-    return unlisted or name, stays_on, op, policy.recipe_name(pin)
-
-
-def _choose_unlisted(func: Any) -> str | None:
-    if isinstance(func, HigherOrderOperator):
-        return "higher order"
-    return "data" if func in _DATA else unwrap(func)
-
-
-# A compiler takes the choice as given and traces the handler. The mark is all that
-# `torch.compiler.assume_constant_result` sets; calling that imports the compiler, for seconds.
-_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _run_before(before: Any, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     result = before(func, args, kwargs)
     return handler(func, args, kwargs) if result is NotImplemented else result
@@ -323,7 +286,7 @@ register_optimizer_step_post_hook(_note_step)
 
 
 def count_steps() -> int:
-    """Count the optimizer steps of this process so far; one in buckets counts more than once.
+    """Return how many optimizer steps, or buckets of one, this process has made.
 
     Fused optimizers write weights without raising their version counters, so each step makes stale
     what was made from a weight.
@@ -339,8 +302,8 @@ def block(
 
     Args:
         casts: of a precision.
-        pins: of the modules that the block begins in, the innermost last. If None, a block inside
-            a block of the same casts keeps its pins, and any other begins without.
+        pins: of the modules that the block begins in. If None, a block inside a block of the same
+            casts keeps its pins, and any other begins without.
         autocast: torch.autocast's answers at the beginning, enabled and dtype. If None, it is on.
     """
     outer = enabled_modes()

@@ -4,11 +4,10 @@ A tensor core takes half inputs, multiplies and accumulates in fp32, and rounds 
 
     y = round_to_half(op(fp32(x_half), fp32(w_half)))
 
-Here the same is done in three steps, each of which autograd differentiates: inputs are rounded to
-half and widened (`half_values`), the op runs in fp32, its result is rounded (`rounded`). In the
-backward pass the incoming gradient is half, the op's gradients are computed in fp32, and each is
-rounded once. A device adds the gradients of a weight's uses in half; so each use rounds its
-gradient here, and half tensors are added (`used_again`).
+Here inputs are rounded to half and widened (`half_values`), the op runs in fp32, and its result is
+rounded (`rounded`). Autograd differentiates each step: the incoming gradient is half, the op's
+gradients are fp32, and each is rounded once. A device adds the gradients of a weight's uses in
+half; so each use rounds its gradient here, and half tensors are added (`used_again`).
 """
 
 from typing import Any
@@ -19,8 +18,7 @@ from torch import Tensor
 # Ops that follow their inputs and have no half kernel in torch's CPU build: emulated there, always.
 WITHOUT_HALF_KERNEL = frozenset({"avg_pool3d", "rrelu"})
 FAULTY_IN = "2.15.0"  # The newest torch whose kernels for `FAULTY` were seen to be wrong.
-# Ops whose bfloat16 kernel on a CPU is wrong for some shapes (`is_faulty`), with the arguments that
-# follow the bias. These calls are always emulated.
+# Ops whose bfloat16 kernel on a CPU is wrong for some shapes, with the arguments after the bias.
 FAULTY = {
     **{f"conv{n}d": "stride padding dilation groups" for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": "stride padding output_padding groups dilation" for n in (1, 2, 3)},
@@ -28,19 +26,19 @@ FAULTY = {
 
 
 def half_values(tensor: Tensor, half: torch.dtype) -> Tensor:
-    """The values of `tensor` rounded to `half`, as float32 (any shape, kept)."""
+    """Return the values of `tensor` rounded to `half`, as float32."""
     return _convert(_convert(tensor, half), torch.float32)
 
 
 def rounded(tensor: Tensor, half: torch.dtype) -> Tensor:
-    """A float32 result rounded once to `half`; other formats are returned as they are."""
+    """Round a float32 result once to `half`; return other formats as they are."""
     return _convert(tensor, half) if tensor.dtype == torch.float32 else tensor
 
 
 def is_faulty(
     op: str, input: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **named: Any
 ) -> bool:
-    """Whether torch's kernel is wrong for this call of an op of `FAULTY`.
+    """Return whether torch's kernel is wrong for this call of an op of `FAULTY`.
 
     If the kernel lies wholly inside nowhere along some axis, oneDNN leaves a part of the weight's
     gradient unwritten, and writes beyond its end.
@@ -65,10 +63,7 @@ def each_axis(value: Any, count: int) -> list[int]:
 
 
 def used_again(half: Tensor, operand: Tensor) -> Tensor:
-    """Return `operand`, which is `half` or its values in fp32, for one more use of a weight.
-
-    The gradient of a use in fp32 is rounded, and added in half, as on a device.
-    """
+    """Return `operand`, the fp32 values of `half`, for one more use; its gradient is rounded."""
     if operand is half or not operand.requires_grad:
         return operand
     return _UsedAgain.apply(half, operand)  # type: ignore[no-any-return]

@@ -22,24 +22,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 
 from mpframe.core.comm import Comm
 from mpframe.core.emulation import FAULTY, WITHOUT_HALF_KERNEL, is_faulty, rounded
-from mpframe.core.op_lists import WITH_STATISTICS
-from mpframe.core.policy import CASTABLE, Compute
-from mpframe.core.tree import call_with, is_simple, map_tensors, tensors_in, widened
+from mpframe.core.op_lists import WITH_STATISTICS, op_name
+from mpframe.core.policy import CASTABLE, Compute, Policy
+from mpframe.core.torch_functions import unwrap
+from mpframe.core.tree import HALF, call_with, is_simple, map_tensors, tensors_in, widened
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Handler = Callable[[Any, Args, Kwargs], Any]
 """Takes the function that was called, and its arguments before any cast; returns the result."""
+Readers = Iterable[tuple[str, str | None]]
+"""The ops that read a layer's weights, each with the pin of the module that it runs in."""
 
 
 class OpHandler:
-    """A base class: each method may be overridden, and none has to be.
-
-    `Precision(..., op_handlers=[...])` takes them.
-    """
+    """The base class for `Precision(..., op_handlers=[...])`; no method has to be overridden."""
 
     def handler_of(self, op: str, recipe: str | None) -> Handler | None:
         """Return what runs an op, or None to leave it to the lists.
@@ -49,34 +50,22 @@ class OpHandler:
 
         Args:
             op: its name, as the lists write it.
-            recipe: the name in `dtype.products`, or in a pin of the module that runs; None: there
-                is none.
+            recipe: the name in `dtype.products`, or in a pin of the module that runs, if any.
         """
         return None
 
     def attach(self, model: nn.Module) -> None:
         """Look at a model before it runs, and refuse what cannot be done on its device."""
 
-    def describe(
-        self,
-        name: str,
-        module: nn.Module,
-        op: str | None,
-        readers: Iterable[tuple[str, str | None]],
-    ) -> str:
-        """Return in words how a layer runs, for the dtype map; empty: as the map says anyway.
-
-        Args:
-            name: of the module, whose class runs `op`, if it is one of torch.nn.
-            readers: the ops that read its weights, each with the pin there.
-        """
+    def describe(self, name: str, module: nn.Module, op: str | None, readers: Readers) -> str:
+        """Return in words how a layer runs, for the dtype map; empty: as the map says anyway."""
         return ""
 
     def sync(self, comm: Comm) -> None:
-        """Bring what is measured in a step in line with the other ranks; called after each step."""
+        """Bring what a step measured in line with the other ranks; called after each step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What lasts from step to step, under names that no other handler uses."""
+        """Return what lasts from step to step, under names that no other handler uses."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,10 +92,11 @@ _NOT_AUTOCAST = """
 NOT_AUTOCAST = frozenset(_NOT_AUTOCAST.split())
 WRITES_ONE_FORMAT = frozenset(_WRITES_ONE_FORMAT.split())
 WRITES_A_NUMBER = frozenset(_WRITES_A_NUMBER.split())
-NARROW = CASTABLE - {torch.float32}
 # None stands for a format that the caller asks for, with `dtype=` or `out=`.
 HANDS_OFF = frozenset({None, torch.float64, torch.complex32, torch.complex64, torch.complex128})
 
+_data: Any = torch._C.TensorBase.data
+_DATA = (_data.__get__, _data.__set__)  # reads of `.data`, and `.data = ...`
 AS_IS = Compute.PYTORCH.value
 
 
@@ -122,6 +112,26 @@ def handler_name(op: str, compute: Compute) -> str:
     if rule in ("half", "fp32") and op in WITH_STATISTICS:
         return f"{rule} data"
     return f"{rule} held" if op in WRITES_A_NUMBER else rule
+
+
+def choose(policy: Policy, func: Any, pin: str | None) -> tuple[str, bool, str, str | None]:
+    """The name of the lists' handler, whether torch.autocast may stay on, the op and the recipe."""
+    op, fp32 = op_name(func), policy.mode == "fp32"
+    name = AS_IS if fp32 else handler_name(op, policy.compute_of(op, pin))
+    unlisted = _choose_unlisted(func) if name == AS_IS else None
+    stays_on = fp32 or unlisted is not None or op in NOT_AUTOCAST
+    return unlisted or name, stays_on, op, policy.recipe_name(pin)
+
+
+def _choose_unlisted(func: Any) -> str | None:
+    if isinstance(func, HigherOrderOperator):
+        return "higher order"
+    return "data" if func in _DATA else unwrap(func)
+
+
+# A compiler takes the choice as given and traces the handler. The mark is all that
+# `torch.compiler.assume_constant_result` sets; calling that imports the compiler, for seconds.
+choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def handlers(run_half: Handler) -> dict[str, Handler]:
@@ -204,7 +214,7 @@ def _run_as_is(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _run_fp32(func: Any, args: Args, kwargs: Kwargs) -> Any:
     formats = formats_of(args, kwargs)
-    if formats.isdisjoint(NARROW) or not formats.isdisjoint(HANDS_OFF):
+    if formats.isdisjoint(HALF) or not formats.isdisjoint(HANDS_OFF):
         return func(*args, **kwargs)
     return call_with(widened, func, args, kwargs)
 
@@ -224,9 +234,9 @@ def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _run_widest_rounded(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """As `_run_widest`, but half inputs on a CPU run in fp32, with one rounding."""
+    """Do as `_run_widest`, but half inputs on a CPU run in fp32, with one rounding."""
     operands = list(tensors_in((args, kwargs)))
-    halves = {tensor.dtype for tensor in operands if tensor.dtype in NARROW}
+    halves = {tensor.dtype for tensor in operands if tensor.dtype in HALF}
     if len(halves) != 1 or any(tensor.dtype == torch.float32 for tensor in operands):
         return _run_widest(func, args, kwargs)
     if operands[0].device.type != "cpu":
@@ -245,7 +255,7 @@ def _run_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _run_item(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`x[key] = value`: the value is cast to what `x` can hold."""
+    """Run `x[key] = value`: the value is cast to what `x` can hold."""
     target, key, value = args
     value = _held(value, target.dtype)
     return _run_into(lambda target, value: func(target, key, value), (target, value), kwargs)
@@ -254,7 +264,7 @@ def _run_item(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _call_with_held_numbers(func: Any, *args: Any, **kwargs: Any) -> Any:
     formats = (tensor.dtype for tensor in tensors_in((args, kwargs)))
     dtype = kwargs.get("dtype") or next(formats, None)
-    if dtype not in NARROW:
+    if dtype not in HALF:
         return func(*args, **kwargs)
     named = {name: _held(value, dtype) for name, value in kwargs.items()}
     return func(*(_held(value, dtype) for value in args), **named)
@@ -262,7 +272,7 @@ def _call_with_held_numbers(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _held(value: Any, dtype: torch.dtype) -> Any:
     """Clamp a finite number, or 0-d tensor, to the range of a half `dtype`."""
-    if dtype not in NARROW or isinstance(value, bool):
+    if dtype not in HALF or isinstance(value, bool):
         return value
     end = torch.finfo(dtype).max
     if isinstance(value, (int, float)):

@@ -55,12 +55,6 @@ def is_registered(name: str) -> bool:
     return bool(op) and hasattr(getattr(torch.ops, library), op)
 
 
-def ops_of(library: str) -> list[str]:
-    """Return every `library.op` that `library` has registered with torch."""
-    names = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
-    return sorted({name.replace("::", ".") for name in names if name.startswith(f"{library}::")})
-
-
 def canonical(name: str) -> str:
     """Return the one name of an op, for any of its aliases."""
     name = _ALIASES.get(name, name)
@@ -110,7 +104,12 @@ class OpLists:
         for name in LISTS:
             _check_known(f"ops.{name}", getattr(self, name))
             object.__setattr__(self, name, frozenset(map(canonical, getattr(self, name))))
-        _check_disjoint(self)
+        for first, second in combinations(LISTS, 2):
+            for op in sorted(getattr(self, first) & getattr(self, second)):
+                raise ConfigError(
+                    f"ops.{first} and ops.{second} both hold {op!r}: an op runs in one format; "
+                    f"to move it set ops.move.{op}={first} or {second}"
+                )
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -154,7 +153,7 @@ class OpLists:
         return replace(self, **moved)
 
     def list_of(self, op: str) -> str:
-        """Return the list of `op`, in any spelling: `allow`, `deny`, `infer`, or `none`."""
+        """Return which list holds `op`, in any spelling: `allow`, `deny`, `infer` or `none`."""
         op = canonical(op)
         return next((name for name in LISTS if op in getattr(self, name)), "none")
 
@@ -203,7 +202,9 @@ def _check_known(path: str, ops: Iterable[str]) -> None:
 
 def _why_unknown(op: str) -> str:
     library = op.rpartition(".")[0]
-    known = ops_of(library) if library else known_ops()
+    registered = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
+    of_library = {n.replace("::", ".") for n in registered if n.startswith(f"{library}::")}
+    known = sorted(of_library) if library else known_ops()
     if not known:
         return f"unknown: no library {library!r} that registers ops with PyTorch is imported"
     hint = nearest(op, known)
@@ -215,12 +216,3 @@ def _shipped() -> frozenset[str]:
     """Return the ops of the shipped lists, which pass though torch or a library may lack them."""
     default = _read("default")
     return frozenset(canonical(op) for name in LISTS for op in default[name])
-
-
-def _check_disjoint(lists: OpLists) -> None:
-    for first, second in combinations(LISTS, 2):
-        for op in sorted(getattr(lists, first) & getattr(lists, second)):
-            raise ConfigError(
-                f"ops.{first} and ops.{second} both hold {op!r}: an op runs in one format; "
-                f"to move it set ops.move.{op}={first} or {second}"
-            )

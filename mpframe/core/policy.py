@@ -12,7 +12,7 @@ A pin puts a module, with everything inside it, in one format whatever the lists
 """
 
 import fnmatch
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -32,7 +32,7 @@ CASTABLE = frozenset({torch.float32, *HALVES.values()})  # No other format is ev
 
 
 class Compute(Enum):
-    """The format an op computes in: by `allow`, `deny`, `infer`, or no list, in this order."""
+    """The format of an op in `allow`, in `deny`, in `infer` and in no list."""
 
     HALF = "half"
     FP32 = "fp32"
@@ -48,20 +48,13 @@ class Policy:
     """Which op runs, and which weight is stored, in which format.
 
     Args:
-        mode: `fp32`, `mixed` or `amp`.
-        half: `float16` or `bfloat16`, the 16-bit format of the run.
-        ops: the op lists and module pins.
-        compute: how half ops compute on a CPU: by `native` kernels, `emulated` (half inputs, fp32
-            accumulation, one rounding), or `auto`: native if the CPU has the instructions. Also for
-            products below 16 bits on any device: with `native` each needs an instruction, `auto` is
-            native where a GPU has one.
-        products: the name of the recipe that quantises the operands of matrix products and
-            convolutions; `none`: they stay in half.
-        recipes: recipes by the names that `products` and pins call them; the policy reads the
-            patterns in their `half`, and nothing else. `Precision` adds the shipped ones.
+        mode, half, ops, compute: as for `Precision`.
+        products: the name of a recipe, or `none`.
+        recipes: by the names that `products` and pins call them. The policy reads the patterns in
+            their `half`, and nothing else.
 
     Raises:
-        ConfigError: a value is not one of those named here.
+        ConfigError: a mode, half or compute that does not exist.
     """
 
     mode: str = "fp32"
@@ -72,9 +65,12 @@ class Policy:
     recipes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_choice("dtype.mode", self.mode, MODES)
-        _check_choice("dtype.half", self.half, HALVES)
-        _check_choice("dtype.compute", self.compute, COMPUTES)
+        for name, allowed in {"mode": MODES, "half": tuple(HALVES), "compute": COMPUTES}.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                hint = nearest(str(value), allowed)
+                choice = f"choose {', '.join(allowed)}" + (f"; {hint}" if hint else "")
+                raise ConfigError(f"dtype.{name}={value}: {choice}")
 
     @property
     def casts(self) -> bool:
@@ -117,10 +113,7 @@ class Policy:
         return self.recipes.get(self.products if pin is None else pin)
 
     def pin_of(self, module: str) -> tuple[str, str] | None:
-        """Return the last pattern that matches a module's qualified name, and its pin; or None.
-
-        The patterns of `ops.modules` come after the recipe's.
-        """
+        """Return the last pattern that matches a module's qualified name, and its pin; or None."""
         recipe = self.recipe_of()
         in_half = dict.fromkeys(recipe.half, NO_PRODUCTS) if recipe else {}
         pins = [*in_half.items(), *self.ops.modules.items()]
@@ -164,11 +157,3 @@ class Policy:
 def has_native_half(half: str) -> bool:
     """Return whether this CPU has instructions that multiply `half` matrices."""
     return half != "float16" and bool(torch.cpu._is_avx512_bf16_supported())
-
-
-def _check_choice(path: str, value: str, allowed: Collection[str]) -> None:
-    if value not in allowed:
-        hint = nearest(str(value), allowed)
-        raise ConfigError(
-            f"{path}={value}: choose {', '.join(allowed)}" + (f"; {hint}" if hint else "")
-        )

@@ -54,10 +54,11 @@ class Precision:
 
     Args:
         mode: `fp32`, `mixed` (half weights, fp32 masters) or `amp` (fp32 weights, ops cast).
-        half: `float16` or `bfloat16`.
+        half: `float16` or `bfloat16`, the 16-bit format of the run.
         ops: the op lists and module pins; the shipped default lists if None.
-        compute: half on a CPU: `native`, `emulated`, or `auto` (native if the CPU can). Also for
-            products below 16 bits, but there `auto` is native only on GPUs.
+        compute: half on a CPU: by `native` kernels, `emulated` (half inputs, fp32 accumulation, one
+            rounding), or `auto` (native if the CPU can). Also for products below 16 bits, but there
+            `auto` is native only on GPUs.
         master_weights: False leaves the masters out, to study what they are for. "split", for
             bfloat16: 2 bytes beside each weight hold the bits that it lacks, instead of 4.
         products: the recipe by which matrix products and convolutions are computed below 16 bits,
@@ -108,13 +109,12 @@ class Precision:
     ) -> tuple[nn.Module, MasterWeights]:
         """Store the weights as the mode says and wrap the optimizer; both are changed in place.
 
-        For a model with two optimizers call it twice. A weight has one master: a second optimizer
-        over it shares the first one's, and fp32 values that the first did not take are kept for
-        the second, and for groups added later.
+        Call it for each optimizer of a model. A weight has one master, which they share; fp32
+        values that no optimizer took yet are kept for the next one, and for groups added later.
 
         Args:
-            model: on its device, in fp32, before the first step. A weight that is half on arrival
-                has lost its fp32 value already; its master starts from the half value.
+            model: on its device, in fp32, before the first step. The master of a weight that is
+                half on arrival starts from the half value.
             optimizer: over the model's parameters.
             example: an input of the model for `trace`; None: the model is not traced.
             keep_frozen: False drops the fp32 values of weights that need no gradient, which saves
@@ -148,8 +148,8 @@ class Precision:
 
         Args:
             model: on its device, before or after it is prepared.
-            example: on the same device. A tuple is the model's arguments, a mapping its keyword
-                arguments, anything else its only argument. A function is called with the model.
+            example: a tuple is the model's arguments, a mapping its keyword arguments, anything
+                else its only argument. A function is called with the model.
         """
         materialize(model, example)
         if self.policy.stores_by_op:
@@ -177,10 +177,7 @@ class Precision:
         """Make the model's pins follow this precision's casts; no weight is touched.
 
         `prepare` calls it. Call it yourself for a model that is evaluated in another mode than it
-        was trained in. A second call does nothing.
-
-        Returns:
-            The handles of the hooks, to try a precision out and take them back.
+        was trained in. A second call does nothing. The hooks that it returns can be removed.
 
         Raises:
             ConfigError: `compute` is native and the model's device lacks a product of a recipe.

@@ -6,15 +6,12 @@ hands itself over if the answer is yes. `unwrap` makes a copy that always gets t
 
 Python code that runs in the backward pass gets the casts of its forward pass, which may have ended
 by then, or run on another thread. So the casts are saved where PyTorch makes what waits for the
-backward pass, in functions that are replaced (`_REPLACED`):
+backward pass: the frame of a checkpoint, and the node of a custom autograd.Function, in which
+reentrant checkpoints and reversible layers recompute.
 
-    the frame of a checkpoint     keeps the function that is run again
-    the node of a custom          has the function's `backward`: hand-written formulas, and
-    autograd.Function             recomputation in reentrant checkpoints and reversible layers
-
-The other functions run ops that no mode sees, and that torch would cast because a block turns
-torch.autocast on; the last one is torch's average of a model, which must read the masters. All are
-replaced from the first block that casts until the last precision with such a block is gone.
+`_REPLACED` names the functions that are replaced, from the first block that casts until the last
+precision with such a block is gone. Others in it run ops that no mode sees, and that torch would
+cast because a block turns torch.autocast on. torch's average of a model must read the masters.
 """
 
 import functools

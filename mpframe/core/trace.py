@@ -31,10 +31,8 @@ from mpframe.core.policy import Compute, Policy
 from mpframe.core.tree import tensors_in
 
 # Ops that give the values of their first argument in a tensor of their own.
-_MOVES = frozenset(
-    {"cat", "clone", "contiguous", "flatten", "reshape", "stack"}
-    | {"bfloat16", "float", "half", "to", "type", "type_as"}
-)
+_MOVED = "cat clone contiguous flatten reshape stack bfloat16 float half to type type_as"
+_MOVES = frozenset(_MOVED.split())
 # Ops that look at a tensor's shape or format, or mark it; so do `zeros_like`, `new_zeros`, ...
 _LOOKS = frozenset({"__get__", "__set__", "requires_grad_"})
 
@@ -89,12 +87,10 @@ class WeightUses:
 
 
 def trace(model: nn.Module, example: Any, casts: AbstractContextManager[None]) -> WeightUses:
-    """Run the model once and see what reads its weights; its state is preserved.
+    """Run the model once, uncompiled, and see what reads its weights; its state is preserved.
 
     Args:
-        model: compiled parts of it run as they are written.
-        example: what it is called with: a tuple is its arguments, a mapping its keyword arguments,
-            anything else its only argument; a function is called with the model, and runs it.
+        example: as `Precision.trace` takes it.
         casts: the block in which ops are cast, so that functions of torch are unwrapped.
     """
     watch, eager = _Watch(model), nullcontext()
@@ -106,10 +102,9 @@ def trace(model: nn.Module, example: Any, casts: AbstractContextManager[None]) -
 
 
 def materialize(model: nn.Module, example: Any) -> None:
-    """Give lazy layers their shapes and first values by one call of the model, without training.
+    """Give lazy layers, if there are any, their shapes and first values by one call of the model.
 
-    Buffers and plain attributes of the other modules stay as they are. A model without lazy layers
-    is not called.
+    Buffers and plain attributes of the other modules stay as they are.
     """
     if not any(map(is_lazy, model.parameters())):
         return

@@ -1,6 +1,6 @@
 """Products below 16 bits as an `OpHandler`, and the recipes that a policy names."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
-from mpframe.core.handlers import Handler, OpHandler
+from mpframe.core.handlers import Handler, OpHandler, Readers
 from mpframe.core.op_lists import PINS
 from mpframe.core.policy import NO_PRODUCTS, Policy
 from mpframe.core.precision import Precision
@@ -57,13 +57,7 @@ class ProductHandler(OpHandler):
                 raise refused(recipe, product, device, why)
         self.state.learn_names(model)
 
-    def describe(
-        self,
-        name: str,
-        module: nn.Module,
-        op: str | None,
-        readers: Iterable[tuple[str, str | None]],
-    ) -> str:
+    def describe(self, name: str, module: nn.Module, op: str | None, readers: Readers) -> str:
         """Return the recipe of a layer's products, and which of them stay in half and why."""
         return products_of(name, module, op, readers, self._policy)
 

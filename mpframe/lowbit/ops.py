@@ -20,9 +20,9 @@ from torch.overrides import handle_torch_function
 
 from mpframe.core.emulation import each_axis, half_values, rounded
 from mpframe.core.errors import ConfigError
-from mpframe.core.handlers import HANDS_OFF, NARROW, Args, Kwargs, formats_of
+from mpframe.core.handlers import HANDS_OFF, Args, Kwargs, formats_of
 from mpframe.core.policy import CASTABLE, Policy
-from mpframe.core.tree import map_tensors, tensors_in
+from mpframe.core.tree import HALF, map_tensors, tensors_in
 from mpframe.lowbit.kernels import Quantizer, convolution, matmul
 from mpframe.lowbit.recipe import Recipe
 from mpframe.lowbit.recurrent import RECURRENT
@@ -380,7 +380,7 @@ class ProductOp:
     def _takes(self, args: Args, kwargs: Kwargs) -> bool:
         formats = formats_of(args, kwargs)
         castable = formats & CASTABLE if self.half else formats & {torch.float32}
-        wrong = formats & (HANDS_OFF if self.half else {*HANDS_OFF, *NARROW})
+        wrong = formats & (HANDS_OFF if self.half else {*HANDS_OFF, *HALF})
         if not castable or wrong or (self._run is einsum and not is_product(*args)):
             return False
         return all(tensor.layout == torch.strided for tensor in tensors_in((args, kwargs)))
