@@ -80,7 +80,7 @@ def require(
     """
     number = value if isinstance(value, int) else float(value) if isinstance(value, Real) else None
     if number is None or isinstance(number, bool) or not allowed.holds(number):
-        raise refused(option, value, f"{kind} {allowed}", way_out)
+        raise refused(option, value, f"{kind} {allowed}".strip(), way_out)
     return number
 
 
