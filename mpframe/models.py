@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from mpframe.core.errors import ConfigError
+from mpframe.core.ranges import Range, require, require_whole
 
 
 def require_sizes(**sizes: int) -> None:
@@ -23,8 +23,7 @@ def require_sizes(**sizes: int) -> None:
         ConfigError: names the first that is not, as `model.<name>`.
     """
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"model.{name}={size}: must be a whole number >= 1")
+        require_whole(f"model.{name}", size)
 
 
 def require_dropout(dropout: float, name: str = "dropout") -> None:
@@ -33,8 +32,7 @@ def require_dropout(dropout: float, name: str = "dropout") -> None:
     Raises:
         ConfigError: it is not.
     """
-    if not 0.0 <= dropout < 1.0:
-        raise ConfigError(f"model.{name}={dropout}: must be >= 0 and < 1")
+    require(f"model.{name}", dropout, Range(low=0.0, below=1.0), kind="")
 
 
 def mlp(

@@ -50,7 +50,7 @@ _NEEDED = {  # What needs whole weights on each rank is off.
     "dtype.products": "none",
     "numerics.every": "null",
 }
-_WITHOUT = ("Freeze", "LayerwiseRates", "Penalty")  # callbacks
+_WITHOUT = ("Freeze", "LARC", "Penalty")  # callbacks
 
 # They treat each value by itself, so a rank steps its part alone.
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"

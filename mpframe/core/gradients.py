@@ -20,7 +20,6 @@ however it is cut. A bad micro-batch adds zeros, and the verdict on it stays on 
 """
 
 import copy
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -33,6 +32,7 @@ from torch.optim import Optimizer
 
 from mpframe.core.comm import Comm, weigh_
 from mpframe.core.errors import ConfigError
+from mpframe.core.ranges import POSITIVE, require
 from mpframe.core.tree import HALF
 
 _FEW = 2**20  # values: 4 MB in fp32
@@ -182,11 +182,7 @@ def check_clipping(**bounds: float | None) -> None:
     """Raise ConfigError unless at most one bound is given, by its name, finite and > 0."""
     given = {name: bound for name, bound in bounds.items() if bound is not None}
     for name, bound in given.items():
-        if not 0.0 < bound < math.inf:
-            raise ConfigError(
-                f"{name}={bound}: must be a finite number > 0; None leaves the gradients as "
-                "they are"
-            )
+        require(name, bound, POSITIVE, "None leaves the gradients as they are", "a finite number")
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: do not go together; give one of them")
 

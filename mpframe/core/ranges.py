@@ -1,9 +1,9 @@
-"""The values that an option may have, and the check of a number against them."""
+"""The values that an option may have, and the only checks of a number against them."""
 
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import Any
 
 from mpframe.core.errors import ConfigError
 
@@ -32,21 +32,11 @@ class Range:
             return True
         if self.choices:
             return value in self.choices
-        if isinstance(value, str) and self.numeric:
-            return False
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return self._holds_number(value)
-        return True
-
-    @property
-    def numeric(self) -> bool:
-        """True if the option is a number."""
-        return any(end is not None for end in (self.low, self.high, self.above, self.below))
-
-    def _holds_number(self, value: float) -> bool:
-        if isinstance(value, float) and not math.isfinite(value):
-            return False
-        return (
+        if isinstance(value, str):
+            return not self._ends()
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return True
+        return (isinstance(value, int) or math.isfinite(value)) and (
             (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
             and (self.above is None or value > self.above)
@@ -56,15 +46,16 @@ class Range:
     def __str__(self) -> str:
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        ends = [f"> {self.above:.10g}"] if self.above is not None else []
-        ends += [f">= {self.low:.10g}"] if self.low is not None else []
-        ends += [f"<= {_number(self.high)}"] if self.high is not None else []
-        ends += [f"< {self.below:.10g}"] if self.below is not None else []
+        ends = self._ends()
         return " or ".join([" and ".join(ends), *self.words]) if ends else ""
 
-
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.10g}"
+    def _ends(self) -> list[str]:
+        signs = {">": self.above, ">=": self.low, "<=": self.high, "<": self.below}
+        return [
+            f"{sign} {end}" if isinstance(end, int) else f"{sign} {end:.10g}"
+            for sign, end in signs.items()
+            if end is not None
+        ]
 
 
 POSITIVE = Range(above=0.0)
@@ -73,42 +64,36 @@ FRACTION = Range(low=0.0, high=1.0)
 
 
 def require(
-    section: str, allowed: Range, kind: str = "a number", way_out: str = "", /, **values: object
-) -> None:
-    """Check that each value is a finite number in a range; a bool is not a number.
+    option: str, value: object, allowed: Range, way_out: str = "", kind: str = "a number"
+) -> float:
+    """Return `value` if it is a finite number in a range; a bool is not a number.
 
     Args:
-        section: the options' path in the configuration.
+        option: its path in the configuration.
+        value: what it is.
         allowed: the range.
-        kind: how the message names such a number.
         way_out: the end of the message.
-        values: option name -> value.
+        kind: how the message names such a number.
 
     Raises:
-        ConfigError: names the first that is not.
+        ConfigError: it is not.
     """
-    for name, value in values.items():
-        if not within(value, allowed):
-            raise _refused(section, name, value, f"{kind} {allowed}".lstrip(), way_out)
+    number = value if isinstance(value, int) else float(value) if isinstance(value, Real) else None
+    if number is None or isinstance(number, bool) or not allowed.holds(number):
+        raise refused(option, value, f"{kind} {allowed}".strip(), way_out)
+    return number
 
 
 def require_whole(
-    section: str, low: int = 1, high: int | None = None, way_out: str = "", /, **values: object
-) -> None:
-    """Check that each value is a whole number from `low` to `high`; as `require` otherwise."""
-    allowed = Range(low=low, high=high)
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not allowed.holds(value):
-            raise _refused(section, name, value, f"a whole number {allowed}", way_out)
+    option: str, value: object, least: int = 1, most: int | None = None, way_out: str = ""
+) -> int:
+    """Return `value` if it is a whole number from `least` to `most`; otherwise as `require`."""
+    allowed = Range(low=least, high=most)
+    if isinstance(value, bool) or not isinstance(value, int) or not allowed.holds(value):
+        raise refused(option, value, f"a whole number {allowed}", way_out)
+    return value
 
 
-def within(value: object, allowed: Range) -> TypeGuard[float]:
-    """Whether `value` is a real number in a range; a bool is not a number."""
-    if isinstance(value, int):
-        return not isinstance(value, bool) and allowed.holds(value)
-    return isinstance(value, Real) and allowed.holds(float(value))
-
-
-def _refused(section: str, name: str, value: object, allowed: str, way_out: str) -> ConfigError:
-    end = f"; {way_out}" if way_out else ""
-    return ConfigError(f"{section}.{name}={value}: must be {allowed}{end}")
+def refused(option: str, value: object, allowed: str, way_out: str = "") -> ConfigError:
+    """The error for a `value` that is not `allowed`."""
+    return ConfigError(f"{option}={value}: must be {allowed}" + (f"; {way_out}" if way_out else ""))

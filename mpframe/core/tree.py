@@ -38,15 +38,9 @@ def tensors_in(node: Any) -> Iterator[Tensor]:
     """Every tensor in `node`, depth first."""
     if isinstance(node, Tensor):
         yield node
-    elif isinstance(node, (tuple, list)):
-        for item in node:
+    else:
+        for item in node if isinstance(node, (tuple, list)) else fields_of(node).values():
             yield from tensors_in(item)
-    elif _is_dict(node):
-        for item in node.values():
-            yield from tensors_in(item)
-    elif _is_dataclass(node):
-        for field in dataclasses.fields(node):
-            yield from tensors_in(getattr(node, field.name))
 
 
 def named_tensors(node: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -87,13 +81,10 @@ def map_tensors(change: Callable[[Tensor], Tensor], node: Any) -> Any:
         return change(node)
     if is_simple(node):
         return node
-    if isinstance(node, (tuple, list)):
-        items = [map_tensors(change, item) for item in node]
-        return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
-    if _is_dict(node) or _is_dataclass(node):
-        fields = {name: map_tensors(change, item) for name, item in fields_of(node).items()}
-        return with_fields(node, fields)
-    return node
+    if isinstance(node, (tuple, list)) and not hasattr(node, "_fields"):
+        return type(node)([map_tensors(change, item) for item in node])
+    fields = {name: map_tensors(change, item) for name, item in fields_of(node).items()}
+    return with_fields(node, fields) if fields else node
 
 
 def call_with(change: Callable[[Tensor], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
@@ -106,8 +97,8 @@ def call_with(change: Callable[[Tensor], Tensor], func: Any, args: Any, kwargs: 
 
 def fields_of(node: Any) -> dict[Any, Any]:
     """The items of a named tuple, a dict or a dataclass by name; empty for anything else."""
-    if hasattr(node, "_fields"):
-        return dict(zip(node._fields, node, strict=True))
+    if isinstance(node, tuple):
+        return dict(zip(getattr(node, "_fields", ()), node, strict=False))
     if _is_dict(node):
         return dict(node)
     if _is_dataclass(node):
@@ -120,13 +111,13 @@ def with_fields(node: Any, fields: dict[Any, Any]) -> Any:
     if type(node) is dict:
         return fields
     if hasattr(node, "_fields"):
-        return type(node)(**fields)
+        return node._replace(**fields)
     changed = copy.copy(node)
     for name, item in fields.items():
         if _is_dict(node):
             changed[name] = item
         else:
-            object.__setattr__(changed, name, item)  # Frozen ones, too: the copy is new.
+            object.__setattr__(changed, name, item)  # Frozen ones as well: the copy is new.
     return changed
 
 

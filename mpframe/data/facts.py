@@ -26,21 +26,6 @@ def require_facts(dataset: str, **facts: tuple[object, object]) -> None:
             )
 
 
-def require_whole(option: str, value: object, least: int) -> None:
-    """Refuse anything but a whole number.
-
-    Args:
-        option: its path in the configuration.
-        value: what it is.
-        least: the smallest one allowed.
-
-    Raises:
-        ConfigError: not a whole number, or below `least`.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{option}={value}: must be a whole number >= {least}")
-
-
 def require_labels(source: object, labels: Tensor, images: int, classes: int) -> None:
     """Check that there is one label in 0..classes-1 for each image.
 

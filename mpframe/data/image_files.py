@@ -20,7 +20,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.data.facts import require_facts, require_whole
+from mpframe.core.ranges import require_whole
+from mpframe.data.facts import require_facts
 from mpframe.data.images import ArrayImages, Images, Normalize, spread
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task, classification

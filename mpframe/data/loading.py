@@ -33,9 +33,9 @@ from torch.utils.data import (
 
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, DataError, MpframeError, first_line
+from mpframe.core.ranges import require_whole
 from mpframe.core.tree import map_tensors, named_tensors, tensors_in
 from mpframe.core.user_code import UserCode, described, name_of, raised
-from mpframe.data.facts import require_whole
 from mpframe.data.workers import (
     POLL_SECONDS,
     CurrentSamples,

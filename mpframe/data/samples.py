@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mpframe.core.ranges import require_whole
 from mpframe.core.tree import map_tensors, tensors_in
-from mpframe.data.facts import require_whole
 from mpframe.data.loading import keyed_uniform
 
 

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError, nearest
+from mpframe.core.ranges import require_whole
 from mpframe.lowbit.formats import ElementFormat, format_named
 from mpframe.lowbit.scaling import PER, ROUNDINGS, RULES, SCALES, Quantization
 
@@ -128,9 +129,7 @@ def _quantization(path: str, node: Mapping[str, Any]) -> Quantization:
         if key in node and node[key] not in allowed:
             raise ConfigError(f"{path}.{key}={node[key]}: choose {', '.join(allowed)}")
     for key, least in _LEAST.items():
-        value = node.get(key, least)
-        if not isinstance(value, int) or value < least:
-            raise ConfigError(f"{path}.{key}={value}: must be a whole number, at least {least}")
+        require_whole(f"{path}.{key}", node.get(key, least), least)
     how = Quantization(**{**node, "format": _format(path, node.get("format"))})
     _refuse_misfits(path, how)
     return how

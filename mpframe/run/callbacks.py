@@ -15,7 +15,7 @@ from mpframe.config.schema import Config
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
 from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
-from mpframe.training.callbacks.guards import SkipGuard, StopOnSignal
+from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.interruption import Interruption
@@ -27,7 +27,7 @@ class RunCallbacks:
     Args:
         config: the options.
         began: when the run began, as `time.perf_counter` says it.
-        interruption: knows whether a signal came.
+        interruption: ends the run if a signal came.
 
     Attributes:
         results, throughput: they hold the numbers of the summary.
@@ -48,7 +48,7 @@ class RunCallbacks:
         last: dict[str, Callback] = {
             "skip_guard": SkipGuard(options.max_consecutive_skips, tried),
             "checkpoints": self.checkpoints,
-            "stop_on_signal": StopOnSignal(interruption),
+            "stop_on_signal": interruption,
         }
         group = assembly.build_callbacks(config)
         for name in group.keys() & (first.keys() | last.keys()):

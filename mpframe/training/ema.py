@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from mpframe.core.callback import Algorithm
 from mpframe.core.comm import part_for, part_of, sharded_as
-from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.errors import CheckpointError
 from mpframe.core.masters import master_behind, round_into
+from mpframe.core.ranges import Range, require
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import Trainer
 
@@ -34,15 +35,10 @@ class Ema:
 
     Raises:
         ConfigError: the decay is out of its range.
-
     """
 
     def __init__(self, masters: Mapping[Tensor, Tensor], decay: float) -> None:
-        if not 0.0 < decay < 1.0:
-            raise ConfigError(
-                f"trainer.ema_decay={decay}: must be a number > 0 and < 1, e.g. 0.999"
-            )
-        self.decay = decay
+        self.decay = require("trainer.ema_decay", decay, Range(above=0.0, below=1.0), "e.g. 0.999")
         self._updates: int | Tensor = 0
         self._masters = list(masters.items())
         self._averages = [master.detach().clone() for _, master in self._masters]
@@ -73,11 +69,13 @@ class Ema:
         self._updates = 0
 
     def _present(self) -> list[Tensor]:
-        """The masters as they are now; of a split one a new copy."""
-        behind = [(parameter, master_behind(parameter), own) for parameter, own in self._masters]
+        """The masters as they are now; for a split one, a new copy."""
+        behind = [
+            (parameter, master_behind(parameter), known) for parameter, known in self._masters
+        ]
         return [
-            (own if held is None or held.value is own else held.current(parameter)).detach()
-            for parameter, held, own in behind
+            (known if held is None or held.value is known else held.current(parameter)).detach()
+            for parameter, held, known in behind
         ]
 
     def _update_unless(self, skipped: Tensor | None) -> None:
@@ -125,14 +123,14 @@ class Ema:
         Raises:
             CheckpointError: they belong to other weights; nothing is taken.
         """
-        own = self.by_name(model)
-        if {n: a.shape for n, a in own.items()} != {n: a.shape for n, a in averages.items()}:
+        known = self.by_name(model)
+        if {n: a.shape for n, a in known.items()} != {n: a.shape for n, a in averages.items()}:
             raise CheckpointError(
                 "trainer.ema_decay: the saved averages are of other weights; resume with the model "
                 "they were made with"
             )
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        ordered = [part_for(own, averages[names[own]]) for own, _ in self._masters]
+        ordered = [part_for(p, averages[names[p]]) for p, _ in self._masters]
         torch._foreach_copy_(self._averages, ordered)
         self._updates = updates
 

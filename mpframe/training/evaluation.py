@@ -6,8 +6,8 @@ validation of a run, and tells whether the last one is much worse.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -97,8 +97,7 @@ class NamedMetric:
                     "update(outputs, targets) and compute()"
                 )
         if getattr(self._metric, "sync_on_compute", False):
-            # torchmetrics' would ask the other ranks, which do not compute it.
-            self._metric.sync_on_compute = False
+            self._metric.sync_on_compute = False  # torchmetrics' would ask ranks that do not.
         self.name, self._device = name, device
         self.merges = callable(getattr(self._metric, "merge", None))
         self.higher_is_better: bool | None = getattr(self._metric, "higher_is_better", None)
@@ -148,8 +147,8 @@ class NamedMetric:
 class Metrics:
     """The metrics of one validation, over the parts of all ranks.
 
-    Each rank measures its own part with a metric that has `merge`. Of any other rank 0 measures the
-    parts of all, sent to it batch by batch, in the order of the samples.
+    Each rank measures its part with a metric that has `merge`. Other metrics run on rank 0, which
+    receives every rank's outputs batch by batch, in the order of the samples.
 
     Args:
         codes: what makes each, by name, as `NamedMetric` takes it.
@@ -168,7 +167,7 @@ class Metrics:
         self._metrics = [NamedMetric(name, code, device) for name, code in codes.items()]
         self._monitor = next(iter(codes), LOSS) if monitor is None else monitor
         self._device, self._comm = device, comm
-        self._sent = [own for own in self._metrics if comm.size > 1 and not own.merges]
+        self._sent = [metric for metric in self._metrics if comm.size > 1 and not metric.merges]
 
     def update(self, part: tuple[Any, Any] | None) -> None:
         """Take in one batch.
@@ -179,8 +178,14 @@ class Metrics:
         for metric in self._metrics:
             if part is not None and metric not in self._sent:
                 metric.update(*part)
-        if self._sent:
-            self._update_with_all(part)
+        if not self._sent:
+            return
+        on_host = map_tensors(lambda tensor: tensor.cpu(), part)
+        for theirs in self._comm.gather_object(on_host):
+            if theirs is not None:
+                outputs, targets = map_tensors(lambda tensor: tensor.to(self._device), theirs)
+                for metric in self._sent:
+                    metric.update(outputs, targets)
 
     def evaluation(self, sums: Tensor) -> Evaluation:
         """The result of the validation, the same on all ranks.
@@ -193,25 +198,16 @@ class Metrics:
         for metric in self._metrics:
             if metric not in self._sent:
                 metric.merge(self._comm)
-        own = self._result(total / count if count else math.nan) if self._comm.is_main else None
-        evaluation: Evaluation = self._comm.broadcast_object(own)
-        return evaluation
-
-    def _update_with_all(self, part: tuple[Any, Any] | None) -> None:
-        on_host = map_tensors(lambda tensor: tensor.cpu(), part)
-        for own in self._comm.gather_object(on_host):
-            if own is not None:
-                outputs, targets = map_tensors(lambda tensor: tensor.to(self._device), own)
-                for metric in self._sent:
-                    metric.update(outputs, targets)
-
-    def _result(self, loss: float) -> Evaluation:
-        return Evaluation(
-            loss,
-            {metric.name: metric.compute() for metric in self._metrics},
-            {metric.name: metric.higher_is_better for metric in self._metrics},
-            self._monitor,
-        )
+        evaluation = None
+        if self._comm.is_main:
+            evaluation = Evaluation(
+                total / count if count else math.nan,
+                {metric.name: metric.compute() for metric in self._metrics},
+                {metric.name: metric.higher_is_better for metric in self._metrics},
+                self._monitor,
+            )
+        everywhere: Evaluation = self._comm.broadcast_object(evaluation)
+        return everywhere
 
 
 def _fresh(code: Any) -> Any:
@@ -244,8 +240,8 @@ class Evaluator:
     def __call__(self, trainer: "Trainer", loader: Loader, split: str) -> Evaluation:
         """The mean loss per sample and the metrics over one pass; the model is left as it was.
 
-        Each batch's loss counts as often as its objective says (`StepOutput.count`). Of several
-        losses it is their sum; the count, and what the metrics see, are those of the first.
+        Each batch's loss counts as often as its objective says (`StepOutput.count`). With several
+        losses it is their sum; count and metric inputs come from the first.
 
         Args:
             trainer: its model and objectives.
@@ -255,7 +251,12 @@ class Evaluator:
         device = device_of(trainer.model)
         metrics = Metrics(self.metrics, self.monitor, device, trainer.comm)
         sums = torch.zeros(2, dtype=torch.float64, device=device)
-        with self._weights(trainer), _mode_restored(trainer.model):
+        with ExitStack() as stack:
+            if self.precision is not None:
+                stack.enter_context(fp32_weights(trainer.model))
+            for algorithm in trainer.algorithms.values():
+                stack.enter_context(algorithm.evaluating(trainer))
+            stack.callback(trainer.model.train, trainer.model.training)
             trainer.model.eval()
             for number, batch in enumerate(loader.epoch(0)):
                 call(trainer.callbacks, "on_prediction_step", trainer)
@@ -266,7 +267,7 @@ class Evaluator:
     def _evaluate_batch(self, trainer: "Trainer", batch: Batch | None, metrics: Metrics) -> Tensor:
         """The losses times the samples that they are the mean of, and the samples: [2] float64.
 
-        They are those of this rank's part of a batch, None if that is empty.
+        Both of this rank's part of a batch, which is None if it is empty.
         """
         device, missing = device_of(trainer.model), batch is None
         batch = trainer.comm.lend(batch)  # A rank without samples gathers weights with the others.
@@ -285,25 +286,6 @@ class Evaluator:
         model = trainer.compiled_model if self.precision is None else trainer.model
         with precision.cast():
             return [compute(part.objective, model, batch) for part in trainer.objectives]
-
-    @contextmanager
-    def _weights(self, trainer: "Trainer") -> Iterator[None]:
-        """Within the block the weights are fp32 where there is a mode, and the algorithms'."""
-        with ExitStack() as stack:
-            if self.precision is not None:
-                stack.enter_context(fp32_weights(trainer.model))
-            for algorithm in trainer.algorithms.values():
-                stack.enter_context(algorithm.evaluating(trainer))
-            yield
-
-
-@contextmanager
-def _mode_restored(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 _TIMES_THE_CHANGE = 8.0

@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
+from mpframe.core.callback import Callback
 from mpframe.core.errors import RunInterrupted
+from mpframe.core.trainer import Trainer
 from mpframe.parallel.launch import place
 
 SIGNALS = tuple(
@@ -25,11 +27,14 @@ SIGNALS = tuple(
 )
 
 
-class Interruption:
+class Interruption(Callback):
     """Catches the signals within a `with` block; outside the main thread it catches none.
 
+    As a run's last callback it ends the run between two steps, or between two validated batches,
+    once all others have dealt with the step.
+
     Attributes:
-        received: the first signal that came, or None.
+        received: the first signal that came, to this rank or to another, or None.
         raised: whether the signal raised at once, and was not only noted.
     """
 
@@ -58,15 +63,26 @@ class Interruption:
         finally:
             self._deferring = False
 
-    def take(self, number: int) -> None:
-        """Take a signal that another rank received, by its number; 0 is none."""
-        if number:
-            self.received = signal.Signals(number)
-
     def raise_if_received(self) -> None:
         """Raise RunInterrupted if a signal came."""
         if self.received is not None:
             raise RunInterrupted(self.received)
+
+    def on_prediction_step(self, trainer: Trainer) -> None:
+        """Abandon the validation if a signal came; a resumed run validates again."""
+        self._raise_on_all(trainer)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Raise RunInterrupted if a signal came, to this rank or to another."""
+        self._raise_on_all(trainer)
+
+    def _raise_on_all(self, trainer: Trainer) -> None:
+        if trainer.comm.size > 1:
+            (number,) = trainer.comm.max_of([self.received or 0])
+            if not number:  # A signal that came since then waits, so that all ranks stop together.
+                return
+            self.received = signal.Signals(number)
+        self.raise_if_received()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process or self.received is not None:
@@ -74,7 +90,7 @@ class Interruption:
         self.received = signal.Signals(number)
         if not self._deferring:
             self.raised = True
-            raise RunInterrupted(self.received)
+            self.raise_if_received()
         if place().rank:
             return  # Rank 0 says it.
         # Not through the log: the signal may have come while that was being written.

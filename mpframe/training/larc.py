@@ -4,17 +4,15 @@
     scale   LARS    g <- g * max(eta * |w| / (|g| + epsilon), min_update)
 
 |.| is the 2-norm of one parameter, in fp32. One step of plain SGD then moves a weight by `eta` of
-its norm: at most that much in `clip`, and the learning rate times that much in `scale`.
+its norm: at most that much in `clip`, and the learning rate times that much in `scale`. Weight
+decay is added later, by the optimizer, and is not scaled.
 
-It is a hook that an optimizer calls before its step. Under `MasterWeights` it meets masters, and
-gradients that are fp32, unscaled and checked. Weight decay is the optimizer's own: it is added
-later and not scaled.
+`callbacks=larc` hooks it in for a run. In a loop of your own:
 
     optimizer.register_step_pre_hook(LARC(eta=0.001))
 """
 
-import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,19 +20,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpframe.core.errors import ConfigError
+from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, require
+from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import Trainer
+from mpframe.training.callbacks.step_hooks import StepHook
+from mpframe.training.run_context import RunContext
 
 MODES = ("clip", "scale")
 
 
-class LARC:
-    """Scales each gradient of an optimizer before its step.
+class LARC(StepHook):
+    """Scales each gradient before its step; in a run, writes each rate to TensorBoard.
 
     Args:
         eta: the trust coefficient: a weight's step as a share of its norm, > 0.
         mode: `clip` (LARC) never makes a gradient larger, `scale` (LARS) sets its norm.
-        min_update: the smallest factor, >= 0. It is also that of a weight that is zero.
+        min_update: the smallest factor, >= 0. It is also the factor of a weight that is zero.
         epsilon: added to the gradient's norm, > 0.
-        without: parameters, or their masters, whose gradients stay as they are.
+        without: patterns of the names of parameters whose gradients stay as they are.
+        log_every: steps between two writes of the rates.
 
     Attributes:
         rates: the learning rate that each weight had in its last step, its factor included, 0-d.
@@ -43,33 +47,59 @@ class LARC:
         ConfigError: an argument is out of its range.
     """
 
+    _context: RunContext
+
     def __init__(
         self,
         eta: float,
         mode: str = "clip",
         min_update: float = 1e-7,
         epsilon: float = 1e-7,
-        without: Iterable[Tensor] = (),
+        without: Sequence[str] = (),
+        log_every: int = 10,
     ) -> None:
-        _require("eta", eta, eta > 0, "> 0; 0.001 is usual")
-        _require("min_update", min_update, min_update >= 0, ">= 0; 1e-07 is usual")
-        _require("epsilon", epsilon, epsilon > 0, "> 0; 1e-07 is usual")
+        require("larc.eta", eta, POSITIVE, "0.001 is usual", "a finite number")
+        require("larc.min_update", min_update, NOT_NEGATIVE, "1e-07 is usual", "a finite number")
+        require("larc.epsilon", epsilon, POSITIVE, "1e-07 is usual", "a finite number")
         if mode not in MODES:
             raise ConfigError(f"larc.mode={mode}: choose clip (LARC) or scale (LARS)")
+        super().__init__("callbacks.larc", without)
         self.eta, self.mode, self.min_update, self.epsilon = eta, mode, min_update, epsilon
-        self.without = set(without)
         self.rates: dict[Tensor, Tensor] = {}
+        self._log_every = log_every
 
     @torch.no_grad()
     def __call__(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
         """Scale the gradients in place; a parameter without one is left alone."""
         for group in optimizer.param_groups:
             for weight in group["params"]:
-                if weight.grad is not None and weight not in self.without:
+                if weight.grad is not None and weight not in self.left_out:
                     values = weight.grad._values() if weight.grad.is_sparse else weight.grad
                     factor = self._factor(weight, values, group["lr"])
                     values.mul_(factor)
                     self.rates[weight] = factor * group["lr"]
+
+    def setup(self, trainer: Trainer, context: RunContext) -> None:
+        """Begin.
+
+        Raises:
+            ConfigError: gradients are clipped by their norm as well.
+        """
+        if trainer.plan.clip_norm is not None:
+            raise ConfigError(
+                f"trainer.clip_norm={trainer.plan.clip_norm}: LARC scales each gradient after the "
+                "clipping, and would undo it; set trainer.clip_norm=null, or leave callbacks=larc "
+                "out"
+            )
+        super().setup(trainer, context)
+        self._context = context
+
+    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Log the rates if they are due."""
+        step = trainer.progress.global_step
+        if step % self._log_every == 0 and not result.known.skipped:
+            rates = {f"larc/rate/{self.names[w]}": rate for w, rate in self.rates.items()}
+            self._context.tracker.scalars(step, rates)
 
     def _factor(self, weight: Tensor, gradient: Tensor, lr: Tensor | float) -> Tensor:
         """0-d, what the gradient is multiplied by, within the gradient's format."""
@@ -83,8 +113,3 @@ class LARC:
 def _norm(values: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(values.float())
     return norm
-
-
-def _require(name: str, value: float, allowed: bool, words: str) -> None:
-    if not (math.isfinite(value) and allowed):
-        raise ConfigError(f"larc.{name}={value}: must be a finite number {words}")

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from mpframe.core.buffers import State
 from mpframe.core.cast import casts_here
 from mpframe.core.errors import ConfigError
-from mpframe.training.selection import hint
+from mpframe.training.selection import refuse_idle
 
 _SAFE_CHANNELS = 8
 
@@ -70,8 +70,9 @@ def recompute(model: nn.Module, patterns: Sequence[str]) -> None:
     Raises:
         ConfigError: a pattern matches no module.
     """
-    _refuse_idle(model, patterns)
-    chosen = [n for n, _ in model.named_modules() if any(fnmatchcase(n, p) for p in patterns)]
+    names = [name for name, _ in model.named_modules()]
+    refuse_idle("trainer.recompute", "module", patterns, names)
+    chosen = [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
     for name in chosen:
         if not any(_is_within(name, other) for other in chosen):
             module = model.get_submodule(name)
@@ -112,15 +113,6 @@ class _AsFirst(ExitStack):
 
 def _is_within(name: str, other: str) -> bool:
     return name != other and (other == "" or name.startswith(f"{other}."))
-
-
-def _refuse_idle(model: nn.Module, patterns: Sequence[str]) -> None:
-    names = [name for name, _ in model.named_modules()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                f"trainer.recompute=[{pattern}]: matches no module; {hint(pattern, names[1:])}"
-            )
 
 
 # <malloc.h>; -1 and 0 are the values with which the manual of mallopt(3) turns both off.

@@ -60,20 +60,18 @@ class Predictions:
         _refuse_lists_of_samples(outputs)
         named = {name: tensor.detach().cpu() for name, tensor in named_tensors(outputs)}
         known = targets.detach().cpu() if self._targets and isinstance(targets, Tensor) else None
-        kind = self._outputs or self._fitting(named, known)
-        size = _samples_in(named)
-        columns: Columns = self._names(size)
+        numbers = known is not None and known.dim() == 1 and not known.is_floating_point()
+        fitting = "class" if _is_logits(named) and (self._class_names or numbers) else "raw"
+        kind, size = self._outputs or fitting, _samples_in(named)
+        columns: Columns = {"index": np.arange(self.count, self.count + size)}
+        if self._samples is not None:
+            columns = {"name": list(self._samples[self.count : self.count + size])}
         if known is not None and known.numel() == len(known) == size:
             columns["target"] = known.reshape(size).numpy()
         if kind == "raw":
             columns |= _raw(named)
         else:
             columns |= self._classes(_logits(named, kind), kind == "probabilities")
-        self._refuse_other(columns)
-        self._write(columns)
-        self.count += size
-
-    def _refuse_other(self, columns: Columns) -> None:
         first, self._columns = self._columns or list(columns), list(columns)
         if first != self._columns:
             raise ConfigError(
@@ -81,19 +79,12 @@ class Predictions:
                 "because the model gives a number for each place of samples of different lengths; "
                 "let the objective return outputs of one size"
             )
+        self._write(columns)
+        self.count += size
 
     def compute(self) -> float:
         """How many samples there were: the value of a metric, which nobody reads."""
         return float(self.count)
-
-    def _names(self, size: int) -> Columns:
-        if self._samples is None:
-            return {"index": np.arange(self.count, self.count + size)}
-        return {"name": list(self._samples[self.count : self.count + size])}
-
-    def _fitting(self, named: dict[str, Tensor], targets: Tensor | None) -> str:
-        numbers = targets is not None and targets.dim() == 1 and not targets.is_floating_point()
-        return "class" if _is_logits(named) and (self._class_names or numbers) else "raw"
 
     def _classes(self, logits: Tensor, with_probabilities: bool) -> Columns:
         chosen = logits.argmax(dim=1)
@@ -103,10 +94,7 @@ class Predictions:
             columns["class_name"] = [names[number] for number in chosen.tolist()]
         if with_probabilities:
             shares = logits.softmax(dim=1)
-            columns |= {
-                f"probability_{number}": shares[:, number].numpy()
-                for number in range(logits.shape[1])
-            }
+            columns |= {f"probability_{n}": share.numpy() for n, share in enumerate(shares.T)}
         return columns
 
 
@@ -118,11 +106,15 @@ def _is_logits(named: dict[str, Tensor]) -> bool:
 def _logits(named: dict[str, Tensor], kind: str) -> Tensor:
     if _is_logits(named):
         return next(iter(named.values()))
-    shapes = ", ".join(f"{name or 'a tensor'} {tuple(t.shape)}" for name, t in named.items())
     raise ConfigError(
         f"outputs={kind}: needs one number for each of several classes, and the model gives "
-        f"{shapes or 'no tensor'}; use outputs=raw"
+        f"{_shapes(named)}; use outputs=raw"
     )
+
+
+def _shapes(named: dict[str, Tensor]) -> str:
+    shapes = (f"{name or 'a tensor'} {tuple(tensor.shape)}" for name, tensor in named.items())
+    return ", ".join(shapes) or "no tensor"
 
 
 def _refuse_lists_of_samples(outputs: Any) -> None:
@@ -137,10 +129,9 @@ def _refuse_lists_of_samples(outputs: Any) -> None:
 def _samples_in(named: dict[str, Tensor]) -> int:
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in named.values()}
     if len(sizes) != 1 or 0 in sizes:
-        shapes = ", ".join(f"{name or 'a tensor'} {tuple(t.shape)}" for name, t in named.items())
         raise ConfigError(
-            f"outputs: the model gives {shapes or 'no tensor'}, which is not a row for each "
-            "sample; let the objective return such outputs"
+            f"outputs: the model gives {_shapes(named)}, which is not a row for each sample; let "
+            "the objective return such outputs"
         )
     return sizes.pop()
 

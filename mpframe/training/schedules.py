@@ -1,15 +1,14 @@
 """Learning-rate schedules, sized to the planned number of steps.
 
-Each function makes one of torch's schedules for an optimizer, and has a file in conf/scheduler/. A
-schedule is stepped once after every optimizer step that was not skipped. Any other class of torch,
-timm or Hugging Face works as well: torch's `ReduceLROnPlateau` is stepped once after every
-validation, with the metric if that has a direction, else with the loss. `PlannedSchedule` wraps all
-others, and lets a resumed run follow the schedule of its new plan.
+Each function makes one of torch's schedules for an optimizer, and has a file in conf/scheduler/.
+`poly`, `exponential`, `transformer` and `piecewise_constant` are OpenSeq2Seq's: factors on every
+group's learning rate, by the number t of the steps before, 0 for the first one. An argument out of
+its range raises ConfigError.
 
-`poly`, `exponential`, `transformer` and `piecewise_constant` are OpenSeq2Seq's. They are factors on
-every group's learning rate, by the number t of the steps before: 0 for the first one.
-
-`Schedules` steps them after each step that was applied.
+Any other class of torch, timm or Hugging Face works as well. `PlannedSchedule` lets a resumed run
+follow the schedule of its new plan. `Schedules` steps each after every optimizer step that was not
+skipped; torch's `ReduceLROnPlateau` is stepped after every validation, with the metric if that has
+a direction, else with the loss.
 """
 
 import logging
@@ -39,6 +38,11 @@ from mpframe.core.trainer import Trainer, by_name, load_states, states_of
 from mpframe.core.user_code import UserCode
 from mpframe.training.evaluation import Evaluation
 
+log = logging.getLogger(__name__)
+
+_COUNT = Range(low=1)
+_DECAY = Range(above=0.0, high=1.0)
+
 
 def constant(optimizer: Optimizer) -> LRScheduler:
     """The optimizer's own learning rate throughout."""
@@ -55,11 +59,8 @@ def warmup_cosine(
         total_steps: planned optimizer steps, >= 1.
         warmup: share of the steps in which the rate rises, 0 to 1.
         min_factor: the last learning rate of each group as a fraction of its own, 0 to 1.
-
-    Raises:
-        ConfigError: a share or fraction is out of its range.
     """
-    require("scheduler", FRACTION, "a fraction", warmup=warmup, min_factor=min_factor)
+    _require(FRACTION, "a fraction", warmup=warmup, min_factor=min_factor)
     rising = int(total_steps * warmup)
     falling = max(1, total_steps - rising)
     if rising < 1:
@@ -88,11 +89,10 @@ def onecycle(optimizer: Optimizer, total_steps: int, **options: Any) -> LRSchedu
     Args:
         optimizer: whose groups are scheduled.
         total_steps: planned optimizer steps, >= 1.
-        options: further arguments of torch's `OneCycleLR`, such as `pct_start` or
-            `cycle_momentum=False`.
+        options: further arguments of torch's `OneCycleLR`, such as `pct_start`.
     """
     peaks = [float(group["lr"]) for group in optimizer.param_groups]
-    # One step more than planned: the schedule is advanced after the last step too.
+    # One step more than planned: the schedule is advanced after the last step as well.
     return OneCycleLR(optimizer, max_lr=peaks, total_steps=total_steps + 1, **options)
 
 
@@ -117,13 +117,9 @@ def poly(
         warmup: share of the steps in which the rate rises, 0 to 1.
         min_factor: the last learning rate as a fraction of the first, 0 to 1.
         begin: share of the steps before the rate falls, 0 to 1; at least the warm-up.
-
-    Raises:
-        ConfigError: an argument is out of its range.
     """
-    require("scheduler", POSITIVE, power=power)
-    fractions = {"warmup": warmup, "min_factor": min_factor, "begin": begin}
-    require("scheduler", FRACTION, "a fraction", **fractions)
+    _require(POSITIVE, power=power)
+    _require(FRACTION, "a fraction", warmup=warmup, min_factor=min_factor, begin=begin)
     rising = int(total_steps * warmup)
     start = max(rising, int(total_steps * begin))
     falling = max(1, total_steps - start)
@@ -159,15 +155,12 @@ def exponential(
         staircase: the exponent is rounded down, so the rate falls in steps.
         min_factor: the lowest learning rate as a fraction of the first, 0 to 1.
         unit: optimizer steps in a unit, >= 1.
-
-    Raises:
-        ConfigError: an argument is out of its range.
     """
-    require("scheduler", Range(above=0.0, high=1.0), factor=factor)
-    require("scheduler", POSITIVE, every=every)
-    require("scheduler", NOT_NEGATIVE, begin=begin)
-    require("scheduler", _COUNT, unit=unit)
-    require("scheduler", FRACTION, "a fraction", min_factor=min_factor)
+    _require(_DECAY, factor=factor)
+    _require(POSITIVE, every=every)
+    _require(NOT_NEGATIVE, begin=begin)
+    _require(_COUNT, unit=unit)
+    _require(FRACTION, "a fraction", min_factor=min_factor)
     start, period = _steps(begin, unit), _steps(every, unit)
 
     def fallen(step: int) -> float:
@@ -194,25 +187,24 @@ def transformer(
         d_model: width of the model, >= 1.
         warmup_steps: steps in which the rate rises, >= 1; less is taken for 1.
         coefficient: a factor on all, > 0.
-        max_factor: the rate is at most so many times its own, > 0; None: there is no such bound.
-
-    Raises:
-        ConfigError: an argument is out of its range.
+        max_factor: a bound on the factor, > 0; None: there is none.
     """
     most = math.inf if max_factor is None else max_factor
-    require("scheduler", _COUNT, d_model=d_model)
-    require("scheduler", POSITIVE, coefficient=coefficient)
+    _require(_COUNT, d_model=d_model)
+    _require(POSITIVE, coefficient=coefficient)
     if max_factor is not None:
-        require("scheduler", POSITIVE, max_factor=max_factor)
-    scale = coefficient / math.sqrt(d_model)
-    return LambdaLR(optimizer, lambda step: min(most, scale * _noam(step, warmup_steps)))
+        _require(POSITIVE, max_factor=max_factor)
+    scale, warmup = coefficient / math.sqrt(d_model), max(1, warmup_steps)
+
+    def factor(step: int) -> float:
+        number = step + 1
+        return min(most, scale * float(min(number * warmup**-1.5, 1 / math.sqrt(number))))
+
+    return LambdaLR(optimizer, factor)
 
 
 def piecewise_constant(
-    optimizer: Optimizer,
-    boundaries: Sequence[float],
-    factors: Sequence[float],
-    unit: int = 1,
+    optimizer: Optimizer, boundaries: Sequence[float], factors: Sequence[float], unit: int = 1
 ) -> LRScheduler:
     """The learning rate itself up to the first boundary, then its product with factor after factor.
 
@@ -221,10 +213,6 @@ def piecewise_constant(
         boundaries: in units, rising; the step that begins at a boundary has the new rate.
         factors: one for each boundary, >= 0; all are of the first rate.
         unit: optimizer steps in a unit, >= 1.
-
-    Raises:
-        ConfigError: boundaries fall, or are not as many as factors, or an argument is out of its
-            range.
     """
     if len(boundaries) != len(factors):
         raise ConfigError(
@@ -233,23 +221,19 @@ def piecewise_constant(
     if list(boundaries) != sorted(set(boundaries)):
         raise ConfigError(f"scheduler.boundaries={list(boundaries)}: must rise")
     for value in factors:
-        require("scheduler", NOT_NEGATIVE, factors=value)
-    require("scheduler", _COUNT, unit=unit)
+        _require(NOT_NEGATIVE, factors=value)
+    _require(_COUNT, unit=unit)
     ends = [_steps(boundary, unit) for boundary in boundaries]
     return LambdaLR(optimizer, lambda step: [1.0, *factors][sum(step >= end for end in ends)])
 
 
+def _require(allowed: Range, kind: str = "a number", /, **values: object) -> None:
+    for name, value in values.items():
+        require(f"scheduler.{name}", value, allowed, kind=kind)
+
+
 def _steps(units: float, unit: int) -> float:
     return round(units * unit, 6)  # 0.07 * 100 is 7.000000000000001.
-
-
-def _noam(step: int, warmup_steps: int) -> float:
-    number, warmup = step + 1, max(1, warmup_steps)
-    return float(min(number * warmup**-1.5, 1 / math.sqrt(number)))
-
-
-_COUNT = Range(low=1)
-log = logging.getLogger(__name__)
 
 
 class Schedule(Protocol):

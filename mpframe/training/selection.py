@@ -80,31 +80,38 @@ def grouped(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
 def _selected(
     model: nn.Module, selections: Mapping[str, Selection]
 ) -> tuple[Selected, dict[str, nn.Parameter]]:
-    """What each selection takes, and what none does, by name."""
+    """The parameters that each selection takes, and those that none does, by name."""
     taken: Selected = {name: [] for name in selections}
     rest = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        taker = next((own for own, one in selections.items() if one.takes(name, parameter)), None)
-        if taker is None:
-            rest[name] = parameter
-        else:
-            taken[taker].append(parameter)
+        if parameter.requires_grad:
+            takers = (part for part, one in selections.items() if one.takes(name, parameter))
+            taker = next(takers, None)
+            if taker is None:
+                rest[name] = parameter
+            else:
+                taken[taker].append(parameter)
     return taken, rest
 
 
 def _refuse_empty(
     option: str, model: nn.Module, taken: Selected, selections: Mapping[str, Selection]
 ) -> None:
-    for name, own in taken.items():
-        if not own:
-            patterns = list(selections[name].parameters)
-            names = [name for name, _ in model.named_parameters()]
-            raise ConfigError(
-                f"{option}.{name}.parameters={patterns}: no parameter is left for it; "
-                f"{hint(patterns[0] if patterns else '', names)}"
-            )
+    for name in (name for name, parameters in taken.items() if not parameters):
+        patterns = list(selections[name].parameters)
+        names = [name for name, _ in model.named_parameters()]
+        raise ConfigError(
+            f"{option}.{name}.parameters={patterns}: no parameter is left for it; "
+            f"{hint(patterns[0] if patterns else '', names)}"
+        )
+
+
+def refuse_idle(option: str, kind: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ConfigError for a pattern that matches none of the names, which are of this kind."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            known = [name for name in names if name]
+            raise ConfigError(f"{option}=[{pattern}]: matches no {kind}; {hint(pattern, known)}")
 
 
 def hint(pattern: str, names: Sequence[str]) -> str:

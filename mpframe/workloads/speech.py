@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import Dataset
 
-from mpframe.core.errors import ConfigError, UserCodeError
+from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput
+from mpframe.core.ranges import NOT_NEGATIVE, require, require_whole
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import UserCode, described
-from mpframe.data.facts import require_whole
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.samples import Kept
 from mpframe.data.task import Task
@@ -156,8 +156,7 @@ def phonemes(
     sizes = {"classes": classes, "features": features, "max_labels": max_labels}
     for name, size in {**counts, **sizes, "data_seed": data_seed}.items():
         require_whole(f"dataset.{name}", size, least.get(name, 1))
-    if not 0 <= noise < math.inf:
-        raise ConfigError(f"dataset.noise={noise}: must be >= 0 and finite")
+    require("dataset.noise", noise, NOT_NEGATIVE)
     spectra = _spectra(classes, features, data_seed)
     parts = [
         Kept(Phonemes(count, spectra, max_labels, noise, (data_seed, part)), cache_bytes)

@@ -224,8 +224,8 @@ def test_the_log_names_what_is_frozen_and_when_it_is_trained(
 @pytest.mark.parametrize(
     ("words", "options", "line"),
     [
-        ([], {"steps": {"stage1.*": 0}}, "callbacks.freeze.steps={stage1.*: 0}: must be a whole number >= 1"),
-        ([], {"epochs": {"stage1.*": 1.5}}, "callbacks.freeze.epochs={stage1.*: 1.5}: must be a whole number >= 1"),
+        ([], {"steps": {"stage1.*": 0}}, "callbacks.freeze.steps.stage1.*=0: must be a whole number >= 1"),
+        ([], {"epochs": {"stage1.*": 1.5}}, "callbacks.freeze.epochs.stage1.*=1.5: must be a whole number >= 1"),
         ([], {"steps": {"hed.*": 1}}, "callbacks.freeze.steps={hed.*: 1}: matches no parameter that is trained and that no earlier pattern takes; nearest: head.bias"),
         ([], {"steps": {"head.*": 1}, "epochs": {"head.*": 1}}, "callbacks.freeze.epochs={head.*: 1}: matches no parameter that is trained"),
         ([], {"steps": {"*": 1}}, "callbacks.freeze: leaves an optimizer nothing to train; freeze fewer parameters"),

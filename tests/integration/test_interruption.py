@@ -20,7 +20,7 @@ from mpframe import assembly, checkpoint
 from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted
 from mpframe.run.folder import RunLock
 from mpframe.tracking.summary import Summary
-from mpframe.training.callbacks.guards import StopOnSignal
+from mpframe.training.interruption import Interruption
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = [
@@ -75,9 +75,9 @@ def test_a_validation_is_abandoned_and_made_again(
 ) -> None:
     folder = tmp_path / "run"
     # Three batches a validation: the fifth is in the middle of the second one, at step 8.
-    stop = at_call(5, send, StopOnSignal.on_prediction_step)
+    stop = at_call(5, send, Interruption.on_prediction_step)
     with monkeypatch.context() as patched:
-        patched.setattr(StopOnSignal, "on_prediction_step", stop)
+        patched.setattr(Interruption, "on_prediction_step", stop)
         with pytest.raises(RunInterrupted):
             start_run(folder, *OPTIONS)
     progress = checkpoint.load(folder)["trainer"]["progress"]
@@ -88,9 +88,9 @@ def test_a_validation_is_abandoned_and_made_again(
     assert_same_run(whole, folder)
     assert (folder / "metrics.csv").read_text() == (whole / "metrics.csv").read_text()
     # Stopped again in the same validation: it is made, and written, once.
-    stop = at_call(2, send, StopOnSignal.on_prediction_step)
+    stop = at_call(2, send, Interruption.on_prediction_step)
     with monkeypatch.context() as patched:
-        patched.setattr(StopOnSignal, "on_prediction_step", stop)
+        patched.setattr(Interruption, "on_prediction_step", stop)
         with pytest.raises(RunInterrupted):
             start_run(again, *OPTIONS, "resume=auto")
     start_run(again, *OPTIONS, "resume=auto")
@@ -101,9 +101,9 @@ def test_the_row_of_an_abandoned_validation_has_its_steps_numbers(
     start_run: StartRun, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = [*OPTIONS, "trainer.log_every=3"]  # Step 8, which is validated, is not logged.
-    stop = at_call(5, send, StopOnSignal.on_prediction_step)
+    stop = at_call(5, send, Interruption.on_prediction_step)
     with monkeypatch.context() as patched:
-        patched.setattr(StopOnSignal, "on_prediction_step", stop)
+        patched.setattr(Interruption, "on_prediction_step", stop)
         with pytest.raises(RunInterrupted):
             start_run(tmp_path, *options)
     start_run(tmp_path, *options, "resume=auto")
@@ -118,10 +118,10 @@ def test_further_signals_do_not_tear_the_checkpoint(
     start_run: StartRun, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    stop = at_call(5, send, StopOnSignal.on_step_end)
+    stop = at_call(5, send, Interruption.on_step_end)
     again = at_call(1, lambda: list(map(send, CODES)), checkpoint.save)
     with monkeypatch.context() as patched:
-        patched.setattr(StopOnSignal, "on_step_end", stop)
+        patched.setattr(Interruption, "on_step_end", stop)
         patched.setattr(checkpoint, "save", again)
         with pytest.raises(RunInterrupted, match="by SIGTERM"):
             start_run(folder, *OPTIONS)
@@ -147,9 +147,9 @@ def test_stopped_while_steps_are_skipped_it_goes_on_exactly(
     options += ["loss_scaling=Backoff", "loss_scaling.backoff_factor=1e-4"]
     start_run(tmp_path / "whole", *options)
     folder = tmp_path / "run"
-    stop = at_call(3, send, StopOnSignal.on_step_end)
+    stop = at_call(3, send, Interruption.on_step_end)
     with monkeypatch.context() as patched:
-        patched.setattr(StopOnSignal, "on_step_end", stop)
+        patched.setattr(Interruption, "on_step_end", stop)
         with pytest.raises(RunInterrupted):
             start_run(folder, *options)
     assert checkpoint.load(folder)["trainer"]["progress"]["skipped_in_a_row"] == 3
@@ -218,8 +218,8 @@ def test_only_the_warning_of_a_time_limit_requeues(
     start_run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, requeue: bool
 ) -> None:
     log = with_scontrol(tmp_path, monkeypatch)
-    stop = at_call(2, lambda: send(name), StopOnSignal.on_step_end)
-    monkeypatch.setattr(StopOnSignal, "on_step_end", stop)
+    stop = at_call(2, lambda: send(name), Interruption.on_step_end)
+    monkeypatch.setattr(Interruption, "on_step_end", stop)
     with pytest.raises(RunInterrupted):
         start_run(tmp_path / "run", *OPTIONS, f"trainer.requeue={requeue}", "resume=auto")
     asked = log.read_text() if log.exists() else ""
@@ -234,8 +234,8 @@ def test_a_refused_requeue_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with_scontrol(tmp_path, monkeypatch, fails="Job is not requeueable")
-    stop = at_call(2, lambda: send("SIGUSR1"), StopOnSignal.on_step_end)
-    monkeypatch.setattr(StopOnSignal, "on_step_end", stop)
+    stop = at_call(2, lambda: send("SIGUSR1"), Interruption.on_step_end)
+    monkeypatch.setattr(Interruption, "on_step_end", stop)
     with pytest.raises(RunInterrupted):
         start_run(tmp_path / "run", *OPTIONS, "trainer.requeue=true", "resume=auto")
     assert "warning: job 77 was not requeued: Job is not requeueable" in caplog.messages

@@ -14,7 +14,7 @@ from mpframe.core import gradients, master_weights
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.core.plan import Plan
-from mpframe.training.callbacks.step_hooks import LayerwiseRates, Penalty
+from mpframe.training.callbacks.step_hooks import Penalty
 from mpframe.training.larc import LARC
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
@@ -118,7 +118,9 @@ def test_each_bound_is_met(mode: str, settings: dict[str, float], factor: float)
 def test_what_is_left_out_and_what_has_no_gradient_keep_theirs() -> None:
     left, frozen, other = (nn.Parameter(torch.ones(2)) for _ in range(3))
     optimizer = torch.optim.SGD([left, frozen, other], lr=1.0)
-    optimizer.register_step_pre_hook(LARC(eta=1e-3, without=[left]))
+    larc = LARC(eta=1e-3)
+    larc.left_out = {left}
+    optimizer.register_step_pre_hook(larc)
     left.grad, other.grad = torch.ones(2), torch.ones(2)
     optimizer.step()
     assert torch.equal(left, torch.zeros(2))
@@ -176,7 +178,7 @@ def trainer(mode: str = "fp32", half: str = "float16", **plan: Any) -> Trainer:
 
 def test_the_callback_acts_while_the_run_trains_and_no_longer() -> None:
     run, plain = trainer(), trainer()
-    rates = LayerwiseRates(eta=1e-3, without=["*.bias"])
+    rates = LARC(eta=1e-3, without=["*.bias"])
     rates.setup(run, None)  # type: ignore[arg-type]  # It does not look at the run.
     run.train_step(batch(0))
     plain.train_step(batch(0))
@@ -238,13 +240,13 @@ def test_a_penalty_says_what_it_does_not_take() -> None:
 
 def test_the_callback_refuses_clipping_and_idle_patterns() -> None:
     with pytest.raises(ConfigError) as refused:
-        LayerwiseRates(eta=1e-3).setup(trainer(clip_norm=5.0), None)  # type: ignore[arg-type]
+        LARC(eta=1e-3).setup(trainer(clip_norm=5.0), None)  # type: ignore[arg-type]
     assert str(refused.value) == (
         "trainer.clip_norm=5.0: LARC scales each gradient after the clipping, and would undo it; "
         "set trainer.clip_norm=null, or leave callbacks=larc out"
     )
     with pytest.raises(ConfigError) as refused:
-        LayerwiseRates(eta=1e-3, without=["*.bais"]).setup(trainer(), None)  # type: ignore[arg-type]
+        LARC(eta=1e-3, without=["*.bais"]).setup(trainer(), None)  # type: ignore[arg-type]
     assert str(refused.value) == (
         "callbacks.larc.without=[*.bais]: matches no parameter; nearest: 0.bias, 2.bias"
     )

@@ -144,7 +144,7 @@ def test_an_unknown_token_is_refused(numbered: Path) -> None:
     [
         ({"context": 0}, "dataset.context=0: must be a whole number >= 1"),
         ({"token_bytes": 4}, "dataset.token_bytes=4: allowed are 1 and 2"),
-        ({"bytes_per_token": 0.0}, "dataset.bytes_per_token=0.0: must be finite and > 0"),
+        ({"bytes_per_token": 0.0}, "dataset.bytes_per_token=0.0: must be a number > 0"),
         ({"eval_windows": 0}, "dataset.eval_windows=0: must be a whole number >= 1"),
         ({"vocab_size": 0}, "dataset.vocab_size=0: must be a whole number >= 1"),
     ],

@@ -92,7 +92,11 @@ def test_a_resumed_run_stays_stopped_unless_the_patience_grew() -> None:
 @pytest.mark.parametrize(
     ("options", "higher", "line"),
     [
-        ({"patience": 0}, True, r"^callbacks\.early_stopping\.patience=0: must be >= 1$"),
+        (
+            {"patience": 0},
+            True,
+            r"^callbacks\.early_stopping\.patience=0: must be a whole number >= 1$",
+        ),
         (
             {"min_delta": -1.0},
             True,

@@ -132,7 +132,7 @@ class TestOwn:
         ({"every": {"format": "e4m3"}}, "format=e4m3: choose tf32, e4m3fn, e5m2, e2m3, e3m2, e2m1, or give"),
         ({"every": {"format": "e2m1", "blok": 3}}, "dtype.recipes.mine.forward.x.blok: no such option; choose format, per, block"),
         ({"every": {"format": "e2m1", "per": "column"}}, "dtype.recipes.mine.forward.x.per=column: choose tensor, row, block"),
-        ({"every": {"format": "e2m1", "block": 0}}, "dtype.recipes.mine.forward.x.block=0: must be a whole number, at least 1"),
+        ({"every": {"format": "e2m1", "block": 0}}, "dtype.recipes.mine.forward.x.block=0: must be a whole number >= 1"),
         ({"every": {"format": "e2m1", "hadamard": 12}}, "dtype.recipes.mine.forward.x.hadamard=12: must be 0 or a power of two"),
         ({"every": {"format": "e2m1", "across": 16}}, "dtype.recipes.mine.forward.x.across=16: has no meaning with per=tensor"),
         ({"every": {"format": "e2m1", "history": 4, "per": "row"}}, "dtype.recipes.mine.forward.x.history=4: goes with per=tensor"),

@@ -8,14 +8,15 @@ to where the format has room; the optimizer divides by s again, in fp32.
     Backoff   s grows after clean steps and shrinks on overflow: trial and error
     LogMax    s follows from what the gradients were: a model of their largest magnitude
 
-Each is a small state machine on the device, with no optimizer and no model inside:
-`scaler.update(amax)` takes the largest |unscaled gradient| of a step, `scaler.scale` is the answer.
-`auto` and `none` are what `loss_scaling=auto` and `none` call. Begin with scaler.py, which says
-what a scaler is. A scaler of your own derives from `Scaler`; see docs/loss_scaling/own.md.
+Each is a small state machine on the device, with no optimizer and no model inside. Begin with
+scaler.py; a scaler of your own derives from its `Scaler` (docs/loss_scaling/own.md).
 """
 
-from mpframe.core.loss_scaling.backoff import Backoff, auto, none
+from mpframe.core.loss_scaling.backoff import Backoff, auto
 from mpframe.core.loss_scaling.logmax import LogMax
 from mpframe.core.loss_scaling.scaler import NoScaling, Scaler, Static
+
+none = NoScaling
+"""As `loss_scaling=none` calls it."""
 
 __all__ = ["Backoff", "LogMax", "NoScaling", "Scaler", "Static", "auto", "none"]

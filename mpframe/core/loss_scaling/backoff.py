@@ -21,26 +21,35 @@ import torch
 from torch import Tensor
 
 from mpframe.core.loss_scaling.scaler import (
-    FP32_MAX,
+    DEFAULT,
     SCALES,
-    Half,
     NoScaling,
     Scaler,
-    count,
-    half_format,
     largest_power_below,
     number,
     power_of_two,
-    refused,
-    within,
 )
-from mpframe.core.ranges import Range
+from mpframe.core.ranges import Range, refused, require, require_whole
+from mpframe.core.tree import HALVES
 
 DEFAULT_SCALE = 2.0**16
 PROBE = "probe"
 _EXPONENTS = (-126, 127)  # of the normal float32 numbers
+_MOST_STEPS = 2**31 - 1  # far beyond any run, and safe in every integer format
+_GROWTH = Range(above=1.0, high=SCALES.high)
+_SHRINK = Range(above=0.0, below=1.0)
 
 InitScale = float | Literal["probe"]
+Half = torch.dtype | str
+"""A 16-bit format, or its name."""
+
+
+def _half_format(value: Half) -> torch.dtype:
+    """The 16-bit format that `value` is or names, if a run can use it."""
+    for name, half in HALVES.items():
+        if value in (name, half):
+            return half
+    raise refused("loss_scaling.half", value, "float16 or bfloat16", DEFAULT)
 
 
 class AdaptiveScaler(Scaler, ABC):
@@ -60,18 +69,26 @@ class AdaptiveScaler(Scaler, ABC):
     def __init__(
         self, init_scale: InitScale, min_scale: float, max_scale: float, half: Half
     ) -> None:
-        self._limit = torch.finfo(half_format(half)).max
+        self._limit = torch.finfo(_half_format(half)).max
         self._top = math.log2(self._limit)
         self._min = number("min_scale", min_scale, SCALES)
         self._max = number("max_scale", max_scale, SCALES)
         if self._min > self._max:
             allowed = f"at most max_scale, which is {self._max:.10g}"
-            raise refused("min_scale", min_scale, allowed, "lower it, or raise max_scale")
-        self._default = min(max(DEFAULT_SCALE, self._min), self._max)
+            way_out = "lower it, or raise max_scale"
+            raise refused("loss_scaling.min_scale", min_scale, allowed, way_out)
+        first = self._default = min(max(DEFAULT_SCALE, self._min), self._max)
         probing = isinstance(init_scale, str) and init_scale == PROBE
-        first = self._default if probing else self._within_bounds(init_scale)
+        if not probing:
+            first = require(
+                "loss_scaling.init_scale",
+                init_scale,
+                Range(low=self._min, high=self._max),
+                "set it, or move min_scale and max_scale",
+                f"{PROBE} or a number",
+            )
         super().__init__(self._initial_state(torch.tensor(first, dtype=torch.float32)))
-        self._wants_probe = probing
+        self.wants_probe = probing
 
     @property
     def floor(self) -> float:
@@ -89,23 +106,11 @@ class AdaptiveScaler(Scaler, ABC):
         exponent = largest_power_below(self._limit / 2, torch.where(known, amax, 1.0))
         probed = power_of_two(exponent.clamp(*_EXPONENTS)).clamp(self._min, self._max)
         self.state = self._initial_state(torch.where(known, probed, self._default))
-        self._wants_probe = False
-
-    def _within_bounds(self, init_scale: object) -> float:
-        bounds = Range(low=self._min, high=self._max)
-        if not within(init_scale, bounds):
-            allowed = f"{PROBE} or a number {bounds}"
-            way_out = "set it, or move min_scale and max_scale"
-            raise refused("init_scale", init_scale, allowed, way_out)
-        return float(init_scale)
+        self.wants_probe = False
 
     @abstractmethod
     def _initial_state(self, scale: Tensor) -> dict[str, Tensor]:
         """The state of a scaler that has seen nothing and starts at `scale`, on its device."""
-
-
-_GROWTH = Range(above=1.0, high=FP32_MAX)
-_SHRINK = Range(above=0.0, below=1.0)
 
 
 class Backoff(AdaptiveScaler):
@@ -140,8 +145,9 @@ class Backoff(AdaptiveScaler):
         super().__init__(init_scale, min_scale, max_scale, half)
         self._growth_factor = number("growth_factor", growth_factor, _GROWTH)
         self._backoff_factor = number("backoff_factor", backoff_factor, _SHRINK)
-        self._growth_interval = count("growth_interval", growth_interval)
-        self._hysteresis = count("hysteresis", hysteresis)
+        self._growth_interval, self._hysteresis = growth_interval, hysteresis
+        for name, steps in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
+            require_whole(f"loss_scaling.{name}", steps, 1, _MOST_STEPS, DEFAULT)
 
     def _initial_state(self, scale: Tensor) -> dict[str, Tensor]:
         none = torch.zeros_like(scale, dtype=torch.int64)
@@ -149,7 +155,7 @@ class Backoff(AdaptiveScaler):
 
     def update(self, amax: Tensor) -> None:
         """Grow or shrink. `amax`: 0-d float32, the largest |unscaled gradient|; inf = overflow."""
-        self._wants_probe = False
+        self.wants_probe = False
         scale, clean_steps, overflows = self.state.values()
         overflow = ~(amax < torch.inf)  # nan compares false, so it counts as an overflow
         clean_steps = (clean_steps + 1).masked_fill(overflow, 0)
@@ -178,10 +184,5 @@ def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | NoScaling
     Raises:
         ConfigError: `half` is no such format.
     """
-    float16 = mode != "fp32" and half_format(half) == torch.float16
+    float16 = mode != "fp32" and _half_format(half) == torch.float16
     return Backoff(half=half) if float16 else NoScaling()
-
-
-def none() -> NoScaling:
-    """No scaling. A step whose gradients are not finite is skipped all the same."""
-    return NoScaling()

@@ -39,108 +39,21 @@ Why it is so:
   chance (3e-7 per step and side for normal x): the model forgets, and starts from the next
   gradient it sees. Until it has seen one, an overflow only makes the scale retreat.
 - a = 0 is no observation: a frozen or masked batch has no largest gradient.
-
-`Arithmetic` holds the few functions of numbers that this takes: for floats on the host, and for 0-d
-tensors on a device.
 """
 
 import math
 from collections.abc import Mapping
 from statistics import NormalDist
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE, AdaptiveScaler, InitScale
-from mpframe.core.loss_scaling.scaler import Half, exponent_of, number, power_of_two, whole_octaves
-from mpframe.core.ranges import Range
+from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE, AdaptiveScaler, Half, InitScale
+from mpframe.core.loss_scaling.scaler import exponent_of, number, power_of_two
+from mpframe.core.ranges import Range, refused
 from mpframe.core.tree import is_waited_for
-
-Number = Any
-"""A float, or a 0-d float64 tensor; a comparison of two gives a bool of the same kind."""
-
-
-class Arithmetic(Protocol):
-    """What equations need beside + - * / and comparisons."""
-
-    def where(self, condition: Number, value: Number, other: Number) -> Number:
-        """`value` if `condition`, else `other`, which is no constant."""
-
-    def clamp(self, value: Number, low: float | None = None, high: float | None = None) -> Number:
-        """The nearest number within the bounds."""
-
-    def sqrt(self, value: Number) -> Number:
-        """The square root of a number >= 0."""
-
-    def log2(self, value: Number) -> Number:
-        """The binary logarithm of a number > 0."""
-
-    def floor(self, value: Number) -> Number:
-        """The largest whole number that is no larger."""
-
-    def power_of_two(self, exponent: Number) -> Number:
-        """2^exponent for whole exponents from -126 to 127; on a device float32."""
-
-    def exponent_of(self, power: Number) -> Number:
-        """e of 2^e."""
-
-
-class OnHost(Arithmetic):
-    """Of floats."""
-
-    def where(self, condition: Number, value: Number, other: Number) -> Number:
-        return value if condition else other
-
-    def clamp(self, value: Number, low: float | None = None, high: float | None = None) -> Number:
-        value = value if low is None or value >= low else low
-        return value if high is None or value <= high else high
-
-    def sqrt(self, value: Number) -> Number:
-        return math.sqrt(value)
-
-    def log2(self, value: Number) -> Number:
-        return torch.log2(torch.tensor(value, dtype=torch.float64)).item()  # math's rounds unlike.
-
-    def floor(self, value: Number) -> Number:
-        return float(math.floor(value))
-
-    def power_of_two(self, exponent: Number) -> Number:
-        return math.ldexp(1.0, int(exponent))
-
-    def exponent_of(self, power: Number) -> Number:
-        return math.frexp(power)[1] - 1  # frexp gives a mantissa in [0.5, 1)
-
-
-class OnDevice(Arithmetic):
-    """Of 0-d tensors; nothing waits for the device."""
-
-    def where(self, condition: Number, value: Number, other: Number) -> Number:
-        if isinstance(value, float):  # A float among tensors would be sent to the device.
-            return other.masked_fill(condition, value)
-        return torch.where(condition, value, other)
-
-    def clamp(self, value: Number, low: float | None = None, high: float | None = None) -> Number:
-        return value.clamp(low, high)
-
-    def sqrt(self, value: Number) -> Number:
-        return value.sqrt()
-
-    def log2(self, value: Number) -> Number:
-        return torch.log2(value)
-
-    def floor(self, value: Number) -> Number:
-        return value.floor()
-
-    def power_of_two(self, exponent: Tensor) -> Number:
-        return power_of_two(exponent)
-
-    def exponent_of(self, power: Tensor) -> Number:
-        return exponent_of(power)
-
-
-ON_HOST, ON_DEVICE = OnHost(), OnDevice()
-
 
 PRIOR_STD = 1.0
 """σ₀ in octaves: a guess on the safe side, batches differ by less in most training."""
@@ -157,7 +70,42 @@ RESTART_AFTER = 4
 MAX_RETREAT = 255.0
 """Octaves: 8 overflows in a row. More than float32 has, and 8 clean steps take it back."""
 
-_Numbers = Mapping[str, Number]
+Number = Any
+"""A float, or a 0-d float64 tensor; a comparison of two gives a bool of the same kind."""
+_State = Mapping[str, Number]
+
+
+def _log2(value: float) -> float:
+    return torch.log2(torch.tensor(value, dtype=torch.float64)).item()  # math's rounds unlike.
+
+
+def _where(condition: Tensor, value: Tensor | float, other: Tensor) -> Tensor:
+    if isinstance(value, float):  # A float among tensors would be sent to the device.
+        return other.masked_fill(condition, value)
+    return torch.where(condition, value, other)
+
+
+Arithmetic = SimpleNamespace
+"""The functions that the equations need beside + - * / and comparisons."""
+ON_HOST = Arithmetic(  # of floats
+    where=lambda condition, value, other: value if condition else other,
+    clamp=lambda value, low, high: min(max(value, low), high),
+    sqrt=math.sqrt,
+    log2=_log2,
+    floor=math.floor,
+    power_of_two=lambda exponent: math.ldexp(1.0, int(exponent)),
+    exponent_of=lambda power: math.frexp(power)[1] - 1,  # frexp's mantissa is in [0.5, 1)
+)
+ON_DEVICE = Arithmetic(  # of 0-d tensors; nothing waits for the device
+    where=_where,
+    clamp=torch.clamp,
+    sqrt=torch.sqrt,
+    log2=torch.log2,
+    floor=torch.floor,
+    power_of_two=power_of_two,
+    exponent_of=exponent_of,
+)
+
 _PROBABILITIES = Range(above=0.0, below=0.5)
 _DECAYS = Range(low=0.0, below=1.0)
 
@@ -193,10 +141,10 @@ class LogMax(AdaptiveScaler):
         self._mean_gain = 1 - number("mean_decay", mean_decay, _DECAYS)
         self._variance_gain = 1 - number("variance_decay", variance_decay, _DECAYS)
         super().__init__(init_scale, min_scale, max_scale, half)
-        self._floor = whole_octaves("min_scale", self._min)
-        self._ceiling = whole_octaves("max_scale", self._max)
+        self._floor = _octaves("min_scale", self._min)
+        self._ceiling = _octaves("max_scale", self._max)
         if not self.wants_probe:
-            whole_octaves("init_scale", float(init_scale))
+            _octaves("init_scale", float(init_scale))
 
     def _initial_state(self, scale: Tensor) -> dict[str, Tensor]:
         zero = torch.zeros_like(scale, dtype=torch.float64)
@@ -218,7 +166,7 @@ class LogMax(AdaptiveScaler):
 
     def update(self, amax: Tensor) -> None:
         """Observe, and choose the scale. `amax`: 0-d float32, the largest |unscaled gradient|."""
-        self._wants_probe = False
+        self.wants_probe = False
         if amax.dim() == 0 and not is_waited_for(amax.device):
             seen = amax.item()
             if seen != 0:
@@ -227,56 +175,41 @@ class LogMax(AdaptiveScaler):
             return
         new = self._after(self.state, amax.double(), ON_DEVICE)
         ignored = amax == 0
-        self.state = {
-            name: torch.where(ignored, own, new[name]) for name, own in self.state.items()
-        }
+        self.state = {n: torch.where(ignored, old, new[n]) for n, old in self.state.items()}
 
-    def _after(self, now: _Numbers, amax: Number, on: Arithmetic) -> dict[str, Number]:
-        """The state after an observation."""
+    def _after(self, now: _State, amax: Number, on: Arithmetic) -> dict[str, Number]:
+        """The state after an observation, by the equations above."""
         clean = amax < math.inf  # nan compares false, so it counts as an overflow
-        surprise = self._surprise(now, amax, clean, on)
-        highs, lows = self._streaks(now, surprise, on)
+        mean, bound = now["mean"], SURPRISE * on.sqrt(now["variance"])
+        held = on.log2(amax * now["scale"])  # float64, where no product overflows
+        surprise = on.where(clean, held, on.clamp(mean, self._top, math.inf)) - mean
+        highs = (now["highs"] + 1) * ((surprise > bound) & (now["count"] > 0))
+        lows = (now["lows"] + 1) * ((surprise < -bound) & (now["count"] > 0))
         restart = highs + lows >= RESTART_AFTER
+        exceeded = (surprise > self._reserve(now, on)) & (now["count"] >= JUDGED_AFTER)
+        margin = on.clamp(now["margin"] + exceeded - self._probability, 0.0, MAX_MARGIN)
+        further = on.clamp(2 * now["retreat"] + 1, 0.0, MAX_RETREAT)
         count = on.where(restart, 0.0, now["count"])
         new = {
             **self._moments(now, surprise, count, clean, on),
-            "margin": on.where(restart, 0.0, self._margin(now, surprise, on)),
+            "margin": on.where(restart, 0.0, margin),
             "highs": on.where(restart, 0.0, highs),
             "lows": on.where(restart, 0.0, lows),
-            "retreat": _retreat(now["retreat"], clean, on),
+            "retreat": on.where(clean, on.floor(now["retreat"] / 2), further),
         }
         return new | self._placed(now["scale"], new, on)
 
-    def _surprise(self, now: _Numbers, amax: Number, clean: Number, on: Arithmetic) -> Number:
-        """r: how far above the mean the largest scaled gradient lies; on overflow a lower bound."""
-        mean = now["mean"]
-        held = on.log2(amax * now["scale"])  # float64, where no product overflows
-        return on.where(clean, held, on.clamp(mean, low=self._top)) - mean
-
-    def _streaks(self, now: _Numbers, surprise: Number, on: Arithmetic) -> tuple[Number, Number]:
-        """How many observations in a row, this one included, were surprisingly high, or low."""
-        bound = SURPRISE * on.sqrt(now["variance"])
-        known = now["count"] > 0
-        high = (surprise > bound) & known
-        low = (surprise < -bound) & known
-        return (now["highs"] + 1) * high, (now["lows"] + 1) * low
-
-    def _margin(self, now: _Numbers, surprise: Number, on: Arithmetic) -> Number:
-        """The margin after an observation."""
-        exceeded = (surprise > self._reserve(now, on)) & (now["count"] >= JUDGED_AFTER)
-        return on.clamp(now["margin"] + exceeded - self._probability, 0.0, MAX_MARGIN)
-
-    def _reserve(self, state: _Numbers, on: Arithmetic) -> Number:
-        """The octaves above the mean that are held free for what is to come."""
+    def _reserve(self, state: _State, on: Arithmetic) -> Number:
+        """The octaves above the mean that are held free: z σ + m."""
         return self._quantile * on.sqrt(state["variance"]) + state["margin"]
 
     def _moments(
-        self, now: _Numbers, surprise: Number, count: Number, clean: Number, on: Arithmetic
+        self, now: _State, surprise: Number, count: Number, clean: Number, on: Arithmetic
     ) -> dict[str, Number]:
         """Mean, variance and count after an observation; unchanged by an overflow."""
         mean, variance = now["mean"], now["variance"]
-        mean_gain = on.clamp(1 / (count + 1), low=self._mean_gain)
-        variance_gain = on.clamp(1 / (count + PRIOR_WEIGHT), low=self._variance_gain)
+        mean_gain = on.clamp(1 / (count + 1), self._mean_gain, math.inf)
+        variance_gain = on.clamp(1 / (count + PRIOR_WEIGHT), self._variance_gain, math.inf)
         learned = variance + variance_gain * (surprise * surprise - variance)
         learned = on.where(count == 0, PRIOR_STD**2, learned)
         return {
@@ -285,21 +218,25 @@ class LogMax(AdaptiveScaler):
             "count": count + clean,
         }
 
-    def _placed(self, scale: Number, new: _Numbers, on: Arithmetic) -> dict[str, Number]:
+    def _placed(self, scale: Number, new: _State, on: Arithmetic) -> dict[str, Number]:
         """The scale that the new state asks for, and the mean as seen from that scale."""
         exponent = on.exponent_of(scale)
         room = self._top - new["mean"] - self._reserve(new, on)
         rest = on.clamp(exponent + on.floor(room), self._floor, self._ceiling)
-        chosen = on.clamp(rest - new["retreat"], low=self._floor)
+        chosen = on.clamp(rest - new["retreat"], self._floor, math.inf)
         return {"scale": on.power_of_two(chosen), "mean": new["mean"] + (chosen - exponent)}
 
 
-def _retreat(octaves: Number, clean: Number, on: Arithmetic) -> Number:
-    """Falls by 1, 2, 4, 8 octaves on overflows in a row, taken back in the reverse order."""
-    return on.where(clean, on.floor(octaves / 2), on.clamp(2 * octaves + 1, high=MAX_RETREAT))
+def _octaves(argument: str, scale: float) -> int:
+    """e, if `scale` is 2^e."""
+    mantissa, exponent = math.frexp(scale)
+    if mantissa != 0.5:
+        nearest = f"use 2**{exponent - 1} or 2**{exponent}"
+        raise refused(f"loss_scaling.{argument}", scale, "a power of two", nearest)
+    return exponent - 1
 
 
-def _on_cpu(state: _Numbers) -> dict[str, Tensor]:
+def _on_cpu(state: _State) -> dict[str, Tensor]:
     """Floats as 0-d tensors: the scale float32, the others float64."""
     others = torch.tensor([*state.values()], dtype=torch.float64).unbind()
     tensors = dict(zip(state, others, strict=True))

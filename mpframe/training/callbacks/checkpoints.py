@@ -4,9 +4,9 @@ A checkpoint holds everything that can change the run's future: the trainer's st
 generator, and the state of the callbacks. It is taken between two steps, when no accumulation
 window is open. Two numbers say how far the data has been read (see data.loader).
 
-Of several ranks all come to a save at the same step, and rank 0 writes it: they hold the same
-state, but for the random generators and what 8-bit products remember. If they divide the weights,
-each writes its part.
+All ranks save at the same step and rank 0 writes: apart from the random generators and the amax
+histories of 8-bit products, their state is the same. If they divide the weights, each writes its
+part.
 
 A save in the background copies the state first, so the run can go on while the copy is written. At
 most one such save runs at a time, and its error is raised at the next save or at the end.
@@ -26,7 +26,6 @@ from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import prune, rank_of, rank_to_beat
 from mpframe.checkpoint.writing import Background
 from mpframe.core.callback import Callback, call, states_of
-from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, RunInterrupted
 from mpframe.core.trainer import Trainer
 from mpframe.core.tree import device_of
@@ -47,8 +46,8 @@ class SavePlan:
         every: steps between two checkpoints; None: `minutes` decides, or else each epoch.
         minutes: time between two checkpoints; None: time does not count.
         keep_last: how many of the newest are kept, >= 0; with 0 only the best are saved.
-        keep_best: how many of the best by validation are kept, too; if this is not 0, a step is
-            saved as soon as its validation is among the best.
+        keep_best: how many of the best by validation are kept besides; if this is not 0, a step
+            is saved as soon as its validation is among the best.
         background: write while the training continues.
         on_error: `stop` or `warn` if a checkpoint cannot be written.
     """
@@ -62,11 +61,7 @@ class SavePlan:
 
 
 class Checkpoints(Callback):
-    """Saves the run when it is due.
-
-    Args:
-        plan: when to save and what to keep.
-    """
+    """Saves the run when its plan says so."""
 
     _context: RunContext
 
@@ -128,7 +123,9 @@ class Checkpoints(Callback):
             refuse_drift(trainer)
             if trainer.comm.sharding is not None:
                 with self._reported():
-                    self._write_together(trainer.comm, snapshot)
+                    checkpoint.save_together(self._context.folder, snapshot, trainer.comm)
+                    if trainer.comm.is_main:
+                        self._prune()
                 return
             if not trainer.comm.is_main:
                 return
@@ -168,15 +165,13 @@ class Checkpoints(Callback):
 
     def _due(self, trainer: Trainer) -> bool:
         plan, progress = self._plan, trainer.progress
-        if not plan.keep_last:
-            return self._among_the_best(trainer)
-        waited = time.monotonic() - self._saved_at
-        if plan.minutes is not None and trainer.comm.any(waited >= 60 * plan.minutes):
-            return True
-        if plan.every is not None and progress.global_step % plan.every == 0:
-            return True
-        if plan.every is None and plan.minutes is None and progress.batch == 0:
-            return True
+        if plan.keep_last:
+            waited = time.monotonic() - self._saved_at
+            if plan.minutes is not None and trainer.comm.any(waited >= 60 * plan.minutes):
+                return True
+            by_epoch = plan.minutes is None and progress.batch == 0
+            if by_epoch if plan.every is None else progress.global_step % plan.every == 0:
+                return True
         return self._among_the_best(trainer)
 
     def _among_the_best(self, trainer: Trainer) -> bool:
@@ -187,19 +182,19 @@ class Checkpoints(Callback):
         if not trainer.comm.is_main:  # The others have no checkpoints to compare with.
             return trainer.comm.any(False)
         with self._reported():
-            self._background.wait()  # A checkpoint that is being written counts, too.
+            self._background.wait()  # A checkpoint that is being written counts as well.
         beaten = rank_to_beat(self._context.folder, self._plan.keep_best)
         return trainer.comm.any(place < beaten)
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
         global_step = trainer.progress.global_step
-        own = {"rng": checkpoint.rng_state(), "products": trainer.precision.state_dict()}
+        of_rank = {"rng": checkpoint.rng_state(), "products": trainer.precision.state_dict()}
         return Snapshot(
             global_step,
             {
                 "trainer": trainer.state_dict(),
-                "rng": own["rng"],
-                checkpoint.OTHER_RANKS: checkpoint.of_other_ranks(trainer.comm, own),
+                "rng": of_rank["rng"],
+                checkpoint.OTHER_RANKS: checkpoint.of_other_ranks(trainer.comm, of_rank),
                 "callbacks": states_of(trainer.callbacks),
                 "usage": dict(self._context.usage),
             },
@@ -211,11 +206,6 @@ class Checkpoints(Callback):
                 "records": record_sizes(self._context.folder),
             },
         )
-
-    def _write_together(self, comm: Comm, snapshot: Snapshot) -> None:
-        checkpoint.save_together(self._context.folder, snapshot, comm)
-        if comm.is_main:
-            self._prune()
 
     def _write(self, snapshot: Snapshot) -> None:
         checkpoint.save(self._context.folder, snapshot)
@@ -246,19 +236,16 @@ class Checkpoints(Callback):
         name, value = evaluation.monitor, evaluation.watched
         higher = evaluation.direction(name)
         if higher is None:
-            self._say_that_the_loss_decides(name)
+            if self._plan.keep_best and not self._said:
+                self._said = True
+                log.warning(
+                    "warning: trainer.keep_best=%d: metric %s does not say which value is better, "
+                    "so the best is the one with the lowest validation loss; give the metric "
+                    "higher_is_better = True or False",
+                    self._plan.keep_best,
+                    name,
+                )
             name = LOSS
         # JSON has no nan, and no value is better or worse than nan.
         number = value if math.isfinite(value) else None
         return {"metric": name, "value": number, "higher_is_better": bool(higher)}
-
-    def _say_that_the_loss_decides(self, name: str) -> None:
-        if self._plan.keep_best and not self._said:
-            log.warning(
-                "warning: trainer.keep_best=%d: metric %s does not say which value is better, so "
-                "the best is the one with the lowest validation loss; give the metric "
-                "higher_is_better = True or False",
-                self._plan.keep_best,
-                name,
-            )
-        self._said = True

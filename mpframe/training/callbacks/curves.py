@@ -81,27 +81,21 @@ class Curves(Callback):
         self._tracker.scalars(trainer.progress.global_step, values)
 
     def _of_step(self, trainer: Trainer, result: StepResult) -> dict[str, float | Tensor]:
-        values: dict[str, float | Tensor] = {
-            Tag.LR: trainer.optimizer.param_groups[0]["lr"],
-            Tag.GRAD_NORM: result.grad_norm,
-            Tag.GRAD_AMAX: result.amax,
-            Tag.SCALE: result.scale,
-            Tag.LOG2_SCALE: result.scale.log2(),
-            Tag.SKIPPED_TOTAL: trainer.progress.skipped,
-            Tag.PEAK_BYTES: peak_memory(),
-        }
-        for group in trainer.optimizer.param_groups:
+        optimizer, progress = trainer.optimizer, trainer.progress
+        values = _scalars(result, "", progress.skipped)
+        values |= {Tag.LR: optimizer.param_groups[0]["lr"], Tag.PEAK_BYTES: peak_memory()}
+        for group in optimizer.param_groups:
             if "name" in group:
                 values[Tag.LR.of(group["name"])] = group["lr"]
-        if result.loss is not None:
-            values[Tag.LOSS_TRAIN] = result.loss
         for name, part in (result.parts or {}).items():
-            values |= _of_part(trainer, name, part)
-        for owner, scaler in trainer.scalers.items():
-            for tag, name in ((Tag.LOG2_MEAN, "log2_mean"), (Tag.LOG2_STD, "log2_std")):
-                statistic = getattr(scaler, name, None)
+            values |= _scalars(part, name, progress.part_skips.get(name, 0))
+            if isinstance(optimizer, MultiOptimizer):
+                values[Tag.LR.of(name)] = optimizer.parts[name].param_groups[0]["lr"]
+        for name, scaler in trainer.scalers.items():
+            for tag, attribute in ((Tag.LOG2_MEAN, "log2_mean"), (Tag.LOG2_STD, "log2_std")):
+                statistic = getattr(scaler, attribute, None)
                 if statistic is not None:
-                    values[tag.of(owner)] = statistic
+                    values[tag.of(name)] = statistic
         return values | self._speed()
 
     def _speed(self) -> dict[str, float | Tensor]:
@@ -114,17 +108,13 @@ class Curves(Callback):
         }
 
 
-def _of_part(trainer: Trainer, name: str, part: StepResult) -> dict[str, float | Tensor]:
-    """The scalars of one of several optimizers."""
+def _scalars(result: StepResult, name: str, skipped: int) -> dict[str, float | Tensor]:
+    """The scalars of the step, or of one of several optimizers by its name."""
     values: dict[str, float | Tensor] = {
-        Tag.GRAD_NORM.of(name): part.grad_norm,
-        Tag.GRAD_AMAX.of(name): part.amax,
-        Tag.SCALE.of(name): part.scale,
-        Tag.LOG2_SCALE.of(name): part.scale.log2(),
-        Tag.SKIPPED_TOTAL.of(name): trainer.progress.part_skips.get(name, 0),
+        Tag.GRAD_NORM.of(name): result.grad_norm,
+        Tag.GRAD_AMAX.of(name): result.amax,
+        Tag.SCALE.of(name): result.scale,
+        Tag.LOG2_SCALE.of(name): result.scale.log2(),
+        Tag.SKIPPED_TOTAL.of(name): skipped,
     }
-    if isinstance(trainer.optimizer, MultiOptimizer):
-        values[Tag.LR.of(name)] = trainer.optimizer.parts[name].param_groups[0]["lr"]
-    if part.loss is not None:
-        values[Tag.LOSS_TRAIN.of(name)] = part.loss
-    return values
+    return values if result.loss is None else values | {Tag.LOSS_TRAIN.of(name): result.loss}

@@ -15,6 +15,7 @@ from torch import nn
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import ConfigError
 from mpframe.core.plan import Progress
+from mpframe.core.ranges import require_whole
 from mpframe.core.trainer import Trainer
 from mpframe.training.multi_optimizer import parts_of
 from mpframe.training.run_context import RunContext
@@ -67,11 +68,7 @@ class Freeze(Callback):
         self._counts = {"steps": dict(steps or {}), "epochs": dict(epochs or {})}
         for unit, counts in self._counts.items():
             for pattern, count in counts.items():
-                if type(count) is not int or count < 1:
-                    raise ConfigError(
-                        f"callbacks.freeze.{unit}={{{pattern}: {count}}}: must be a whole number "
-                        ">= 1"
-                    )
+                require_whole(f"callbacks.freeze.{unit}.{pattern}", count)
         self._eval_mode = eval_mode
         self._frozen: list[_Frozen] = []
         self._modules: list[nn.Module] = []

@@ -2,12 +2,12 @@
 
 SkipGuard            ends a run that only skips
 EarlyStopping        ends a run whose validation no longer improves
-StopOnSignal         ends a run that a signal asked to stop, on all ranks at the same step
 SaturationWarning    warns of half weights at the end of their range
+
+A run that a signal asked to stop is ended by training/interruption.py.
 """
 
 import logging
-import math
 from typing import Any
 
 import torch
@@ -16,13 +16,15 @@ from torch import nn
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError, DivergedError, nearest
 from mpframe.core.loss_scaling import Static
+from mpframe.core.ranges import NOT_NEGATIVE, require, require_whole
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import StepOptimizer, Trainer
 from mpframe.core.tree import HALF
 from mpframe.training.evaluation import Best, Evaluation
-from mpframe.training.interruption import Interruption
 from mpframe.training.loss_spike import spikes_of
 from mpframe.training.run_context import RunContext
+
+log = logging.getLogger(__name__)
 
 
 class SkipGuard(Callback):
@@ -109,6 +111,9 @@ def _finite(result: StepResult) -> bool:
     return result.loss is None or bool(torch.isfinite(result.loss))
 
 
+_EARLY = "callbacks.early_stopping"
+
+
 class EarlyStopping(Callback):
     """Ends a run after a number of validations in a row without a better value.
 
@@ -126,12 +131,8 @@ class EarlyStopping(Callback):
     def __init__(
         self, patience: int = 10, min_delta: float = 0.0, monitor: str | None = None
     ) -> None:
-        if patience < 1:
-            raise ConfigError(f"callbacks.early_stopping.patience={patience}: must be >= 1")
-        if not 0.0 <= min_delta < math.inf:
-            raise ConfigError(
-                f"callbacks.early_stopping.min_delta={min_delta}: must be a finite number >= 0"
-            )
+        require_whole(f"{_EARLY}.patience", patience)
+        require(f"{_EARLY}.min_delta", min_delta, NOT_NEGATIVE, kind="a finite number")
         self._patience, self._min_delta, self._monitor = patience, min_delta, monitor
         self._best, self._waited = Best(), 0
 
@@ -164,13 +165,13 @@ class EarlyStopping(Callback):
         known = {**evaluation.metrics, "loss": evaluation.loss}
         if name not in known:
             raise ConfigError(
-                f"callbacks.early_stopping.monitor={name}: no such metric; "
+                f"{_EARLY}.monitor={name}: no such metric; "
                 + (nearest(name, known) or "known: " + ", ".join(known))
             )
         higher = evaluation.direction(name)
         if higher is None:
             raise ConfigError(
-                f"callbacks.early_stopping.monitor={name}: the metric does not say which value is "
+                f"{_EARLY}.monitor={name}: the metric does not say which value is "
                 "better; give it higher_is_better = True or False, or monitor loss"
             )
         return known[name], higher
@@ -181,34 +182,6 @@ class EarlyStopping(Callback):
                 f"early stopping: val_{self._best.name} was not better than {self._best} in the "
                 f"last {self._waited} validations"
             )
-
-
-class StopOnSignal(Callback):
-    """Ends a run that was asked to stop: between two steps, or between two validated batches.
-
-    Args:
-        interruption: knows whether a signal came. This callback is the last one, so that all
-            others have dealt with the step.
-    """
-
-    def __init__(self, interruption: Interruption) -> None:
-        self._interruption = interruption
-
-    def on_prediction_step(self, trainer: Trainer) -> None:
-        """Abandon the validation if a signal came; a resumed run validates again."""
-        self._raise_if_received(trainer)
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        """Raise RunInterrupted if a signal came, to this rank or to another."""
-        self._raise_if_received(trainer)
-
-    def _raise_if_received(self, trainer: Trainer) -> None:
-        if trainer.comm.size > 1:
-            self._interruption.take(trainer.comm.max_of([self._interruption.received or 0])[0])
-        self._interruption.raise_if_received()
-
-
-log = logging.getLogger(__name__)
 
 
 class SaturationWarning(Callback):
@@ -222,10 +195,7 @@ class SaturationWarning(Callback):
 
 
 def saturation_warning(optimizer: StepOptimizer, model: nn.Module) -> str | None:
-    """Return a line on the half weights beyond their range; None if there are none.
-
-    Waits for the device: ask at reports, not in steps.
-    """
+    """Return a line on the half weights beyond their range, if any; this waits for the device."""
     trained, beyond = set(optimizer.parameters), {}
     for name, parameter in model.named_parameters():
         if parameter in trained and parameter.dtype in HALF:

@@ -13,7 +13,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,18 @@ MARK = "module: "
 def marked(model: nn.Module) -> Iterator[None]:
     """Within the block each forward pass of a module of the model is a range in the trace.
 
-    There are no hooks on the backward pass: they would change the graph. the trace gives the module
-    of a backward op by the forward op that it belongs to.
+    Hooks on the backward pass would change the graph. The trace gives the module of a backward op
+    by the forward op that it belongs to.
     """
-    handles: list[Any] = []
-    for name, module in model.named_modules():
-        enter, leave = _hooks(MARK + name)
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            enter, leave = _hooks(MARK + name)
+            for handle in (
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(leave, always_call=True),
+            ):
+                stack.callback(handle.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _hooks(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -104,29 +103,19 @@ class Op:
         return " to " in self.format
 
 
-@dataclass
 class _Range:
     """An event with those within it."""
 
-    event: Event
-    children: list["_Range"] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return str(self.event["name"])
-
-    @property
-    def end(self) -> float:
-        return float(self.event["ts"] + self.event["dur"])
-
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        return dict(self.event.get("args", {}))
+    def __init__(self, event: Event) -> None:
+        self.name, self.category = str(event["name"]), event["cat"]
+        self.duration, self.end = float(event["dur"]), float(event["ts"] + event["dur"])
+        self.arguments: Mapping[str, Any] = event.get("args", {})
+        self.children: list[_Range] = []
 
     @property
     def is_op(self) -> bool:
-        """Whether its time counts: ranges, and what autograd wraps around ops, are none."""
-        known = self.event["cat"] == "cpu_op" and "::" in self.name
+        """Whether its time counts: not for ranges, and what autograd wraps around ops."""
+        known = self.category == "cpu_op" and "::" in self.name
         return known and not self.name.startswith(("autograd::", "torch::autograd::"))
 
     def all(self) -> Iterator["_Range"]:
@@ -134,6 +123,20 @@ class _Range:
         yield self
         for child in self.children:
             yield from child.all()
+
+    def module(self, around: str) -> str:
+        """The module that a mark names, else the one around it."""
+        if self.category == "user_annotation":
+            if self.name.startswith(MARK):
+                return self.name.removeprefix(MARK) or MODEL
+            if self.name.startswith("Optimizer.step#"):
+                return OPTIMIZER
+        return around
+
+    def formats(self) -> list[str]:
+        """The formats of its floating-point tensors."""
+        types = self.arguments.get("Input type", ())
+        return [_FORMATS.get(name, name) for name in types if name in _FORMATS or "Float8" in name]
 
 
 def read_ops(path: Path) -> list[Op]:
@@ -148,7 +151,10 @@ def read_ops(path: Path) -> list[Op]:
     modules: dict[int, str] = {}
     for root in roots:
         _note_forward(root, OUTSIDE, modules)
-    kernels = _kernels(events)
+    kernels: dict[int, float] = defaultdict(float)  # microseconds, by the op that started them
+    for event in events:
+        if event.get("cat") in _ON_DEVICE:
+            kernels[event.get("args", {}).get("External id", -1)] += event["dur"]
     return [op for root in roots for op in _ops(root, OUTSIDE, False, modules, kernels)]
 
 
@@ -157,80 +163,54 @@ def _nested(events: Iterable[Event]) -> list[_Range]:
     roots: list[_Range] = []
     open_of_thread: dict[Any, list[_Range]] = defaultdict(list)
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-        own, around = _Range(event), open_of_thread[event["tid"]]
+        inner, around = _Range(event), open_of_thread[event["tid"]]
         while around and around[-1].end <= event["ts"]:
             around.pop()
-        (around[-1].children if around else roots).append(own)
-        around.append(own)
+        (around[-1].children if around else roots).append(inner)
+        around.append(inner)
     return roots
 
 
-def _kernels(events: Iterable[Event]) -> dict[int, float]:
-    """Microseconds on a device, by the op that started them."""
-    times: dict[int, float] = defaultdict(float)
-    for event in events:
-        if event.get("cat") in _ON_DEVICE:
-            times[event.get("args", {}).get("External id", -1)] += event["dur"]
-    return times
-
-
-def _note_forward(own: _Range, module: str, modules: dict[int, str]) -> None:
+def _note_forward(node: _Range, module: str, modules: dict[int, str]) -> None:
     """Note the module of each sequence number; of several ops with one the last made the node."""
-    module = _module_of(own, module)
-    number = own.arguments.get("Sequence number")
-    if number is not None and not own.arguments.get("Fwd thread id"):
+    module = node.module(module)
+    number = node.arguments.get("Sequence number")
+    if number is not None and not node.arguments.get("Fwd thread id"):
         modules[number] = module
-    for child in own.children:
+    for child in node.children:
         _note_forward(child, module, modules)
 
 
 def _ops(
-    own: _Range,
+    node: _Range,
     module: str,
     backward: bool,
     modules: Mapping[int, str],
     kernels: Mapping[int, float],
 ) -> Iterator[Op]:
-    module = _module_of(own, module)
-    if own.name.startswith(_NODE):
-        backward, number = True, own.arguments.get("Sequence number", -1)
+    module = node.module(module)
+    if node.name.startswith(_NODE):
+        backward, number = True, node.arguments.get("Sequence number", -1)
         module = modules.get(number, OUTSIDE)
-    if own.is_op:
-        yield Op(own.name, module, _format_of(own), backward, _microseconds(own, kernels) / 1e3)
+    if node.is_op:
+        time = node.duration
+        if kernels:
+            ids = (inner.arguments.get("External id", -2) for inner in node.all())
+            time = sum(kernels.get(number, 0.0) for number in ids)
+        yield Op(node.name, module, _format_of(node), backward, time / 1e3)
         return
-    for child in own.children:
+    for child in node.children:
         yield from _ops(child, module, backward, modules, kernels)
 
 
-def _module_of(own: _Range, around: str) -> str:
-    if own.event["cat"] == "user_annotation":
-        if own.name.startswith(MARK):
-            return own.name.removeprefix(MARK) or MODEL
-        if own.name.startswith("Optimizer.step#"):
-            return OPTIMIZER
-    return around
-
-
-def _microseconds(own: _Range, kernels: Mapping[int, float]) -> float:
-    if not kernels:
-        return float(own.event["dur"])
-    return sum(kernels.get(inner.arguments.get("External id", -2), 0.0) for inner in own.all())
-
-
-def _format_of(own: _Range) -> str:
-    formats = [known for inner in own.all() if (known := _formats_in(inner))]
-    if own.name in _CASTS:
-        copies = [_formats_in(inner) for inner in own.all() if inner.name == "aten::copy_"]
+def _format_of(op: _Range) -> str:
+    if op.name in _CASTS:
+        copies = [inner.formats() for inner in op.all() if inner.name == "aten::copy_"]
         for to, source in (pair for pair in copies if len(pair) == 2):
             if source != to:
                 return f"{source} to {to}"
-    return formats[0][0] if formats else NO_FORMAT
-
-
-def _formats_in(own: _Range) -> Sequence[str]:
-    """The formats of its floating-point tensors."""
-    types = own.arguments.get("Input type", ())
-    return [_FORMATS.get(own, own) for own in types if own in _FORMATS or "Float8" in own]
+    known = (form for inner in op.all() for form in inner.formats())
+    return next(known, NO_FORMAT)
 
 
 _LARGEST = 5
@@ -240,12 +220,7 @@ _NUMBERS = (2, 3, 4)  # the columns of numbers
 
 @dataclass(frozen=True)
 class Costs:
-    """What the ops of some steps cost.
-
-    Attributes:
-        ops: all of them.
-        steps: how many steps they are of, >= 1.
-    """
+    """What the ops of some steps cost: all ops, and how many steps (>= 1) they are of."""
 
     ops: Sequence[Op]
     steps: int
@@ -253,14 +228,11 @@ class Costs:
     @property
     def milliseconds(self) -> float:
         """Of all ops, a step."""
-        return sum(op.milliseconds for op in self.ops) / self.steps
+        return _total(self.ops) / self.steps
 
     def rows(self) -> list[tuple[str, ...]]:
         """The head, the five largest costs by module and format, and the rest."""
-        costs: dict[tuple[str, str], list[Op]] = defaultdict(list)
-        for op in self.ops:
-            costs[op.module, op.format].append(op)
-        ranked = sorted(costs.items(), key=lambda cost: -_total(cost[1]))
+        ranked = _ranked(self.ops, lambda op: (op.module, op.format))
         largest, rest = ranked[:_LARGEST], ranked[_LARGEST:]
         rows = [_HEAD, *(self._row(module, form, ops) for (module, form), ops in largest)]
         if rest:
@@ -270,12 +242,9 @@ class Costs:
 
     def formats(self) -> str:
         """The share of each format above 0.05 %, the largest first, and that of all casts."""
-        shares: dict[str, list[Op]] = defaultdict(list)
-        for op in self.ops:
-            shares[op.format].append(op)
-        ranked = sorted(shares.items(), key=lambda share: -_total(share[1]))
+        shares = {form: self._share(ops) for form, ops in _ranked(self.ops, lambda op: op.format)}
+        words = [f"{form} {share}" for form, share in shares.items() if share != "0.0%"]
         casts = self._share([op for op in self.ops if op.is_cast])
-        words = [f"{form} {self._share(ops)}" for form, ops in ranked if self._share(ops) != "0.0%"]
         return f"{', '.join(words)}; casts {casts}"
 
     def text(self) -> str:
@@ -295,6 +264,14 @@ class Costs:
     def _share(self, ops: Sequence[Op]) -> str:
         whole = _total(self.ops)
         return f"{_total(ops) / whole:.1%}" if whole else "0 %"
+
+
+def _ranked(ops: Sequence[Op], key: Callable[[Op], Any]) -> list[tuple[Any, list[Op]]]:
+    """The ops by a key, the costliest first."""
+    groups: dict[Any, list[Op]] = defaultdict(list)
+    for op in ops:
+        groups[key(op)].append(op)
+    return sorted(groups.items(), key=lambda group: -_total(group[1]))
 
 
 def _total(ops: Sequence[Op]) -> float:

@@ -20,8 +20,8 @@ _COLUMNS = (
 class CsvLog(Callback):
     """Writes a row for every step that is logged or validated; losses and gradients unscaled.
 
-    A row is complete at the end of its step, and is written then. A checkpoint holds the last row,
-    because a run may be stopped in the validation that belongs to it. The last row is the test's.
+    A row is written at the end of its step. A checkpoint holds the last row, because a run may be
+    stopped in the validation that belongs to it. The last row is the test's.
 
     Args:
         log_every: steps between two rows of the training's numbers.

@@ -1,11 +1,9 @@
-"""What changes gradients right before a step: LARC or LARS, and a penalty on the weights.
+"""What changes gradients right before a step: the base of such callbacks, and a penalty on weights.
 
 There the weights are masters, and their gradients fp32, unscaled, checked and clipped.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,12 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
-from mpframe.core.step_result import StepResult
+from mpframe.core.ranges import POSITIVE, require
 from mpframe.core.trainer import Trainer
-from mpframe.training.larc import LARC
 from mpframe.training.multi_optimizer import parts_of
 from mpframe.training.run_context import RunContext
-from mpframe.training.selection import Selection, hint
+from mpframe.training.selection import Selection, refuse_idle
 
 
 class StepHook(Callback):
@@ -32,7 +29,7 @@ class StepHook(Callback):
 
     Attributes:
         names: the names of all weights, by the tensors that the optimizers step.
-        left_out: those of these tensors that it leaves alone.
+        left_out: the tensors that it leaves alone.
     """
 
     def __init__(self, option: str, without: Sequence[str]) -> None:
@@ -56,13 +53,10 @@ class StepHook(Callback):
                 "reaches them; choose an optimizer without a closure"
             )
         named = dict(trainer.model.named_parameters())
-        self._refuse_idle(list(named))
-        optimizer = trainer.optimizer
-        parts = parts_of(optimizer).values()
-        for part in parts:  # A frozen group is in none of them.
-            self.names |= {
-                part.optimizer_param(own): n for n, own in named.items() if part.holds(own)
-            }
+        refuse_idle(f"{self._option}.without", "parameter", self._without, list(named))
+        for part in parts_of(trainer.optimizer).values():  # A frozen group is in none of them.
+            held = {name: p for name, p in named.items() if part.holds(p)}
+            self.names |= {part.optimizer_param(p): name for name, p in held.items()}
             self._handles.append(part.register_step_pre_hook(self))
         takes = Selection(self._without).takes
         self.left_out = {w for w, name in self.names.items() if takes(name, named[name])}
@@ -71,69 +65,6 @@ class StepHook(Callback):
         """Leave the optimizers as they were."""
         for handle in self._handles:
             handle.remove()
-
-    def _refuse_idle(self, names: Sequence[str]) -> None:
-        for pattern in self._without:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise ConfigError(
-                    f"{self._option}.without=[{pattern}]: matches no parameter; "
-                    f"{hint(pattern, names)}"
-                )
-
-
-class LayerwiseRates(StepHook):
-    """Runs `LARC` before each step, and writes the rate of each parameter to TensorBoard.
-
-    Args:
-        eta: the trust coefficient: a weight's step as a share of its norm, > 0.
-        mode: `clip` (LARC) or `scale` (LARS).
-        min_update: the smallest factor, >= 0.
-        epsilon: added to the gradient's norm, > 0.
-        without: patterns of the names of parameters whose gradients stay as they are.
-        log_every: steps between two writes of the rates.
-
-    Raises:
-        ConfigError: an argument is out of its range.
-    """
-
-    def __init__(
-        self,
-        eta: float,
-        mode: str = "clip",
-        min_update: float = 1e-7,
-        epsilon: float = 1e-7,
-        without: Sequence[str] = (),
-        log_every: int = 10,
-    ) -> None:
-        self._larc, self._log_every = LARC(eta, mode, min_update, epsilon), log_every
-        super().__init__("callbacks.larc", without)
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Scale the gradients of an optimizer that is about to step."""
-        self._larc(optimizer)
-
-    def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Begin.
-
-        Raises:
-            ConfigError: gradients are clipped by their norm, too.
-        """
-        if trainer.plan.clip_norm is not None:
-            raise ConfigError(
-                f"trainer.clip_norm={trainer.plan.clip_norm}: LARC scales each gradient after the "
-                "clipping, and would undo it; set trainer.clip_norm=null, or leave callbacks=larc "
-                "out"
-            )
-        super().setup(trainer, context)
-        self._larc.without |= self.left_out
-        self._context = context
-
-    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Log the rates if they are due."""
-        step = trainer.progress.global_step
-        if step % self._log_every == 0 and not result.known.skipped:
-            rates = {f"larc/rate/{self.names[w]}": rate for w, rate in self._larc.rates.items()}
-            self._context.tracker.scalars(step, rates)
 
 
 class Penalty(StepHook):
@@ -151,8 +82,7 @@ class Penalty(StepHook):
     def __init__(
         self, penalty: Callable[[Tensor], Tensor], strength: float, without: Sequence[str] = ()
     ) -> None:
-        if not 0.0 < strength < math.inf:
-            raise ConfigError(f"callbacks.penalty.strength={strength}: must be a finite number > 0")
+        require("callbacks.penalty.strength", strength, POSITIVE, kind="a finite number")
         super().__init__("callbacks.penalty", without)
         self._penalty, self._strength = penalty, strength
 

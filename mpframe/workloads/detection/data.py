@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.ops import box_iou
 
-from mpframe.core.errors import ConfigError
-from mpframe.data.facts import require_facts, require_whole
+from mpframe.core.ranges import NOT_NEGATIVE, require, require_whole
+from mpframe.data.facts import require_facts
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.samples import Kept
 from mpframe.data.task import Task
@@ -146,8 +146,7 @@ def scenes(
     sizes = {"image_size": image_size, "max_objects": max_objects, "data_seed": data_seed}
     for name, size in {**counts, **sizes}.items():
         require_whole(f"dataset.{name}", size, least.get(name, 1))
-    if not 0 <= noise < math.inf:
-        raise ConfigError(f"dataset.noise={noise}: must be >= 0 and finite")
+    require("dataset.noise", noise, NOT_NEGATIVE)
     parts = [
         Kept(Scenes(count, image_size, max_objects, noise, (data_seed, part)), cache_bytes)
         for part, count in enumerate(counts.values())

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.data.facts import require_facts, require_whole
+from mpframe.core.ranges import require_whole
+from mpframe.data.facts import require_facts
 from mpframe.data.image_files import decode, list_unlabelled, opened
 from mpframe.data.images import Normalize, spread
 from mpframe.data.loading import keyed_uniform

@@ -7,14 +7,13 @@ parameters of the network whose speed in mixed precision was published. The obje
 loss plus cross-entropy.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import Supervised, supervised
+from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, require
 from mpframe.models import require_sizes
 
 
@@ -121,8 +120,6 @@ def dice_cross_entropy(dice_weight: float = 1.0, smooth: float = 1.0) -> Supervi
     Raises:
         ConfigError: an argument is out of its range.
     """
-    if not (math.isfinite(dice_weight) and dice_weight >= 0):
-        raise ConfigError(f"objective.dice_weight={dice_weight}: must be a finite number >= 0")
-    if not (math.isfinite(smooth) and smooth > 0):
-        raise ConfigError(f"objective.smooth={smooth}: must be a finite number > 0")
+    require("objective.dice_weight", dice_weight, NOT_NEGATIVE, kind="a finite number")
+    require("objective.smooth", smooth, POSITIVE, kind="a finite number")
     return supervised(DiceCrossEntropy(dice_weight, smooth))

@@ -18,7 +18,8 @@ from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import model_loss
-from mpframe.data.facts import require_facts, require_whole
+from mpframe.core.ranges import require_whole
+from mpframe.data.facts import require_facts
 from mpframe.data.metrics import Accuracy
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task

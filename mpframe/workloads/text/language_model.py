@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
-from mpframe.data.facts import require_whole
+from mpframe.core.ranges import POSITIVE, require, require_whole
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.metrics import BitsPerByte, Perplexity
 from mpframe.data.task import Task
@@ -269,8 +269,7 @@ def _require_options(
     require_whole("dataset.vocab_size", vocab_size, least=1)
     if token_bytes not in DTYPES:
         raise ConfigError(f"dataset.token_bytes={token_bytes}: allowed are 1 and 2")
-    if not 0.0 < bytes_per_token < float("inf"):
-        raise ConfigError(f"dataset.bytes_per_token={bytes_per_token}: must be finite and > 0")
+    require("dataset.bytes_per_token", bytes_per_token, POSITIVE)
     if eval_windows is not None:
         require_whole("dataset.eval_windows", eval_windows, least=1)
 

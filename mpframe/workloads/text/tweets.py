@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import model_loss
-from mpframe.data.facts import require_whole
+from mpframe.core.ranges import require_whole
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task
