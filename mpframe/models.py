@@ -17,21 +17,13 @@ from mpframe.core.ranges import Range, require, require_whole
 
 
 def require_sizes(**sizes: int) -> None:
-    """Check that each is a whole number >= 1.
-
-    Raises:
-        ConfigError: names the first that is not, as `model.<name>`.
-    """
+    """Check that each is a whole number >= 1; ConfigError names the first that is not."""
     for name, size in sizes.items():
         require_whole(f"model.{name}", size)
 
 
 def require_dropout(dropout: float, name: str = "dropout") -> None:
-    """Check that the option `model.<name>` is a fraction, 0 <= dropout < 1.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Check that the option `model.<name>` is a fraction, 0 <= dropout < 1."""
     require(f"model.{name}", dropout, Range(low=0.0, below=1.0), kind="")
 
 
@@ -95,9 +87,12 @@ def cnn(
     require_sizes(channels=channels, classes=classes, width=width, stages=stages)
     require_dropout(dropout)
     net = nn.Sequential()
-    for stage in range(stages):
-        net.add_module(f"stage{stage + 1}", _stage(channels, width * 2**stage))
-        channels = width * 2**stage
+    for number in range(stages):
+        # No bias: the norm that follows would subtract it again.
+        stage = two_convolutions(channels, width * 2**number, bias=False)
+        stage.add_module("pool", nn.MaxPool2d(2))
+        net.add_module(f"stage{number + 1}", stage)
+        channels = width * 2**number
     net.add_module("pool", nn.AdaptiveAvgPool2d(1))
     net.add_module("flatten", nn.Flatten())
     if dropout > 0:
@@ -106,15 +101,14 @@ def cnn(
     return net
 
 
-def _stage(in_channels: int, out_channels: int) -> nn.Sequential:
+def two_convolutions(in_channels: int, out_channels: int, bias: bool) -> nn.Sequential:
+    """Return two 3x3 convolutions that keep the side, each with a batch norm and a ReLU."""
     stage = nn.Sequential()
     for number, wide in enumerate((in_channels, out_channels), start=1):
-        # No bias: the norm that follows would subtract it again.
-        conv = nn.Conv2d(wide, out_channels, kernel_size=3, padding=1, bias=False)
+        conv = nn.Conv2d(wide, out_channels, kernel_size=3, padding=1, bias=bias)
         stage.add_module(f"conv{number}", conv)
         stage.add_module(f"norm{number}", nn.BatchNorm2d(out_channels))
         stage.add_module(f"relu{number}", nn.ReLU())
-    stage.add_module("pool", nn.MaxPool2d(2))
     return stage
 
 

@@ -31,21 +31,14 @@ _SUMMARY = "summary.json"
 _LARGEST_SUMMARY = 2**20  # bytes
 _RESULTS = ("status", "steps", "train_loss", "monitor", "best", "best_step", "tested")
 _PACKAGES = ("torch", "torchvision", "mpframe")
-KEY = "mpframe"
-"""Under this name a file holds the sidecar's words."""
+KEY = "mpframe"  # Under this name a file holds the sidecar's words.
 
 
 def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself, for the sidecar: all but what is chosen for the export.
+    """Return what a checkpoint says of itself, for the sidecar; nothing in it is called.
 
-    Left null: `weights` and `computes_in`. Left out: `file`.
-
-    Args:
-        snapshot: the checkpoint's content; it may come from anybody, and nothing in it is called.
-        path: the checkpoint's folder.
-
-    Raises:
-        CheckpointError: it holds what JSON cannot.
+    What is chosen for the export is left null (`weights`, `computes_in`) or out (`file`).
+    CheckpointError: it holds what JSON cannot.
     """
     stored = parsed(snapshot.config, path / "config.yaml") if snapshot.config else {}
     usage = _mapping(snapshot.state.get("usage"))
@@ -66,47 +59,37 @@ def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
             "seed": stored.get("seed"),
             "dataset": _mapping(stored.get("dataset")).get("_target_"),
         },
-        "versions": {
-            "trained_with": usage.get("versions"),
-            "exported_with": versions(),
-        },
+        "versions": {"trained_with": usage.get("versions"), "exported_with": versions()},
     }
     plain: dict[str, Any] = _plain(facts, path)
     return plain
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of torch, torchvision and mpframe; None of one that is not installed."""
+    """Return the versions of torch, torchvision and mpframe; None of one that is not installed."""
     return {name: _version(name) for name in _PACKAGES}
 
 
 def model_facts(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Target and arguments of an option section `model`."""
+    """Return target and arguments of an option section `model`."""
     arguments = {key: value for key, value in node.items() if key != "_target_"}
     return {"target": node.get("_target_"), "arguments": arguments}
 
 
 def as_json(facts: Mapping[str, Any], indent: int | None = None) -> str:
-    """Strict JSON, ASCII alone."""
+    """Return strict JSON, ASCII only."""
     return json.dumps(facts, indent=indent, allow_nan=False)
 
 
 def sidecar(facts: Mapping[str, Any], name: str, form: str, content: bytes) -> str:
-    """The text of the sidecar of a file.
-
-    Args:
-        facts: what the file itself holds.
-        name: the file's.
-        form: its format.
-        content: its bytes.
-    """
+    """Return the text of the sidecar of a file: its name, format and digest, and what it holds."""
     digest = hashlib.sha256(content).hexdigest()
     file = {"name": name, "format": form, "bytes": len(content), "sha256": digest}
     return as_json({"schema": facts["schema"], "file": file, **facts}, indent=2) + "\n"
 
 
 def _measured(snapshot: Snapshot) -> dict[str, Any] | None:
-    """The validation of the checkpoint's own step."""
+    """Return the validation of the checkpoint's own step."""
     if not snapshot.facts.get("validation"):
         return None
     results = _mapping(_mapping(snapshot.state.get("callbacks")).get("results"))
@@ -116,7 +99,7 @@ def _measured(snapshot: Snapshot) -> dict[str, Any] | None:
 
 
 def _results(path: Path) -> dict[str, Any] | None:
-    """What the summary of the checkpoint's run says it came to; None if there is none."""
+    """Return what the summary of the checkpoint's run says it came to, if there is one."""
     folder = path.absolute().parent
     if folder.name != FOLDER:
         return None  # It was copied out of its run.
@@ -140,7 +123,7 @@ def _mapping(value: Any) -> dict[Any, Any]:
 
 
 def _plain(value: Any, path: Path) -> Any:
-    """A copy that JSON can hold; a number that is not finite is written as a word."""
+    """Return a copy that JSON can hold; a number that is not finite is written as a word."""
     if isinstance(value, dict):
         return {str(key): _plain(held, path) for key, held in value.items()}
     if isinstance(value, list | tuple):
@@ -154,40 +137,35 @@ def _plain(value: Any, path: Path) -> Any:
     )
 
 
+# The formats of files, each with the endings its files may have.
 FORMATS = {
     "safetensors": (".safetensors",),
     "state_dict": (".pt", ".pth", ".bin"),
     "onnx": (".onnx",),
     "torch_export": (".pt2",),
 }
-"""The formats of files, each with the endings its files may have."""
-GRAPHS = ("onnx", "torch_export")
-"""Those that hold the model's computation beside its weights."""
+GRAPHS = ("onnx", "torch_export")  # They hold the model's computation beside its weights.
 
 
 def as_safetensors(tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> bytes:
-    """The content of a safetensors file; its metadata is `mpframe`, the sidecar's words."""
+    """Return the content of a safetensors file; its metadata is `mpframe`, the sidecar's words."""
     return bytes(save(tensors, metadata={"format": "pt", KEY: as_json(facts)}))
 
 
 def as_state_dict(tensors: dict[str, Tensor]) -> bytes:
-    """What `torch.load(..., weights_only=True)` reads: the tensors by name, and no more."""
+    """Return what `torch.load(..., weights_only=True)` reads: only the tensors by name."""
     file = io.BytesIO()
     torch.save(tensors, file)
     return file.getvalue()
 
 
 def beside(out: Path) -> Path:
-    """The sidecar's path: `model.safetensors.json` for `model.safetensors`."""
+    """Return the sidecar's path: `model.safetensors.json` for `model.safetensors`."""
     return out.with_name(f"{out.name}.json")
 
 
 def refuse_taken(out: Path, overwrite: bool) -> None:
-    """Refuse a place where something is that may not be replaced.
-
-    Raises:
-        ConfigError: a file or a link is there and `overwrite` is false, or a folder is.
-    """
+    """Refuse a place where a folder is, or, without `overwrite`, a file or a link."""
     for path in (out, beside(out)):
         if path.is_dir() and not path.is_symlink():
             raise ConfigError(f"out={out}: {path} is a folder; name a file")
@@ -198,17 +176,7 @@ def refuse_taken(out: Path, overwrite: bool) -> None:
 
 
 def write(out: Path, content: bytes, form: str, facts: Mapping[str, Any]) -> None:
-    """Write a file and its sidecar; links at their places are replaced, not followed.
-
-    Args:
-        out: the file.
-        content: its bytes.
-        form: its format.
-        facts: what the sidecar says, but for the file itself.
-
-    Raises:
-        ConfigError: its folder cannot be written; what was not there before is not left.
-    """
+    """Write a file and its sidecar, or nothing; links there are replaced, not followed."""
     new = [path for path in (out, beside(out)) if not os.path.lexists(path)]
     try:
         write_atomically(out, content)

@@ -49,16 +49,10 @@ class Exported:
 
 
 def converted(weights: Mapping[str, Tensor], dtype: str) -> Exported:
-    """Round weights once to a format.
+    """Round parameters and buffers once to `fp32`, `float16` or `bfloat16`.
 
-    Args:
-        weights: parameters and buffers by name.
-        dtype: `fp32`, `float16` or `bfloat16`.
-
-    Raises:
-        ConfigError: another format.
-        CheckpointError: a weight is nan or inf, or complex or double and would lose more than
-            the rounding.
+    ConfigError: another format. CheckpointError: a weight is nan or inf, or complex or double and
+    would lose more than the rounding.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"weights_dtype={dtype}: choose {', '.join(DTYPES)}")
@@ -72,7 +66,7 @@ def converted(weights: Mapping[str, Tensor], dtype: str) -> Exported:
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """A copy in `dtype`, and how many values were clamped to its range."""
+    """Return a copy in `dtype`, and how many values were clamped to its range."""
     if not tensor.is_floating_point():
         return tensor.clone(memory_format=torch.contiguous_format), 0
     limit = torch.finfo(dtype).max
@@ -93,18 +87,17 @@ def _refuse_unfit(name: str, tensor: Tensor) -> None:
 
 log = logging.getLogger(__name__)
 
-_LABELS = ("labels", "start_positions", "end_positions")
-"""What Hugging Face's models call them."""
+_LABELS = ("labels", "start_positions", "end_positions")  # as Hugging Face's models call them
 _MOST_VALUES = 2**26  # of one input's example: 256 MB in fp32
 
 
 def traced(
     model: nn.Module, weights: Exported, dtype: str, inputs: Sequence[Mapping[str, Any]]
 ) -> torch.export.ExportedProgram:
-    """A model as a graph, by torch.export.
+    """Return a model on the CPU as a graph, by torch.export; it is left in evaluation mode.
 
     Args:
-        model: on the CPU; takes the weights, and is left in evaluation mode.
+        model: takes the weights.
         weights: all of its parameters and buffers, in `dtype`.
         dtype: `fp32`, `float16` or `bfloat16`.
         inputs: of a sidecar.
@@ -124,17 +117,12 @@ def traced(
     sizes = {
         name: ({0: batch} if held.dim() else {}) | _lengths(held) for name, held in examples.items()
     }
-    single = len(examples) == 1
-    arguments = tuple(examples.values()) if single else ()
-    keywords = {} if single else examples
+    call: tuple[Any, ...] = (), examples, sizes
+    if len(examples) == 1:
+        call = tuple(examples.values()), {}, tuple(sizes.values())
     try:
         with _quiet():
-            program = torch.export.export(
-                model.eval(),
-                arguments,
-                keywords,
-                dynamic_shapes=tuple(sizes.values()) if single else sizes,
-            )
+            program = torch.export.export(model.eval(), *call[:2], dynamic_shapes=call[2])
     except Exception as error:  # Whatever the tracer or the user's model raises.
         raise UserCodeError(
             f"model: {name_of(model)} cannot be traced into a graph: {raised(error)}; use "
@@ -148,7 +136,7 @@ def traced(
 def describe_inputs(
     program: torch.export.ExportedProgram, inputs: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The inputs as the graph takes them, with null for each size that may vary.
+    """Return the inputs as the graph takes them, with null for each size that may vary.
 
     A length that the model's code fixes gets a warning.
     """
@@ -171,19 +159,14 @@ def describe_inputs(
 
 
 def as_pt2(program: torch.export.ExportedProgram, words: str) -> bytes:
-    """The content of a `.pt2` file; `words` is its extra file `mpframe`."""
+    """Return the content of a `.pt2` file; `words` is its extra file `mpframe`."""
     file = io.BytesIO()
     torch.export.save(program, file, extra_files={KEY: words})
     return file.getvalue()
 
 
 def as_onnx(program: torch.export.ExportedProgram, words: str) -> bytes:
-    """The content of an `.onnx` file; `words` is its metadata property `mpframe`.
-
-    Raises:
-        ConfigError: the packages for it are missing.
-        UserCodeError: an op of the graph has no counterpart in ONNX.
-    """
+    """Return the content of an `.onnx` file; `words` is its metadata property `mpframe`."""
     require_onnx()
     spec: Any = program.call_spec.out_spec
     flat = spec.type is dict and spec.num_leaves == len(spec.context)  # Of tensors by name.
@@ -204,11 +187,7 @@ def as_onnx(program: torch.export.ExportedProgram, words: str) -> bytes:
 
 
 def require_onnx() -> None:
-    """Refuse to write ONNX without the packages that do it.
-
-    Raises:
-        ConfigError: they are missing; the message names the extra.
-    """
+    """Refuse to write ONNX without the packages that do it, naming the extra."""
     for package in ("onnx", "onnxscript"):
         if find_spec(package) is None:
             raise ConfigError(
@@ -218,28 +197,22 @@ def require_onnx() -> None:
 
 
 def graph_inputs(facts: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
-    """The inputs that a graph takes: those of the sidecar, floating ones in `dtype`.
-
-    Raises:
-        CheckpointError: the checkpoint does not say what its model is called with, or that is not
-            a list of plain tensors.
-    """
+    """Return the sidecar's inputs, plain tensors, the floating ones in `dtype`."""
     inputs = facts["inputs"]
     if not inputs or not isinstance(inputs, list) or not all(map(_is_plain, inputs)):
         raise CheckpointError(
             "the checkpoint does not say that its model is called with plain tensors, which a "
             "graph needs; use format=safetensors"
         )
-    own = dtype_name(DTYPES[dtype])
-    floating = [getattr(torch, one["dtype"]).is_floating_point for one in inputs]
+    name = dtype_name(DTYPES[dtype])
     return [
-        {**one, "dtype": own} if is_floating else one
-        for one, is_floating in zip(inputs, floating, strict=True)
+        {**one, "dtype": name} if getattr(torch, one["dtype"]).is_floating_point else one
+        for one in inputs
     ]
 
 
 def without_labels(inputs: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-    """The inputs without the labels that the model can do without: only its loss needed them."""
+    """Return the inputs without labels that only the model's loss needed."""
     parameters = inspect.signature(model.forward).parameters
     left_out = {
         name
@@ -251,7 +224,7 @@ def without_labels(inputs: list[dict[str, Any]], model: nn.Module) -> list[dict[
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block nothing is logged: of an error the tracer writes the whole graph so far."""
+    """Log nothing in the block: of an error the tracer writes the whole graph so far."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -262,7 +235,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _is_plain(described: Any) -> bool:
-    """Whether this, which may come from anybody, is an input whose example takes little memory."""
+    """Whether this, from anybody, is an input whose example takes little memory."""
     try:
         sizes = [2 if size is None else size for size in described["shape"]]
         dtype = getattr(torch, described["dtype"])
@@ -274,14 +247,14 @@ def _is_plain(described: Any) -> bool:
 
 
 def _lengths(example: Tensor) -> dict[int, Any]:
-    """The dimensions behind the batch that torch.export is to leave open where the model can."""
+    """Return the dimensions behind the batch that torch.export may leave open."""
     if example.is_floating_point():
         return {}
     return dict.fromkeys(range(1, example.dim()), torch.export.Dim.AUTO)
 
 
 def _bounds(size: Any) -> tuple[Any, Any]:
-    """The smallest and the largest value of a size in a graph."""
+    """Return the smallest and the largest value of a size in a graph."""
     if isinstance(size, int):
         return size, size
     allowed = size.node.shape_env.bound_sympy(size.node.expr)
@@ -289,7 +262,7 @@ def _bounds(size: Any) -> tuple[Any, Any]:
 
 
 def _plain_output(output: Any) -> Any:
-    """A model's output with dicts for dataclasses and the like; fields without tensors go."""
+    """Return an output with dicts for dataclasses and the like; fields without tensors go."""
     fields = fields_of(output)
     if fields:
         return {str(k): _plain_output(v) for k, v in fields.items() if [*tensors_in(v)]}
@@ -300,7 +273,7 @@ def _plain_output(output: Any) -> Any:
 
 
 def _example(described: Mapping[str, Any]) -> Tensor:
-    """Two samples of zeros: a valid index of any table, too."""
+    """Return two samples of zeros: a valid index of any table as well."""
     shape = [2 if size is None else size for size in described["shape"]]
     return torch.zeros(shape, dtype=getattr(torch, described["dtype"]))
 

@@ -6,10 +6,9 @@
     .step_00001200.dropped       about to be deleted
     step_00001200.set_aside      newer than where the run continued: kept, never resumed from
 
-A manifest lists a checkpoint's files with their sizes and SHA-256, which are computed while the
-files are written and verified piece by piece. It also holds a random word that was drawn when the
-run began: a folder's checkpoints differ only in their step, so those of two runs would replace and
-delete each other, and a folder belongs to one run.
+A manifest lists a checkpoint's files with their sizes and SHA-256. It also holds a random word that
+was drawn when the run began: checkpoints of two runs in one folder would replace and delete each
+other, so a folder belongs to one run.
 
 The newest checkpoints are kept, and the best ones by validation. None is deleted before a newer one
 is durable. A folder is renamed before it is deleted, so that a kill leaves no half-deleted one.
@@ -39,39 +38,39 @@ _NAME = re.compile(r"step_(\d+)")
 
 
 def path_of(folder: Path, global_step: int) -> Path:
-    """The checkpoint of step `global_step` in a run's folder."""
+    """Return the checkpoint of step `global_step` in a run's folder."""
     return folder / FOLDER / f"step_{global_step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step a checkpoint's folder is named after."""
+    """Return the step a checkpoint's folder is named after, or -1."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
 def parts_of(rank: int) -> str:
-    """The name of the file with a rank's parts of divided tensors."""
+    """Return the name of the file with a rank's parts of divided tensors."""
     return f"parts_{rank:05d}.pt"
 
 
 def all_parts(names: Iterable[str]) -> list[str]:
-    """Those of the names that are of such files, in the order of the ranks."""
+    """Return the names of such files, in the order of the ranks."""
     return sorted((name for name in names if _PARTS.fullmatch(name)), key=lambda n: int(n[6:-3]))
 
 
 def hidden(path: Path, why: str) -> Path:
-    """The name of a checkpoint's folder while it is not yet, or no longer, complete."""
+    """Return the name of a checkpoint's folder while it is not yet, or no longer, complete."""
     return path.with_name(f".{path.name}.{why}")
 
 
 def newest(path: Path) -> Path:
-    """`path` itself, or its newest checkpoint if it is a run's folder that has one."""
+    """Return `path`, or its newest checkpoint if it is a run's folder that has one."""
     found = [] if (path / MANIFEST).exists() else all_in(path)
     return found[-1] if found else path
 
 
 def all_in(folder: Path) -> list[Path]:
-    """The checkpoints of a run's folder, the oldest first (by step number, not by name)."""
+    """Return the checkpoints of a run's folder, the oldest first (by number, not by name)."""
     return sorted(
         (path for path in (folder / FOLDER).glob("step_*") if step_of(path) >= 0), key=step_of
     )
@@ -81,16 +80,10 @@ PIECE = 2**20  # bytes read at once
 
 
 class HashingFile:
-    """Writes to a file, and computes the digest of what is written.
+    """Writes to a file, and computes the size and digest of what is written.
 
     After a failed write nothing more is written, and `raise_if_failed` raises the error. It is not
     raised at once: torch's writer would continue at a wrong position and report that instead.
-
-    Args:
-        file: open for binary writing.
-
-    Attributes:
-        size: bytes written so far.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -111,7 +104,6 @@ class HashingFile:
         return len(content)
 
     def flush(self) -> None:
-        """Flush the file."""
         self._file.flush()
 
     def raise_if_failed(self) -> None:
@@ -120,16 +112,12 @@ class HashingFile:
             raise self._error
 
     def sha256(self) -> str:
-        """The digest of all that was written, in hexadecimal."""
+        """Return the digest of all that was written, in hexadecimal."""
         return self._digest.hexdigest()
 
 
 def sha256_of(path: Path) -> str:
-    """The digest of a regular file, in hexadecimal.
-
-    Raises:
-        OSError: it cannot be read, or is a link or not a regular file.
-    """
+    """Return the digest of a regular file, in hexadecimal."""
     digest = hashlib.sha256()
     with open_regular(path, "rb") as file:
         while piece := file.read(PIECE):
@@ -143,29 +131,20 @@ _LARGEST = 2**20  # bytes; a manifest of ours has a few hundred
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint's folder contains.
-
-    Attributes:
-        files: by name, size in `bytes` and `sha256`.
-        facts: what is known of the checkpoint besides its state, as JSON.
-    """
+    """The files of a checkpoint, with their `bytes` and `sha256`, and facts, as JSON."""
 
     files: dict[str, dict[str, Any]]
     facts: dict[str, Any]
 
     def text(self) -> str:
-        """The content of the manifest's file."""
+        """Return the content of the manifest's file."""
         content = {"files": self.files, "facts": self.facts}
         sealed = {"format": FORMAT, "content": content, "sha256": content_digest(FORMAT, content)}
         return json.dumps(sealed, indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The manifest of a checkpoint's folder; its files are not read.
-
-        Raises:
-            CheckpointError: there is none, it is damaged, or of another format.
-        """
+        """Read the manifest of a checkpoint's folder, but not its files."""
         path = folder / MANIFEST
         try:
             written = read_regular(path, _LARGEST)
@@ -196,11 +175,7 @@ class Manifest:
         return cls(files, facts)
 
     def verify(self, folder: Path) -> None:
-        """Compare every file with its size and digest.
-
-        Raises:
-            CheckpointError: one is missing or differs.
-        """
+        """Compare every file with its size and digest."""
         for name, expected in self.files.items():
             _verify(folder / name, expected)
 
@@ -224,7 +199,7 @@ def _verify(path: Path, expected: dict[str, Any]) -> None:
 
 
 def _inside(name: str, path: Path) -> str:
-    """A file's name from the manifest, if the file is in its folder."""
+    """Return a file's name from the manifest, if the file is in its folder."""
     if name in ("", ".", "..") or not set(name).isdisjoint("/\\\0"):
         raise CheckpointError(
             f"{path}: damaged, it names {name!r:.80}, which is no file of its folder; "
@@ -234,7 +209,7 @@ def _inside(name: str, path: Path) -> str:
 
 
 def content_digest(version: int, content: Any) -> str:
-    """The SHA-256 of a manifest's format and content, in hexadecimal."""
+    """Return the SHA-256 of a manifest's format and content, in hexadecimal."""
     text = json.dumps([version, content], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -243,22 +218,18 @@ FACT = "run"
 
 
 def new_identity() -> str:
-    """An identity that no other run has: 16 letters."""
+    """Draw an identity that no other run has: 16 letters."""
     return secrets.token_hex(8)
 
 
 def identity_of(facts: Mapping[str, Any]) -> str | None:
-    """The identity among a checkpoint's facts; None if they name none."""
+    """Return the identity among a checkpoint's facts, if they name one."""
     identity = facts.get(FACT)
     return identity if isinstance(identity, str) and identity else None
 
 
 def refuse_mixed(folder: Path) -> None:
-    """Refuse a run's folder with checkpoints of two runs.
-
-    Raises:
-        CheckpointError: it has such checkpoints; the message names one of each run.
-    """
+    """Refuse a run's folder with checkpoints of two runs, naming one of each."""
     first: dict[str, Path] = {}
     for path in all_in(folder):
         identity = _of(path)
@@ -280,16 +251,7 @@ def _of(path: Path) -> str | None:
 
 
 def prune(folder: Path, keep_last: int, keep_best: int) -> None:
-    """Delete all but the newest and the best checkpoints.
-
-    Args:
-        folder: the run's folder.
-        keep_last: how many of the newest to keep, >= 0.
-        keep_best: how many of the best by validation to keep as well, >= 0.
-
-    Raises:
-        OSError: a checkpoint could not be deleted.
-    """
+    """Delete all but the `keep_last` newest and the `keep_best` best checkpoints of a run."""
     found = all_in(folder)
     kept = {*found[max(0, len(found) - keep_last) :], *best_in(folder, keep_best)}
     for path in found:
@@ -300,7 +262,7 @@ def prune(folder: Path, keep_last: int, keep_best: int) -> None:
 
 
 def best_in(folder: Path, count: int) -> list[Path]:
-    """The checkpoints with the best validation, the best first; of two equal ones the older one."""
+    """Return the checkpoints with the best validation, best first; of equals the older first."""
     if count == 0:
         return []
     ranked = [(rank, path) for path in all_in(folder) if (rank := _rank_of(path)) is not None]
@@ -308,33 +270,30 @@ def best_in(folder: Path, count: int) -> list[Path]:
 
 
 def rank_to_beat(folder: Path, count: int) -> float:
-    """The worst rank among the `count` best checkpoints; inf if there are fewer."""
+    """Return the worst rank among the `count` best checkpoints; inf if there are fewer."""
     best = best_in(folder, count)
     return math.inf if len(best) < count else _rank_of(best[-1]) or 0.0
 
 
 def rank(value: float, higher_is_better: bool) -> float | None:
-    """A number that is lower for a better value; None for nan and inf, which are no result."""
+    """Return a number that is lower for a better value; None for nan and inf: no result."""
     if not math.isfinite(value):
         return None
     return -value if higher_is_better else value
 
 
 def rank_of(validation: dict[str, Any]) -> float | None:
-    """The rank of a validation, as a checkpoint's manifest holds it."""
+    """Return the rank of a validation, as a checkpoint's manifest holds it."""
     if validation["value"] is None:
         return None
     return rank(float(validation["value"]), bool(validation["higher_is_better"]))
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
-    """Set aside the checkpoints newer than `step`, from which a run continues.
+    """Set aside the checkpoints newer than `step`, where a run continues; return their paths.
 
     They are bad, or the run will not repeat them: nothing may resume from them, and they do not
     count among the newest. An older one that was set aside under the same name is deleted.
-
-    Returns:
-        Their new paths.
     """
     moved = []
     for path in all_in(folder):
@@ -346,10 +305,7 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a killed run left half-written or half-deleted.
-
-    Only the process that holds the run's lock may do so.
-    """
+    """Remove what a killed run left half-written; only the holder of the run's lock may."""
     for path in (folder / FOLDER).glob(".step_*"):
         final = path.with_name(path.stem[1:])
         if path.suffix == ".replaced" and not final.exists():
@@ -361,7 +317,7 @@ def tidy(folder: Path) -> None:
 
 
 def _rank_of(path: Path) -> float | None:
-    """The rank of a checkpoint; None if it was not validated or cannot be read."""
+    """Return the rank of a checkpoint; None if it was not validated or cannot be read."""
     try:
         validation = Manifest.read(path).facts.get("validation")
         return None if validation is None else rank_of(validation)

@@ -9,11 +9,11 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -31,9 +31,7 @@ _WRAPPERS = ("module.", "_orig_mod.")  # Of DistributedDataParallel, and of torc
 def renamed(
     saved: Mapping[str, Tensor], names: Mapping[str, str], own: Set[str], source: str
 ) -> dict[str, Tensor]:
-    """Saved weights under new names.
-
-    A wrapper's prefix that all names have (`module.`) is taken off first.
+    """Return saved weights under new names; a wrapper's prefix that all have is taken off first.
 
     Args:
         saved: by name.
@@ -70,13 +68,13 @@ def renamed(
 
 
 def hint(pattern: str, names: Iterable[str]) -> str:
-    """The names that are nearest to a pattern, or some of all, as a clause."""
+    """Return the names that are nearest to a pattern, or some of all, as a clause."""
     names = sorted(names)
     return nearest(pattern, names) or "there are " + few(names)
 
 
 def few(names: Sequence[str]) -> str:
-    """The first five of some names, and how many more there are."""
+    """Return the first five of some names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -129,7 +127,7 @@ class Fitted:
     formats: Mapping[torch.dtype, int]
 
     def remarks(self) -> list[str]:
-        """A line each on what was left out, and on parameters that start from other formats."""
+        """Return lines on what was left out, and on parameters that start from other formats."""
         lines = []
         if self.kept:
             lines.append(f"with their first values: {', '.join(self.kept)}")
@@ -147,7 +145,7 @@ class Fitted:
 
 
 def fitted(saved: Weights, own: Weights, left_out: Sequence[str], source: str) -> Fitted:
-    """The saved weights for a model with the weights `own`, except those that may differ.
+    """Return the saved weights for a model with the weights `own`, except those that may differ.
 
     A name that the model ties to another one, and that was not saved, takes the other's weight.
 
@@ -173,8 +171,8 @@ def fitted(saved: Weights, own: Weights, left_out: Sequence[str], source: str) -
     lists = {
         "missing": missing,
         "unexpected": unexpected,
-        "of another shape": list(_of_other_shape(taken, saved, own)),
-        "of another kind": list(_of_other_kind(taken, saved, own)),
+        "of another shape": _differing(taken, saved, own, lambda tensor: tuple(tensor.shape)),
+        "of another kind": _differing(taken, saved, own, _kind),
         "tied, and of different values": list(_of_other_value(taken, saved, own)),
     }
     if any(lists.values()) or not taken:
@@ -207,20 +205,15 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if narrow else tensor
 
 
-def _of_other_shape(names: Sequence[str], saved: Weights, own: Weights) -> Iterator[str]:
-    for name in names:
-        if saved[name].shape != own[name].shape:
-            yield f"{name} {tuple(saved[name].shape)} for {tuple(own[name].shape)}"
-
-
-def _of_other_kind(names: Sequence[str], saved: Weights, own: Weights) -> Iterator[str]:
-    for name in names:
-        if _kind(saved[name]) != _kind(own[name]):
-            yield f"{name} {_kind(saved[name])} for {_kind(own[name])}"
+def _differing(
+    names: Sequence[str], saved: Weights, own: Weights, fact: Callable[[Tensor], object]
+) -> list[str]:
+    pairs = ((name, fact(saved[name]), fact(own[name])) for name in names)
+    return [f"{name} {one} for {other}" for name, one, other in pairs if one != other]
 
 
 def _kind(tensor: Tensor) -> str:
-    """What a copy must not change without notice: all floating formats are one kind."""
+    """Name what a copy must not change without notice: all floating formats are one kind."""
     if tensor.is_quantized:
         return dtype_name(tensor.dtype)
     if tensor.layout != torch.strided:
@@ -229,7 +222,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _of_other_value(names: Sequence[str], saved: Weights, own: Weights) -> Iterator[str]:
-    """Two names of one weight of the model, for which two values were saved."""
+    """Yield two names of one weight of the model, for which two values were saved."""
     first: dict[tuple[object, ...], str] = {}
     for name in names:
         if own[name].numel():
@@ -239,7 +232,7 @@ def _of_other_value(names: Sequence[str], saved: Weights, own: Weights) -> Itera
 
 
 def _tied(saved: Weights, own: Weights) -> dict[str, Tensor]:
-    """What was not saved because the model has the same memory under another name."""
+    """Return what was not saved because the model has the same memory under another name."""
     places = {_place(own[name]): name for name in own if name in saved and own[name].numel()}
     left = {name: _place(tensor) for name, tensor in own.items() if name not in saved}
     return {name: saved[places[place]] for name, place in left.items() if place in places}
@@ -252,7 +245,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 def _renaming(
     saved: Weights, own: Weights, missing: Sequence[str], unexpected: Sequence[str]
 ) -> str:
-    """The pattern that would name most of what is unexpected as the model does, as a clause."""
+    """Return the pattern that would name most unexpected weights as the model does, as a clause."""
     counts: Counter[tuple[str, str]] = Counter()
     by_last: dict[str, list[str]] = {}
     for name in missing:
@@ -268,7 +261,7 @@ def _renaming(
 
 
 def _prefixes(old: str, new: str) -> tuple[str, str]:
-    """What is left of two names without the dotted parts that both end with, each with its dot."""
+    """Cut the dotted parts that both names end with off them; each keeps its last dot."""
     one, other = old.split("."), new.split(".")
     while one and other and one[-1] == other[-1]:
         one.pop()
@@ -291,14 +284,8 @@ _CODE = (
 )
 
 
-@dataclass(frozen=True)
-class ForeignWeights:
-    """What a file, or all shards of an index, hold.
-
-    Attributes:
-        tensors: by name, on the CPU, in the formats of the file.
-        left: entries of the file that are no weights, or other ones; they are not used.
-    """
+class ForeignWeights(NamedTuple):
+    """Tensors by name, on the CPU, in a file's formats; `left` names entries that are not used."""
 
     tensors: dict[str, Tensor]
     left: tuple[str, ...] = ()
@@ -310,15 +297,11 @@ def is_foreign(path: Path) -> bool:
 
 
 def read_foreign(path: Path) -> ForeignWeights:
-    """All weights of a file, of an index, or of a folder with one of them.
+    """Read all weights of a file, of an index, or of a folder with one of them.
 
-    Args:
-        path: what `is_foreign` accepts. It may be a link; a link within its folder may only lead to
-            the same folder, or to the store of Hugging Face's cache beside it.
-
-    Raises:
-        CheckpointError: a file is missing, damaged or crafted, or holds no weights; or the shards
-            are not what the index says.
+    `path` may be a link; a link within its folder may only lead to the same folder, or to the store
+    of Hugging Face's cache beside it. CheckpointError: a file is missing, damaged or crafted, or
+    holds no weights; or the shards are not what the index says.
     """
     if not path.is_dir():
         return _read_file(path)
@@ -348,17 +331,17 @@ def _read_shards(index: Path) -> ForeignWeights:
         shards = sorted(set(places.values()))
     tensors: dict[str, Tensor] = {}
     for shard in shards:
-        own = _read_file(_beside(index.parent, shard)).tensors
+        found = _read_file(_beside(index.parent, shard)).tensors
         named = {name for name, place in places.items() if place == shard}
-        for name in sorted(named ^ own.keys()):
+        for name in sorted(named ^ found.keys()):
             what = "misses" if name in named else "also holds"
             raise CheckpointError(f"{index}: {shard} {what} {name}, against the index; {_OTHER}")
-        tensors |= own
+        tensors |= found
     return ForeignWeights(tensors)
 
 
 def _beside(folder: Path, name: Any) -> Path:
-    """A file of `folder`; a link may lead within it, or into the store of the same cache.
+    """Return a file of `folder`; a link may lead within it, or into the store of the same cache.
 
     Hugging Face's cache has `snapshots/<version>/<name>` as a link to `blobs/<digest>`.
     """
@@ -376,7 +359,7 @@ def _beside(folder: Path, name: Any) -> Path:
 
 
 def _weights_in(state: Any, path: Path) -> ForeignWeights:
-    """The state dict in what was saved, and the names of all else."""
+    """Return the state dict in what was saved, and the names of all else."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a state dict; {_OTHER}")
     if _tensors_of(state):

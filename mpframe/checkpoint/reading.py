@@ -26,19 +26,16 @@ _CODE = "holds code, which is never run; a checkpoint is tensors, numbers, strin
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The verified state of a checkpoint, on the CPU; see `read`."""
+    """Return the verified state of a checkpoint, on the CPU; see `read`."""
     return read(path).state
 
 
 def read(path: Path) -> Snapshot:
-    """All of a checkpoint, verified, its tensors on the CPU.
+    """Read all of a checkpoint, verified, its tensors on the CPU.
 
-    Args:
-        path: a checkpoint's folder, or a run's folder: then its newest checkpoint.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, of another format, or holds code; or the
-            folder has checkpoints of two runs.
+    `path` is a checkpoint's folder, or a run's folder: then its newest checkpoint. CheckpointError:
+    there is none, it is damaged, of another format, or holds code; or the folder has checkpoints of
+    two runs.
     """
     if newest(path) != path:
         refuse_mixed(path)

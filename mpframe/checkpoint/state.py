@@ -1,14 +1,15 @@
 """What a checkpoint contains: a `Snapshot` of the run's state, which the run can no longer change.
 
-Where ranks divide the weights, each writes its parts, and readers put them together. What each rank
-has of its own, such as its random generators, stands in the checkpoint that rank 0 writes. The
-weights are checked before they are used.
+If ranks divide the weights, each writes its parts, and readers put them together. The rest of each
+rank's state, such as its random generators, is in the checkpoint that rank 0 writes. The weights
+are checked before they are used.
 """
 
 import copy
 import io
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -40,12 +41,12 @@ class Snapshot:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def detached(self) -> Self:
-        """A copy with every tensor on the CPU, which does not change if training continues."""
+        """Return a copy with all tensors on the CPU, which training does not change."""
         return replace(self, state=_copied(self.state, {}))
 
 
 def _copied(value: Any, copies: dict[Any, Tensor]) -> Any:
-    """A deep copy; tensors that share memory share it in the copy, too."""
+    """Return a deep copy; tensors that share memory share it in the copy as well."""
     if isinstance(value, Tensor):
         address = value.data_ptr() if value.layout is torch.strided else 0  # Sparse ones have none.
         place = address and (address, value.dtype, value.device, value.shape, value.stride())
@@ -59,35 +60,26 @@ def _copied(value: Any, copies: dict[Any, Tensor]) -> Any:
     return copy.deepcopy(value)
 
 
-Place = tuple[str | int, ...]
-"""The keys and indexes that lead to a value in a state."""
+Place = tuple[str | int, ...]  # the keys and indexes that lead to a value in a state
 _CODE = "holds code, which is never run; the parts of a checkpoint are tensors"
 
 
 def divided(state: Any) -> tuple[Any, dict[Place, Tensor]]:
-    """A state without its sharded tensors, and copies of this rank's parts of them on the host.
+    """Return a state without its sharded tensors, and this rank's parts of them on the host.
 
-    A tensor that stands in several places has one copy.
+    A tensor that is in several places has one copy.
     """
     parts: dict[Place, Tensor] = {}
     return _taken_out(state, (), parts, {}), parts
 
 
 def put_together(state: dict[str, Any], files: Sequence[Path]) -> None:
-    """Put whole tensors into a state that was read, in the places of divided ones.
-
-    Args:
-        state: what `divided` left.
-        files: the parts of all ranks, in their order.
-
-    Raises:
-        CheckpointError: a file is damaged, holds something else, or is of another checkpoint.
-    """
+    """Put whole tensors, of the parts of all ranks in order, into a state that was read."""
     ranks = [_read(path) for path in files]
     wholes: dict[tuple[int, ...], Tensor] = {}
     with damaged_if_raising(files[0], "not parts of its checkpoint"):
         for place in ranks[0]:
-            parts = [own.pop(place) for own in ranks[1:]]
+            parts = [of_rank.pop(place) for of_rank in ranks[1:]]
             parts.insert(0, ranks[0][place])
             key = tuple(part.data_ptr() for part in parts)
             if not any(key) or key not in wholes:
@@ -101,16 +93,15 @@ def _taken_out(
     value: Any, place: Place, parts: dict[Place, Tensor], copies: dict[int, Tensor]
 ) -> Any:
     if isinstance(value, Tensor) and is_sharded(value):
-        own = part_of(value)
         memory = address_of(value)
         if not memory or memory not in copies:
-            copies[memory] = own.to("cpu", copy=True)
+            copies[memory] = part_of(value).to("cpu", copy=True)
         parts[place] = copies[memory]
         return None
     if isinstance(value, dict):
-        return {key: _taken_out(own, (*place, key), parts, copies) for key, own in value.items()}
+        return {key: _taken_out(held, (*place, key), parts, copies) for key, held in value.items()}
     if type(value) in (list, tuple):
-        kept = (_taken_out(own, (*place, n), parts, copies) for n, own in enumerate(value))
+        kept = (_taken_out(held, (*place, n), parts, copies) for n, held in enumerate(value))
         return type(value)(kept)
     return value
 
@@ -142,7 +133,7 @@ def _refuse_bomb(path: Path, parts: Mapping[Place, Tensor]) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of torch's generators (CPU and every CUDA device), numpy's and python's."""
+    """Return the states of torch's generators (CPU and every CUDA device), numpy's and Python's."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -164,19 +155,14 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The states of torch's generators, from which models draw.
-
-    Attributes:
-        cpu: state of the CPU's generator.
-        device: state of the model's CUDA device's, or None.
-    """
+    """The states of torch's generators, from which models draw: the CPU's and a CUDA device's."""
 
     cpu: Tensor
     device: Tensor | None = None
 
     @classmethod
     def now(cls, device: torch.device) -> "RandomState":
-        """The present states; does not wait for the device."""
+        """Take the present states; does not wait for the device."""
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), on_device)
 
@@ -187,27 +173,21 @@ class RandomState:
             torch.cuda.set_rng_state(self.device, device)
 
 
-OTHER_RANKS = "other_ranks"
-"""The entry of a checkpoint's state: a list of the states of ranks 1, 2, ..."""
+OTHER_RANKS = "other_ranks"  # The entry of a state with a list of the states of ranks 1, 2, ...
 
 
-def of_other_ranks(comm: Comm, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """On rank 0 the states of all others in their order; elsewhere an empty list.
-
-    Args:
-        comm: all its ranks call this.
-        own: of this rank: tensors, numbers, strings, lists, dicts.
-    """
+def of_other_ranks(comm: Comm, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return, on rank 0, the states of all other ranks of `comm` in order; elsewhere nothing."""
     if comm.size == 1:
         return []
     file = io.BytesIO()  # pickle could not read numpy's random state again, a tensor of uint32.
-    torch.save(own, file)
+    torch.save(state, file)
     sent = comm.gather_object(file.getvalue())[1:]
     return [torch.load(io.BytesIO(one), map_location="cpu", weights_only=True) for one in sent]
 
 
 def of_rank(state: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """What a checkpoint's state holds for a rank > 0; None if it was made with fewer ranks."""
+    """Return what a state holds for a rank > 0; None if it was made with fewer ranks."""
     others = state.get(OTHER_RANKS, [])
     return others[rank - 1] if rank <= len(others) else None
 
@@ -216,16 +196,10 @@ KINDS = ("trained", "ema")
 
 
 def weights_of(state: Mapping[str, Any], kind: str, path: Path) -> dict[str, Tensor]:
-    """Parameters and buffers by name.
+    """Return parameters and buffers by name.
 
-    Args:
-        state: what `checkpoint.load` returned.
-        kind: `trained`, or `ema` for the averages instead of their parameters.
-        path: the checkpoint, for messages.
-
-    Raises:
-        ConfigError: an unknown kind.
-        CheckpointError: the state has no such weights.
+    `kind` is `trained`, or `ema` for the averages instead of their parameters. ConfigError: another
+    kind. CheckpointError: the state, which `load` returned, has no such weights.
     """
     if kind not in KINDS:
         raise ConfigError(f"weights={kind}: choose {' or '.join(KINDS)}")
@@ -239,18 +213,14 @@ def weights_of(state: Mapping[str, Any], kind: str, path: Path) -> dict[str, Ten
 
 
 def validated_kind(state: Mapping[str, Any]) -> str:
-    """Which weights the run was validated with: `ema` if it kept averages, else `trained`."""
+    """Return which weights the run was validated with: `ema` if it kept them, else `trained`."""
     trainer = state.get("trainer")
     kept = isinstance(trainer, Mapping) and trainer.get("ema") is not None
     return "ema" if kept else "trained"
 
 
 def averages_of(state: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """The averages by the name of their parameter.
-
-    Raises:
-        CheckpointError: the run kept none.
-    """
+    """Return the averages by the name of their parameter."""
     trainer = state.get("trainer")
     if isinstance(trainer, Mapping) and trainer.get("ema") is None:
         raise CheckpointError(
@@ -260,7 +230,7 @@ def averages_of(state: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
 
 
 def extra_state_of(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """What the run changed beside its weights, see core/buffers.py; raises as `weights_of`."""
+    """Return what the run changed beside its weights, see core/buffers.py."""
     extra = state["trainer"].get("extra_state", {})
     if not isinstance(extra, dict):
         raise _not_of_a_run(path, "extra_state")
@@ -268,7 +238,7 @@ def extra_state_of(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def rounding(model: nn.Module, weights: Mapping[str, Tensor]) -> str:
-    """A clause about the half weights of `model`, which are rounded from `weights`."""
+    """Return a clause about the half weights of `model`, which are rounded from `weights`."""
     half = {name: p.dtype for name, p in model.named_parameters() if p.dtype in HALF}
     if not half:
         return "no parameter is rounded"
@@ -281,7 +251,7 @@ def rounding(model: nn.Module, weights: Mapping[str, Tensor]) -> str:
 
 
 def conversion(before: str, now: str, rounded: str, scaled: tuple[bool, bool]) -> str:
-    """The line that says how a checkpoint of another precision was loaded.
+    """Return the line that says how a checkpoint of another precision was loaded.
 
     Args:
         before, now: the precisions, e.g. `fp32` and `mixed(float16)`.
@@ -299,27 +269,17 @@ def conversion(before: str, now: str, rounded: str, scaled: tuple[bool, bool]) -
 
 
 def steps_tried(state: Mapping[str, Any], path: Path) -> int:
-    """The global step at which the run was saved: the x of its curves.
-
-    Raises:
-        CheckpointError: the state does not say.
-    """
-    try:
+    """Return the global step at which the run was saved: the x of its curves."""
+    with suppress(LookupError, TypeError):
         progress = state["trainer"]["progress"]
         steps = progress["steps"], progress["skipped"]
-    except (LookupError, TypeError):
-        raise _not_of_a_run(path, "progress") from None
-    if any(type(count) is not int or not 0 <= count < 2**53 for count in steps):
-        raise _not_of_a_run(path, "progress")
-    return sum(steps)
+        if all(type(count) is int and 0 <= count < 2**53 for count in steps):
+            return sum(steps)
+    raise _not_of_a_run(path, "progress")
 
 
 def trained_in(state: Mapping[str, Any], path: Path) -> str:
-    """The precision of the run, e.g. `mixed(float16)`.
-
-    Raises:
-        CheckpointError: the state does not say.
-    """
+    """Return the precision of the run, e.g. `mixed(float16)`."""
     trainer = state.get("trainer")
     precision = trainer.get("precision") if isinstance(trainer, Mapping) else None
     if not isinstance(precision, str):
@@ -330,12 +290,13 @@ def trained_in(state: Mapping[str, Any], path: Path) -> str:
 def _tensors(state: Mapping[str, Any], name: str, path: Path) -> dict[str, Tensor]:
     trainer = state.get("trainer") if isinstance(state, Mapping) else None
     tensors = trainer.get(name) if isinstance(trainer, Mapping) else None
-    if not isinstance(tensors, dict) or not tensors:
+    if not isinstance(tensors, dict) or not tensors or not all(map(_is_entry, tensors.items())):
         raise _not_of_a_run(path, name)
-    for key, tensor in tensors.items():
-        if not isinstance(key, str) or not isinstance(tensor, Tensor):
-            raise _not_of_a_run(path, name)
     return tensors
+
+
+def _is_entry(item: tuple[Any, Any]) -> bool:
+    return isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def _not_of_a_run(path: Path, name: str) -> CheckpointError:

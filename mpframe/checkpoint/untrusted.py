@@ -1,13 +1,11 @@
 """A checkpoint may come from anybody: what is damaged or crafted is refused in one line.
 
-A state file is an archive, and an archive can hold far more than its size. torch's reader unpacks
-what is compressed, a thousandfold if need be, and a tensor may claim any number of values over a
-few bytes. What torch writes does neither: its entries are stored as they are, and no tensor is
-larger than the file.
+A state file is an archive, and an archive can hold far more than its size: torch's reader unpacks
+what is compressed, and a tensor may claim any number of values over a few bytes. What torch writes
+does neither: its entries are stored as they are, and no tensor is larger than the file.
 
-Such a file may raise almost anything in torch, zipfile, pickle or json, from IndexError and
-AssertionError to MemoryError and RecursionError. To the user all of it means one thing: the file is
-damaged.
+Such a file may raise almost anything in torch, zipfile, pickle or json, up to MemoryError and
+RecursionError. To the user all of it means one thing: the file is damaged.
 """
 
 import io
@@ -32,12 +30,12 @@ _MOST_VALUES = 10**7
 
 
 def load_untrusted(path: Path, refusal: str, old_format: bool = False) -> Any:
-    """What `torch.save` wrote, its tensors on the CPU; no code in it is run.
+    """Load what `torch.save` wrote, its tensors on the CPU; no code in it is run.
 
     Args:
         path: the file.
         refusal: what to say, after its path, of a file that holds code or objects.
-        old_format: whether torch's format from before 2020 is read, too.
+        old_format: whether torch's format from before 2020 is read as well.
 
     Raises:
         CheckpointError: the file holds code, or was made to fill the memory or to take minutes.
@@ -57,15 +55,9 @@ def load_untrusted(path: Path, refusal: str, old_format: bool = False) -> Any:
 
 @contextmanager
 def damaged_if_raising(path: Path, what: str, way_out: str = "use an older one") -> Iterator[None]:
-    """Within the block any exception but mpframe's own becomes: the file is damaged.
+    """Say of any exception in the block, except mpframe's, that the file is damaged.
 
-    Args:
-        path: the file that the block reads.
-        what: what it then is, e.g. `not a manifest`.
-        way_out: what to do then.
-
-    Raises:
-        CheckpointError: the block raised.
+    `what` says what it then is, e.g. `not a manifest`, and `way_out` what to do then.
     """
     try:
         yield
@@ -78,13 +70,7 @@ def damaged_if_raising(path: Path, what: str, way_out: str = "use an older one")
 
 
 def _refuse_bomb(path: Path) -> None:
-    """Refuse a state file that is not as torch writes it, before anything of it is unpacked.
-
-    Raises:
-        CheckpointError: an archive with entries that are compressed, overlap, or have names that
-            leave its folder, or with a pickle that would take minutes.
-        Exception: not an archive; whatever zipfile raises.
-    """
+    """Refuse an archive that is not as torch writes it, before anything of it is unpacked."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     size = sum(entry.file_size for entry in entries)
@@ -102,12 +88,7 @@ def _refuse_bomb(path: Path) -> None:
 
 
 def _refuse_long_pickles(path: Path) -> None:
-    """Refuse a file in torch's older format, five pickles and then bytes, that would take minutes.
-
-    Raises:
-        CheckpointError: the pickles have more bytes than any run's.
-        Exception: not such a file; whatever pickletools raises.
-    """
+    """Refuse torch's older format, five pickles and then bytes, if it would take minutes."""
     with path.open("rb") as file:
         head = io.BytesIO(file.read(_LARGEST_PICKLE))
     if not head.getvalue().startswith(_OLD_FORMAT):
@@ -125,12 +106,7 @@ def _refuse_long_pickles(path: Path) -> None:
 
 
 def _refuse_oversized(path: Path, state: Any) -> None:
-    """Refuse a state that is larger than its file: by a tensor, or by lists that repeat.
-
-    Raises:
-        CheckpointError: a tensor claims more bytes than the whole file has, or lists and dicts are
-            nested without end or expand to millions.
-    """
+    """Refuse a state that is larger than its file: by a tensor, or by lists that repeat."""
     if _expanded(state, {}) > _MOST_VALUES:
         raise CheckpointError(f"{path}: refused, nested so that it expands to millions of values")
     size = path.stat().st_size
@@ -150,7 +126,7 @@ def _is_odd(entry: zipfile.ZipInfo) -> bool:
 
 
 def _expanded(value: Any, known: dict[int, int], depth: int = 0) -> int:
-    """How many values there are if what occurs twice counts twice; endless is too many."""
+    """Count the values, with what occurs twice counted twice; endless is too many."""
     if not isinstance(value, dict | list | tuple | set):
         return 1
     if depth > _DEEPEST:
@@ -162,7 +138,7 @@ def _expanded(value: Any, known: dict[int, int], depth: int = 0) -> int:
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    """Every tensor in a state, at any depth, also if the state contains itself."""
+    """Yield every tensor in a state, at any depth, also if the state contains itself."""
     waiting, seen = [state], set()
     while waiting:
         value = waiting.pop()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -39,18 +38,9 @@ _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def save(folder: Path, snapshot: Snapshot) -> Path:
-    """Save a checkpoint; one of the same step is replaced.
+    """Save a checkpoint in a run's folder, in the place of one of the same step; return its folder.
 
-    Args:
-        folder: the run's folder.
-        snapshot: what to save.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        CheckpointError: it could not be written, or not be loaded again; the older ones are
-            complete.
+    CheckpointError: it could not be written, or not be loaded again; the older ones are complete.
     """
     return save_as(path_of(folder, snapshot.global_step), snapshot, folder)
 
@@ -76,16 +66,8 @@ def save_as(final: Path, snapshot: Snapshot, run: Path | None = None) -> Path:
 def save_together(folder: Path, snapshot: Snapshot, comm: Comm) -> Path:
     """Save a checkpoint of ranks that each hold parts of the state: each writes its own.
 
-    Args:
-        folder: the run's folder; that of rank 0 counts, which all ranks must see.
-        snapshot: what to save; the state without its sharded tensors is that of rank 0.
-        comm: all its ranks call this.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        CheckpointError: on all ranks: one of them could not write; the older ones are complete.
+    All ranks of `comm` call this and must see the folder of rank 0, whose state without its sharded
+    tensors is saved. CheckpointError, on all ranks: one of them could not write.
     """
     final: Path = comm.broadcast_object(path_of(folder, snapshot.global_step))
     state, parts = divided(snapshot.state)
@@ -104,21 +86,14 @@ def save_together(folder: Path, snapshot: Snapshot, comm: Comm) -> Path:
 
 
 class Background:
-    """Runs one piece of work at a time in a thread of its own; its errors are raised here.
-
-    Use it as a context manager, or call `close`.
-    """
+    """A context manager that runs one piece of work at a time in a thread; raises its errors."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Wait for the work before, then start `work`.
-
-        Raises:
-            Exception: what the work before raised; `work` is then not started.
-        """
+        """Wait for the work before, and raise what it raised; else start `work`."""
         self.wait()
         self._pending = self._threads.submit(work)
 
@@ -138,17 +113,12 @@ class Background:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
 def _on_all(comm: Comm, final: Path, work: Callable[[], T]) -> list[T | None]:
-    """Work on every rank, and what each returned; if one cannot write, all raise its error."""
+    """Return what work returned on each rank; if one cannot write, all raise its error."""
     done, error = None, None
     try:
         with _told_of(final):
@@ -171,7 +141,7 @@ def _on_rank_0(comm: Comm, final: Path, work: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def _told_of(final: Path) -> Iterator[None]:
-    """Within the block a file that cannot be written becomes a line about the checkpoint."""
+    """Make a line about the checkpoint of a file that cannot be written."""
     try:
         yield
     except OSError as error:
@@ -182,7 +152,7 @@ def _told_of(final: Path) -> Iterator[None]:
 
 
 def _begun(final: Path) -> Path:
-    """The new folder of a checkpoint, still hidden and empty."""
+    """Make the new folder of a checkpoint, still hidden and empty."""
     new = hidden(final, "new")
     final.parent.mkdir(exist_ok=True)
     shutil.rmtree(new, ignore_errors=True)
@@ -225,7 +195,7 @@ def _refuse_unreadable(path: Path) -> None:
 
 
 def _written(path: Path, write: Callable[[Any], object]) -> Entry:
-    """Write a file to the disk; its size and digest, computed from what is passed to it."""
+    """Write a file to the disk, and return its size and the digest of what is passed to it."""
     with path.open("wb") as file:
         hashing = HashingFile(file)
         write(hashing)

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from mpframe.core.errors import DataError
-from mpframe.data import cifar
 from mpframe.data.facts import require_facts, require_labels
-from mpframe.data.images import ArrayImages, Normalize
+from mpframe.data.images import array_task
 from mpframe.data.samples import hold_out
-from mpframe.data.task import Task, classification
+from mpframe.data.task import Task
 from mpframe.files.plain_file import open_regular
 
 Reader = Callable[[Path], tuple[Tensor, Tensor]]
@@ -40,9 +39,7 @@ def cifar10(
     classes: int = _CLASSES,
     augment: str = "crop_flip",
 ) -> Task:
-    """CIFAR-10: of its 50,000 training images 5,000 validate; its 10,000 test images test.
-
-    The split never changes: 500 images of each class validate.
+    """Return CIFAR-10: 500 of the 5,000 training images of a class validate, always the same ones.
 
     Args:
         root: holds cifar-10-batches-bin or cifar-10-batches-py (torchvision's), or is one of them.
@@ -60,30 +57,21 @@ def cifar10(
     )
     train_files, test_files = _find(root)
     images, targets = _read(train_files)
-    train, val = hold_out(targets, one_in=_ONE_IN)
-    normalize = Normalize.measured(images[train])
-    return classification(
-        ArrayImages(images[train], targets[train], normalize, augment),
-        ArrayImages(images[val], targets[val], normalize),
-        ArrayImages(*_read(test_files), normalize),
-        class_names=_NAMES,
-        preprocessing=normalize.described(image_size),
-    )
+    parts = [(images[part], targets[part]) for part in hold_out(targets, one_in=_ONE_IN)]
+    return array_task([*parts, _read(test_files)], augment, _NAMES)
 
 
 def _read(files: list[tuple[Path, Reader]]) -> tuple[Tensor, Tensor]:
-    parts = []
-    for path, reader in files:
-        images, labels = reader(path)
+    parts = [reader(path) for path, reader in files]
+    for (path, _), (images, labels) in zip(files, parts, strict=True):
         require_labels(path, labels, len(images), _CLASSES)
-        parts.append((images, labels))
     return torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts])
 
 
 def _find(root: str) -> tuple[list[tuple[Path, Reader]], list[tuple[Path, Reader]]]:
-    """The training and the test files, each with its reader."""
+    """Return the training and the test files, each with its reader."""
     for folder in (Path(root) / _BINARY, Path(root) / _PYTHON, Path(root)):
-        for ending, reader in ((".bin", cifar.read_binary), ("", cifar.read_python)):
+        for ending, reader in ((".bin", read_binary), ("", read_python)):
             train = [folder / f"data_batch_{part}{ending}" for part in range(1, 6)]
             test = folder / f"test_batch{ending}"
             if all(path.is_file() for path in [*train, test]):
@@ -96,10 +84,10 @@ def _find(root: str) -> tuple[list[tuple[Path, Reader]], list[tuple[Path, Reader
     )
 
 
-RECORDS = 10_000
-"""Images in each of the six published files."""
+RECORDS = 10_000  # images in each of the six published files
 _PIXELS = 3 * 32 * 32
 _LARGEST = 2**26  # bytes; a published file has 31 million
+# The MD5 digests of data_batch_1 to 5 and test_batch, as torchvision checks them too.
 PUBLISHED = {
     "c99cafc152244af753f735de768cd75f",
     "d4bba439e000b95fd0a9bffe97cbabec",
@@ -108,23 +96,11 @@ PUBLISHED = {
     "482c414d41f54cd18b22e5b47cb7c3cb",
     "40351d587109b95175f43aff81a1287e",
 }
-"""The MD5 digests of data_batch_1 to 5 and test_batch, as torchvision checks them too."""
-_GLOBALS = {
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-}
+_ARRAY = {("numpy.core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")}
 
 
 def read_binary(path: Path) -> tuple[Tensor, Tensor]:
-    """Images and labels of a file of binary records.
-
-    Returns:
-        Images uint8 [10000, 3, 32, 32] and labels uint8 [10000].
-
-    Raises:
-        DataError: unreadable or of the wrong length.
-    """
+    """Read uint8 images [10000, 3, 32, 32] and labels [10000] of a file of binary records."""
     wanted = RECORDS * (1 + _PIXELS)
     content = _read_bytes(path, wanted)
     if len(content) != wanted:
@@ -137,14 +113,7 @@ def read_binary(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def read_python(path: Path) -> tuple[Tensor, Tensor]:
-    """Images and labels of a published file of the Python version.
-
-    Returns:
-        Images uint8 [10000, 3, 32, 32] and labels int64 [10000].
-
-    Raises:
-        DataError: unreadable, or not one of the published files.
-    """
+    """Read uint8 images [10000, 3, 32, 32] and int64 labels [10000] of a published file."""
     content = _read_bytes(path, _LARGEST)
     # A second file with the digest of a published one is out of reach, unlike two made together.
     if hashlib.md5(content, usedforsecurity=False).hexdigest() not in PUBLISHED:
@@ -161,7 +130,7 @@ class _ArraysOnly(pickle.Unpickler):
     """An unpickler that calls nothing except what rebuilds a numpy array."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _GLOBALS:
+        if (module, name) not in _ARRAY:
             raise pickle.UnpicklingError(f"it names '{module} {name}', which was not called")
         return super().find_class(module, name)
 
@@ -170,10 +139,9 @@ def _read_bytes(path: Path, most: int) -> bytes:
     """Return the file's first `most + 1` bytes."""
     try:
         with open_regular(path, "rb", follow=True) as file:
-            content: bytes = file.read(most + 1)
+            return bytes(file.read(most + 1))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    return content
 
 
 def _refused(path: Path, why: str) -> DataError:

@@ -1,4 +1,4 @@
-"""What a config states about a dataset (its channels, size and classes), checked against the data.
+"""Checks of the values that a config states about a dataset: its channels, size and classes.
 
 Models read these numbers from the config before any file is opened. A wrong one would build a
 network that does not fit the data, so it is refused, with the true number.
@@ -10,15 +10,7 @@ from mpframe.core.errors import ConfigError, DataError
 
 
 def require_facts(dataset: str, **facts: tuple[object, object]) -> None:
-    """Compare stated with true values.
-
-    Args:
-        dataset: the dataset's name, for the message.
-        facts: option name -> (stated, true).
-
-    Raises:
-        ConfigError: the first that differs.
-    """
+    """Compare stated with true values: option name -> (stated, true)."""
     for option, (stated, true) in facts.items():
         if stated != true:
             raise ConfigError(
@@ -27,17 +19,7 @@ def require_facts(dataset: str, **facts: tuple[object, object]) -> None:
 
 
 def require_labels(source: object, labels: Tensor, images: int, classes: int) -> None:
-    """Check that there is one label in 0..classes-1 for each image.
-
-    Args:
-        source: the file, for the message.
-        labels: [N] integers.
-        images: how many images there are.
-        classes: how many classes.
-
-    Raises:
-        DataError: a wrong count, or a label out of range.
-    """
+    """Check that the file has one label [N] in 0..classes-1 for each image."""
     if len(labels) != images:
         raise DataError(f"{source}: {len(labels)} labels for {images} images; get the files again")
     if images and not 0 <= int(labels.min()) <= int(labels.max()) < classes:

@@ -11,8 +11,8 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,34 +29,27 @@ from mpframe.data.task import Task, classification
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+# What `decode` does to an image of another size: cut the middle out, then scale it.
 RESIZE = "PIL.ImageOps.fit(image, size, PIL.Image.Resampling.BILINEAR)"
-"""What `decode` does to an image of another size: cut the middle out, then scale it."""
 FORMATS = ("JPEG", "PNG", "WebP", "BMP")
 _MOST_PIXELS = 2**26
 _MODES = {1: "L", 3: "RGB"}
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The images of one split.
-
-    Attributes:
-        classes: folder names, sorted.
-        paths: image files, by class and then by name.
-        targets: [N] int64, each file's place in `classes`.
-    """
+class Listing(NamedTuple):
+    """The images of one split: folder names, files, and their places among these, [N] int64."""
 
     classes: tuple[str, ...]
     paths: tuple[str, ...]
     targets: Tensor
 
     def part(self, indices: Tensor) -> "Listing":
-        """The images of these indices, [n] int64 and ascending."""
+        """Return the images of these indices, [n] int64 and ascending."""
         paths = tuple(self.paths[index] for index in indices.tolist())
         return Listing(self.classes, paths, self.targets[indices])
 
     def first(self, per_class: int | None) -> "Listing":
-        """The first so many images of each class; all of them if None."""
+        """Return the first so many images of each class; all of them if None."""
         if per_class is None:
             return self
         starts = torch.searchsorted(self.targets, self.targets)
@@ -64,17 +57,7 @@ class Listing:
 
 
 def list_images(root: Path, split: str) -> Listing:
-    """List `root`/`split`.
-
-    Args:
-        root: the tree.
-        split: the folder within it that holds one folder per class.
-
-    Raises:
-        DataError: a class without images, a link that leaves `root`, or an unreadable folder.
-
-    Files of other kinds are left out, with a warning that counts them.
-    """
+    """List the class folders of `root`/`split`; other files are left out, with a warning."""
     _require_inside(root, root / split)
     folders = [path for path in _entries(root, root / split) if path.is_dir()]
     paths: list[str] = []
@@ -96,13 +79,7 @@ def list_images(root: Path, split: str) -> Listing:
 
 
 def list_unlabelled(root: Path) -> tuple[str, ...]:
-    """The images in `root` and in all folders below it, by name; hidden ones are left out.
-
-    Raises:
-        DataError: there is none, a link leaves `root`, or a folder is unreadable.
-
-    Files of other kinds are left out, with a warning that counts them.
-    """
+    """List the images in and below `root`, by name; other files are left out, with a warning."""
     paths: list[str] = []
     others: Counter[str] = Counter()
     waiting = [root]
@@ -119,18 +96,10 @@ def list_unlabelled(root: Path) -> tuple[str, ...]:
 
 
 def decode(path: str, channels: int, side: int | None) -> Tensor:
-    """One image, its shorter side scaled to `side` and its middle kept.
+    """Decode one image: uint8 [channels, side, side], or of its own size if `side` is None.
 
-    Args:
-        path: a JPEG, PNG, WebP or BMP file. Of 16 bits 8 are kept; of grey rounded, value / 257.
-        channels: 1 (grey) or 3 (RGB).
-        side: pixels; None: the image keeps its size.
-
-    Returns:
-        uint8 [channels, side, side], or [channels, H, W] of the image's own size.
-
-    Raises:
-        DataError: not a readable image of these formats, or above 2^26 pixels.
+    The shorter side is scaled to `side` and the middle kept. Of 16 bits 8 are kept; of grey
+    rounded, value / 257. DataError: not a readable image, or above 2^26 pixels.
     """
     with opened(path) as image:
         pixels = _in_8_bits(image).convert(_MODES[channels])
@@ -142,15 +111,7 @@ def decode(path: str, channels: int, side: int | None) -> Tensor:
 
 @contextmanager
 def opened(path: str, formats: tuple[str, ...] = FORMATS) -> Iterator[Image.Image]:
-    """The image of a file; whatever fails within the block is blamed on the file.
-
-    Args:
-        path: the file.
-        formats: some of `FORMATS`.
-
-    Raises:
-        DataError: not a readable image of these formats, or above 2^26 pixels.
-    """
+    """Open an image in one of `formats`; whatever fails within the block is blamed on the file."""
     try:
         with Image.open(path, formats=formats) as image:
             if image.width * image.height > _MOST_PIXELS:
@@ -163,7 +124,7 @@ def opened(path: str, formats: tuple[str, ...] = FORMATS) -> Iterator[Image.Imag
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
-    """A grey image of 16 bits as one of 8 bits: the library would cut off all values above 255.
+    """Return a grey image of 16 bits in 8: the library would cut off all values above 255.
 
     It reads colours of 16 bits by their high bytes, and none of these formats has more bits.
     """
@@ -184,7 +145,7 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def _entries(root: Path, folder: Path) -> list[Path]:
-    """What `folder` holds, sorted by name, hidden names left out."""
+    """List what `folder` holds, sorted by name, hidden names left out."""
     try:
         entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
@@ -219,7 +180,7 @@ def image_folder(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> Task:
-    """The images under `root`: train/ to learn from, val/ to validate, test/ to test.
+    """Return the images under `root`: train/ to learn from, val/ to validate, test/ to test.
 
     One of val/ and test/ may be missing. Without val/ one training image in ten validates, the same
     ones in every run.
@@ -233,9 +194,8 @@ def image_folder(
         cache_bytes: decode once and keep all images in memory if they need no more than this;
             else decode each time (set dataset.workers then).
         limit_per_class: use the first so many images of each class, in each part; None uses all.
-        mean: of each channel, of pixel values in 0..1; None: of the training images. Images that
-            a trained model is measured on are normalised by the numbers it learned with.
-        std: likewise.
+        mean, std: of each channel, of pixel values in 0..1; None: of the training images. Give the
+            numbers that a trained model learned with to measure it on other images.
 
     Raises:
         ConfigError: an option is out of range or does not fit the tree.
@@ -261,14 +221,7 @@ def image_folder(
 
 
 class FileImages(Images):
-    """Images decoded from their files each time.
-
-    Args:
-        listing: the files and their classes.
-        shape: (channels, side) of the decoded images.
-        normalize: brings pixels to mean 0 and variance 1.
-        augment: one of `augment.AUGMENTATIONS`.
-    """
+    """Images decoded from their files each time, to `shape` (channels, side)."""
 
     def __init__(
         self, listing: Listing, shape: tuple[int, int], normalize: Normalize, augment: str
@@ -302,7 +255,7 @@ def _decode_all(paths: tuple[str, ...] | list[str], shape: tuple[int, int]) -> T
 
 
 def _list_parts(root: Path) -> dict[str, Listing]:
-    """The images of train, val and, if there is such a folder, test."""
+    """Return the images of train, val and, if there is such a folder, test."""
     folders = [name for name in _PARTS if (root / name).is_dir()]
     if "train" not in folders or len(folders) == 1:
         raise DataError(
@@ -313,18 +266,11 @@ def _list_parts(root: Path) -> dict[str, Listing]:
     for name, part in listed.items():
         _require_same_classes(root, listed["train"], part, name)
     if "val" not in listed:
-        listed["train"], listed["val"] = _validation_held_out(root, listed["train"])
+        held_out = "%s: has no val/, so one image in %d of train/ validates and is not trained on"
+        log.info(held_out, root, _ONE_IN)
+        train = listed["train"]
+        listed["train"], listed["val"] = map(train.part, hold_out(train.targets, one_in=_ONE_IN))
     return listed
-
-
-def _validation_held_out(root: Path, train: Listing) -> tuple[Listing, Listing]:
-    log.info(
-        "%s: has no val/, so one image in %d of train/ validates and is not trained on",
-        root,
-        _ONE_IN,
-    )
-    left, held = hold_out(train.targets, one_in=_ONE_IN)
-    return train.part(left), train.part(held)
 
 
 def _require_same_classes(root: Path, train: Listing, part: Listing, name: str) -> None:

@@ -36,16 +36,11 @@ from mpframe.data.samples import hold_out
 from mpframe.data.task import Task, classification
 
 AUGMENTATIONS = ("none", "crop", "crop_flip")
-DRAWS = 3
-"""Uniforms one image uses: vertical shift, horizontal shift, flip."""
+DRAWS = 3  # uniforms that one image uses: vertical shift, horizontal shift, flip
 
 
 def require_augmentation(name: str) -> None:
-    """Refuse a name that is not in `AUGMENTATIONS`.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Refuse a name that is not in `AUGMENTATIONS`."""
     if name not in AUGMENTATIONS:
         allowed = ", ".join(AUGMENTATIONS)
         hint = nearest(str(name), AUGMENTATIONS)
@@ -55,16 +50,7 @@ def require_augmentation(name: str) -> None:
 
 
 def augment(images: Tensor, name: str, uniforms: Tensor) -> Tensor:
-    """Apply the augmentation `name`.
-
-    Args:
-        images: [N, C, H, W], any dtype.
-        name: one of `AUGMENTATIONS`.
-        uniforms: [N, DRAWS] in [0, 1).
-
-    Returns:
-        Images of the same shape and dtype.
-    """
+    """Augment images [N, C, H, W] of any dtype by name; `uniforms` [N, DRAWS] are in [0, 1)."""
     if name == "none":
         return images
     # An eighth of the side, rounded down: 1 pixel for 8 x 8, 3 for 28 x 28, 4 for 32 x 32.
@@ -74,12 +60,9 @@ def augment(images: Tensor, name: str, uniforms: Tensor) -> Tensor:
 
 
 def shifted_crop(images: Tensor, padding: int, uniforms: Tensor) -> Tensor:
-    """Pad with zeros, then cut a window of the old size at a random place.
+    """Pad by `padding` zeros on each side, then cut a window of the old size at a random place.
 
-    Args:
-        images: [N, C, H, W].
-        padding: pixels added on each side; shifts reach from -padding to +padding.
-        uniforms: [N, 2] in [0, 1), the vertical and the horizontal place.
+    `uniforms` [N, 2] in [0, 1) give the vertical and the horizontal place.
     """
     count, _, height, width = images.shape
     top, left = (uniforms * (2 * padding + 1)).long().unbind(dim=1)
@@ -89,34 +72,21 @@ def shifted_crop(images: Tensor, padding: int, uniforms: Tensor) -> Tensor:
 
 
 def mirror(images: Tensor, uniforms: Tensor) -> Tensor:
-    """Swap left and right of the images whose uniform is below one half.
-
-    Args:
-        images: [N, C, H, W].
-        uniforms: [N] in [0, 1).
-    """
+    """Swap left and right of the images [N, C, H, W] whose uniform [N] is below one half."""
     chosen = (uniforms < 0.5).nonzero().squeeze(1)
     return images.index_copy(0, chosen, images.index_select(0, chosen).flip(-1))
 
 
 @dataclass(frozen=True)
 class Normalize:
-    """(pixel - mean) / std per channel, of pixel values in 0..1.
-
-    Attributes:
-        mean: one number per channel.
-        std: one number per channel, > 0.
-    """
+    """(pixel - mean) / std per channel, of pixel values in 0..1; std > 0."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     @classmethod
     def measured(cls, images: Tensor) -> "Normalize":
-        """The statistics of `images` [N, C, H, W], of at most 2,000 evenly spaced ones.
-
-        A channel that is constant keeps std 1.
-        """
+        """Measure at most 2,000 of [N, C, H, W], evenly spaced; a constant channel has std 1."""
         pixels = images[spread(len(images))].double() / (
             255.0 if images.dtype == torch.uint8 else 1.0
         )
@@ -127,16 +97,7 @@ class Normalize:
     def given(
         cls, mean: Sequence[float] | None, std: Sequence[float] | None, channels: int
     ) -> "Normalize | None":
-        """The statistics that the options give; None if they give none.
-
-        Args:
-            mean: `dataset.mean`, one number per channel.
-            std: `dataset.std`, one number > 0 per channel.
-            channels: of the images.
-
-        Raises:
-            ConfigError: one is missing, or has other numbers than that.
-        """
+        """Return what `dataset.mean` and `dataset.std` say; None if they are both None."""
         if mean is None and std is None:
             return None
         for name, numbers, fit in (("mean", mean, isfinite), ("std", std, _above_zero)):
@@ -147,9 +108,7 @@ class Normalize:
                     f"{channels} numbers each, one per channel, of pixel values in 0..1, and those "
                     "of dataset.std are above 0"
                 )
-        assert mean is not None
-        assert std is not None
-        return cls(tuple(mean), tuple(std))
+        return cls(tuple(mean or ()), tuple(std or ()))
 
     def __call__(self, images: Tensor) -> Tensor:
         """Normalise [N, C, H, W], uint8 0..255 or floating 0..1, into float32."""
@@ -160,7 +119,7 @@ class Normalize:
     def described(
         self, side: int, brightest: float = 255.0, resize: str | None = None
     ) -> dict[str, Any]:
-        """What is done to a raw image, as JSON values, for `Task.preprocessing`.
+        """Return what is done to a raw image, as JSON values, for `Task.preprocessing`.
 
         A raw image of values 0..`brightest` becomes (raw / brightest - mean) / std, per channel.
 
@@ -184,7 +143,7 @@ class Normalize:
 def _shift_and_factor(
     mean: tuple[float, ...], std: tuple[float, ...], top: float
 ) -> tuple[Tensor, Tensor]:
-    """What to subtract from pixels in 0..`top` and what to multiply by then, each [C, 1, 1].
+    """Return what to subtract from pixels in 0..`top`, and to multiply by then, each [C, 1, 1].
 
     Kept, for making them takes longer than normalising a batch of small images.
     """
@@ -197,21 +156,12 @@ def _above_zero(number: float) -> bool:
 
 
 def spread(count: int) -> slice:
-    """Evenly spaced places among `count`, at most 2,000: enough to represent all of them."""
+    """Return evenly spaced places among `count`, at most 2,000: enough to represent all."""
     return slice(None, None, max(1, -(-count // 2000)))
 
 
 class Images(Dataset[tuple[Tensor, Tensor]], ABC):
-    """Normalised images [C, H, W], float32, and their class numbers, int64.
-
-    Args:
-        targets: [N] class numbers.
-        normalize: brings pixels to mean 0 and variance 1.
-        augment: one of `augment.AUGMENTATIONS`.
-
-    Raises:
-        ConfigError: unknown augmentation.
-    """
+    """Normalised images [C, H, W], float32, and their class numbers, int64, augmented by name."""
 
     def __init__(self, targets: Tensor, normalize: Normalize, augment: str) -> None:
         require_augmentation(augment)
@@ -222,20 +172,20 @@ class Images(Dataset[tuple[Tensor, Tensor]], ABC):
 
     @abstractmethod
     def pixels(self, indices: Tensor) -> Tensor:
-        """The raw images [len(indices), C, H, W], uint8 0..255 or floating 0..1."""
+        """Return the raw images [len(indices), C, H, W], uint8 0..255 or floating 0..1."""
 
     def unaugmented(self) -> "Images":
-        """The same images as they are, for predictions."""
+        """Return the same images as they are, for predictions."""
         plain = copy.copy(self)
         plain.augment = "none"
         return plain
 
     def set_epoch(self, seed: int, epoch: int) -> None:
-        """Choose the augmentation: it depends on (seed, epoch, index) alone."""
+        """Choose the augmentation: it depends only on (seed, epoch, index)."""
         self._key = (seed, epoch)
 
     def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Samples `indices` as one batch, ([N, C, H, W] float32, [N] int64)."""
+        """Return samples `indices` as one batch, ([N, C, H, W] float32, [N] int64)."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         images = self.pixels(chosen)
         if self.augment != "none":
@@ -258,7 +208,7 @@ class ArrayImages(Images):
         images: [N, C, H, W], uint8 0..255 or floating 0..1.
         targets: [N] class numbers.
         normalize: brings pixels to mean 0 and variance 1.
-        augment: one of `augment.AUGMENTATIONS`.
+        augment: none, crop or crop_flip.
 
     Raises:
         ConfigError: unknown augmentation.
@@ -279,6 +229,22 @@ class ArrayImages(Images):
         return self.images.index_select(0, indices)
 
 
+def array_task(
+    parts: Sequence[tuple[Tensor, Tensor]],
+    augment: str,
+    class_names: Sequence[str],
+    brightest: float = 255.0,
+) -> Task:
+    """Return the task on the images and targets of training, validation and test."""
+    normalize = Normalize.measured(parts[0][0])
+    train, val, test = (
+        ArrayImages(images, targets, normalize, name)
+        for (images, targets), name in zip(parts, (augment, "none", "none"), strict=True)
+    )
+    preprocessing = normalize.described(parts[0][0].shape[-1], brightest)
+    return classification(train, val, test, class_names, preprocessing)
+
+
 _TABLE = "datasets/data/digits.csv.gz"  # A row has 64 pixels and the digit.
 _BRIGHTEST = 16.0
 
@@ -290,7 +256,7 @@ def digits(
     classes: int = 10,
     augment: str = "none",
 ) -> Task:
-    """The digits: 1437 to train on, 180 to validate, 180 to test; the split never changes.
+    """Return the digits: 1437 to train on, 180 to validate, 180 to test; the split never changes.
 
     Args:
         root: must be None, nothing is read from a data folder.
@@ -312,15 +278,8 @@ def digits(
         "digits", channels=(channels, 1), image_size=(image_size, 8), classes=(classes, 10)
     )
     images, targets = _load()
-    train, val, test = hold_out(targets, one_in=5, parts=2)
-    normalize = Normalize.measured(images[train])
-    return classification(
-        ArrayImages(images[train], targets[train], normalize, augment),
-        ArrayImages(images[val], targets[val], normalize),
-        ArrayImages(images[test], targets[test], normalize),
-        class_names=[str(digit) for digit in range(10)],
-        preprocessing=normalize.described(image_size, _BRIGHTEST),
-    )
+    parts = [(images[part], targets[part]) for part in hold_out(targets, one_in=5, parts=2)]
+    return array_task(parts, augment, [str(digit) for digit in range(10)], _BRIGHTEST)
 
 
 def _load() -> tuple[Tensor, Tensor]:
@@ -341,17 +300,10 @@ _MOST_ITEMS = 2**20
 
 
 def read_idx(path: Path, item: tuple[int, ...]) -> Tensor:
-    """Read a file of unsigned bytes.
+    """Read a file of unsigned bytes, plain or `.gz`: uint8 [N, *item], N at most 2^20.
 
-    Args:
-        path: the file, plain or `.gz`.
-        item: the shape of one item: (28, 28) for images, () for labels.
-
-    Returns:
-        uint8 [N, *item], N at most 2^20.
-
-    Raises:
-        DataError: unreadable, damaged, or not a file of such items.
+    `item` is the shape of one item: (28, 28) for images, () for labels. DataError: the file is
+    unreadable, damaged, or not one of such items.
     """
     try:
         with _opened(path) as file:
@@ -428,15 +380,8 @@ def fashion_mnist(
         classes=(classes, _CLASSES),
     )
     images, targets = _read(root, "train")
-    train, val = hold_out(targets, one_in=_ONE_IN)
-    normalize = Normalize.measured(images[train])
-    return classification(
-        ArrayImages(images[train], targets[train], normalize, augment),
-        ArrayImages(images[val], targets[val], normalize),
-        ArrayImages(*_read(root, "t10k"), normalize),
-        class_names=_NAMES,
-        preprocessing=normalize.described(image_size),
-    )
+    parts = [(images[part], targets[part]) for part in hold_out(targets, one_in=_ONE_IN)]
+    return array_task([*parts, _read(root, "t10k")], augment, _NAMES)
 
 
 def _read(root: str, split: str) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
-"""Batches in an order that depends on (seed, epoch) alone, from any batch on.
+"""Batches in an order that depends only on (seed, epoch), from any batch on.
 
 A run that stops in the middle of an epoch goes on with `loader.epoch(epoch, start)` and sees
-exactly the batches it would have seen. The order is a permutation computed from its key, not the
-state of a generator, and so are all random numbers, such as those that augment a sample: each is a
-pure function of (seed, epoch, sample). `Fetcher` makes a batch of indices, in the main process or
-in a worker. The batch is found to be finite on the host, before the model sees it.
+exactly the batches it would have seen. The order is a permutation computed from its key, and so are
+all random numbers, such as those that augment a sample: pure functions of (seed, epoch, sample).
+`Fetcher` makes a batch of indices, in the main process or in a worker. The batch is found to be
+finite on the host, before the model sees it.
 """
 
 import copy
@@ -52,17 +52,10 @@ def require_finite(
     place: tuple[int, int],
     samples: Sequence[Any] = (),
 ) -> None:
-    """Refuse a batch that holds NaN or inf.
+    """Refuse a batch on the host that holds NaN or inf: name the tensor and, if known, its sample.
 
-    Args:
-        batch: any tree of tensors on the host.
-        indices: its samples' indices in the dataset.
-        split: what the samples are for, for the message.
-        place: (epoch, the batch's number in it), for the message.
-        samples: what the batch was made of, in the order of `indices`; empty if unknown.
-
-    Raises:
-        DataError: names the tensor and its sample, or all samples if it cannot be told which.
+    `place` is (epoch, the batch's number in it); `samples` is what the batch was made of, in the
+    order of `indices`, or empty.
     """
     bad = _first_bad(batch)
     if bad is None:
@@ -76,7 +69,7 @@ def require_finite(
 
 
 def several(indices: Sequence[int]) -> str:
-    """Words for the samples of a batch."""
+    """Name the samples of a batch."""
     if list(indices) == list(range(indices[0], indices[0] + len(indices))):
         return f"samples {indices[0]} to {indices[-1]}"
     more = f" and {len(indices) - 3} more" if len(indices) > 3 else ""
@@ -84,7 +77,7 @@ def several(indices: Sequence[int]) -> str:
 
 
 def named_leaves(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a batch or a sample with its path; of a pair they are `inputs`, `targets`."""
+    """Yield every tensor with its path; of a pair they are `inputs` and `targets`."""
     if type(batch) is tuple and len(batch) == 2:
         return chain(named_tensors(batch[0], "inputs"), named_tensors(batch[1], "targets"))
     return named_tensors(batch)
@@ -95,7 +88,7 @@ def _first_bad(node: Any) -> tuple[str, Tensor] | None:
 
 
 def _in_samples(samples: Sequence[Any], indices: Sequence[int]) -> tuple[str, str] | None:
-    """The bad sample and its tensor, seen before they were put together."""
+    """Return the bad sample and its tensor, seen before they were put together."""
     for index, sample in sorted(zip(indices, samples, strict=False), key=lambda pair: pair[0]):
         bad = _first_bad(sample)
         if bad is not None:
@@ -104,7 +97,7 @@ def _in_samples(samples: Sequence[Any], indices: Sequence[int]) -> tuple[str, st
 
 
 def _by_row(tensor: Tensor, indices: Sequence[int]) -> str:
-    """The bad sample, if the tensor has a row for each."""
+    """Name the bad sample, if the tensor has a row for each."""
     if tensor.shape[:1] != (len(indices),) or tensor.layout is not torch.strided:
         return f"one of {several(indices)}"
     rows = ~torch.isfinite(tensor).reshape(len(tensor), -1).all(dim=1)
@@ -131,13 +124,9 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def keyed_state(*words: Word) -> UInt64Array:
-    """Fold `words` into 64-bit states.
+    """Fold words into 64-bit states, one for each element of the longest word.
 
-    Args:
-        words: integers of any sign (taken modulo 2^64) or 1-d integer sequences of one length.
-
-    Returns:
-        1-d uint64, one state per element of the longest word.
+    Words are integers of any sign (modulo 2^64) or 1-d integer sequences of one length.
     """
     state = np.zeros(1, dtype=np.uint64)
     for word in words:
@@ -146,7 +135,7 @@ def keyed_state(*words: Word) -> UInt64Array:
 
 
 def keyed_uniform(draws: int, *words: Word) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1) of 53 random bits: `draws` for each key, shape [keys, draws]."""
+    """Return `draws` uniforms in [0, 1) of 53 random bits for each key, [keys, draws]."""
     steps = np.arange(1, draws + 1, dtype=np.uint64) * _GAMMA
     bits = _mix64(keyed_state(*words)[:, None] + steps)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -169,14 +158,9 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Fetcher(Dataset[Any]):
-    """Answers requests for batches of `dataset`.
+    """Answers requests for batches of a map-style dataset, by its `fetch_batch` if it has one.
 
-    Args:
-        dataset: map-style; `set_epoch` and `fetch_batch` are used if it has them.
-        seed: the run's seed.
-        current: where a worker writes which sample it is reading.
-        split: what the samples are for, in messages.
-        collate: makes a batch of a list of samples; None: torch's default_collate.
+    `current` is where a worker writes which sample it is reading.
     """
 
     def __init__(
@@ -188,18 +172,14 @@ class Fetcher(Dataset[Any]):
         collate: Collate | None,
     ) -> None:
         self._dataset = _by_batch(dataset, collate)
-        self._seed = seed
-        self._current = current
-        self._split = split
-        self._collate = collate
+        self._seed, self._current, self._split, self._collate = seed, current, split, collate
         self._epoch: int | None = None
         self._view: Any = self._dataset
 
     def __getitems__(self, request: list[int]) -> Any:
-        """The batch, or the MpframeError that prevented it; None if no sample is asked for.
+        """Return the batch, or the MpframeError that prevented it; None if no sample is asked for.
 
-        An error raised in a worker would come out wrapped in that worker's traceback; returned,
-        it can be raised where the batch was asked for, still one line.
+        Raised in a worker, an error would come out wrapped in that worker's traceback.
         """
         epoch, number, *indices = request
         if not indices:
@@ -217,20 +197,20 @@ class Fetcher(Dataset[Any]):
                 self._view, self._epoch = at_epoch(self._dataset, self._seed, epoch), epoch
         if hasattr(self._view, "fetch_batch"):
             samples: list[Any] = []
-            batch = self._whole(indices)
+            self._current.note(indices[0])
+            with _blamed_on(f"{several(indices)} cannot be read"):
+                batch = self._view.fetch_batch(indices)
         else:
             with _generators_restored():
                 samples = self._samples(indices, epoch)
                 batch = self._collated(samples, indices)
         if next(tensors_in(batch), None) is None:
-            raise DataError(_without_tensor(batch, indices))
+            raise DataError(
+                f"dataset: {several(indices)} make {described(batch)}, which holds no tensor; "
+                "return tensors, arrays or numbers, alone or in tuples, lists and dicts"
+            )
         require_finite(batch, indices, self._split, (epoch, number), samples)
         return _without_graph(batch)
-
-    def _whole(self, indices: list[int]) -> Any:
-        self._current.note(indices[0])
-        with _blamed_on(f"{several(indices)} cannot be read"):
-            return self._view.fetch_batch(indices)
 
     def _samples(self, indices: Sequence[int], epoch: int) -> list[Any]:
         states = keyed_state(self._seed, epoch, indices).tolist()
@@ -247,29 +227,24 @@ class Fetcher(Dataset[Any]):
     def _collated(self, samples: list[Any], indices: Sequence[int]) -> Any:
         if self._collate is None:
             return _stacked(samples, indices)
-        what = f"{several(indices)} cannot be collated"
-        with _blamed_on(what, "fix the collate of its Task"):
+        with _blamed_on(f"{several(indices)} cannot be collated", "fix the collate of its Task"):
             return self._collate(samples)
 
 
 class TensorRows:
-    """Rows of tensors, fetched a batch at a time: what collating the single rows gives.
-
-    Args:
-        tensors: of one length.
-    """
+    """Rows of tensors of one length, fetched a batch at a time, as if collated."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
 
     def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Rows `indices` of each."""
+        """Return rows `indices` of each."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         return tuple(tensor[chosen] for tensor in self._tensors)
 
 
 def _by_batch(dataset: Any, collate: Collate | None) -> Any:
-    """`dataset`, or the rows of torch's own TensorDataset, which draws no random numbers."""
+    """Return `dataset`, or the rows of torch's TensorDataset, which draws no random numbers."""
     if type(dataset) is not TensorDataset or collate is not None:
         return dataset
     strided = all(tensor.layout is torch.strided for tensor in dataset.tensors)
@@ -277,10 +252,9 @@ def _by_batch(dataset: Any, collate: Collate | None) -> Any:
 
 
 def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
-    """`dataset` as it is in `epoch`: a shallow copy, told by `set_epoch` if it has that method.
+    """Return a shallow copy of `dataset` as it is in `epoch`, by `set_epoch` if it has that method.
 
-    A copy, so that a dataset two loaders share is in the right epoch for each. torch's Subset and
-    ConcatDataset are unwrapped.
+    Two loaders may share a dataset. torch's Subset and ConcatDataset are unwrapped.
     """
     if not isinstance(dataset, Subset | ConcatDataset) and not hasattr(dataset, "set_epoch"):
         return dataset
@@ -296,9 +270,9 @@ def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
 
 @contextmanager
 def _blamed_on(what: str, way_out: str = "fix the dataset or its data") -> Iterator[None]:
-    """Within the block an error of the dataset's own code becomes one line.
+    """Make one line of an error of the dataset's code, with the traceback as a note.
 
-    The traceback goes with it as a note: the error may come from a worker, and its cause cannot.
+    The error may come from a worker, and its cause cannot.
     """
     try:
         yield
@@ -326,24 +300,16 @@ def _stacked(samples: list[Any], indices: Sequence[int]) -> Any:
     try:
         batch = default_collate(samples)
     except Exception as error:  # The samples are whatever the dataset gave.
-        reason = first_line(error)
         raise DataError(
             f"dataset: {several(indices)} do not stack into one batch "
-            f"({reason}); give every sample the same shapes, or give its Task a collate that "
-            "makes a batch of a list of samples"
+            f"({first_line(error)}); give every sample the same shapes, or give its Task a collate "
+            "that makes a batch of a list of samples"
         ) from error
     return tuple(batch) if type(batch) is list else batch  # torch's list of a tuple's parts
 
 
-def _without_tensor(batch: Any, indices: Sequence[int]) -> str:
-    return (
-        f"dataset: {several(indices)} make {described(batch)}, which holds no "
-        "tensor; return tensors, arrays or numbers, alone or in tuples, lists and dicts"
-    )
-
-
 def _without_graph(batch: Any) -> Any:
-    """The tensors without their graph: it cannot leave a worker, and nothing in it is trained."""
+    """Return the tensors without their graph: it cannot leave a worker, and trains nothing."""
     if not any(tensor.grad_fn for tensor in tensors_in(batch)):
         return batch
     return map_tensors(_detached, batch)
@@ -368,8 +334,7 @@ class Loader:
             default_collate, whose list of the parts of a tuple becomes a tuple.
         pin: batches come in pinned memory, from which a CUDA device copies in the background.
         comm: the ranks that share each batch; each reads its own part of it.
-        split: what the samples are for, in messages.
-        option: the path of the batch size in the configuration, for messages.
+        split, option: what the samples are for, and the path of the batch size, for messages.
 
     Attributes:
         waited: seconds that the caller has waited for batches so far, over all epochs.
@@ -406,17 +371,16 @@ class Loader:
                 f"{option}={batch_size}: the training set has {self.size} samples; "
                 f"use {self.size} or fewer"
             )
-        _refuse_uneven(option, batch_size, comm)
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.drop_last = drop_last
-        self.waited = 0.0
-        self._option = option
-        self._comm = comm
+        if rest := batch_size % comm.size:
+            raise ConfigError(
+                f"{option}={batch_size}: {comm.size} ranks share each batch; use a multiple of "
+                f"{comm.size}, as {batch_size - rest + comm.size}"
+            )
+        self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
+        self.drop_last, self.waited = drop_last, 0.0
+        self._option, self._comm, self._split = option, comm, split
         self._order: tuple[int, Tensor] | None = None
         self._plan = _Plan()
-        self._split = split
         current = CurrentSamples(workers)
         self._pool = WorkerPool(current, worker_timeout)
         with warnings.catch_warnings():
@@ -436,27 +400,15 @@ class Loader:
             )
 
     def __len__(self) -> int:
-        """Batches per epoch."""
-        if self.drop_last:
-            return self.size // self.batch_size
-        return -(-self.size // self.batch_size)
+        """Count the batches of an epoch."""
+        return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The batches of `epoch`, from number `start` on.
+        """Return this rank's part of the batches of `epoch`, from number `start` (0 to len) on.
 
-        A loader reads one epoch at a time: asking for another ends the one before.
-
-        Args:
-            epoch: >= 0.
-            start: the first batch wanted, 0 to `len(self)`.
-
-        Returns:
-            This rank's part of each; None where the last batch has fewer samples than there are
-            ranks, and none for this one.
-
-        Raises:
-            DataError: `start` lies outside the epoch; or, while reading, a sample cannot be read
-                or holds NaN or inf, or samples make no batch.
+        A part is None if a short last batch leaves this rank without samples. A loader reads one
+        epoch at a time: asking for another ends the one before. While reading, DataError says that
+        a sample cannot be read or holds NaN or inf, or that samples make no batch.
         """
         if not 0 <= start <= len(self):
             raise DataError(
@@ -466,11 +418,7 @@ class Loader:
         return self._read(epoch, start)
 
     def batch_ids(self, epoch: int, batch: int) -> Tensor:
-        """The dataset's indices of the samples in this rank's part of a batch, in their order.
-
-        Returns:
-            [N] int64.
-        """
+        """Return the indices [N] int64 of the samples in this rank's part of a batch, in order."""
         first = batch * self.batch_size
         return self._comm.part(self._order_of(epoch)[first : first + self.batch_size])
 
@@ -502,7 +450,7 @@ class Loader:
 
 
 def shuffled(size: int, seed: int, epoch: int) -> Tensor:
-    """The order of an epoch of `size` samples: [size] int64, from the seed and the epoch alone."""
+    """Return the order of an epoch of `size` samples: [size] int64, from seed and epoch only."""
     key = int(keyed_state(seed, epoch)[0])
     return torch.randperm(size, generator=torch.Generator().manual_seed(key))
 
@@ -533,15 +481,6 @@ def _batch_or_raise(answer: Any) -> Any:
         finally:
             del answer  # It would be such a cycle, too: error, traceback, this frame, error.
     return answer
-
-
-def _refuse_uneven(option: str, batch_size: int, comm: Comm) -> None:
-    rest = batch_size % comm.size
-    if rest:
-        raise ConfigError(
-            f"{option}={batch_size}: {comm.size} ranks share each batch; use a multiple of "
-            f"{comm.size}, as {batch_size - rest + comm.size}"
-        )
 
 
 def _unchanged(batch: Any) -> Any:

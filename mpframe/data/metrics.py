@@ -2,10 +2,12 @@
 
 An `update` only queues work: the sums are 0-d tensors on the outputs' device, and nothing is read
 back before `compute`. The sums start as the number 0, so that the first batch decides the device.
+Tensors whose shapes do not belong together are refused, as they would broadcast unnoticed.
 """
 
 import math
 from abc import ABC, abstractmethod
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,11 +17,7 @@ from mpframe.core.errors import DataError
 
 
 def require_same_shape(metric: str, outputs: Tensor, targets: Tensor) -> None:
-    """Refuse tensors that would broadcast against each other unnoticed.
-
-    Raises:
-        DataError: the shapes differ.
-    """
+    """Refuse tensors that would broadcast against each other unnoticed."""
     if outputs.shape != targets.shape:
         raise DataError(
             f"{metric}: predictions of shape {list(outputs.shape)} against targets of shape "
@@ -27,87 +25,57 @@ def require_same_shape(metric: str, outputs: Tensor, targets: Tensor) -> None:
         )
 
 
-class Accuracy:
+class Mean:
+    """A sum over all samples, kept on the device, over their number."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | float = 0
+        self._seen = 0
+
+    def add(self, part: Tensor, count: int) -> None:
+        """Add the sum of one batch of `count` values."""
+        self._sum = self._sum + part
+        self._seen += count
+
+    def merge(self, other: Self) -> None:
+        """Take in what another rank has measured."""
+        self._sum = self._sum + other._sum
+        self._seen += other._seen
+
+    def compute(self) -> Tensor:
+        """Return the mean so far, 0-d float64; nan before the first update."""
+        return torch.as_tensor(self._sum, dtype=torch.float64) / self._seen
+
+
+class Accuracy(Mean):
     """The fraction of samples whose largest logit is the target's, 0 to 1."""
 
     name = "accuracy"
     higher_is_better = True
 
-    def __init__(self) -> None:
-        self._hits: Tensor | int = 0
-        self._seen = 0
-
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Count the hits of one batch.
-
-        Args:
-            outputs: logits [N, classes, ...], any floating dtype.
-            targets: class numbers [N, ...], an integer dtype.
-
-        Raises:
-            DataError: the shapes do not belong together.
-        """
+        """Count the hits of logits [N, classes, ...] for class numbers [N, ...]."""
         chosen = outputs.argmax(dim=1)
         require_same_shape("accuracy", chosen, targets)
-        self._hits = self._hits + (chosen == targets).sum()
-        self._seen += targets.numel()
-
-    def merge(self, other: "Accuracy") -> None:
-        """Take in what another rank has measured."""
-        self._hits = self._hits + other._hits
-        self._seen += other._seen
-
-    def compute(self) -> Tensor:
-        """Hits over samples, 0-d float64; nan before the first update."""
-        return torch.as_tensor(self._hits, dtype=torch.float64) / self._seen
+        self.add((chosen == targets).sum(), targets.numel())
 
 
-class Nats:
-    """The mean of -ln p(target) over all tokens, summed in float64.
-
-    Attributes:
-        name: of the metric that this becomes.
-    """
+class Nats(Mean):
+    """The mean of -ln p(target) over all tokens, summed in float64."""
 
     name = "nats"
     higher_is_better = False
 
-    def __init__(self) -> None:
-        self._nats: Tensor | float = 0.0
-        self._seen = 0
-
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add the losses of one batch.
-
-        Args:
-            outputs: logits [N, T, vocabulary], any floating dtype.
-            targets: tokens [N, T], int64.
-
-        Raises:
-            DataError: the shapes do not belong together.
-        """
+        """Add the losses of logits [N, T, vocabulary] for tokens [N, T], int64."""
         require_same_shape(self.name, outputs[..., 0], targets)
         logits = outputs.flatten(0, -2).to(torch.promote_types(outputs.dtype, torch.float32))
         losses = cross_entropy(logits, targets.flatten(), reduction="none")
-        self._nats = self._nats + losses.double().sum()
-        self._seen += targets.numel()
-
-    def merge(self, other: "Nats") -> None:
-        """Take in what another rank has measured."""
-        self._nats = self._nats + other._nats
-        self._seen += other._seen
-
-    def compute(self) -> Tensor:
-        """The mean so far, 0-d float64; nan before the first update."""
-        return torch.as_tensor(self._nats, dtype=torch.float64) / self._seen
+        self.add(losses.double().sum(), targets.numel())
 
 
 class BitsPerByte(Nats):
-    """The bits that the model needs for a byte of text:  mean loss / (ln 2 · bytes per token).
-
-    Args:
-        bytes_per_token: the mean over the text; 1 if tokens are bytes.
-    """
+    """The bits that the model needs for a byte of text:  mean loss / (ln 2 · bytes per token)."""
 
     name = "bits_per_byte"
 
@@ -116,18 +84,58 @@ class BitsPerByte(Nats):
         self._bytes = bytes_per_token
 
     def compute(self) -> Tensor:
-        """The bits so far, 0-d float64; nan before the first update."""
+        """Return the bits so far, 0-d float64; nan before the first update."""
         return super().compute() / (math.log(2) * self._bytes)
+
+
+class Perplexity(Nats):
+    """exp of the mean loss per token: as uncertain as among so many equally likely tokens."""
+
+    name = "perplexity"
+
+    def compute(self) -> Tensor:
+        """Return the perplexity so far, 0-d float64; nan before the first update."""
+        return super().compute().exp()
+
+
+class RMSE(Mean):
+    """The root of the mean squared error, in the targets' unit:  sqrt(1/n Σ (output - target)²)."""
+
+    name = "rmse"
+    higher_is_better = False
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add the squared errors of one batch of predictions, summed in float64."""
+        require_same_shape(self.name, outputs, targets)
+        errors = self._errors(outputs.double(), targets.double())
+        self.add(errors.square().sum(), targets.numel())
+
+    def compute(self) -> Tensor:
+        """Return the error so far, 0-d float64; nan before the first update."""
+        return super().compute().sqrt()
+
+    def _errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs - targets
+
+
+class RMSPE(RMSE):
+    """The root of the mean squared relative error:  sqrt(1/n Σ ((output - target) / target)²).
+
+    It has no unit; 0.1 is an error of ten percent. Outputs and targets are in the target's own
+    unit, not its logarithm. A target that is 0 makes the metric inf or nan.
+    """
+
+    name = "rmspe"
+
+    def _errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets) / targets
 
 
 class Overlap(ABC):
     """The mean of a measure over the classes, of areas summed over all pixels of a validation.
 
     A class that neither targets nor predictions have is left out, and so is class 0, the
-    background, which fills most of a picture.
-
-    Args:
-        background: whether class 0 counts as well.
+    background, unless `background` is true.
     """
 
     higher_is_better = True
@@ -137,15 +145,7 @@ class Overlap(ABC):
         self._counts: Tensor | None = None
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Count the pixels of one batch.
-
-        Args:
-            outputs: logits [N, classes, ...], any floating dtype.
-            targets: class numbers [N, ...], an integer dtype.
-
-        Raises:
-            DataError: the shapes do not belong together.
-        """
+        """Count the pixels of logits [N, classes, ...] for class numbers [N, ...]."""
         chosen = outputs.argmax(dim=1)
         require_same_shape(type(self).__name__.lower(), chosen, targets)
         classes = outputs.shape[1]
@@ -155,7 +155,7 @@ class Overlap(ABC):
         # Not bincount: on a GPU it waits for the largest value.
         self._counts.scatter_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int64))
 
-    def merge(self, other: "Overlap") -> None:
+    def merge(self, other: Self) -> None:
         """Take in what another rank has measured."""
         if self._counts is None or other._counts is None:
             self._counts = other._counts if self._counts is None else self._counts
@@ -163,7 +163,7 @@ class Overlap(ABC):
             self._counts += other._counts
 
     def compute(self) -> Tensor:
-        """The mean so far, 0 to 1, 0-d float64; nan before the first update."""
+        """Return the mean so far, 0 to 1, 0-d float64; nan before the first update."""
         if self._counts is None:
             return torch.tensor(torch.nan, dtype=torch.float64)
         counts = self._counts.view(math.isqrt(len(self._counts)), -1).double()
@@ -173,12 +173,10 @@ class Overlap(ABC):
 
     @abstractmethod
     def measure(self, shared: Tensor, wanted: Tensor, chosen: Tensor) -> Tensor:
-        """The measure of each class, nan if all three are 0.
+        """Return the measure of each class, nan if all three are 0.
 
-        Args:
-            shared: [classes] float64, pixels of the class that are predicted as such.
-            wanted: pixels of the class.
-            chosen: pixels predicted as the class.
+        `shared`, `wanted` and `chosen` are pixels by class, float64: predicted rightly, in the
+        targets, and predicted.
         """
 
 
@@ -198,64 +196,3 @@ class IoU(Overlap):
 
     def measure(self, shared: Tensor, wanted: Tensor, chosen: Tensor) -> Tensor:
         return shared / (wanted + chosen - shared)
-
-
-class Perplexity(Nats):
-    """exp of the mean loss per token: as uncertain as among so many equally likely tokens."""
-
-    name = "perplexity"
-
-    def compute(self) -> Tensor:
-        """The perplexity so far, 0-d float64; nan before the first update."""
-        return super().compute().exp()
-
-
-class RMSE:
-    """The root of the mean squared error, in the targets' unit:  sqrt(1/n Σ (output - target)²)."""
-
-    name = "rmse"
-    higher_is_better = False
-
-    def __init__(self) -> None:
-        self._squares: Tensor | float = 0.0
-        self._seen = 0
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add the squared errors of one batch, summed in float64.
-
-        Args:
-            outputs: predictions, any shape and floating dtype.
-            targets: of the same shape.
-
-        Raises:
-            DataError: the shapes differ (they would broadcast to N x N errors unnoticed).
-        """
-        require_same_shape(self.name, outputs, targets)
-        errors = self._errors(outputs.double(), targets.double())
-        self._squares = self._squares + errors.square().sum()
-        self._seen += targets.numel()
-
-    def merge(self, other: "RMSE") -> None:
-        """Take in what another rank has measured."""
-        self._squares = self._squares + other._squares
-        self._seen += other._seen
-
-    def compute(self) -> Tensor:
-        """The error so far, 0-d float64; nan before the first update."""
-        return (torch.as_tensor(self._squares, dtype=torch.float64) / self._seen).sqrt()
-
-    def _errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs - targets
-
-
-class RMSPE(RMSE):
-    """The root of the mean squared relative error:  sqrt(1/n Σ ((output - target) / target)²).
-
-    It has no unit; 0.1 is an error of ten percent. Outputs and targets are in the target's own
-    unit, not its logarithm. A target that is 0 makes the metric inf or nan.
-    """
-
-    name = "rmspe"
-
-    def _errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets) / targets

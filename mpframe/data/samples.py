@@ -1,8 +1,12 @@
-"""Samples that are held out of the training, or kept in memory after their first use."""
+"""Samples that are held out of the training, kept in memory, or drawn when they are read."""
 
+import math
+from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -12,15 +16,11 @@ from mpframe.data.loading import keyed_uniform
 
 
 def hold_out(targets: Tensor, one_in: int, parts: int = 1) -> list[Tensor]:
-    """Hold out one sample in `one_in` of every class.
+    """Hold out one sample in `one_in` of every class; `parts` parts share what is held out in
+    turns.
 
-    The samples are lined up by class, in a fixed random order within it. Each `one_in`-th of them
-    is held out, and the parts take turns. So the split depends on the targets alone, on no seed.
-
-    Args:
-        targets: [N] class numbers.
-        one_in: >= 2.
-        parts: how many parts share what is held out, >= 1.
+    The samples are lined up by class, in a fixed random order within it: the split depends on the
+    targets [N] only, and on no seed.
 
     Returns:
         Indices of the samples to train on, then of each part; each [n] int64, ascending.
@@ -33,17 +33,10 @@ def hold_out(targets: Tensor, one_in: int, parts: int = 1) -> list[Tensor]:
 
 
 class Kept(Dataset[Any]):
-    """Keeps the samples of a dataset, each from its first use on, until the memory is used up.
+    """Keeps samples from their first use on, up to `cache_bytes` in each process that loads.
 
-    Each process that loads keeps its own. A sample is a copy, so that whoever writes into a batch
-    changes no later epoch.
-
-    Args:
-        samples: map-style; a sample depends on its index alone.
-        cache_bytes: the most that the kept tensors need in one process; 0 keeps none.
-
-    Raises:
-        ConfigError: `cache_bytes` is out of its range.
+    Samples depend on their index only. What is returned is a copy, so that whoever writes into a
+    batch changes no later epoch. Raises ConfigError if `cache_bytes` is out of its range.
     """
 
     def __init__(self, samples: Any, cache_bytes: int) -> None:
@@ -63,3 +56,41 @@ class Kept(Dataset[Any]):
             self._kept[index] = sample
             self._free -= size
         return map_tensors(Tensor.clone, self._kept[index])
+
+
+class Generated(Dataset[Any], ABC):
+    """Samples that are drawn when they are read: pure functions of the key and the index.
+
+    Args:
+        count: how many.
+        key: whole numbers; another key gives other samples.
+        noise: standard deviation of the noise.
+    """
+
+    things = "samples"
+
+    def __init__(self, count: int, key: tuple[int, ...], noise: float) -> None:
+        self._count, self._key, self._noise = count, key, noise
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        if not 0 <= index < self._count:
+            raise IndexError(f"{index}: there are {self._count} {self.things}")
+        return self.drawn(index)
+
+    @abstractmethod
+    def drawn(self, index: int) -> tuple[Tensor, Any]:
+        """Draw a sample and its target."""
+
+    def uniforms(self, count: int, *words: int) -> NDArray[np.float64]:
+        """Return `count` numbers in [0, 1), others for other words behind the key."""
+        drawn: NDArray[np.float64] = keyed_uniform(count, *self._key, *words)[0]
+        return drawn
+
+    def noisy(self, values: NDArray[np.float64], index: int) -> Tensor:
+        """Add evenly distributed noise to the values of sample `index`, and return float32."""
+        even = self.uniforms(values.size, index, 1).reshape(values.shape) - 0.5
+        values += self._noise * math.sqrt(12) * even  # Even numbers over 1 deviate by 1 / sqrt(12).
+        return torch.from_numpy(values).float()

@@ -31,7 +31,7 @@ class Metric(Protocol):
         """Take in one batch; must not wait for the device."""
 
     def compute(self) -> Tensor:
-        """The metric so far: 0-d float64 on the device of the outputs."""
+        """Return the metric so far: 0-d float64 on the device of the outputs."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,11 @@ class Task:
 
     def __post_init__(self, loss: Loss | None) -> None:
         if loss is not None:
-            self._take_loss(loss)
+            given: Any = self.objective
+            if given is not None:
+                raise DataError("dataset: its Task has an objective and a loss; give one of them")
+            _require_callable("loss", loss)
+            object.__setattr__(self, "objective", Supervised(loss, "dataset"))
         objectives = {} if self.objective is None else self.objectives
         if self.metric is not None and not isinstance(self.metric, Mapping):
             _require_callable("metric", self.metric)
@@ -82,34 +86,23 @@ class Task:
         _require_names(self.class_names)
         _require_json(self.preprocessing)
         several = isinstance(self.objective, Mapping)
-        for name, own in objectives.items():
-            _require_callable(f"objective {name}" if several else "objective", own)
-            if isinstance(own, nn.modules.loss._Loss):
+        for name, objective in objectives.items():
+            _require_callable(f"objective {name}" if several else "objective", objective)
+            if isinstance(objective, nn.modules.loss._Loss):
                 raise DataError(
-                    f"dataset: the objective of its Task is {name_of(own)}, a loss; give it as "
-                    f"Task(..., loss={name_of(own)}())"
+                    f"dataset: the objective of its Task is {name_of(objective)}, a loss; give it "
+                    f"as Task(..., loss={name_of(objective)}())"
                 )
 
     @property
     def objectives(self) -> Mapping[str, Objective]:
-        """The objectives by name; the only one is named "".
-
-        Raises:
-            DataError: there is none.
-        """
+        """Return the objectives by name, the only one under the name ""."""
         named = self.objective if isinstance(self.objective, Mapping) else {"": self.objective}
         if not named or None in named.values():
             raise DataError(
                 "dataset: its Task has no objective; give it one, several by name, or a loss"
             )
         return named
-
-    def _take_loss(self, loss: Loss) -> None:
-        given: Any = self.objective
-        if given is not None:
-            raise DataError("dataset: its Task has an objective and a loss; give one of them")
-        _require_callable("loss", loss)
-        object.__setattr__(self, "objective", Supervised(loss, "dataset"))
 
 
 def _require_callable(name: str, code: Any) -> None:
@@ -145,13 +138,6 @@ def classification(
     class_names: Sequence[str] | None = None,
     preprocessing: Mapping[str, Any] | None = None,
 ) -> Task:
-    """A task with one class per sample: cross-entropy on logits [N, classes], and accuracy."""
-    return Task(
-        train,
-        val,
-        loss=nn.CrossEntropyLoss(),
-        metric=Accuracy,
-        test=test,
-        class_names=class_names,
-        preprocessing=preprocessing,
-    )
+    """Return a task with one class per sample: cross-entropy on logits [N, classes], accuracy."""
+    loss = Supervised(nn.CrossEntropyLoss(), "dataset")
+    return Task(train, val, loss, Accuracy, None, None, test, class_names, preprocessing)

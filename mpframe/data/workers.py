@@ -43,22 +43,14 @@ _FEWER = "use fewer, or allow more open files (ulimit -n)"
 _STOPPING = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
-POLL_SECONDS = 1.0
-"""How often a wait for a batch checks whether the workers are alive."""
-
-
-WORKER_BYTES = 2**25
-"""The least memory of a worker, without what it shares with the main process."""
+POLL_SECONDS = 1.0  # How often a wait for a batch checks whether the workers are alive.
+WORKER_BYTES = 2**25  # the least memory of a worker, without what it shares with this process
 
 
 def require_workers(workers: int) -> None:
     """Refuse more workers than memory can hold, and warn of more than there are cores.
 
-    Args:
-        workers: of the training data; validation has as many of its own.
-
-    Raises:
-        ConfigError: they would take more than the machine's memory.
+    `workers` load the training data, and validation has as many of its own.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = _memory()
@@ -72,36 +64,31 @@ def require_workers(workers: int) -> None:
         log.warning(
             "warning: dataset.workers=%d: this machine has %d cores; more workers wait for each "
             "other",
-            workers,
-            cores,
+            *(workers, cores),
         )
 
 
 def _memory() -> float:
-    """The machine's memory in bytes; infinite if it is unknown."""
+    """Return the machine's memory in bytes; infinite if it is unknown."""
     if not hasattr(os, "sysconf"):
         return math.inf
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class CurrentSamples:
-    """Which sample each worker is reading.
-
-    Args:
-        workers: how many there are.
-    """
+    """The sample that each worker is reading."""
 
     def __init__(self, workers: int) -> None:
         self._reading = multiprocessing.RawArray(ctypes.c_int64, [_NONE] * workers)
 
     def note(self, index: int = _NONE) -> None:
-        """Called in a worker: it reads sample `index` now, or none."""
+        """Note in a worker that it reads sample `index` now, or none."""
         worker = get_worker_info()
         if worker is not None:
             self._reading[worker.id] = index
 
     def of(self, worker: int) -> int | None:
-        """The sample a worker is reading; None if it waits."""
+        """Return the sample a worker is reading; None if it waits."""
         return None if self._reading[worker] == _NONE else self._reading[worker]
 
     def __len__(self) -> int:
@@ -110,14 +97,7 @@ class CurrentSamples:
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The order in which an epoch reads its samples.
-
-    Attributes:
-        split: what the samples are for.
-        epoch: its number.
-        indices: [N] the dataset's indices of the samples, in the order they are read.
-        batch_size: samples per batch.
-    """
+    """The order [N] in which an epoch reads the indices of its samples, and what they are for."""
 
     split: str
     epoch: int
@@ -125,7 +105,7 @@ class EpochOrder:
     batch_size: int
 
     def locate(self, index: int | None) -> str:
-        """Where in the epoch a sample is, in words."""
+        """Say where in the epoch a sample is."""
         if index is None:
             return f"no sample ({self.split}, epoch {self.epoch})"
         batch = int((self.indices == index).nonzero()[0]) // self.batch_size
@@ -135,25 +115,19 @@ class EpochOrder:
 class WorkerPool:
     """The workers of one loader.
 
-    Args:
-        current: where they write which sample they read.
-        timeout: seconds to wait for a batch; None waits for ever.
+    `current` is where they write which sample they read; `timeout` has the seconds to wait for a
+    batch, or None to wait for ever.
     """
 
     def __init__(self, current: CurrentSamples, timeout: float | None) -> None:
-        self._current = current
-        self._timeout = timeout
+        self._current, self._timeout = current, timeout
         self._processes: list[Any] = []
         self._done: Any = None  # torch's event, which the workers look at
         self._deadline = math.inf  # Of the wait for a batch, by `monotonic`.
         self._aborted = False
 
     def start(self, batches: DataLoader[Any]) -> Iterator[Any]:
-        """Begin an epoch: `iter(batches)`, which starts the workers if there are none yet.
-
-        Raises:
-            DataError: the system starts no more processes, or they cannot be sent the dataset.
-        """
+        """Begin an epoch: `iter(batches)`, which starts the workers if there are none yet."""
         before = multiprocessing.active_children()
         try:
             with _child_handler_kept(), _signals_blocked(), warnings.catch_warnings():
@@ -185,11 +159,7 @@ class WorkerPool:
         return answers
 
     def next_batch(self, answers: Iterator[Any], order: EpochOrder) -> Any:
-        """The next answer.
-
-        Raises:
-            DataError: a worker ended by itself, or none answered in time; all are killed.
-        """
+        """Return the next answer; if a worker ended by itself or none answers in time, kill all."""
         deadline = math.inf if self._timeout is None else monotonic() + self._timeout
         self._deadline = deadline
         while True:
@@ -225,7 +195,7 @@ class WorkerPool:
         _kill(self._processes, self._done)
 
     def _death(self, order: EpochOrder, timed_out: bool) -> str | None:
-        """The error text if a worker has ended by itself, or is ending."""
+        """Return the error text if a worker has ended by itself, or is ending."""
         for number, process in enumerate(self._processes):
             process.join(0.0 if timed_out else POLL_SECONDS)
             code = process.exitcode
@@ -247,7 +217,7 @@ class WorkerPool:
         return f"dataset.workers={len(self._current)}: {_OPEN_FILES.lower()}; {_FEWER}"
 
     def _timeout_error(self, deadline: float, order: EpochOrder) -> str | None:
-        """The error text if the deadline has passed."""
+        """Return the error text if the deadline has passed."""
         if monotonic() < deadline:
             return None
         reading = [(n, self._current.of(n)) for n in range(len(self._current))]
@@ -260,7 +230,7 @@ class WorkerPool:
 
 
 def _watch(pool_of: Callable[[], WorkerPool | None]) -> None:
-    """Aborts a wait that would never end; it watches as long as the pool exists.
+    """Abort a wait that would never end, as long as the pool exists.
 
     A worker itself hands its batch over. If the worker is stopped before the batch is taken, the
     main process waits in the operating system, where no timeout of the loader works.
@@ -274,7 +244,7 @@ def _watch(pool_of: Callable[[], WorkerPool | None]) -> None:
 
 
 def ignore_signals(worker: int) -> None:
-    """Called in a new worker: only the main process answers the signals that stop a run.
+    """Leave, in a new worker, the signals that stop a run to the main process.
 
     It also reports that a worker can open no more files, which ends the worker.
     """
@@ -289,7 +259,7 @@ def ignore_signals(worker: int) -> None:
 
 
 def _report(kind: Any, error: Any, trace: Any) -> None:
-    """In a thread of a worker: end it if it can open no more files, as no batch would arrive."""
+    """End a worker, from a thread of it, if it can open no more files, as no batch would arrive."""
     if _OPEN_FILES in str(error):
         os._exit(errno.EMFILE)
     sys.__excepthook__(kind, error, trace)
@@ -297,7 +267,7 @@ def _report(kind: Any, error: Any, trace: Any) -> None:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Within the block a new worker begins with signals blocked; this process gets them after it.
+    """Begin a new worker with signals blocked; this process gets them after the block.
 
     Without this a signal could end a worker before it has come to `ignore_signals`.
     """
@@ -314,10 +284,8 @@ def _signals_blocked() -> Iterator[None]:
 def _kill(processes: list[Any], done: Any) -> None:
     """Kill the workers that still run, and wait until they have ended.
 
-    Args:
-        processes: the workers.
-        done: the event that torch sets afterwards. A worker that was killed while it looked at the
-            event keeps its lock for ever, and torch would wait for that: it gets another lock.
+    `done` is the event that torch sets afterwards. A worker that was killed while it looked at the
+    event keeps its lock for ever, and torch would wait for that: it gets another lock.
     """
     with _child_handler_kept(signal.SIG_DFL):
         for process in processes:
@@ -335,7 +303,7 @@ def _ending(code: int) -> str:
 
 @contextmanager
 def _child_handler_kept(within: Any = None) -> Iterator[None]:
-    """Restores the handler of SIGCHLD after the block; inside it is `within`, if given."""
+    """Restore the handler of SIGCHLD after the block; inside it is `within`, if given."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Handlers are the main thread's; torch installs none elsewhere.
         return

@@ -18,10 +18,8 @@ log = logging.getLogger(__name__)
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader, or a crash, finds the old content or the new one.
 
-    A link at `path` is replaced; the file that it leads to is not changed.
-
-    Raises:
-        OSError: the folder cannot be written; `path` is as before and nothing is left behind.
+    A link at `path` is replaced; the file that it leads to is not changed. After an OSError `path`
+    is as before and nothing is left behind.
     """
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -29,12 +27,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write in the block, which has its name only after it; as `write_atomically`.
-
-    Raises:
-        OSError: the folder cannot be written; `path` is as before and nothing is left behind. Here
-            and if the block raises anything.
-    """
+    """Open a file to write in the block, which has its name only after it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with _named(path):
         try:
@@ -51,8 +44,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 def append_whole(path: Path, piece: bytes) -> None:
     """Append a piece to a regular file, all of it or nothing; a missing file is created.
 
-    Raises:
-        OSError: there is no room, or it is a link; the file is as before.
+    OSError: there is no room, or it is a link; the file is as before.
     """
     with _named(path), open_regular(path, "ab", buffering=0) as file:
         before = os.fstat(file.fileno()).st_size
@@ -68,9 +60,7 @@ def append_whole(path: Path, piece: bytes) -> None:
 class AppendLog:
     """A file that grows by whole pieces; pieces for which the disk has no room wait in memory.
 
-    Args:
-        path: the file; made by the first piece.
-        on_error: `stop` raises if a piece cannot be written; `warn` writes it with the next one.
+    `on_error`: `stop` raises if a piece cannot be written; `warn` writes it with the next one.
     """
 
     def __init__(self, path: Path, on_error: str = "stop") -> None:
@@ -80,15 +70,11 @@ class AppendLog:
 
     @property
     def pending(self) -> bool:
-        """True if the last piece is not in the file."""
+        """Whether the last piece is not in the file."""
         return bool(self._pending)
 
     def append(self, piece: bytes) -> None:
-        """Append a piece, after those that wait.
-
-        Raises:
-            OSError: it cannot be written, and `on_error` is `stop`.
-        """
+        """Append a piece, after those that wait."""
         self._pending += piece
         try:
             append_whole(self._path, self._pending)
@@ -126,7 +112,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Let an OSError in the block name the file: that of a full disk does not."""
+    """Let an OSError in the block name the file: a full disk's error does not."""
     try:
         yield
     except OSError as error:

@@ -17,26 +17,15 @@ _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 
 
 def open_regular(path: Path, mode: str, *, follow: bool = False, **options: Any) -> IO[Any]:
-    """Open a regular file as `open` does.
+    """Open a regular file as `open` does, and a link only with `follow`.
 
-    Args:
-        path: the file.
-        mode: as of `open`.
-        follow: whether it may be a link.
-        options: of `open`.
-
-    Raises:
-        OSError: it is a link or not a regular file, or cannot be opened.
+    OSError: it is a link or not a regular file, or cannot be opened.
     """
     return open(path, mode, opener=_opener(0 if follow else _NO_LINK), **options)
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The content of a regular file of at most `most` bytes.
-
-    Raises:
-        OSError: it is larger, a link or not a regular file, or cannot be read.
-    """
+    """Read a regular file of at most `most` bytes; OSError also if it is larger."""
     with open_regular(path, "rb") as file:
         content: bytes = file.read(most + 1)
     if len(content) > most:

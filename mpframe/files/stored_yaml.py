@@ -17,24 +17,14 @@ _DEEPEST = 16
 
 
 def read_stored(path: Path) -> dict[str, Any]:
-    """The options in a file; see `parsed`.
-
-    Raises:
-        CheckpointError: as of `parsed`.
-        OSError: it cannot be read, is larger than a configuration, or is not a regular file.
-    """
+    """Read the options in a file; raises as `parsed`, or OSError."""
     return parsed(read_regular(path, 4 * _MOST_LETTERS).decode(errors="replace"), path)
 
 
 def parsed(text: str, path: Path) -> dict[str, Any]:
-    """A stored configuration as plain values; nothing in it is called or looked up.
+    """Return a stored configuration as plain values; nothing in it is called or looked up.
 
-    Args:
-        text: YAML.
-        path: its file, for messages.
-
-    Raises:
-        CheckpointError: it is not a configuration, or made to take hours or all memory.
+    CheckpointError: it is not a configuration, or made to take hours or all memory.
     """
     try:
         hostile = _is_hostile(text)

@@ -21,15 +21,7 @@ Rows = Mapping[str, Column]
 
 
 def refuse_unwritable_kind(option: str, path: Path) -> None:
-    """Refuse a file that is no table, before any work is done.
-
-    Args:
-        option: its name, for messages.
-        path: the file.
-
-    Raises:
-        ConfigError: its suffix is another one, or it needs a package that is missing.
-    """
+    """Refuse a file that is no table, or needs a package, before any work is done."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{option}={path}: must end in {' or '.join(SUFFIXES)}")
     if path.suffix == ".parquet" and find_spec("pyarrow") is None:
@@ -41,12 +33,10 @@ def refuse_unwritable_kind(option: str, path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[Callable[[Rows], None]]:
-    """Within the block a function appends rows; after it the file is there, and not before.
+    """Give a function that appends rows; after the block the file is there, and not before.
 
-    Numbers are written so that they read back as the same ones.
-
-    Raises:
-        OSError: it cannot be written; what was there stays.
+    Numbers are written so that they read back as the same ones. After an OSError what was there
+    stays.
     """
     with atomic_file(path) as file:
         kind = _parquet if path.suffix == ".parquet" else _csv

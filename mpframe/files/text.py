@@ -14,12 +14,7 @@ _UNREACHABLE = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 def printable(text: str, keep: str = "") -> str:
-    """`text` with control characters and line breaks written out, as in `\\x1b`.
-
-    Args:
-        text: it may contain names from files or from users' classes.
-        keep: characters that stay as they are, e.g. a line break.
-    """
+    """Write out control characters and line breaks, as in `\\x1b`, except those in `keep`."""
     return "".join(
         letter
         if letter.isprintable() or letter in keep
@@ -30,11 +25,7 @@ def printable(text: str, keep: str = "") -> str:
 
 @contextmanager
 def unreachable_in_one_line() -> Iterator[None]:
-    """Give one line if a path cannot be reached: it is too long, or a folder may not be entered.
-
-    Raises:
-        ConfigError: the block raised an OSError of that kind.
-    """
+    """Make one line of an OSError about a path that is too long, or may not be entered."""
     try:
         yield
     except OSError as error:
@@ -48,7 +39,7 @@ def unreachable_in_one_line() -> Iterator[None]:
 
 
 def _word_with(path: Path) -> str | None:
-    """The word of the command line that names a path, or one above or below it."""
+    """Return the word of the command line that names a path, or one above or below it."""
     words = {}
     for flag, word in pairwise(sys.argv):
         named = Path(word.partition("=")[2] or word).absolute()
@@ -75,11 +66,7 @@ def one_line_exit() -> Iterator[None]:
 def take_options(
     arguments: Iterable[str], names: Iterable[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Separate the `name=value` words that a program knows from the others.
-
-    Returns:
-        The values by name (the last one of a name that occurs twice), and the other words in order.
-    """
+    """Separate the `name=value` words that a program knows (the last counts) from the others."""
     options, rest = {}, []
     for argument in arguments:
         name, equals, value = argument.partition("=")

@@ -25,19 +25,15 @@ FILE_NAME = ".turn"
 def turn_in(folder: Path, waiting: str = "") -> Iterator[None]:
     """Wait until no other process is in a block over this folder; then run the block.
 
-    Args:
-        folder: exists.
-        waiting: what is logged if another process is there; empty: nothing.
-
-    Raises:
-        MpframeError: the folder cannot be written, or its disk knows no locks.
+    `waiting` is logged if another process is there. MpframeError: the folder cannot be written, or
+    its disk knows no locks.
     """
     with _taken(folder / FILE_NAME, waiting):
         yield
 
 
 def _taken(path: Path, waiting: str) -> IO[Any]:
-    """The lock, which is given back when the file is closed."""
+    """Return the lock, which is given back when the file is closed."""
     try:
         file = open_regular(path, "a")
         if sys.platform != "win32":

@@ -80,6 +80,7 @@ class ElementFormat:
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
 
+# The formats that hardware has, by name.
 FORMATS = {
     known.name: known
     for known in (
@@ -91,18 +92,13 @@ FORMATS = {
         ElementFormat("e2m1", 2, 1),
     )
 }
-"""The formats that hardware has, by name."""
 
+# Gives random numbers in [0, 1), fp32, of the shape and on the device of its argument.
 Draw = Callable[[Tensor], Tensor]
-"""Gives random numbers in [0, 1), fp32, of the shape and on the device of its argument."""
 
 
 def format_named(name: str) -> ElementFormat:
-    """The format that hardware has under this name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the format that hardware has under this name."""
     if name not in FORMATS:
         hint = nearest(name, FORMATS)
         raise ConfigError(
@@ -113,26 +109,18 @@ def format_named(name: str) -> ElementFormat:
 
 
 def round_to(values: Tensor, format: ElementFormat, draw: Draw | None = None) -> Tensor:
-    """`values` rounded to numbers that `format` holds.
+    """Return `values`, float32, rounded to numbers that `format` holds.
 
     To the nearest, ties to even; with `draw` up or down at random, so that the mean is the value.
     A finite value beyond the range becomes the largest number; inf and nan stay as they are, also
     if the format has no code for them: whoever looks for an overflow must find it.
-
-    Args:
-        values: float32, any shape; not changed.
-        format: what the results must fit.
-        draw: rounds stochastically.
-
-    Returns:
-        float32, of the same shape.
     """
     rounded = round_finite_(values.clone(), format, draw).copysign_(values)
     return torch.where(values.isinf(), values, rounded)
 
 
 def round_finite_(values: Tensor, format: ElementFormat, draw: Draw | None = None) -> Tensor:
-    """As `round_to`, in place and in fewer passes, for values among which there is no inf.
+    """Round as `round_to`, in place and in fewer passes, values among which there is no inf.
 
     The sign of a zero is lost. New memory costs more than the arithmetic here.
     """
@@ -145,20 +133,20 @@ def round_finite_(values: Tensor, format: ElementFormat, draw: Draw | None = Non
 
 
 def _exponents(values: Tensor, format: ElementFormat) -> Tensor:
-    """The bits of 2^floor(log2 |value|), but at least of the format's smallest normal number."""
+    """Return the bits of 2^floor(log2 |value|), or of the smallest normal number if larger."""
     exponents = values.view(torch.int32) & _EXPONENT_MASK
     return exponents.clamp_(min=(format.min_exponent + _BIAS) << _MANTISSA)
 
 
 def _round_to_nearest_(values: Tensor, format: ElementFormat) -> Tensor:
-    """Let fp32 round: to add and take away 1.5 * 2^23 units leaves whole units, ties to even."""
+    """Let fp32 round: 1.5 * 2^23 units, added and taken away, leave whole units, ties to even."""
     shift = (_MANTISSA - format.mantissa_bits) << _MANTISSA
     large = _exponents(values, format).add_(shift | _HALF_MANTISSA).view(torch.float32)
     return values.add_(large).sub_(large)
 
 
 def _round_at_random_(values: Tensor, format: ElementFormat, draw: Draw) -> Tensor:
-    """Down to a whole unit, and up by one with the probability of the fraction that is cut off."""
+    """Round down to a unit, and up by one with the probability of the fraction cut off."""
     units = _exponents(values, format).sub_(format.mantissa_bits << _MANTISSA).view(torch.float32)
     down = values.div_(units).floor()
     up = draw(values) < values.sub_(down)
@@ -166,7 +154,7 @@ def _round_at_random_(values: Tensor, format: ElementFormat, draw: Draw) -> Tens
 
 
 def _round_bits_(values: Tensor, format: ElementFormat, draw: Draw | None) -> Tensor:
-    """The range is fp32's: the mantissa's last bits go, and a carry may move the exponent."""
+    """Cut the mantissa's last bits: the range is fp32's, and a carry may move the exponent."""
     cut = _MANTISSA - format.mantissa_bits
     bits = values.view(torch.int32)
     if draw is None:
@@ -179,14 +167,14 @@ def _round_bits_(values: Tensor, format: ElementFormat, draw: Draw | None) -> Te
 
 
 def transform(values: Tensor, axis: int, size: int) -> Tensor:
-    """`values` (float32) transformed in blocks of `size`, a power of two that divides the axis."""
+    """Transform `values` (float32) in blocks of `size`, a power of two that divides the axis."""
     blocks = torch.unflatten(values, axis, (-1, size)).movedim(axis + 1, -1)
     mixed = blocks @ matrix(size, values.device)
     return mixed.movedim(-1, axis + 1).flatten(axis, axis + 1)
 
 
 def matrix(size: int, device: torch.device) -> Tensor:
-    """D H of a power of two: orthogonal, float32, the same at each call."""
+    """Return D H of a power of two: orthogonal, float32, the same at each call."""
     rows = torch.ones(1, 1)
     while len(rows) < size:
         rows = torch.cat([torch.cat([rows, rows], 1), torch.cat([rows, -rows], 1)])

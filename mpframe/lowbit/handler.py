@@ -22,11 +22,7 @@ from mpframe.lowbit.state import ProductState, Watch
 
 
 class ProductHandler(OpHandler):
-    """Runs the products of every recipe that a policy names.
-
-    Args:
-        policy: of the precision.
-    """
+    """The `OpHandler` that runs the products of every recipe that a policy names."""
 
     def __init__(self, policy: Policy) -> None:
         self.state, self._policy = ProductState(), policy
@@ -40,15 +36,11 @@ class ProductHandler(OpHandler):
         }
 
     def handler_of(self, op: str, recipe: str | None) -> Handler | None:
-        """The product of a recipe, or None if it does not quantise `op`."""
+        """Return the product of a recipe, or None if it does not quantise `op`."""
         return None if recipe is None else self._ops.get((op, recipe))
 
     def attach(self, model: nn.Module) -> None:
-        """Learn the names of the weights.
-
-        Raises:
-            ConfigError: `compute` is native and the model's device lacks a product of a recipe.
-        """
+        """Learn the names of the weights; refuse a device without the native products asked for."""
         policy, device = self._policy, device_of(model)
         names = (policy.products, *policy.ops.modules.values())
         recipes = [policy.recipes[name] for name in names if name in policy.recipes]
@@ -68,7 +60,7 @@ class ProductHandler(OpHandler):
             self.state.agree(comm, length)
 
     def state_dict(self) -> dict[str, Any]:
-        """The random generators, and the histories of amax."""
+        """Return the random generators, and the histories of amax."""
         return self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -77,12 +69,7 @@ class ProductHandler(OpHandler):
 
 
 def watch_products(precision: Precision, watch: Watch | None) -> None:
-    """Count what quantisation takes from each operand of each product.
-
-    Args:
-        precision: without recipes it has nothing to count.
-        watch: is called for each operand; None: nothing is counted any more.
-    """
+    """Have `watch` count what quantisation takes from each operand of each product; None: stop."""
     for handler in precision.op_handlers:
         if isinstance(handler, ProductHandler):
             handler.state.watch = watch
@@ -99,6 +86,7 @@ def find_recipes(policy: Policy) -> tuple[Policy, OpHandler]:
 
 
 def _named_recipes(policy: Policy) -> Mapping[str, Recipe]:
+    """Return the user's recipes of a policy, and the shipped ones that it names."""
     recipes = dict(policy.recipes)
     for name in (*PINS, NO_PRODUCTS):
         if name in recipes:

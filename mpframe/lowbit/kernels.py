@@ -32,14 +32,7 @@ _quantizers: "WeakValueDictionary[str, Quantizer]" = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of a product.
-
-    Attributes:
-        values: float32.
-        role: `x`, `w` or `dy`.
-        axes: which of its axes the product sums over.
-        groups: of a convolution whose products sum over the channels of one group each.
-    """
+    """One operand of a product: float32 values, a role, and the axes that the product sums over."""
 
     values: Tensor
     role: str
@@ -48,15 +41,10 @@ class Operand:
 
 
 class Quantizer:
-    """Quantises pairs of operands by a recipe.
+    """Quantises pairs of operands by a recipe, with the random numbers and histories of a run.
 
-    Args:
-        recipe: what is done to each operand.
-        state: the random numbers and histories of the run.
-        compute: `native`, `emulated`, or `auto`: native on what is no CPU.
-
-    Attributes:
-        key: stands for it in the arguments of an op.
+    `compute` is `native`, `emulated`, or `auto`: native on what is no CPU. `key` stands for the
+    quantizer in the arguments of an op.
     """
 
     def __init__(self, recipe: Recipe, state: ProductState, compute: str = "auto") -> None:
@@ -67,7 +55,7 @@ class Quantizer:
     def matmul(
         self, product: str, left: Operand, right: Operand, site: str, record: bool
     ) -> Tensor:
-        """left @ right, both quantised; the arguments are those of `pair`."""
+        """Return left @ right, both quantised; the arguments are those of `pair`."""
         if self._why_emulated(product, left, right):
             return torch.matmul(*self.pair(product, left, right, site, record))
         rest = product, site, record, take_apart
@@ -76,17 +64,13 @@ class Quantizer:
     def pair(
         self, product: str, left: Operand, right: Operand, site: str, record: bool
     ) -> tuple[Tensor, Tensor]:
-        """Both operands quantised; as they are if the recipe or their shapes keep them in half.
+        """Quantise both operands; as they are if the recipe or their shapes keep them in half.
 
         Args:
             product: `forward`, `dx` or `dw`.
-            left: in the order of the product.
-            right: likewise.
+            left, right: in the order of the product.
             site: the name of the weight; empty: no history is kept.
             record: whether the amax of this pass goes into the history.
-
-        Raises:
-            ConfigError: fp32 kernels would multiply them, and `compute` is native.
         """
         if self._in_half(product, left, right):
             return left.values, right.values
@@ -101,7 +85,7 @@ class Quantizer:
         return hows is None or bool(misfit(self.recipe, product, left, right))
 
     def _why_emulated(self, product: str, left: Operand, right: Operand) -> str:
-        """Why no instruction multiplies two operands; empty if one does."""
+        """Say why no instruction multiplies two operands; empty if one does."""
         device = left.values.device
         if not native.wanted(self.compute, device):
             return f"dtype.compute={self.compute}"
@@ -113,26 +97,26 @@ class Quantizer:
         return native.refusal(hows[left.role], hows[right.role], device)
 
     def _quantized(
-        self, own: Operand, product: str, site: str, record: bool, take: Callable[..., Taken]
+        self, operand: Operand, product: str, site: str, record: bool, take: Callable[..., Taken]
     ) -> Taken:
-        """One operand by `quantize` or `take_apart`."""
-        how = self.recipe.products[product][own.role]
+        """Quantise one operand by `quantize` or `take_apart`."""
+        how = self.recipe.products[product][operand.role]
         known = None
         if how.history and site:
-            amax = own.values.abs().amax()
-            known = self.state.known_amax(f"{site} {own.role}", amax, how.history, record)
-        taken = take(own.values, own.axes, how, self.state.draw, known)
+            amax = operand.values.abs().amax()
+            known = self.state.known_amax(f"{site} {operand.role}", amax, how.history, record)
+        taken = take(operand.values, operand.axes, how, self.state.draw, known)
         if self.state.watch is not None:
-            quantized = taken.values(own.axes.free) if isinstance(taken, Parts) else taken
-            row = count_noise(own.values, quantized, own.axes, how, known)
-            self.state.watch(site, product, own.role, row)
+            quantized = taken.values(operand.axes.free) if isinstance(taken, Parts) else taken
+            row = count_noise(operand.values, quantized, operand.axes, how, known)
+            self.state.watch(site, product, operand.role, row)
         return taken
 
 
 def misfit(recipe: Recipe, product: str, *operands: Operand) -> str:
-    """Why a product stays in half; empty if its operands have whole blocks."""
+    """Say why a product stays in half; empty if its operands have whole blocks."""
     hows = recipe.products[product]
-    reasons = (own.axes.misfit(own.values.shape, hows[own.role], own.groups) for own in operands)
+    reasons = (o.axes.misfit(o.values.shape, hows[o.role], o.groups) for o in operands)
     return next(filter(None, reasons), "")
 
 
@@ -150,16 +134,9 @@ def _multiply(
 def matmul(
     left: Tensor, right: Tensor, product: str, roles: str, quantizer: str, site: str, record: bool
 ) -> Tensor:
-    """left @ right: float32, of 2 axes, or of 3 with the batch first.
+    """Return left @ right: float32, of 2 axes, or of 3 with the batch first.
 
-    Args:
-        left: float32.
-        right: float32.
-        product: `forward`.
-        roles: of both, as in `x w`.
-        quantizer: its key.
-        site: see `Quantizer.pair`.
-        record: likewise.
+    `roles` is as in `x w`, `quantizer` a key; for `site` and `record` see `Quantizer.pair`.
     """
     return _multiply(left, right, product, roles, quantizer, site, record)
 
@@ -168,7 +145,7 @@ def matmul(
 def matmul_gradient(
     left: Tensor, right: Tensor, product: str, roles: str, quantizer: str, site: str, record: bool
 ) -> Tensor:
-    """As `matmul`, for `dx` and `dw`; it has no gradient itself."""
+    """Return `matmul` for `dx` and `dw`; it has no gradient itself."""
     return _multiply(left, right, product, roles, quantizer, site, record)
 
 
@@ -201,17 +178,17 @@ matmul.register_autograd(_matmul_backward, setup_context=_remember_matmul)
 
 
 def _channels(values: Tensor, role: str, groups: int) -> Operand:
-    """Summed over the channels of one group; each sample has its own rows of the product."""
+    """Sum over the channels of one group; each sample has its own rows of the product."""
     return Operand(values, role, Axes((1, *range(2, values.dim())), 0), groups)
 
 
 def _samples(values: Tensor, role: str) -> Operand:
-    """Summed over the batch, along which blocks run: what a kernel shifts moves as a whole."""
+    """Sum over the batch, along which blocks run: what a kernel shifts moves as a whole."""
     return Operand(values, role, Axes((0, *range(2, values.dim())), 1))
 
 
 def weight_operand(values: Tensor, over: int, groups: int) -> Operand:
-    """Summed over axis `over`; axis 0 has the channels of all groups."""
+    """Sum over axis `over`; axis 0 has the channels of all groups."""
     axes = Axes((over, *range(2, values.dim())), 1 - over)
     return Operand(values, "w", axes, groups if over == 0 else 1)
 
@@ -230,21 +207,7 @@ def convolution(
     site: str,
     record: bool,
 ) -> Tensor:
-    """A convolution of 1 to 3 dimensions, float32, without bias.
-
-    Args:
-        x: float32, samples and channels first.
-        w: float32.
-        stride: as aten's convolution has it; so are the following.
-        padding: as above.
-        dilation: as above.
-        transposed: as above.
-        output_padding: as above.
-        groups: as above.
-        quantizer: its key.
-        site: see `Quantizer.pair`.
-        record: likewise.
-    """
+    """Return aten's convolution of 1 to 3 dimensions, float32, without bias; as `matmul`."""
     operands = _channels(x, "x", groups), weight_operand(w, 0 if transposed else 1, groups)
     x, w = _quantizers[quantizer].pair("forward", *operands, site, record)
     return torch.convolution(
@@ -273,35 +236,14 @@ def convolution_gradient(
     site: str,
     record: bool,
 ) -> Tensor:
-    """A gradient of `convolution`: `dx`, of dy and the weight, or `dw`, of dy and x.
-
-    Args:
-        dy: float32.
-        other: the weight or x.
-        product: `dx` or `dw`.
-        shape: of the result.
-        stride: from here on as `convolution`.
-        padding: as above.
-        dilation: as above.
-        transposed: as above.
-        output_padding: as above.
-        groups: as above.
-        quantizer: as above.
-        site: as above.
-        record: as above.
-    """
-    own = _quantizers[quantizer]
-    result = dy.new_empty(1).expand(list(shape))  # Its shape alone is looked at.
+    """Return a gradient: `dx`, of dy and the weight, or `dw`, of dy and x."""
+    pair = _quantizers[quantizer].pair
+    result = dy.new_empty(1).expand(list(shape))  # Only its shape is looked at.
     if product == "dx":
-        operands = (
-            _channels(dy, "dy", groups),
-            weight_operand(other, 1 if transposed else 0, groups),
-        )
-        dy, w = own.pair("dx", *operands, site, record)
-        x = result
+        weight = weight_operand(other, 1 if transposed else 0, groups)
+        (dy, w), x = pair("dx", _channels(dy, "dy", groups), weight, site, record), result
     else:
-        x, dy = own.pair("dw", _samples(other, "x"), _samples(dy, "dy"), site, record)
-        w = result
+        (x, dy), w = pair("dw", _samples(other, "x"), _samples(dy, "dy"), site, record), result
     wanted = [product == "dx", product == "dw", False]
     rest = (stride, padding, dilation, transposed, output_padding, groups)
     gradients = torch.ops.aten.convolution_backward(dy, x, w, None, *rest, wanted)

@@ -24,7 +24,7 @@ def products_of(
     readers: Iterable[tuple[str, str | None]],
     policy: Policy,
 ) -> str:
-    """The recipe of a layer's products, and which of them stay in half and why.
+    """Name the recipe of a layer's products, and which of them stay in half and why.
 
     Whether `dw` has whole blocks depends on the number of samples, which is not known here.
 
@@ -59,7 +59,7 @@ def products_of(
 
 
 def _native(recipe: Recipe, op: str, module: nn.Module, policy: Policy) -> str:
-    """Which products of a layer an instruction computes; empty if nobody asked for that."""
+    """Say which products of a layer an instruction computes; empty if nobody asked for that."""
     device = device_of(module)
     if not wanted(policy.compute, device):
         return ""
@@ -88,7 +88,7 @@ def _of(names: list[str], count: int) -> str:
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The matrices of a layer, of which recurrent layers have several."""
+    """Yield the matrices of a layer, of which recurrent layers have several."""
     many = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
     for name, weight in module.named_parameters(recurse=False):
         known = name.startswith("weight_") if many else name == "weight"
@@ -97,7 +97,7 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _reasons(recipe: Recipe, module: nn.Module, weight: Tensor) -> Iterator[tuple[str, str]]:
-    """Products that stay in half, and why."""
+    """Yield products that stay in half, and why."""
     groups = getattr(module, "groups", 1)
     over = 0 if getattr(module, "transposed", False) else 1
     for product, axis in (("forward", over), ("dx", 1 - over)):

@@ -31,7 +31,7 @@ from mpframe.lowbit.scaling import Axes, Quantization, rounded, scaled, transfor
 
 @dataclass(frozen=True)
 class Parts:
-    """An operand of a matrix product; whichever side it stands on, each row is summed over.
+    """An operand of a matrix product; whichever side it is on, each row is summed over.
 
     Attributes:
         how: it was quantised.
@@ -46,7 +46,7 @@ class Parts:
     whole: Tensor | None = None
 
     def values(self, free: int = 0) -> Tensor:
-        """What `quantize` gives: float32, of 2 axes; the rows are along the axis `free`."""
+        """Return what `quantize` gives: float32, of 2 axes; the rows are along the axis `free`."""
         blocks = torch.unflatten(self.elements, 1, (self.scales.shape[1], -1))
         rows = (blocks * self.scales[..., None]).flatten(1)
         return rows if free == 0 else rows.t()
@@ -59,15 +59,7 @@ def take_apart(
     draw: Draw | None = None,
     known_amax: Tensor | None = None,
 ) -> Parts:
-    """Quantise `values`, float32 of 2 axes; all arguments are those of `quantize`.
-
-    Args:
-        values: of 2 axes.
-        axes: as given to `quantize`, like the rest.
-        how: with a scale.
-        draw: gives the same numbers as there.
-        known_amax: as there.
-    """
+    """Quantise `values`, float32 of 2 axes; all arguments are those of `quantize`."""
     if values.stride(0) < values.stride(1):
         values, axes = values.t(), axes.permuted((1, 0))
     own = scaled(transformed(values, axes, how), axes, how, known_amax)
@@ -93,7 +85,7 @@ _ALIGNED = 16  # Rows, and bytes in a row, that kernels take at once.
 
 
 def kind_of(how: Quantization) -> ScalingType | None:
-    """Which kind of product takes an operand that is quantised so; None: there is none."""
+    """Return the kind of product that takes an operand that is quantised so, if there is one."""
     if how.format in _FP8 and how.scale != "none" and how.per != "block":
         return ROW if how.per == "row" else TENSOR
     if how.format in _FP8 and how.scale == "e8m0" and how.block % _LENGTH[MX] == 0:
@@ -103,14 +95,9 @@ def kind_of(how: Quantization) -> ScalingType | None:
 
 
 def multiply(left: Parts, right: Parts) -> Tensor:
-    """The product of two operands whose `refusal` is empty.
+    """Return the product [m, n], float32, of two operands whose `refusal` is empty.
 
-    Args:
-        left: of m rows.
-        right: of n rows, the columns of the product's right operand.
-
-    Returns:
-        float32 [m, n].
+    `left` has m rows, and `right` n, the columns of the product's right operand.
     """
     kind = kind_of(left.how)
     assert kind is not None
@@ -133,10 +120,9 @@ def multiply(left: Parts, right: Parts) -> Tensor:
 
 
 def codes_of(own: Parts) -> Tensor:
-    """The elements as they are stored, two of e2m1 in a byte, with zeros behind and below.
+    """Return the elements as they are stored, two of e2m1 in a byte, with zeros behind and below.
 
-    Returns:
-        torch's float8 or float4 format; rows, and bytes in a row, are multiples of 16.
+    Rows, and bytes in a row, are multiples of 16.
     """
     if own.how.format == _E2M1:
         dtype = torch.float4_e2m1fn_x2
@@ -149,7 +135,7 @@ def codes_of(own: Parts) -> Tensor:
 
 
 def _packed(elements: Tensor) -> Tensor:
-    """Codes of e2m1, uint8: the sign, then how many positive numbers are not above the value."""
+    """Return codes of e2m1, uint8: the sign, and how many positive numbers are not above."""
     levels = elements.new_tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     codes = torch.bucketize(elements.abs(), levels, right=True).to(torch.uint8)
     codes |= elements.signbit().to(torch.uint8) << 3
@@ -157,7 +143,7 @@ def _packed(elements: Tensor) -> Tensor:
 
 
 def scales_of(own: Parts, kind: ScalingType) -> list[Tensor]:
-    """The scales as a product of this kind takes them, for rows padded as by `codes_of`."""
+    """Return the scales as a product of this kind takes them, for rows padded as by `codes_of`."""
     if kind is TENSOR:
         return [own.scales.reshape(())]
     if kind is ROW:
@@ -171,16 +157,10 @@ def scales_of(own: Parts, kind: ScalingType) -> list[Tensor]:
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """Scales as tensor cores read them (SWIZZLE_32_4_4).
+    """Order one-byte scales [rows, blocks] as tensor cores read them (SWIZZLE_32_4_4), in one row.
 
     Each 128 rows of 4 scales lie together; in them, beside each other, those of the rows r,
     r + 32, r + 64 and r + 96.
-
-    Args:
-        scales: [rows, blocks], of one byte each.
-
-    Returns:
-        The same format, [128-fold rows * 4-fold blocks].
     """
     rows, blocks = scales.shape
     padded = F.pad(scales.contiguous().view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
@@ -189,18 +169,12 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def wanted(compute: str, device: torch.device) -> bool:
-    """Whether `dtype.compute` asks for instructions; `auto` asks GPUs alone for them."""
+    """Whether `dtype.compute` asks for instructions; `auto` asks only GPUs for them."""
     return compute == "native" or (compute == "auto" and device.type != "cpu")
 
 
 def refusal(left: Quantization, right: Quantization, device: torch.device) -> str:
-    """Why a device has no product of two matrices that are quantised so; empty if it has one.
-
-    Args:
-        left: of the left operand.
-        right: of the right one.
-        device: where both are.
-    """
+    """Say why a device has no product of matrices that are quantised so; empty if it has one."""
     kind = kind_of(left)
     if kind is None or kind_of(right) is not kind:
         words = " by ".join(dict.fromkeys(str(_numbers_alone(how)) for how in (left, right)))
@@ -215,7 +189,7 @@ def refusal(left: Quantization, right: Quantization, device: torch.device) -> st
 
 
 def refusals(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
-    """Which products of a recipe a device does not have, each with the reason."""
+    """Return the products of a recipe that a device does not have, each with the reason."""
     reasons = {
         product: refusal(hows[left], hows[right], device)
         for product, (left, right) in OPERANDS.items()
@@ -225,7 +199,7 @@ def refusals(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
 
 
 def refused(recipe: Recipe, product: str, device: torch.device, why: str) -> ConfigError:
-    """The error of `dtype.compute=native` where a product is emulated."""
+    """Return the error of `dtype.compute=native` for a product that is emulated."""
     return ConfigError(
         f"dtype.compute=native: dtype.products={recipe.name} has no native {product} product on "
         f"{device.type}: {why}; choose dtype.compute=auto, which emulates it"
@@ -233,16 +207,16 @@ def refused(recipe: Recipe, product: str, device: torch.device, why: str) -> Con
 
 
 def _numbers_alone(how: Quantization) -> Quantization:
-    """What an instruction has to know: not how the numbers came about."""
+    """Return what an instruction has to know: not how the numbers came about."""
     return replace(how, rule="rceil", rounding="nearest", hadamard=0, history=0, margin=0)
 
 
 @cache
 def _fault(left: Quantization, right: Quantization, device: torch.device) -> str:
-    """What is wrong with a small product that is tried; empty if it has the right numbers.
+    """Say what is wrong with a small product that is tried; empty if it has the right numbers.
 
-    What torch's build and its libraries have, their versions alone do not tell. The sums are small
-    integers, so that any order of adding gives the same.
+    Versions do not tell what torch's build and its libraries have. The sums are small integers, so
+    that any order of adding gives the same.
     """
     length = 5 * lcm(left.block, right.block)
     first, second = _sample(left, length, device), _sample(right, length, device)
@@ -256,7 +230,7 @@ def _fault(left: Quantization, right: Quantization, device: torch.device) -> str
 
 
 def _sample(how: Quantization, length: int, device: torch.device) -> Parts:
-    """Elements of -1, 0 and 1, and scales of 1, 2 and 4, which fill more than a tile."""
+    """Return elements of -1, 0 and 1, and scales of 1, 2 and 4, which fill more than a tile."""
     rows = 144
     numbers = torch.arange(rows * length, device=device).view(rows, length)
     blocks = length // how.block if how.per == "block" else 1

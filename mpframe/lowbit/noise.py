@@ -15,14 +15,7 @@ def count_noise(
     how: Quantization,
     known_amax: Tensor | None = None,
 ) -> Tensor:
-    """Count one quantisation.
-
-    Args:
-        values: float32, as given to `quantize`.
-        quantized: what it returned.
-        axes: as given to it, like the rest.
-        how: as above.
-        known_amax: as above.
+    """Count one quantisation; the arguments are what `quantize` was given and returned.
 
     Returns:
         [7] float64 on the device of `values`: the number of values; the sums of v^2 and of

@@ -45,7 +45,7 @@ class Call:
 
     Attributes:
         quantizer: of the recipe.
-        weight: the operand that counts as the weight: the right one, if the left alone is not one.
+        weight: the operand that counts as the weight: the right one, unless only the left is one.
         weight_first: whether it is the left operand.
         given: of an op with several products, its tensors as they are now, each with what it was
             made from.
@@ -57,17 +57,17 @@ class Call:
     given: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def by(self, weight: Tensor) -> "Call":
-        """The call of the product with one of several weights."""
-        return replace(self, weight=next(own for made, own in self.given if made is weight))
+        """Return the call of the product with one of several weights."""
+        return replace(self, weight=next(first for made, first in self.given if made is weight))
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
-        """left @ right, both of 2 axes or both of 3."""
+        """Return left @ right, both of 2 axes or both of 3."""
         roles = "w x" if self.weight_first else "x w"
         y: Tensor = matmul(left, right, "forward", roles, *self._rest())
         return y
 
     def convolution(self, x: Tensor, w: Tensor, *rest: Any) -> Tensor:
-        """`rest` are aten's arguments after the bias."""
+        """Convolve; `rest` are aten's arguments after the bias."""
         y: Tensor = convolution(x, w, *rest, *self._rest())
         return y
 
@@ -76,7 +76,7 @@ class Call:
         return self.quantizer.key, self._site(records), records
 
     def _site(self, records: bool) -> str:
-        """The name under which histories are kept, and noise is counted; empty: without a weight.
+        """Return the name under which histories are kept, and noise is counted; empty: no weight.
 
         Without a need for it there is none, so that a compiler sees one constant for all.
         """
@@ -119,12 +119,12 @@ def _matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
 
 
 def matmul_of(call: Call, input: Tensor, *other: Tensor, **named: Tensor) -> Tensor:
-    """matmul, mm, bmm and mv, whose second operand has a name of its own in each."""
+    """Compute matmul, mm, bmm or mv, whose second operand has its own name in each."""
     return _matmul(call, input, *other, *named.values())
 
 
 def vecdot(call: Call, x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
-    """Each pair of vectors is a product of one row and one column."""
+    """Compute each pair of vectors as a product of one row and one column."""
     x, y = (t.movedim(dim, -1) for t in _broadcast_tensors(x, y))
     return _matmul(call, x[..., None, :], y[..., None])[..., 0, 0]
 
@@ -137,50 +137,47 @@ def grouped(
     bias: Tensor | None = None,
     out_dtype: None = None,
 ) -> Tensor:
-    """Experts: a product for each group. Without `offs` it is bmm."""
-    y = (
-        _matmul(call, mat_a, mat_b)
-        if offs is None
-        else _by_group(call, mat_a, mat_b, offs.tolist())
-    )
+    """Compute a product for each group (experts). Without `offs` it is bmm."""
+    groups = (call, mat_a, mat_b)
+    y = _matmul(*groups) if offs is None else _by_group(*groups, offs.tolist())
     return y if bias is None else y + bias
 
 
 def _by_group(call: Call, left: Tensor, right: Tensor, ends: list[int]) -> Tensor:
-    """A stack has one matrix a group, a matrix is cut where groups end; zeros behind the last."""
+    """Multiply by groups: a stack has one matrix each, a matrix is cut; zeros behind the last."""
     spans = [slice(*span) for span in itertools.pairwise([0, *ends])]
     if left.dim() == right.dim():  # The groups divide what is summed over.
-        return torch.stack([call.matmul(left[:, own], right[own]) for own in spans])
+        return torch.stack([call.matmul(left[:, span], right[span]) for span in spans])
     if left.dim() == 2:
-        parts = [call.matmul(left[own], expert) for own, expert in zip(spans, right, strict=True)]
+        parts = [call.matmul(left[span], expert) for span, expert in zip(spans, right, strict=True)]
         return F.pad(torch.cat(parts), (0, 0, 0, left.shape[0] - ends[-1]))
-    parts = [call.matmul(expert, right[:, own]) for own, expert in zip(spans, left, strict=True)]
+    parts = [call.matmul(expert, right[:, span]) for span, expert in zip(spans, left, strict=True)]
     return F.pad(torch.cat(parts, 1), (0, right.shape[1] - ends[-1]))
 
 
 def add_matmul(
     call: Call, input: Tensor, *pair: Tensor, beta: float = 1, alpha: float = 1, **named: Tensor
 ) -> Tensor:
-    """addmm, addmv and baddbmm. The names of both operands are in the order of the alphabet."""
+    """Compute addmm, addmv or baddbmm. The names of both operands are in alphabetical order."""
     return _added(input, _matmul(call, *pair, *(named[k] for k in sorted(named))), beta, alpha)
 
 
 def addbmm(
     call: Call, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
-    """The sum over the batch is part of the product."""
+    """Compute addbmm: the sum over the batch is part of the product."""
     left = batch1.transpose(0, 1).flatten(1)
     return _added(input, call.matmul(left, batch2.flatten(0, 1)), beta, alpha)
 
 
 def _added(input: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
-    """beta * input + alpha * y; with beta=0 the input may be anything, nan too."""
+    """Return beta * input + alpha * y; with beta=0 the input may be anything, also nan."""
     y = y if alpha == 1 else alpha * y
     return y if beta == 0 else y + (input if beta == 1 else beta * input)
 
 
 def einsum(call: Call, equation: str, *operands: Any) -> Tensor:
-    """Of two operands, with letters: as one batched matrix product."""
+    """Compute an einsum of two operands, with letters, as one batched matrix product."""
     left, right, result = _terms(equation)
     first, second = operands if len(operands) == 2 else operands[0]
     batch = "".join(k for k in left if k in right and k in result)
@@ -191,7 +188,7 @@ def einsum(call: Call, equation: str, *operands: Any) -> Tensor:
     for k, length in zip(left + right, (*first.shape, *second.shape), strict=True):
         size[k] = length if size.get(k, 1) == 1 else size[k]
     first, second = (
-        t.expand([size[k] for k in own]) for t, own in ((first, left), (second, right))
+        t.expand([size[k] for k in names]) for t, names in ((first, left), (second, right))
     )
     y = call.matmul(
         _arranged(first, left, (batch, rows, summed)),
@@ -202,7 +199,7 @@ def einsum(call: Call, equation: str, *operands: Any) -> Tensor:
 
 
 def is_product(equation: Any = None, *_: Any) -> bool:
-    """True for two operands that share letters which are summed over; there is no `...`."""
+    """Whether two operands share letters which are summed over; there is no `...`."""
     terms = _terms(equation) if isinstance(equation, str) else []
     if len(terms) != 3 or "." in equation or any(len({*term}) < len(term) for term in terms):
         return False
@@ -211,7 +208,7 @@ def is_product(equation: Any = None, *_: Any) -> bool:
 
 
 def _terms(equation: str) -> list[str]:
-    """The letters of each operand, and those of the result."""
+    """Return the letters of each operand, and of the result."""
     operands, arrow, result = equation.replace(" ", "").partition("->")
     terms = operands.split(",")
     if not arrow:
@@ -221,17 +218,14 @@ def _terms(equation: str) -> list[str]:
 
 
 def _arranged(values: Tensor, names: str, parts: tuple[str, str, str]) -> Tensor:
-    """`values` with three axes, one for the letters of each part; letters of no part are summed."""
+    """Return three axes, one for the letters of each part; letters of no part are summed."""
     lone = [axis for axis, name in enumerate(names) if name not in "".join(parts)]
     if lone:
         values = values.sum(lone)
         names = "".join(name for name in names if name in "".join(parts))
+    size = dict(zip(names, values.shape, strict=True))
     values = values.permute([names.index(name) for name in "".join(parts)])
-    ends = [0]
-    for part in parts:
-        ends.append(ends[-1] + len(part))
-    sizes = [math.prod(values.shape[a:b]) for a, b in itertools.pairwise(ends)]
-    return values.reshape(sizes)
+    return values.reshape([math.prod(size[name] for name in part) for part in parts])
 
 
 def _convolution(
@@ -246,7 +240,7 @@ def _convolution(
     output_padding: Any,
     groups: int,
 ) -> Tensor:
-    """As aten's convolution; a number stands for every dimension, and there may be no batch."""
+    """Convolve as aten; a number stands for every dimension, and there may be no batch."""
     space = weight.dim() - 2
     batched = input if input.dim() == weight.dim() else input[None]
     numbers = [each_axis(value, space) for value in (stride, padding, dilation, output_padding)]
@@ -278,7 +272,7 @@ def conv(
 
 
 def conv_tbc(call: Call, input: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Tensor:
-    """conv1d of [time, batch, channels], by a weight of [time, in, out]."""
+    """Compute conv1d of [time, batch, channels], by a weight of [time, in, out]."""
     y = conv(call, input.permute(1, 2, 0), weight.permute(2, 1, 0), bias, padding=pad)
     return y.permute(2, 0, 1)
 
@@ -309,7 +303,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Scores and their softmax in fp32, between the two products; a row that sees nothing is 0."""
+    """Compute scores and softmax in fp32, between two products; a row that sees nothing is 0."""
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
@@ -345,12 +339,9 @@ OPS: dict[str, tuple[Callable[..., Any], int | None]] = {
 
 
 class ProductOp:
-    """One op by one recipe.
+    """One op of `OPS` by one recipe.
 
-    Args:
-        op: a key of `OPS`.
-        quantizer: of the recipe.
-        half: what operands are rounded to first, and results last; None: both stay fp32.
+    Operands are first rounded to `half`, and results last; None: both stay fp32.
     """
 
     def __init__(self, op: str, quantizer: Quantizer, half: torch.dtype | None) -> None:
@@ -358,7 +349,7 @@ class ProductOp:
         self.quantizer, self.half = quantizer, half
 
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """The result of a call; NotImplemented if these arguments have no such product in half."""
+        """Return the result of a call; NotImplemented if it has no such product in half."""
         if not self._takes(args, kwargs):
             return NotImplemented if self.half else func(*args, **kwargs)
         given = args, kwargs
@@ -395,7 +386,7 @@ class ProductOp:
 
 
 def shown(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, which other function modes around the cast see as one call of `func`."""
+    """Return `run`, which other function modes around the cast see as one call of `func`."""
 
     @functools.wraps(func, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:

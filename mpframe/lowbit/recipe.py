@@ -50,11 +50,7 @@ class Recipe:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """The shipped recipe `conf/dtype/products/<name>.yaml`.
-
-        Raises:
-            ConfigError: there is no such file.
-        """
+        """Return the shipped recipe `conf/dtype/products/<name>.yaml`."""
         if name not in shipped():
             hint = nearest(name, shipped())
             raise ConfigError(
@@ -65,11 +61,7 @@ class Recipe:
 
     @classmethod
     def from_mapping(cls, name: str, node: Mapping[str, Any]) -> Self:
-        """A recipe from a mapping, as `dtype.recipes` holds one.
-
-        Raises:
-            ConfigError: a key is unknown, a value is not allowed, or two do not go together.
-        """
+        """Return a recipe from a mapping, as `dtype.recipes` holds one."""
         path = f"dtype.recipes.{name}"
         _refuse_unknown(path, node, _KEYS)
         every = node.get("every") or {}
@@ -97,7 +89,7 @@ class Recipe:
 
 
 def shipped() -> list[str]:
-    """The names of the shipped recipes."""
+    """Return the names of the shipped recipes."""
     return sorted(file.stem for file in _FOLDER.glob("*.yaml") if file.stem != "none")
 
 

@@ -1,9 +1,8 @@
 """Recurrent layers and cells, step by step: each of their products is a linear layer of its own.
 
-torch has each in one kernel, whose operands nobody can quantise, and its decompositions of them
-leave dropout out. As in the kernels, the inputs of all steps are multiplied at once, the hidden
-state step by step. All steps are in one tensor of rows, as in a packed sequence: so many rows for
-each step, and the sequences that go on are the first ones.
+torch has each in one kernel, whose operands nobody can quantise. As in the kernels, the inputs of
+all steps are multiplied at once, the hidden state step by step. All steps are in one tensor of
+rows, as in a packed sequence: the sequences that go on are the first ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`F.linear`, by a recipe."""
-State = tuple[Tensor, ...]
-"""h, or h and c of an LSTM; [samples, hidden]."""
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # `F.linear`, by a recipe
+State = tuple[Tensor, ...]  # h, or h and c of an LSTM; [samples, hidden]
+# The next state, of what the inputs and what the hidden state give to the gates.
 Gates = Callable[[Tensor, Tensor, State], State]
-"""The next state, of what the inputs and what the hidden state give to the gates."""
 
 
 def _lstm(inputs: Tensor, hidden: Tensor, state: State) -> State:
@@ -47,13 +44,9 @@ _GATES: dict[str, Gates] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tanh, "rnn_
 
 @dataclass(frozen=True)
 class _Direction:
-    """One layer in one direction.
+    """One layer in one direction, whose products `linear` computes.
 
-    Args:
-        linear: computes the products.
-        gates: of the kind of layer.
-        params: w_ih, w_hh, their biases if it has any, and w_hr if it has a projection.
-        has_biases: whether it has.
+    `params` are w_ih, w_hh, their biases if it has any, and w_hr if it has a projection.
     """
 
     linear: Linear
@@ -62,7 +55,7 @@ class _Direction:
     has_biases: bool
 
     def run(self, rows: Tensor, sizes: Sequence[int], state: State, back: bool) -> tuple[Any, ...]:
-        """The output rows, and the last state of every sequence."""
+        """Return the output rows, and the last state of every sequence."""
         steps = torch.split(self.of_inputs(rows), list(sizes))
         outputs = []
         for step in reversed(steps) if back else steps:
@@ -100,7 +93,7 @@ def _layers(
     train: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:
-    """The output rows of the last layer, and the last states of all layers."""
+    """Return the output rows of the last layer, and the last states of all layers."""
     states = list(zip(*hx, strict=True)) if kind == "lstm" else [(h,) for h in hx]
     count = len(params) // len(states)
     ways = 2 if bidirectional else 1
@@ -122,7 +115,7 @@ def _layers(
 def _packed(
     kind: str, linear: Linear, data: Tensor, batch_sizes: Tensor, *rest: Any, **named: Any
 ) -> tuple[Tensor, ...]:
-    """As aten's `data` form, of a packed sequence."""
+    """Run aten's `data` form, of a packed sequence."""
     return _layers(kind, linear, data, batch_sizes.tolist(), *rest, **named)
 
 
@@ -139,7 +132,7 @@ def _padded(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """As aten's `input` form: [steps, samples, inputs], or samples first."""
+    """Run aten's `input` form: [steps, samples, inputs], or samples first."""
     input = input.transpose(0, 1) if batch_first else input
     sizes = [input.shape[1]] * input.shape[0]
     rest = (params, has_biases, num_layers, dropout, train, bidirectional)
@@ -149,7 +142,7 @@ def _padded(
 
 
 def layers(kind: str, linear: Linear, *args: Any, **named: Any) -> tuple[Tensor, ...]:
-    """torch's `lstm`, `gru`, `rnn_tanh` or `rnn_relu`; the arguments are those of either form."""
+    """Run torch's `lstm`, `gru`, `rnn_tanh` or `rnn_relu`, in either form of its arguments."""
     is_packed = "batch_sizes" in named or not isinstance([*args, *named.values()][3], bool)
     return (_packed if is_packed else _padded)(kind, linear, *args, **named)
 
@@ -164,16 +157,15 @@ def cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Any:
-    """torch's `lstm_cell` and its like."""
+    """Run torch's `lstm_cell` and its like."""
     biases = [] if b_ih is None or b_hh is None else [b_ih, b_hh]
     step = _Direction(linear, _GATES[kind], [w_ih, w_hh, *biases], bool(biases))
     new = step.next(step.of_inputs(input), tuple(hx) if kind == "lstm" else (hx,))
     return new if kind == "lstm" else new[0]
 
 
-Run = Callable[..., Any]
-RECURRENT: dict[str, Run] = {
+# By the names of torch's ops; each takes a `Linear` before the op's arguments.
+RECURRENT: dict[str, Callable[..., Any]] = {
     **{kind: partial(layers, kind) for kind in _GATES},
     **{f"{kind}_cell": partial(cell, kind) for kind in _GATES},
 }
-"""By the names of torch's ops; each takes a `Linear` before the op's arguments."""

@@ -70,7 +70,7 @@ class Quantization:
     margin: int = 0
 
     def draws(self, draw: Draw | None) -> Draw | None:
-        """`draw` if the rounding is stochastic."""
+        """Return `draw` if the rounding is stochastic."""
         return draw if self.rounding == "stochastic" else None
 
     def __str__(self) -> str:
@@ -85,27 +85,19 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of an operand.
-
-    Attributes:
-        contracted: those that the product sums over; blocks run along the first of them.
-        free: the operand's own axis in the result.
-    """
+    """The axes that a product sums over (blocks run along the first), and the free one."""
 
     contracted: tuple[int, ...]
     free: int
 
     def permuted(self, order: Sequence[int]) -> "Axes":
-        """The same axes of the tensor permuted by `order`."""
+        """Return the same axes of the tensor permuted by `order`."""
         return Axes(tuple(map(order.index, self.contracted)), order.index(self.free))
 
     def misfit(self, shape: torch.Size, how: Quantization, groups: int = 1) -> str:
-        """Why a tensor of this shape has no whole blocks; empty if it has.
+        """Say why a tensor of this shape has no whole blocks; empty if it has.
 
-        Args:
-            shape: of the tensor.
-            how: what is done to it.
-            groups: of a convolution; each sums over its own part of the first contracted axis.
+        `groups` are a convolution's: each sums over its part of the first contracted axis.
         """
         if not shape.numel():
             return "it is empty"
@@ -127,9 +119,9 @@ def quantize(
     draw: Draw | None = None,
     known_amax: Tensor | None = None,
 ) -> Tensor:
-    """The numbers nearest to `values` that the format and the scales can hold.
+    """Return the numbers nearest to `values` that the format and the scales can hold, float32.
 
-    Where a value is inf or nan, its scale is nan and so are all values that share it: an overflow
+    If a value is inf or nan, its scale is nan and so are all values that share it: an overflow
     stays visible in the product.
 
     Args:
@@ -138,9 +130,6 @@ def quantize(
         how: format, scales and rounding.
         draw: the random numbers of stochastic rounding.
         known_amax: 0-d; the amax that a tensor's scale is made from instead of its own.
-
-    Returns:
-        float32, of the same shape.
     """
     order = sorted(range(values.dim()), key=values.stride, reverse=True)
     # As it lies in memory, where a transposed tensor takes three times as long.
@@ -154,7 +143,7 @@ def quantize(
 
 
 def transformed(values: Tensor, axes: Axes, how: Quantization) -> Tensor:
-    """What the elements are made of: `values`, after the Hadamard transform if there is one."""
+    """Return `values`, after the Hadamard transform if there is one."""
     return transform(values, axes.contracted[0], how.hadamard) if how.hadamard else values
 
 
@@ -180,14 +169,14 @@ class Scaled:
 def scaled(
     values: Tensor, axes: Axes, how: Quantization, known_amax: Tensor | None = None
 ) -> Scaled:
-    """The scales of `values`, float32 and transformed; the arguments are those of `quantize`."""
+    """Return the scales of `values`, float32 and transformed; arguments as of `quantize`."""
     blocks, shared = _blocks(values, axes, how)
     amax = _amax(blocks, shared)
     return Scaled(blocks, amax, *_scale(amax, how, known_amax))
 
 
 def rounded(own: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
-    """The values divided by their scales, rounded and multiplied again, in the shape of blocks."""
+    """Divide the values by their scales, round, and multiply again, in the shape of blocks."""
     blocks, format, draw = own.blocks, how.format, how.draws(draw)
     if not blocks.is_cpu or blocks.numel() < 2 * _PIECE:
         return round_finite_(blocks * own.inverse, format, draw).mul_(own.scale)
@@ -202,7 +191,7 @@ def rounded(own: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
 
 
 def _blocks(values: Tensor, axes: Axes, how: Quantization) -> tuple[Tensor, tuple[int, ...]]:
-    """A view of `values`, and which of its axes share a scale."""
+    """Return a view of `values`, and which of its axes share a scale."""
     if how.per == "tensor":
         return values, tuple(range(values.dim()))
     if how.per == "row":
@@ -218,7 +207,7 @@ def _blocks(values: Tensor, axes: Axes, how: Quantization) -> tuple[Tensor, tupl
 
 
 def _amax(blocks: Tensor, shared: tuple[int, ...]) -> Tensor:
-    """The largest magnitude along some axes, without a copy of all magnitudes if possible."""
+    """Return the largest magnitude along some axes, if possible without a copy of all."""
     if len(shared) == blocks.dim():
         return torch.maximum(blocks.amax(shared, keepdim=True), -blocks.amin(shared, keepdim=True))
     if shared == (blocks.dim() - 1,) and blocks.shape[-1] <= _SHORT:
@@ -230,7 +219,7 @@ def _amax(blocks: Tensor, shared: tuple[int, ...]) -> Tensor:
 
 
 def _amax_of_short_rows(blocks: Tensor) -> Tensor:
-    """By halves: a reduction is vectorised along long rows only, and takes three times as long."""
+    """Reduce by halves: reductions are vectorised along long rows only, and thrice as slow."""
     rows = blocks.abs()
     while rows.shape[-1] % 2 == 0:
         rows = torch.maximum(*rows.chunk(2, -1))
@@ -240,7 +229,7 @@ def _amax_of_short_rows(blocks: Tensor) -> Tensor:
 def _scale(
     amax: Tensor, how: Quantization, known_amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`scale`, `inverse` and `whole` of a `Scaled`."""
+    """Return `scale`, `inverse` and `whole` of a `Scaled`."""
     finite, whole = amax < torch.inf, None
     if how.scale == "e4m3":
         scale, inverse, whole = _two_scales(amax, how.format)
@@ -255,7 +244,7 @@ def _scale(
 
 
 def _power_of_two(amax: Tensor, how: Quantization) -> Tensor:
-    """2^exponent, at least 2^-126: e8m0's 2^-127 is subnormal in fp32 and may be taken for 0."""
+    """Return 2^exponent, at least 2^-126: e8m0's 2^-127 is subnormal in fp32, or taken for 0."""
     format = how.format
     if how.rule == "rceil":
         exponent = _rounded_up(amax / format.max)
@@ -268,12 +257,12 @@ def _power_of_two(amax: Tensor, how: Quantization) -> Tensor:
 
 
 def _rounded_up(values: Tensor) -> Tensor:
-    """The biased exponent of the smallest power of two that is not below a positive value."""
+    """Return the biased exponent of the smallest power of two not below a positive value."""
     return (values.view(torch.int32) + ((1 << _MANTISSA) - 1)) >> _MANTISSA
 
 
 def _two_scales(amax: Tensor, format: ElementFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """NVFP4: an e4m3 scale for each block, times one in fp32 by which their largest is 448."""
+    """Return an e4m3 scale for each block, times one in fp32 by which their largest is 448."""
     smallest = 2.0**_E4M3.min_exponent
     # At least so large that no inverse overflows.
     whole = (amax.amax() / (_E4M3.max * format.max)).clamp(min=_TINY / smallest)

@@ -37,26 +37,21 @@ class AmaxHistory:
         self._step = -1
         self.not_agreed = False
 
-    def amax(self, own: Tensor, record: bool) -> Tensor:
-        """The largest of the past; `own`, that of the tensor itself, as long as there is none."""
-        self.past, self.present = self.past.to(own.device), self.present.to(own.device)
+    def amax(self, now: Tensor, record: bool) -> Tensor:
+        """Return the largest of the past; `now`, the tensor's amax, as long as there is none."""
+        self.past, self.present = self.past.to(now.device), self.present.to(now.device)
         if self._step != count_steps():
             self._end_step(self.present > 0)
             self.present = torch.zeros_like(self.present)
         if record:
-            # What is not finite makes its own step fail, and no later one.
-            self.present = torch.maximum(self.present, torch.where(own.isfinite(), own, 0.0))
+            # What is not finite makes its now step fail, and no later one.
+            self.present = torch.maximum(self.present, torch.where(now.isfinite(), now, 0.0))
             self._step, self.not_agreed = count_steps(), True
         largest = self.past.max()
-        return torch.where(largest > 0, largest, own)
+        return torch.where(largest > 0, largest, now)
 
     def agree(self, largest: Tensor, step: int) -> None:
-        """Take what all ranks have seen in the step that is running, 0-d.
-
-        Args:
-            largest: 0 if none has seen anything.
-            step: the number that the step had on this rank (`count_steps`).
-        """
+        """Take what all ranks have seen, 0-d, in the step that this rank counts as `step`."""
         if not self.not_agreed:  # What is present is of an earlier step.
             self.past, self.present = self.past.to(largest.device), self.present.to(largest.device)
             self._end_step((largest > 0) & (self.present > 0))
@@ -64,19 +59,18 @@ class AmaxHistory:
         self.present, self._step, self.not_agreed = largest, step, False
 
     def _end_step(self, ended: Tensor) -> None:
-        """What is present is past, where that is true."""
+        """Make what is present past, where that is true."""
         self.past = torch.where(ended, torch.cat([self.present[None], self.past[:-1]]), self.past)
 
 
+# Takes a weight's name (or an empty one), the product, the operand, and a row of noise.py.
 Watch = Callable[[str, str, str, Tensor], None]
-"""Takes a weight's name (or an empty one), the product, the operand, and a row of noise.py."""
 
 
 class ProductState:
     """The generators of stochastic rounding, and the amax histories of delayed scaling.
 
-    Attributes:
-        watch: called for each operand that is quantised; None: nothing is counted.
+    `watch` is called for each operand that is quantised; None: nothing is counted.
     """
 
     def __init__(self) -> None:
@@ -88,7 +82,7 @@ class ProductState:
         self._step, self._device = -1, torch.device("cpu")  # of what was recorded last
 
     def learn_names(self, model: nn.Module) -> None:
-        """Know the model's weights by name: a product's histories are kept under its weight's."""
+        """Know the model's weights by name, under which their products' histories are kept."""
         for name, parameter in model.named_parameters():
             if id(parameter) not in self._names:
                 self._names[id(parameter)] = name
@@ -97,11 +91,11 @@ class ProductState:
                 weakref.finalize(parameter, self._names.pop, id(parameter)).atexit = False
 
     def name_of(self, weight: Any) -> str:
-        """The name of a weight; empty for any other tensor."""
+        """Return the name of a weight; empty for any other tensor."""
         return self._names.get(id(weight), "")
 
     def draw(self, like: Tensor) -> Tensor:
-        """Uniform numbers in [0, 1), fp32, of the shape of `like`, seeded by the run's seed."""
+        """Return uniforms in [0, 1), fp32, of the shape of `like`, seeded by the run's seed."""
         device = like.device.type
         if device not in self._generators:
             # Not the seed itself: by that the weights were drawn.
@@ -109,40 +103,33 @@ class ProductState:
             self._generators[device] = torch.Generator(like.device).manual_seed(seed)
         return torch.rand(like.shape, generator=self._generators[device], device=like.device)
 
-    def known_amax(self, operand: str, own: Tensor, length: int, record: bool) -> Tensor:
-        """The amax that the scale of a product's operand comes from.
+    def known_amax(self, operand: str, now: Tensor, length: int, record: bool) -> Tensor:
+        """Return the amax, of `length` optimizer steps, that the scale of an operand comes from.
 
-        Args:
-            operand: the weight's name and the operand's.
-            own: 0-d, of the tensor itself.
-            length: of the history, in optimizer steps.
-            record: False for a pass that trains nothing: it leaves no trace.
+        `operand` is the weight's name and the operand's; `now` is the tensor's amax, 0-d. Without
+        `record` the pass trains nothing, and leaves no trace.
         """
         history = self._histories.get(operand)
         if history is None:
-            history = AmaxHistory(torch.zeros(length, device=own.device))
+            history = AmaxHistory(torch.zeros(length, device=now.device))
             if record:
                 self._histories[operand] = history
         if record:
-            self._step, self._device = count_steps(), own.device
-        return history.amax(own, record)
+            self._step, self._device = count_steps(), now.device
+        return history.amax(now, record)
 
     def agree(self, comm: Comm, length: int) -> None:
         """Let all ranks have the histories of one process that sees the samples of all.
 
-        It is called once in each step, behind the backward pass. A weight that one rank alone has
-        used gets a history on the others.
-
-        Args:
-            comm: all its ranks call this.
-            length: of the histories.
+        All ranks of `comm` call it once in each step, behind the backward pass. A weight that only
+        one rank has used gets a history on the others.
         """
         operands = [f"{name} {role}" for name in self._matrices for role in ROLES]
-        own = [self._histories.get(operand) for operand in operands]
+        histories = [self._histories.get(operand) for operand in operands]
         nothing = torch.zeros((), device=self._device)
-        seen = [nothing if h is None or not h.not_agreed else h.present for h in own]
+        seen = [nothing if h is None or not h.not_agreed else h.present for h in histories]
         for operand, history, largest in zip(
-            operands, own, comm.max(torch.stack(seen)), strict=True
+            operands, histories, comm.max(torch.stack(seen)), strict=True
         ):
             if history is None:
                 history = AmaxHistory(torch.zeros(length, device=self._device))
@@ -150,13 +137,13 @@ class ProductState:
             history.agree(largest, self._step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators' states by device type, and the histories by operand that have begun."""
+        """Return the generators' states by device type, and the histories that have begun."""
         return {
             "generators": {device: g.get_state() for device, g in self._generators.items()},
             "amax": {
-                name: {"past": own.past.clone(), "present": own.present.clone()}
-                for name, own in self._histories.items()
-                if own.present > 0 or own.past.any()
+                name: {"past": history.past.clone(), "present": history.present.clone()}
+                for name, history in self._histories.items()
+                if history.present > 0 or history.past.any()
             },
         }
 
@@ -167,6 +154,6 @@ class ProductState:
             self._generators[device] = torch.Generator(device)
             self._generators[device].set_state(generator.cpu())
         self._histories = {
-            name: AmaxHistory(own["past"].clone(), own["present"])
-            for name, own in state.get("amax", {}).items()
+            name: AmaxHistory(stored["past"].clone(), stored["present"])
+            for name, stored in state.get("amax", {}).items()
         }

@@ -23,10 +23,8 @@ _HELD = 256  # steps between two transfers from the device
 class AmaxRecord:
     """Appends to a run's record; values wait on the device until many are moved at once.
 
-    Args:
-        folder: the run's folder.
-        kept: steps of an older record that stay, for a resumed run.
-        on_error: `stop` if the disk is full, or `warn` and write what waits once there is room.
+    `kept` steps of an older record stay, for a resumed run. `on_error`: `stop` if the disk is full,
+    or `warn` and write what waits once there is room.
     """
 
     def __init__(self, folder: Path, kept: int = 0, on_error: str = "stop") -> None:
@@ -37,24 +35,20 @@ class AmaxRecord:
         write_atomically(path, b"".join(older[:kept]))
 
     def add(self, amax: Tensor) -> None:
-        """Keep one step's amax (0-d, any device); waits for the device only once in many steps."""
+        """Keep one step's amax (0-d); waits for the device only once in many steps."""
         self._waiting.append(amax.detach())
         if len(self._waiting) >= _HELD:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting.
-
-        Raises:
-            OSError: there is no room, and `on_error` is `stop`.
-        """
+        """Write what is waiting."""
         values = torch.stack(self._waiting).double().log2().tolist() if self._waiting else []
         self._waiting.clear()
         self._log.append("".join(f"{value:.9g}\n" for value in values).encode())
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The lines of an older record, whatever they hold; none if there is no such file."""
+    """Return the lines of an older record, whatever they hold; none if there is no such file."""
     try:
         with open_regular(path, "rb") as file:
             return file.readlines()
@@ -63,13 +57,9 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def read_amax(path: Path) -> npt.NDArray[np.float64]:
-    """The amax of every step, from a run's folder or from any file with one log2 value per line.
+    """Read the amax of every step, [steps] float64, >= 0; inf or nan if the step overflowed.
 
-    Returns:
-        [steps] float64, >= 0; inf or nan if the step overflowed.
-
-    Raises:
-        DataError: there is no such file, it is empty, or a line is not a number.
+    `path` is a run's folder, or any file with one log2 value per line.
     """
     file = path / FILE_NAME if path.is_dir() else path
     try:

@@ -25,7 +25,7 @@ PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def environment_text() -> str:
-    """A two-column Markdown table of what a run depends on and its config does not say."""
+    """Return a Markdown table of what a run depends on and its config does not say."""
     rows = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -42,12 +42,7 @@ def environment_text() -> str:
 
 
 def arithmetic(device: torch.device, comm: Comm = SINGLE_PROCESS) -> dict[str, str]:
-    """What the last bit of a sum may depend on, besides the configuration.
-
-    Args:
-        device: that the run computes on.
-        comm: the ranks that add their gradients.
-    """
+    """Return what the last bit of a sum may depend on, besides the configuration."""
     cuda = device.type == "cuda"
     return {
         "torch": torch.__version__,
@@ -60,12 +55,7 @@ def arithmetic(device: torch.device, comm: Comm = SINGLE_PROCESS) -> dict[str, s
 
 
 def shown_command(arguments: Iterable[str], environment: Mapping[str, str]) -> str:
-    """The command line, each secret in it replaced by `***`.
-
-    Args:
-        arguments: the command line, split as the shell did.
-        environment: searched for secrets the shell may have filled in; never shown.
-    """
+    """Return the command line, each secret in it, from `environment` or by name, as `***`."""
     arguments = list(arguments)
     secrets = secrets_of(arguments, environment)
     program, *words = (_without_secrets(argument, secrets) for argument in arguments)
@@ -101,7 +91,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    """The commit of the working folder, `-dirty` if tracked files differ from it."""
+    """Return the commit of the working folder, `-dirty` if tracked files differ from it."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)
@@ -115,7 +105,7 @@ if sys.platform != "win32":  # Imported now: later a process may have no file le
 
 
 def peak_memory() -> int:
-    """The most memory in use at once so far, in bytes.
+    """Return the most memory in use at once so far, in bytes.
 
     On CUDA what torch allocated on the device; elsewhere the process's resident memory (0 on
     Windows, which does not tell).

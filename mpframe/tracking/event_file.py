@@ -26,14 +26,7 @@ class EventFile:
 
     If there is one of this second or, by a clock that went back, of a later one, the name has the
     second after that: files are read in the order of their names, and a START record that is read
-    too early hides nothing.
-
-    Args:
-        folder: exists.
-        first_step: what older files hold from this step on is hidden.
-
-    Raises:
-        OSError: it cannot be written.
+    too early hides nothing. What older files hold from `first_step` on is hidden.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -48,11 +41,7 @@ class EventFile:
         self.flush()
 
     def add(self, summary: Any, step: int) -> None:
-        """Append a summary.
-
-        Raises:
-            OSError: what waits could not be written, and waits on.
-        """
+        """Append a summary; OSError: what waits could not be written, and waits on."""
         self._add(Event(summary=summary, step=step))
         if time.monotonic() - self._flushed >= _SECONDS:
             self.flush()

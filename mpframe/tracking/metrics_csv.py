@@ -21,16 +21,10 @@ Row = Mapping[str, float | int]
 
 
 class MetricsCsv:
-    """Appends to a run's table.
+    """Appends to a run's table, whose first column is `step`.
 
-    Args:
-        folder: the run's folder.
-        columns: names, the first of them `step`.
-        before: rows of an older table stay if their step is below this.
-        on_error: `stop` if the disk is full, or `warn` and write what waits once there is room.
-
-    Raises:
-        OSError: the table cannot be written.
+    Rows of an older table stay if their step is below `before`. `on_error`: `stop` if the disk is
+    full, or `warn` and write what waits once there is room.
     """
 
     def __init__(
@@ -45,11 +39,7 @@ class MetricsCsv:
         self._log = AppendLog(path, on_error)
 
     def add(self, row: Row) -> None:
-        """Append a row.
-
-        Raises:
-            OSError: there is no room, and `on_error` is `stop`.
-        """
+        """Append a row."""
         self._log.append(self._cells({name: _text(value) for name, value in row.items()}).encode())
 
     def _cells(self, row: Mapping[str, str]) -> str:
@@ -67,7 +57,7 @@ def _text(value: float | int) -> str:
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows of an older table; none if there is no such file, or it is no table."""
+    """Read the columns and rows of an older table; none if there is no such file, or no table."""
     try:
         with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
             text = file.read()

@@ -111,11 +111,7 @@ class Summary:
         return self.test_metrics.get(self.metric or "")
 
     def write(self, folder: Path) -> None:
-        """Write `summary.json` into `folder`: after a crash there is the old file or the new one.
-
-        Raises:
-            OSError: the folder cannot be written; nothing is left behind.
-        """
+        """Write `summary.json` into `folder`, whole: after a crash it is the old or the new one."""
         entries = asdict(self)
         name, value = entries.pop("metric"), entries.pop("val_metric")
         metrics = {} if name is None else {name: value}
@@ -127,21 +123,15 @@ class Summary:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the `summary.json` of `folder`.
-
-        Raises:
-            FileNotFoundError: there is none.
-            OSError: it cannot be read, or is a link or no regular file.
-            MpframeError: it is damaged.
-        """
+        """Read the `summary.json` of `folder`; OSError, or MpframeError if it is damaged."""
         path = folder / FILE_NAME
         content = read_regular(path, _LARGEST)
         try:
             entries = {k: _from_json(v) for k, v in json.loads(content).items()}
             values = _values_in(entries, _VAL) | _values_in(entries, _TEST)
-            own = {key: value for key, value in entries.items() if key not in values}
-            own |= _metrics_in(entries) | {"status": Status(entries["status"])}
-            return cls(**_typed(cls, own))
+            plain = {key: value for key, value in entries.items() if key not in values}
+            plain |= _metrics_in(entries) | {"status": Status(entries["status"])}
+            return cls(**_typed(cls, plain))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             raise MpframeError(
@@ -150,12 +140,12 @@ class Summary:
 
 
 def strict_json(entries: Mapping[str, Any]) -> str:
-    """`entries` as a JSON object, one entry a line; numbers that are not finite become words."""
+    """Return a JSON object, one entry a line; numbers that are not finite become words."""
     return json.dumps({key: _to_json(value) for key, value in entries.items()}, indent=2) + "\n"
 
 
 def _metrics_in(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a file, as the fields of a summary."""
+    """Return the metrics of a file, as the fields of a summary."""
     values, tested = (
         {key.removeprefix(prefix): value for key, value in _values_in(entries, prefix).items()}
         for prefix in (_VAL, _TEST)
@@ -169,12 +159,12 @@ def _metrics_in(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values_in(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The entries that are metrics' values."""
+    """Return the entries that are metrics' values."""
     return {k: v for k, v in entries.items() if k.startswith(prefix) and k != f"{prefix}loss"}
 
 
 def _typed(summary: type[Summary], entries: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a file that may hold anything, each of its field's type."""
+    """Return the entries of a file that may hold anything, each of its field's type."""
     hints = get_type_hints(summary)
     for name, value in entries.items():
         if name in hints and not _is_of(value, hints[name]):

@@ -14,18 +14,11 @@ import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
-from typing import Self
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a tag shows.
-
-    Attributes:
-        title: a few words, as over a chart.
-        text: one sentence without a full stop.
-        unit: of its values; `none` of a factor and of a text.
-    """
+    """What a tag shows: a title, a sentence without a full stop, and a unit, or `none`."""
 
     title: str
     text: str
@@ -33,122 +26,8 @@ class Meaning:
 
     @property
     def markdown(self) -> str:
-        """As TensorBoard shows it beside a chart."""
+        """The text that TensorBoard shows beside a chart."""
         return f"**{self.title}** (unit: {self.unit}): {self.text}."
-
-
-class Tag(StrEnum):
-    """Every tag without a name in it, with its `meaning`."""
-
-    meaning: Meaning
-
-    def __new__(cls, tag: str, title: str, text: str, unit: str) -> Self:
-        member = str.__new__(cls, tag)
-        member._value_ = tag
-        member.meaning = Meaning(title, text, unit)
-        return member
-
-    def of(self, name: str) -> str:
-        """The tag of one of several optimizers or losses; of the only one (no name) itself."""
-        return f"{self}/{name}" if name else str(self)
-
-    LOSS_TRAIN = "loss/train", "Training loss", "the mean loss of the step's samples", "loss"
-    LOSS_VAL = "loss/val", "Validation loss", "the mean loss of all validation samples", "loss"
-    LOSS_TEST = (
-        "loss/test",
-        "Test loss",
-        "the mean loss of all test samples, once, when the run is finished",
-        "loss",
-    )
-    LR = (
-        "optim/lr",
-        "Learning rate",
-        "the learning rate of the step, in the first parameter group",
-        "none",
-    )
-    GRAD_NORM = (
-        "grad/norm",
-        "Gradient norm",
-        "the 2-norm of all gradients together, unscaled and before clipping",
-        "loss / parameter",
-    )
-    GRAD_AMAX = (
-        "grad/amax",
-        "Largest gradient",
-        "the largest absolute value of all gradients, unscaled and before clipping; inf or nan if "
-        "the step overflowed",
-        "loss / parameter",
-    )
-    SCALE = (
-        "loss_scale/scale",
-        "Loss scale",
-        "the number that the loss of the step was multiplied by",
-        "none",
-    )
-    LOG2_SCALE = (
-        "loss_scale/log2_scale",
-        "Loss scale, log2",
-        "log2 of the loss scale of the step; one more is twice the scale",
-        "octaves",
-    )
-    SKIPPED_TOTAL = (
-        "loss_scale/skipped_total",
-        "Skipped steps",
-        "the steps skipped since the run began, because a gradient was inf or nan",
-        "steps",
-    )
-    LOG2_MEAN = (
-        "loss_scale/log2_mean",
-        "LogMax: mean",
-        "the mean of log2 of the largest gradient, as LogMax estimates it",
-        "octaves",
-    )
-    LOG2_STD = (
-        "loss_scale/log2_std",
-        "LogMax: standard deviation",
-        "the standard deviation of log2 of the largest gradient, as LogMax estimates it",
-        "octaves",
-    )
-    SAMPLES_PER_SECOND = (
-        "speed/samples_per_second",
-        "Speed, lately",
-        "training samples over training time, of the steps since the last point",
-        "samples / s",
-    )
-    INPUT_FRACTION = (
-        "speed/input_fraction",
-        "Waiting for batches",
-        "the share of the training time in which the trainer waited for its next batch, of the "
-        "steps since the last point",
-        "fraction",
-    )
-    PEAK_BYTES = (
-        "memory/peak_bytes",
-        "Memory",
-        "the most memory in use at once so far: what torch allocated on a CUDA device, elsewhere "
-        "the whole process",
-        "bytes",
-    )
-    TEXT_ABOUT = "text/about", "The run", "the run in three lines", "none"
-    TEXT_CONFIG = "text/config", "Options", "every option that the run was given", "none"
-    TEXT_DTYPE_MAP = (
-        "text/dtype_map",
-        "Dtype map",
-        "what every module stores and computes in, and why",
-        "none",
-    )
-    TEXT_ENVIRONMENT = (
-        "text/environment",
-        "Environment",
-        "versions, hardware, commit and command line",
-        "none",
-    )
-    TEXT_PROFILE = (
-        "text/profile",
-        "Profile",
-        "the largest costs of a few steps, by module and format",
-        "none",
-    )
 
 
 KINDS = {
@@ -159,93 +38,143 @@ KINDS = {
     "updates": "what the step added to the master weights",
 }
 
-_RANGES = "numerics/KIND"
-PATTERNS = {
-    "larc/rate/NAME": Meaning(
-        "Rate of NAME",
-        "the learning rate of the parameter NAME, times the factor that LARC gives it",
-        "none",
-    ),
-    "metric/NAME/val": Meaning(
-        "Validation NAME", "the metric NAME over all validation samples", "its own"
-    ),
-    "metric/NAME/test": Meaning(
-        "Test NAME", "the metric NAME over all test samples, when the run is finished", "its own"
-    ),
-    f"{_RANGES}/headroom_bits/LAYER": Meaning(
-        "Headroom of LAYER",
-        "from the largest value up to the largest number of the half format; below 0 it is inf "
-        "there. Counted: KIND",
-        "bits",
-    ),
-    f"{_RANGES}/lost_fraction/LAYER": Meaning(
-        "Lost in LAYER",
-        "the share of all values that are not zero and round to zero in the half format. "
-        "Counted: KIND",
-        "fraction",
-    ),
-    f"{_RANGES}/lost_fraction_at_twice_scale/LAYER": Meaning(
-        "Lost in LAYER at twice the scale",
-        "the share of all values that would round to zero if the scale were twice as large. "
-        "Counted: KIND",
-        "fraction",
-    ),
-    f"{_RANGES}/lost_fraction_at_half_scale/LAYER": Meaning(
-        "Lost in LAYER at half the scale",
-        "the share of all values that would round to zero if the scale were half as large. "
-        "Counted: KIND",
-        "fraction",
-    ),
-    f"{_RANGES}/subnormal_fraction/LAYER": Meaning(
-        "Fewer bits in LAYER",
-        "the share of all values that are not lost, but below the smallest normal number of the "
-        "half format, and so keep fewer bits. Counted: KIND",
-        "fraction",
-    ),
-    f"{_RANGES}/zero_fraction/LAYER": Meaning(
-        "Zeros in LAYER",
-        "the share of all values that are exactly zero, by a ReLU or because they were lost "
-        "before they could be counted. Counted: KIND",
-        "fraction",
-    ),
-    f"{_RANGES}/over_count/LAYER": Meaning(
-        "Too large in LAYER",
-        "how many values are finite and above the largest number of the half format. Counted: KIND",
-        "values",
-    ),
-    f"{_RANGES}/rounded_away_fraction/LAYER": Meaning(
-        "Rounded away in LAYER",
-        "the share of the weights that the step moves that a half weight without a master would "
-        "have kept as they were. Counted: KIND",
-        "fraction",
-    ),
-    f"{_RANGES}/layers_by_exponent": Meaning(
-        "Ranges of all layers",
-        "a row for each layer, a column for each power of two; the colour is the share of the "
-        "layer's values, the lines are the limits of the half format. Counted: KIND",
-        "share of values",
-    ),
-    f"{_RANGES}/exponents_by_step/LAYER": Meaning(
-        "Ranges of LAYER over time",
-        "a column for each report, a row for each power of two; the colour is the share of the "
-        "layer's values, the lines are the limits of the half format. Counted: KIND",
-        "share of values",
-    ),
-    f"{_RANGES}/exponents/LAYER": Meaning(
-        "Exponents of LAYER",
-        "how many values have each exponent floor(log2 |x|). Counted: KIND",
-        "values",
-    ),
-}
+# A tag, its title and its unit, and below them what it shows.
+_TABLE = """
+loss/train | Training loss | loss
+    the mean loss of the step's samples
+loss/val | Validation loss | loss
+    the mean loss of all validation samples
+loss/test | Test loss | loss
+    the mean loss of all test samples, once, when the run is finished
+optim/lr | Learning rate | none
+    the learning rate of the step, in the first parameter group
+grad/norm | Gradient norm | loss / parameter
+    the 2-norm of all gradients together, unscaled and before clipping
+grad/amax | Largest gradient | loss / parameter
+    the largest absolute value of all gradients, unscaled and before clipping; inf or nan if the
+    step overflowed
+loss_scale/scale | Loss scale | none
+    the number that the loss of the step was multiplied by
+loss_scale/log2_scale | Loss scale, log2 | octaves
+    log2 of the loss scale of the step; one more is twice the scale
+loss_scale/skipped_total | Skipped steps | steps
+    the steps skipped since the run began, because a gradient was inf or nan
+loss_scale/log2_mean | LogMax: mean | octaves
+    the mean of log2 of the largest gradient, as LogMax estimates it
+loss_scale/log2_std | LogMax: standard deviation | octaves
+    the standard deviation of log2 of the largest gradient, as LogMax estimates it
+speed/samples_per_second | Speed, lately | samples / s
+    training samples over training time, of the steps since the last point
+speed/input_fraction | Waiting for batches | fraction
+    the share of the training time in which the trainer waited for its next batch, of the steps
+    since the last point
+memory/peak_bytes | Memory | bytes
+    the most memory in use at once so far: what torch allocated on a CUDA device, elsewhere the
+    whole process
+text/about | The run | none
+    the run in three lines
+text/config | Options | none
+    every option that the run was given
+text/dtype_map | Dtype map | none
+    what every module stores and computes in, and why
+text/environment | Environment | none
+    versions, hardware, commit and command line
+text/profile | Profile | none
+    the largest costs of a few steps, by module and format
+larc/rate/NAME | Rate of NAME | none
+    the learning rate of the parameter NAME, times the factor that LARC gives it
+metric/NAME/val | Validation NAME | its own
+    the metric NAME over all validation samples
+metric/NAME/test | Test NAME | its own
+    the metric NAME over all test samples, when the run is finished
+numerics/KIND/headroom_bits/LAYER | Headroom of LAYER | bits
+    from the largest value up to the largest number of the half format; below 0 it is inf there.
+    Counted: KIND
+numerics/KIND/lost_fraction/LAYER | Lost in LAYER | fraction
+    the share of all values that are not zero and round to zero in the half format. Counted: KIND
+numerics/KIND/lost_fraction_at_twice_scale/LAYER | Lost in LAYER at twice the scale | fraction
+    the share of all values that would round to zero if the scale were twice as large. Counted:
+    KIND
+numerics/KIND/lost_fraction_at_half_scale/LAYER | Lost in LAYER at half the scale | fraction
+    the share of all values that would round to zero if the scale were half as large. Counted:
+    KIND
+numerics/KIND/subnormal_fraction/LAYER | Fewer bits in LAYER | fraction
+    the share of all values that are not lost, but below the smallest normal number of the half
+    format, and so keep fewer bits. Counted: KIND
+numerics/KIND/zero_fraction/LAYER | Zeros in LAYER | fraction
+    the share of all values that are exactly zero, by a ReLU or because they were lost before they
+    could be counted. Counted: KIND
+numerics/KIND/over_count/LAYER | Too large in LAYER | values
+    how many values are finite and above the largest number of the half format. Counted: KIND
+numerics/KIND/rounded_away_fraction/LAYER | Rounded away in LAYER | fraction
+    the share of the weights that the step moves that a half weight without a master would have
+    kept as they were. Counted: KIND
+numerics/KIND/layers_by_exponent | Ranges of all layers | share of values
+    a row for each layer, a column for each power of two; the colour is the share of the layer's
+    values, the lines are the limits of the half format. Counted: KIND
+numerics/KIND/exponents_by_step/LAYER | Ranges of LAYER over time | share of values
+    a column for each report, a row for each power of two; the colour is the share of the layer's
+    values, the lines are the limits of the half format. Counted: KIND
+numerics/KIND/exponents/LAYER | Exponents of LAYER | values
+    how many values have each exponent floor(log2 |x|). Counted: KIND
+"""
+
+
+def _meanings() -> dict[str, Meaning]:
+    meanings = {}
+    for entry in re.split(r"\n(?=\S)", _TABLE.strip()):
+        head, *text = entry.split("\n")
+        tag, title, unit = head.split(" | ")
+        meanings[tag] = Meaning(title, " ".join(map(str.strip, text)), unit)
+    return meanings
+
+
+_MEANINGS = _meanings()
+
+
+class Tag(StrEnum):
+    """Every tag without a name in it, with its `meaning`."""
+
+    LOSS_TRAIN = "loss/train"
+    LOSS_VAL = "loss/val"
+    LOSS_TEST = "loss/test"
+    LR = "optim/lr"
+    GRAD_NORM = "grad/norm"
+    GRAD_AMAX = "grad/amax"
+    SCALE = "loss_scale/scale"
+    LOG2_SCALE = "loss_scale/log2_scale"
+    SKIPPED_TOTAL = "loss_scale/skipped_total"
+    LOG2_MEAN = "loss_scale/log2_mean"
+    LOG2_STD = "loss_scale/log2_std"
+    SAMPLES_PER_SECOND = "speed/samples_per_second"
+    INPUT_FRACTION = "speed/input_fraction"
+    PEAK_BYTES = "memory/peak_bytes"
+    TEXT_ABOUT = "text/about"
+    TEXT_CONFIG = "text/config"
+    TEXT_DTYPE_MAP = "text/dtype_map"
+    TEXT_ENVIRONMENT = "text/environment"
+    TEXT_PROFILE = "text/profile"
+
+    @property
+    def meaning(self) -> Meaning:
+        """What the tag shows."""
+        return _MEANINGS[self]
+
+    def of(self, name: str) -> str:
+        """Return the tag of one of several optimizers or losses, or of the only one (no name)."""
+        return f"{self}/{name}" if name else str(self)
+
+
+PATTERNS = {tag: meaning for tag, meaning in _MEANINGS.items() if tag not in list(Tag)}
 
 
 def metric_tag(name: str, split: str = "val") -> str:
-    """The tag of a metric of the validation or of the test, e.g. `metric/accuracy/val`."""
+    """Return the tag of a metric of the validation or of the test, e.g. `metric/accuracy/val`."""
     return f"metric/{name}/{split}"
 
 
 def meaning_of(tag: str) -> Meaning | None:
-    """What a tag means, its names filled in; None if the table does not have it."""
+    """Return what a tag means, its names filled in; None if the table does not have it."""
     for known in Tag:
         if tag == known:
             return known.meaning

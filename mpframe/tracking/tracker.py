@@ -8,8 +8,7 @@ All scalars of a step travel in one event: an event costs a queue, a checksum an
 few values it holds. Event files store float32, so a step count is exact up to 2^24.
 
 A run that was killed and resumed has several event files, read in the order of their names. Each
-begins with a START record at its first step s, which hides every earlier record with step >= s:
-the curve of what was repeated is replaced and every tag's steps strictly increase.
+begins with a START record at its first step s, which hides every earlier record with step >= s.
 """
 
 import base64
@@ -57,8 +56,8 @@ class Tracker:
 
     Args:
         folder: the run's folder, made if it is missing.
-        purge_step: the first step this tracker will write, one after the last one kept. Whatever
-            the folder's older event files hold from there on is hidden; None hides all of it.
+        purge_step: the first step this tracker will write, one after the last one kept. What the
+            folder's older event files hold from there on is hidden; None hides all of it.
         on_error: `stop` if the disk is full, or `warn` and write what waits once there is room.
 
     Raises:
@@ -78,12 +77,9 @@ class Tracker:
         self._explained = set[str]()
 
     def scalars(self, step: int, values: Mapping[str, float | Tensor]) -> None:
-        """Log `values` at `step` as one event.
+        """Log numbers or 0-d tensors by tag as one event at `step`, which grows from call to call.
 
-        Args:
-            step: place on the x axis, larger than at any call before.
-            values: per tag a number or a 0-d tensor of any dtype, inf and nan included. Here
-                the host waits for the tensors: there is one transfer for each device.
+        Here the host waits for the tensors: there is one transfer for each device.
         """
         numbers = _to_numbers(values)
         entries = [Summary.Value(tag=tag, simple_value=n) for tag, n in numbers.items()]
@@ -100,22 +96,14 @@ class Tracker:
     def histogram(
         self, tag: str, counts: Sequence[float], edges: Sequence[float], step: int
     ) -> None:
-        """Log a histogram.
-
-        Args:
-            tag: its name; no scalar may have it, too.
-            counts: [n] values in each bin, not all 0.
-            edges: [n + 1], ascending.
-            step: place on the x axis.
-        """
+        """Log counts [n], not all 0, between edges [n + 1]; no scalar has the same tag."""
         filled = [index for index, count in enumerate(counts) if count]
         first, last = filled[0], filled[-1] + 1
-        total = float(sum(counts))
         middles = [(edges[i] + edges[i + 1]) / 2 for i in range(len(counts))]
         proto = HistogramProto(
             min=edges[first],
             max=edges[last],
-            num=total,
+            num=float(sum(counts)),
             sum=sum(c * m for c, m in zip(counts, middles, strict=True)),
             sum_squares=sum(c * m * m for c, m in zip(counts, middles, strict=True)),
             bucket_limit=edges[first + 1 : last + 1],
@@ -141,12 +129,9 @@ class Tracker:
 
         Args:
             config: option path -> bool, int, float, str, None, or a list of those. Numbers stay
-                numbers, all else is written as text.
+                numbers, all else is written as text. MpframeError: a value is of another type.
             metrics: the tags that are the table's results.
             first: the keys whose columns come first, because runs differ in them.
-
-        Raises:
-            MpframeError: a value is of another type.
         """
         values = {key: _hparam(key, value) for key, value in config.items()}
         experiment, start, _ = summaries.hparams(values, dict.fromkeys(metrics))  # type: ignore[no-untyped-call]
@@ -162,25 +147,17 @@ class Tracker:
         self._add(success)
 
     def layout(self, metrics: Iterable[str] = ()) -> None:
-        """Lay out the custom-scalars page: what belongs together in one chart.
-
-        Args:
-            metrics: names of the validation metrics, e.g. `accuracy`.
-        """
+        """Lay out the custom-scalars page, with a chart for each validation metric by name."""
         self._add(summaries.custom_scalars(_charts(metrics)))  # type: ignore[no-untyped-call]
 
     def last_step(self) -> dict[str, Any]:
-        """The last step and all that was logged at it: plain numbers and strings."""
+        """Return the last step and all that was logged at it: plain numbers and strings."""
         return {"step": self._step, "events": list(self._of_step)}
 
     def write_again(self, last_step: Mapping[str, Any]) -> None:
-        """Log again what `last_step` returned, unless it is before this tracker's first step.
-
-        Args:
-            last_step: `checked_events` has been called on it.
-        """
+        """Log again what `last_step` returned, checked, unless an older file shows it."""
         if last_step["step"] < self._first_step:
-            return  # An older file shows it.
+            return
         for event in last_step["events"]:
             self._add(_decoded(event), last_step["step"])
 
@@ -235,11 +212,7 @@ class Tracker:
 
 
 def checked_events(last_step: Any) -> dict[str, Any]:
-    """What a checkpoint holds as the result of `Tracker.last_step`.
-
-    Raises:
-        ValueError, TypeError or LookupError: it is something else.
-    """
+    """Return a checkpoint's `last_step`; ValueError, TypeError or LookupError if it is none."""
     events = [str(event) for event in last_step["events"]]
     for event in events:
         _decoded(event)
@@ -276,7 +249,7 @@ def _to_numbers(values: Mapping[str, float | Tensor]) -> dict[str, float]:
 
 
 def _with_first(experiment: Any, first: Collection[str]) -> Any:
-    """The columns of `first` marked as those that differ; TensorBoard shows such columns first."""
+    """Mark the columns of `first` as those that differ, which TensorBoard shows first."""
     plugin_data = experiment.value[0].metadata.plugin_data
     content = HParamsPluginData.FromString(plugin_data.content)
     for info in content.experiment.hparam_infos:
@@ -320,5 +293,5 @@ def _charts(metrics: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
 
 
 def _size_of_png(png: bytes) -> tuple[int, int]:
-    """Width and height in pixels, from the header's fixed place."""
+    """Return width and height in pixels, from the header's fixed place."""
     return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")

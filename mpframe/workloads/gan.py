@@ -15,16 +15,15 @@ from torch.utils.data import Dataset
 from mpframe.core.objective import Objective, StepOutput, outside_casts
 from mpframe.core.tree import to_fp32
 from mpframe.data.images import digits
+from mpframe.data.metrics import Mean
 from mpframe.data.task import Task
 from mpframe.models import mlp, require_sizes
 
 
 def discriminator_objective(model: Any, batch: Any) -> StepOutput:
-    """L_D; `outputs` are the logits [N, 1] of real and of made images.
+    """Return L_D; `outputs` are the logits [N, 1] of real and of made images.
 
-    Args:
-        model: gives these logits for images; those of made ones have no gradient to the generator.
-        batch: its first element is the images [N, ...].
+    `model` gives these logits for the images [N, ...], the first element of `batch`.
     """
     logits = model(batch[0])
     with outside_casts():
@@ -34,11 +33,9 @@ def discriminator_objective(model: Any, batch: Any) -> StepOutput:
 
 
 def generator_objective(model: Any, batch: Any) -> StepOutput:
-    """L_G; `outputs` are the logits [N, 1] of made images.
+    """Return L_G; `outputs` are the logits [N, 1] of made images, as many as the batch has.
 
-    Args:
-        model: has the modules `generator` and `discriminator`, and `noise(images)`.
-        batch: its first element is the images [N, ...]; as many are made.
+    `model` has the modules `generator` and `discriminator`, and `noise(images)`.
     """
     logits = model.discriminator(model.generator(model.noise(batch[0])))
     with outside_casts():
@@ -50,34 +47,20 @@ def generator_objective(model: Any, batch: Any) -> StepOutput:
 Logits = tuple[Tensor, Tensor]
 
 
-class Fooled:
+class Fooled(Mean):
     """The fraction of made images that the discriminator takes for real, 0 to 1."""
 
     name = "fooled"
     higher_is_better = True
 
-    def __init__(self) -> None:
-        self._fooled: Tensor | int = 0
-        self._seen = 0
-
     def update(self, outputs: Logits, targets: Tensor) -> None:
-        """Count one batch.
-
-        Args:
-            outputs: logits [N, 1] of real and of made images.
-            targets: not used.
-        """
+        """Count one batch: `outputs` are logits [N, 1] of real and of made images."""
         _, made = outputs
-        self._fooled = self._fooled + (made > 0).sum()
-        self._seen += made.numel()
-
-    def compute(self) -> Tensor:
-        """0-d float64; nan before the first update."""
-        return torch.as_tensor(self._fooled, dtype=torch.float64) / self._seen
+        self.add((made > 0).sum(), made.numel())
 
 
 def adversarial(train: Dataset[Any], val: Dataset[Any], test: Dataset[Any] | None = None) -> Task:
-    """The task on any images: objectives `discriminator` and `generator`, in this order."""
+    """Return the task on any images: objectives `discriminator` and `generator`, in this order."""
     objectives: dict[str, Objective] = {
         "discriminator": discriminator_objective,
         "generator": generator_objective,
@@ -92,24 +75,15 @@ def digits_gan(
     classes: int = 10,
     augment: str = "none",
 ) -> Task:
-    """The handwritten digits, to be imitated. Arguments and errors as of `digits`."""
+    """Return the handwritten digits, to be imitated. Arguments and errors as of `digits`."""
     images = digits(root, channels, image_size, classes, augment)
     return adversarial(images.train, images.val, images.test)
 
 
 class Gan(nn.Module):
-    """A generator and a discriminator; an objective for each calls the parts that it needs.
+    """A generator and a discriminator; an objective for each calls the parts that it needs."""
 
-    Args:
-        shape: of one image, [channels, height, width].
-        latent: numbers of noise that an image is made of.
-        hidden: width of the hidden layers.
-
-    Raises:
-        ConfigError: an argument is out of its range.
-    """
-
-    def __init__(self, shape: Sequence[int], latent: int = 32, hidden: int = 128) -> None:
+    def __init__(self, shape: Sequence[int], latent: int, hidden: int) -> None:
         super().__init__()
         require_sizes(latent=latent, hidden=hidden, pixels=math.prod(shape))
         self.latent = latent
@@ -125,19 +99,12 @@ class Gan(nn.Module):
         self.discriminator = mlp(list(shape), classes=1, hidden=hidden)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [N, 1] of the images and of as many made images: the discriminator learns by them.
-
-        Args:
-            images: [N, channels, height, width].
-        """
+        """Return logits [N, 1] of images [N, C, H, W], and of as many made, detached ones."""
         made = self.generator(self.noise(images))
         return self.discriminator(images), self.discriminator(made.detach())
 
     def noise(self, images: Tensor) -> Tensor:
-        """Normal noise [N, latent], a row for each image.
-
-        It is the same in every validation, so that results can be compared.
-        """
+        """Return normal noise [N, latent]: the same in every validation."""
         size = (len(images), self.latent)
         if self.training:
             return torch.randn(size, device=images.device)
@@ -146,5 +113,14 @@ class Gan(nn.Module):
 
 
 def gan(shape: Sequence[int], latent: int = 32, hidden: int = 128) -> nn.Module:
-    """A `Gan`."""
+    """Return a `Gan`.
+
+    Args:
+        shape: of one image, [channels, height, width].
+        latent: numbers of noise that an image is made of.
+        hidden: width of the hidden layers.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
     return Gan(shape, latent, hidden)

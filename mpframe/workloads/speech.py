@@ -1,10 +1,9 @@
 """Speech-like sequences: generated frames of features, a recurrent network, and CTC.
 
-Each label has a spectrum of its own, two bumps over the features as vowels have formants. It lasts
-for some frames and is loudest in their middle. There is silence before each label, so that a label
-said twice can be told from a long one. A sequence is a pure function of (data_seed, part, index),
-so none comes from a file. The objective is connectionist temporal classification (Graves et al.
-2006), and the metric is the share of labels that were read wrongly.
+Each label has its spectrum, two bumps over the features as vowels have formants. It lasts for some
+frames and is loudest in their middle. There is silence before each label, so that a label said
+twice can be told from a long one. The objective is connectionist temporal classification (Graves et
+al. 2006), and the metric is the share of labels that were read wrongly.
 """
 
 import math
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
-from torch.utils.data import Dataset
 
 from mpframe.core.errors import UserCodeError
 from mpframe.core.objective import StepOutput
@@ -25,7 +23,7 @@ from mpframe.core.ranges import NOT_NEGATIVE, require, require_whole
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import UserCode, described
 from mpframe.data.loading import keyed_uniform
-from mpframe.data.samples import Kept
+from mpframe.data.samples import Generated, Kept
 from mpframe.data.task import Task
 from mpframe.models import require_dropout, require_sizes
 
@@ -49,17 +47,12 @@ class LabelErrorRate:
         self._batches: list[tuple[Tensor, Sequence[int], Tensor, Sequence[int]]] = []
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Keep one batch's best classes; they are read when the rate is computed.
-
-        Args:
-            outputs: `logits` [N, T, classes] and `lengths`, N whole numbers.
-            targets: `labels` [N, L] and `lengths`, N whole numbers.
-        """
+        """Keep the best classes of `logits` [N, T, classes], and the targets' `labels` [N, L]."""
         best = outputs["logits"].argmax(dim=2)
         self._batches.append((best, outputs["lengths"], targets["labels"], targets["lengths"]))
 
     def compute(self) -> Tensor:
-        """The rate so far, 0-d float64; nan before the first update."""
+        """Return the rate so far, 0-d float64; nan before the first update."""
         wrong = labels = 0
         for best, frames, targets, lengths in self._batches:
             rows = zip(best.tolist(), frames, targets.tolist(), lengths, strict=True)
@@ -71,13 +64,13 @@ class LabelErrorRate:
 
 
 def collapsed(classes: Sequence[int], blank: int) -> list[int]:
-    """The labels that CTC reads from the classes of the frames."""
+    """Return the labels that CTC reads from the classes of the frames."""
     before = [blank, *classes]
     return [now for last, now in zip(before, classes, strict=False) if now not in (last, blank)]
 
 
 def edit_distance(first: Sequence[int], second: Sequence[int]) -> int:
-    """The least number of items to replace, put in or take out that turns one into the other."""
+    """Return the least number of items to replace, put in or take out between two sequences."""
     row = list(range(len(second) + 1))
     for number, item in enumerate(first, start=1):
         diagonal, row[0] = row[0], number
@@ -91,7 +84,7 @@ _NAMES = ("inputs", "input_lengths", "targets", "target_lengths")
 
 
 def ctc(model: nn.Module, batch: Any, blank: int = 0) -> StepOutput:
-    """The CTC loss of each sequence over its number of labels, averaged over the batch.
+    """Return the CTC loss of each sequence over its number of labels, averaged over the batch.
 
     The metrics are given `logits` [N, T, classes] in fp32 and `lengths`, and of the targets
     `labels` [N, L] and `lengths`.
@@ -137,7 +130,7 @@ def phonemes(
     data_seed: int = 0,
     cache_bytes: int = 2**28,
 ) -> Task:
-    """Sequences for CTC, measured by the label error rate.
+    """Return sequences for CTC, measured by the label error rate.
 
     Args:
         train, val, test: sequences in each part, >= 1.
@@ -165,40 +158,30 @@ def phonemes(
     return Task(parts[0], parts[1], ctc, LabelErrorRate, padded, test=parts[2])
 
 
-class Phonemes(Dataset[tuple[Tensor, Tensor]]):
+class Phonemes(Generated):
     """Pairs of frames [T, features] float32 and labels [L] int64, each >= 1; L <= T.
 
-    Args:
-        count: how many.
-        spectra: of each class [classes, features]; that of the blank is silence.
-        max_labels, noise: as for `phonemes`.
-        key: whole numbers that decide all sequences.
+    `spectra` [classes, features] has silence for the blank.
     """
+
+    things = "sequences"
 
     def __init__(
         self, count: int, spectra: Array, max_labels: int, noise: float, key: tuple[int, ...]
     ) -> None:
-        self._count, self._spectra, self._max_labels = count, spectra, max_labels
-        self._noise, self._key = noise, key
+        super().__init__(count, key, noise)
+        self._spectra, self._max_labels = spectra, max_labels
 
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < self._count:
-            raise IndexError(f"{index}: there are {self._count} sequences")
-        (length, *draws) = keyed_uniform(1 + 3 * self._max_labels, *self._key, index, 0)[0]
+    def drawn(self, index: int) -> tuple[Tensor, Tensor]:
+        length, *draws = self.uniforms(1 + 3 * self._max_labels, index, 0)
         said = np.reshape(draws, (3, -1))[:, : 1 + int(length * self._max_labels)]
         labels = 1 + (said[0] * (len(self._spectra) - 1)).astype(np.int64)
         lasts = _SHORTEST + (said[1] * (_LONGEST - _SHORTEST + 1)).astype(np.int64)
         pauses = 1 + (said[2] * _PAUSE).astype(np.int64)
-        frames = self._spoken(labels, lasts, pauses)
-        even = keyed_uniform(frames.size, *self._key, index, 1).reshape(frames.shape) - 0.5
-        frames += self._noise * math.sqrt(12) * even  # even numbers over 1 deviate by 1 / sqrt(12)
-        return torch.from_numpy(frames).float(), torch.from_numpy(labels)
+        return self.noisy(self._spoken(labels, lasts, pauses), index), torch.from_numpy(labels)
 
     def _spoken(self, labels: Whole, lasts: Whole, pauses: Whole) -> Array:
-        """Silence and a label, in turns: [T, features]."""
+        """Return silence and a label, in turns: [T, features]."""
         spans = pauses + lasts
         begins = np.repeat(np.cumsum(spans) - lasts, spans)  # of the label that a frame belongs to
         place = (np.arange(spans.sum()) - begins + 0.5) / np.repeat(lasts, spans)
@@ -208,11 +191,10 @@ class Phonemes(Dataset[tuple[Tensor, Tensor]]):
 
 
 def padded(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """A batch of sequences of different lengths, named as torch's CTC loss names its arguments.
+    """Make a batch of sequences of different lengths, named as torch's CTC loss has it.
 
-    Returns:
-        inputs [N, T, features] and targets [N, L], zeros behind the end of each; input_lengths and
-        target_lengths as lists of N whole numbers, which stay on the host.
+    It has inputs [N, T, features] and targets [N, L], zeros behind the end of each; input_lengths
+    and target_lengths are lists of N whole numbers, which stay on the host.
     """
     frames, labels = zip(*samples, strict=True)
     return {
@@ -224,7 +206,7 @@ def padded(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
 
 
 def _spectra(classes: int, features: int, data_seed: int) -> Array:
-    """[classes, features]: two bumps for each label, nothing for the blank."""
+    """Return [classes, features]: two bumps for each label, nothing for the blank."""
     centres = keyed_uniform(2, data_seed, range(classes))[:, :, None]
     places = (np.arange(features) + 0.5) / features
     bumps: Array = np.exp(-0.5 * ((places - centres) / _WIDTH) ** 2).sum(axis=1)
@@ -233,31 +215,20 @@ def _spectra(classes: int, features: int, data_seed: int) -> Array:
 
 
 class LSTM(nn.Module):
-    """LSTM layers over the frames, and a linear layer on each frame's output.
+    """LSTM layers over the frames, and a linear layer on each frame's output; see `lstm`.
 
     The sequences are packed: no step is computed behind the end of one, and the backward direction
     begins at its last frame. So a sequence's logits do not depend on how far it was padded.
-
-    Args:
-        features: numbers in a frame.
-        classes: outputs for each frame.
-        hidden: size of the state in each direction.
-        layers: how many LSTM layers, one above the other.
-        bidirectional: read each sequence from its end as well.
-        dropout: fraction of features dropped before the linear layer, 0 <= dropout < 1.
-
-    Raises:
-        ConfigError: an argument is out of its range.
     """
 
     def __init__(
         self,
         features: int,
         classes: int,
-        hidden: int = 128,
-        layers: int = 1,
-        bidirectional: bool = True,
-        dropout: float = 0.0,
+        hidden: int,
+        layers: int,
+        bidirectional: bool,
+        dropout: float,
     ) -> None:
         super().__init__()
         require_sizes(features=features, classes=classes, hidden=hidden, layers=layers)
@@ -267,12 +238,7 @@ class LSTM(nn.Module):
         self.head = nn.Linear(hidden * (1 + bidirectional), classes)
 
     def forward(self, inputs: Tensor, lengths: list[int]) -> Tensor:
-        """Logits [N, T, classes]; those behind the end of a sequence mean nothing.
-
-        Args:
-            inputs: [N, T, features].
-            lengths: frames of each sequence, 1 to T; on the host.
-        """
+        """Return logits [N, T, classes] of inputs [N, T, features]; `lengths` is on the host."""
         packed = pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
         states, _ = pad_packed_sequence(
             self.lstm(packed)[0], batch_first=True, total_length=inputs.shape[1]
@@ -289,5 +255,17 @@ def lstm(
     bidirectional: bool = True,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """An `LSTM`."""
+    """Return LSTM layers over the frames of packed sequences, with a linear layer on each output.
+
+    Args:
+        features: numbers in a frame.
+        classes: outputs for each frame.
+        hidden: size of the state in each direction.
+        layers: how many LSTM layers, one above the other.
+        bidirectional: read each sequence from its end as well.
+        dropout: fraction of features dropped before the linear layer, 0 <= dropout < 1.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
     return LSTM(features, classes, hidden, layers, bidirectional, dropout)

@@ -34,11 +34,11 @@ def test_accuracy_of_dense_predictions() -> None:
 
 def test_counts_are_whole_numbers_beyond_what_float32_holds() -> None:
     metric = Accuracy()
-    metric._hits, metric._seen = torch.tensor(2**24), 2**24
+    metric._sum, metric._seen = torch.tensor(2**24), 2**24
     metric.update(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
-    assert isinstance(metric._hits, torch.Tensor)
-    assert metric._hits.dtype == torch.int64
-    assert metric._hits.item() == 2**24 + 1
+    assert isinstance(metric._sum, torch.Tensor)
+    assert metric._sum.dtype == torch.int64
+    assert metric._sum.item() == 2**24 + 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,13 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.ops import box_iou
 
 from mpframe.core.ranges import NOT_NEGATIVE, require, require_whole
 from mpframe.data.facts import require_facts
-from mpframe.data.loading import keyed_uniform
-from mpframe.data.samples import Kept
+from mpframe.data.samples import Generated, Kept
 from mpframe.data.task import Task
 from mpframe.workloads.detection.model import detection
 
@@ -47,17 +45,11 @@ class MeanAveragePrecision:
         self._images: list[tuple[Boxes, Boxes]] = []
 
     def update(self, outputs: Sequence[Boxes], targets: Sequence[Boxes]) -> None:
-        """Keep the boxes of one batch; they are compared when the precision is computed.
-
-        Args:
-            outputs: of each image `boxes` [n, 4] as (left, top, right, bottom), `scores` [n] and
-                `labels` [n].
-            targets: of each image `boxes` and `labels`.
-        """
+        """Keep the boxes found in each image (`boxes`, `scores`, `labels`), and the true ones."""
         self._images += zip(outputs, targets, strict=True)
 
     def compute(self) -> Tensor:
-        """The mean so far, 0-d float64; nan if there was no true box."""
+        """Return the mean so far, 0-d float64; nan if there was no true box."""
         images = [(_on_host(found), _on_host(true)) for found, true in self._images]
         classes = sorted({label for _, true in images for label in true["labels"].tolist()})
         precisions = [self._of_class(label, images) for label in classes]
@@ -76,7 +68,7 @@ class MeanAveragePrecision:
         return average_precision(torch.cat(right)[order], true_boxes)
 
     def _hits(self, found: Tensor, wanted: Tensor) -> Tensor:
-        """Which boxes of an image, by falling score, are right: [n] of truth values."""
+        """Return which boxes of an image, by falling score, are right: [n] of truth values."""
         overlaps = box_iou(found, wanted)
         hits = torch.zeros(len(found), dtype=torch.bool)
         for number, row in enumerate(overlaps):
@@ -88,12 +80,7 @@ class MeanAveragePrecision:
 
 
 def average_precision(right: Tensor, true_boxes: int) -> float:
-    """The area under precision over recall.
-
-    Args:
-        right: [n] of truth values, by falling score.
-        true_boxes: how many there are to find, >= 1.
-    """
+    """Return the area under precision over recall of hits [n], by falling score."""
     hits = right.double().cumsum(0)
     precision = hits / torch.arange(1, len(hits) + 1)
     highest = precision.flip(0).cummax(0).values.flip(0)
@@ -125,7 +112,7 @@ def scenes(
     data_seed: int = 0,
     cache_bytes: int = 2**28,
 ) -> Task:
-    """Scenes for a detector, measured by the mean average precision at an IoU of 0.5.
+    """Return scenes for a detector, measured by the mean average precision at an IoU of 0.5.
 
     Args:
         train, val, test: scenes in each part, >= 1.
@@ -151,43 +138,28 @@ def scenes(
         Kept(Scenes(count, image_size, max_objects, noise, (data_seed, part)), cache_bytes)
         for part, count in enumerate(counts.values())
     ]
-    return Task(
-        parts[0],
-        parts[1],
-        detection,
-        MeanAveragePrecision,
-        listed,
-        test=parts[2],
-        class_names=CLASSES,
-    )
+    rest: dict[str, Any] = {"test": parts[2], "class_names": CLASSES}
+    return Task(parts[0], parts[1], detection, MeanAveragePrecision, listed, **rest)
 
 
-class Scenes(Dataset[tuple[Tensor, Target]]):
-    """Pairs of an image [3, side, side] float32 and its target.
+class Scenes(Generated):
+    """Images [3, side, side] float32 and their targets; the arguments are those of `scenes`.
 
     A target has `boxes` [n, 4] float32, (left, top, right, bottom) in pixels, and `labels` [n]
     int64, 1 to 3; n >= 1.
-
-    Args:
-        count: how many.
-        side, max_objects, noise: as for `scenes`.
-        key: whole numbers that decide all scenes.
     """
+
+    things = "scenes"
 
     def __init__(
         self, count: int, side: int, max_objects: int, noise: float, key: tuple[int, ...]
     ) -> None:
-        self._count, self._side, self._max_objects = count, side, max_objects
-        self._noise, self._key = noise, key
+        super().__init__(count, key, noise)
+        self._side, self._max_objects = side, max_objects
 
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Target]:
-        if not 0 <= index < self._count:
-            raise IndexError(f"{index}: there are {self._count} scenes")
+    def drawn(self, index: int) -> tuple[Tensor, Target]:
         tries = _TRIES * self._max_objects
-        draws = keyed_uniform(4 + 8 * tries, *self._key, index, 0)[0]
+        draws = self.uniforms(4 + 8 * tries, index, 0)
         count, background, rows = draws[0], draws[1:4], draws[4:].reshape(tries, 8)
         boxes = _boxes(rows[:, :4]) * self._side
         apart = _apart(boxes, 1 + int(count * self._max_objects))
@@ -197,20 +169,18 @@ class Scenes(Dataset[tuple[Tensor, Target]]):
         for box, kind, colour in zip(boxes, kinds, rows[apart, 5:], strict=True):
             inside = _inside(box, kind, self._side)
             image[:, inside] = (background[:, None] + 0.25 + colour[:, None] / 2) % 1
-        even = keyed_uniform(image.size, *self._key, index, 1).reshape(image.shape) - 0.5
-        image += self._noise * math.sqrt(12) * even  # even numbers over 1 deviate by 1 / sqrt(12)
         target = {"boxes": torch.from_numpy(boxes).float(), "labels": torch.from_numpy(kinds + 1)}
-        return torch.from_numpy(image).float(), target
+        return self.noisy(image, index), target
 
 
 def listed(samples: list[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
-    """A batch: the images as a list and their targets as a list."""
+    """Return a batch: the images as a list and their targets as a list."""
     images, targets = zip(*samples, strict=True)
     return list(images), list(targets)
 
 
 def _boxes(draws: Array) -> Array:
-    """Boxes (left, top, right, bottom) [n, 4] inside a square of side 1, from numbers [n, 4]."""
+    """Return boxes (left, top, right, bottom) [n, 4] in a unit square, from numbers [n, 4]."""
     size = _SMALLEST + draws[:, 0] * (_LARGEST - _SMALLEST)
     ratio = np.sqrt(_LONGEST) ** (2 * draws[:, 1] - 1)
     sides = np.stack([size * ratio, size / ratio], axis=1) / np.sqrt(_LONGEST)
@@ -219,7 +189,7 @@ def _boxes(draws: Array) -> Array:
 
 
 def _apart(boxes: Array, count: int) -> list[int]:
-    """The first `count` boxes that overlap none that was taken before."""
+    """Return the first `count` boxes that overlap none that was taken before."""
     taken: list[int] = []
     for number, (left, top, right, bottom) in enumerate(boxes):
         others = boxes[taken]
@@ -233,7 +203,7 @@ def _apart(boxes: Array, count: int) -> list[int]:
 
 
 def _inside(box: Array, kind: int, side: int) -> Any:
-    """Which pixels a shape covers: [side, side] of truth values."""
+    """Return which pixels a shape covers: [side, side] of truth values."""
     middle, half = (box[:2] + box[2:]) / 2, (box[2:] - box[:2]) / 2
     across, down = ((np.arange(side) + 0.5 - m) / h for m, h in zip(middle, half, strict=True))
     across, down = np.abs(across)[None], down[:, None]

@@ -1,10 +1,9 @@
 """A small single-shot detector, in the manner of SSD (Liu et al. 2016), and its objective.
 
-On each of three maps of features, every place has two default boxes. The detector gives each of
-them a class and four offsets, which move it onto an object. In training a default box belongs to
-the object that it overlaps most, if it does so by half or more, and each object has at least the
-default box that overlaps it most. All others are background, and only the worst of those count,
-three for each box that has an object.
+On each of three maps of features, every place has two default boxes, with a class and four offsets
+that move it onto an object. In training a default box belongs to the object that it overlaps most,
+if it does so by half or more, and each object has at least the default box that overlaps it most.
+All others are background, and only the worst of those count, three for each box with an object.
 
 `detection` is the objective of any detector that returns a dict of losses in training, as
 torchvision's do.
@@ -35,21 +34,11 @@ _SCORE, _NMS, _MOST = 0.05, 0.45, 50  # of the boxes that are reported: least sc
 
 
 class SSD(nn.Module):
-    """Called as torchvision's detectors are: `model(images, targets)`.
-
-    Args:
-        classes: of objects, and the background, which is class 0.
-        image_size: pixels a side.
-        channels: of the images.
-        width: channels of the first convolution; the maps have four times as many.
-
-    Raises:
-        ConfigError: an argument is out of its range.
-    """
+    """A detector that is called as torchvision's are: `model(images, targets)`; see `ssd`."""
 
     defaults: Tensor
 
-    def __init__(self, classes: int, image_size: int, channels: int = 3, width: int = 16) -> None:
+    def __init__(self, classes: int, image_size: int, channels: int, width: int) -> None:
         super().__init__()
         require_sizes(classes=classes, image_size=image_size, channels=channels, width=width)
         deep = 4 * width
@@ -69,41 +58,35 @@ class SSD(nn.Module):
     def forward(
         self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None
     ) -> Any:
-        """The losses in training, the boxes in an evaluation.
+        """Return a dict of losses (0-d) in training, and otherwise the boxes found in each image.
 
         Args:
             images: N tensors [channels, image_size, image_size].
-            targets: of each image `boxes` [n, 4], (left, top, right, bottom) in pixels, and
-                `labels` [n], >= 1; needed in training.
+            targets: for each image `boxes` [n, 4], (left, top, right, bottom) in pixels, and
+            `labels`
+                [n], >= 1; needed in training.
 
         Returns:
-            In training a dict of 0-d tensors, `classification` and `bbox_regression`. Otherwise of
-            each image a dict of `boxes` [n, 4], `scores` [n], falling, and `labels` [n].
-
-        Raises:
-            ValueError: no targets in training.
+            In training `classification` and `bbox_regression`; else a list of dicts with `boxes`
+            [n, 4], `scores` [n], falling, and `labels` [n].
         """
         logits, offsets = self.predict(torch.stack(list(images)))
         if not self.training:
             return [self._found(*one) for one in zip(logits, offsets, strict=True)]
         if targets is None:
             raise ValueError("a detector in training needs targets")
-        matches = [match(self.defaults, own["boxes"], own["labels"]) for own in targets]
+        matches = [match(self.defaults, one["boxes"], one["labels"]) for one in targets]
         labels, wanted = (torch.stack(part) for part in zip(*matches, strict=True))
         return losses(logits, offsets, labels, wanted)
 
     def predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [N, boxes, classes] and offsets [N, boxes, 4] of the default boxes.
-
-        Args:
-            images: [N, channels, image_size, image_size].
-        """
+        """Return logits [N, boxes, classes] and offsets [N, boxes, 4] of the default boxes."""
         maps = [self.stem(images)]
         for stage in self.deeper:
             maps.append(stage(maps[-1]))
         found = [
-            head(own).permute(0, 2, 3, 1).reshape(len(images), -1, self.classes + 4)
-            for head, own in zip(self.heads, maps, strict=True)
+            head(features).permute(0, 2, 3, 1).reshape(len(images), -1, self.classes + 4)
+            for head, features in zip(self.heads, maps, strict=True)
         ]
         both = torch.cat(found, dim=1)
         return both[..., : self.classes], both[..., self.classes :]
@@ -119,12 +102,22 @@ class SSD(nn.Module):
 
 
 def ssd(classes: int, image_size: int, channels: int = 3, width: int = 16) -> nn.Module:
-    """An `SSD`."""
+    """Return a small single-shot detector.
+
+    Args:
+        classes: of objects, and the background, which is class 0.
+        image_size: pixels a side.
+        channels: of the images.
+        width: channels of the first convolution; the maps have four times as many.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
     return SSD(classes, image_size, channels, width)
 
 
 def default_boxes(image_size: int) -> Tensor:
-    """The boxes [n, 4] of all places of the maps, as (middle x, middle y, width, height)."""
+    """Return the boxes [n, 4] of all places, as (middle x, middle y, width, height)."""
     boxes = []
     for stride, small, large in zip(_STRIDES, _SIZES, _SIZES[1:], strict=False):
         count = -(-image_size // stride)
@@ -133,17 +126,11 @@ def default_boxes(image_size: int) -> Tensor:
         sides = image_size * torch.tensor([small, (small * large) ** 0.5])
         places = torch.stack([x, y], dim=2).reshape(-1, 1, 2).expand(-1, 2, -1)
         boxes.append(torch.cat([places, sides[:, None].expand(len(places), 2, 2)], dim=2))
-    return torch.cat([own.reshape(-1, 4) for own in boxes])
+    return torch.cat([of_map.reshape(-1, 4) for of_map in boxes])
 
 
 def match(defaults: Tensor, boxes: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """What each default box is to give: labels [n], 0 for background, and offsets [n, 4].
-
-    Args:
-        defaults: [n, 4] as (middle x, middle y, width, height).
-        boxes: [objects, 4] as (left, top, right, bottom).
-        labels: [objects].
-    """
+    """Return each default box's target: labels [n], 0 for background, and offsets [n, 4]."""
     if not len(boxes):
         return labels.new_zeros(len(defaults)), torch.zeros_like(defaults)
     overlaps = box_iou(boxes, box_convert(defaults, "cxcywh", "xyxy"))
@@ -154,7 +141,7 @@ def match(defaults: Tensor, boxes: Tensor, labels: Tensor) -> tuple[Tensor, Tens
 
 
 def encoded(boxes: Tensor, defaults: Tensor) -> Tensor:
-    """The offsets [n, 4] from default boxes to boxes."""
+    """Return the offsets [n, 4] from default boxes to boxes."""
     wanted = box_convert(boxes, "xyxy", "cxcywh")
     middles = (wanted[:, :2] - defaults[:, :2]) / defaults[:, 2:]
     sides = (wanted[:, 2:] / defaults[:, 2:]).log()
@@ -162,7 +149,7 @@ def encoded(boxes: Tensor, defaults: Tensor) -> Tensor:
 
 
 def decoded(offsets: Tensor, defaults: Tensor) -> Tensor:
-    """The boxes [n, 4] to which offsets move default boxes: the inverse of `encoded`."""
+    """Return the boxes [n, 4] to which offsets move default boxes: the inverse of `encoded`."""
     moved = offsets.float() * defaults.new_tensor(_OFFSET_UNITS)
     middles = defaults[:, :2] + moved[:, :2] * defaults[:, 2:]
     sides = moved[:, 2:].exp() * defaults[:, 2:]
@@ -171,14 +158,7 @@ def decoded(offsets: Tensor, defaults: Tensor) -> Tensor:
 
 
 def losses(logits: Tensor, offsets: Tensor, labels: Tensor, wanted: Tensor) -> dict[str, Tensor]:
-    """Cross-entropy and smooth L1, summed and divided by the number of boxes with an object.
-
-    Args:
-        logits: [N, n, classes].
-        offsets: [N, n, 4].
-        labels: [N, n].
-        wanted: [N, n, 4], read where there is an object.
-    """
+    """Return cross-entropy and smooth L1, each summed over the number of boxes with an object."""
     objects = labels > 0
     count = objects.sum().clamp(min=1)
     entropy = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
@@ -191,12 +171,7 @@ def losses(logits: Tensor, offsets: Tensor, labels: Tensor, wanted: Tensor) -> d
 
 
 def hardest(entropy: Tensor, objects: Tensor) -> Tensor:
-    """Which background boxes count: in each image those with the largest loss, [N, n].
-
-    Args:
-        entropy: [N, n], below 0 where there is an object.
-        objects: [N], how many boxes of an image have an object; three times as many are chosen.
-    """
+    """Return the background boxes that count, [N, n]: in each image those with the largest loss."""
     rank = entropy.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     chosen: Tensor = (rank < _NEGATIVES * objects[:, None]) & (entropy >= 0)
     return chosen
@@ -212,16 +187,15 @@ def _stage(channels: int, width: int) -> list[nn.Module]:
 
 
 def detection(model: nn.Module, batch: Any) -> StepOutput:
-    """The sum of the losses of `model(images, targets)`; metrics get the boxes that it finds.
+    """Return the sum of the losses of `model(images, targets)`; metrics get the boxes found.
 
     In an evaluation such a model returns boxes and no losses. It is called twice then: for its
     boxes, and once as in training for its losses, with its norm and dropout layers as they are in
     an evaluation and with fixed random numbers.
 
     Args:
-        model: in training model(images, targets) is a dict of losses, means over the images. In an
-            evaluation model(images) is a list with a dict of `boxes`, `scores` and `labels` for
-            each image.
+        model: in training it returns a dict of losses, means over the images; in an evaluation
+            model(images) is a list with a dict of `boxes`, `scores` and `labels` for each image.
         batch: a list of images [C, H, W], and a list of dicts with `boxes` and `labels`.
 
     Raises:
@@ -257,13 +231,13 @@ def _summed(model: nn.Module, images: Any, targets: Any) -> Tensor:
 
 @contextmanager
 def _giving_losses(model: nn.Module) -> Iterator[None]:
-    """Within the block all of an evaluated model is in training but its norms and dropout."""
+    """Put an evaluated model in training for a block, except its norms and dropout."""
     fixed = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
-    changed = [own for own in model.modules() if not own.training and not isinstance(own, fixed)]
-    for own in changed:
-        own.training = True
+    changed = [m for m in model.modules() if not m.training and not isinstance(m, fixed)]
+    for module in changed:
+        module.training = True
     try:
         yield
     finally:
-        for own in changed:
-            own.training = False
+        for module in changed:
+            module.training = False

@@ -6,7 +6,7 @@ image [channels, H, W], float32, and its classes [H, W], int64.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from mpframe.data.image_files import decode, list_unlabelled, opened
 from mpframe.data.images import Normalize, spread
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.metrics import Dice, IoU
-from mpframe.data.samples import Kept
+from mpframe.data.samples import Generated, Kept
 from mpframe.data.task import Task
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 
@@ -32,24 +32,14 @@ _MASK_FORMATS = ("PNG", "BMP")  # A JPEG does not keep numbers.
 _ONE_NUMBER = ("1", "L", "P")  # black and white, grey, palette: Pillow's modes of 8 bits or fewer
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A photograph and its mask.
-
-    Attributes:
-        image: a JPEG, PNG, WebP or BMP file.
-        mask: a PNG or BMP file of the same size; its pixels' numbers are classes.
-    """
+class Pair(NamedTuple):
+    """A photograph (JPEG, PNG, WebP, BMP) and its mask (PNG, BMP), whose numbers are classes."""
 
     image: str
     mask: str
 
     def size(self) -> tuple[int, int]:
-        """Height and width in pixels, from the photograph's header.
-
-        Raises:
-            DataError: it cannot be read, or the mask has another size.
-        """
+        """Return height and width in pixels from the headers, which must agree."""
         with opened(self.image) as image:
             width, height = image.size
         with opened(self.mask, _MASK_FORMATS) as mask:
@@ -62,15 +52,7 @@ class Pair:
         return height, width
 
     def read(self, channels: int, classes: int) -> tuple[Tensor, Tensor]:
-        """The photograph, uint8 [channels, H, W], and its classes, uint8 [H, W].
-
-        Args:
-            channels: 1 (grey) or 3 (RGB).
-            classes: how many there are.
-
-        Raises:
-            DataError: a file cannot be read, or the mask holds another number.
-        """
+        """Return the photograph, uint8 [channels, H, W], and its classes, uint8 [H, W]."""
         with opened(self.mask, _MASK_FORMATS) as mask:
             if mask.mode not in _ONE_NUMBER:
                 raise ValueError(f"its pixels are {mask.mode}, and not one number of 8 bits each")
@@ -84,11 +66,7 @@ class Pair:
 
 
 def list_pairs(folder: Path) -> list[Pair]:
-    """The pairs of `folder`/images and `folder`/masks, by name.
-
-    Raises:
-        DataError: a folder is missing or empty, a link leaves it, or a file has no counterpart.
-    """
+    """Return the pairs of `folder`/images and `folder`/masks, by name."""
     images, masks = (_by_name(folder / kind) for kind in ("images", "masks"))
     for name, path in (images | masks).items():
         if (name in images) != (name in masks):
@@ -113,19 +91,11 @@ def segmentation(
     train: Dataset[Any],
     val: Dataset[Any],
     test: Dataset[Any] | None = None,
-    class_names: Sequence[str] | None = None,
-    preprocessing: Mapping[str, Any] | None = None,
+    **described: Any,
 ) -> Task:
     """Dice loss and cross-entropy on logits [N, classes, H, W]; Dice and IoU, without class 0."""
-    return Task(
-        train,
-        val,
-        dice_cross_entropy(),
-        {"dice": Dice, "iou": IoU},
-        test=test,
-        class_names=class_names,
-        preprocessing=preprocessing,
-    )
+    metrics = {"dice": Dice, "iou": IoU}
+    return Task(train, val, dice_cross_entropy(), metrics, test=test, **described)
 
 
 def mask_folder(
@@ -139,7 +109,7 @@ def mask_folder(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> Task:
-    """The photographs under `root`: train/ to learn from, val/ to validate, test/ to test.
+    """Return the photographs under `root`: train/ to learn from, val/ to validate, test/ to test.
 
     Each part has the folders images/ and masks/, with a mask for each photograph: a PNG or BMP of
     the same name and size, whose pixels' numbers are classes (grey value, or place in the palette).
@@ -155,9 +125,8 @@ def mask_folder(
         flip: mirror every second crop; training only.
         cache_bytes: decode once and keep all photographs in memory if they need no more than this;
             else decode each time (set dataset.workers then).
-        mean: of each channel, of pixel values in 0..1; None: of the training photographs. Those
-            that a trained model is measured on are normalised by the numbers it learned with.
-        std: likewise.
+        mean, std: of each channel, of pixel values in 0..1; None: of the training photographs. Give
+            the numbers that a trained model learned with to measure it on other photographs.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -198,37 +167,27 @@ class Window(NamedTuple):
     mirrored: bool = False
 
 
+@dataclass(eq=False)
 class Crops(Dataset[tuple[Tensor, Tensor]], ABC):
     """Squares of photographs, [channels, size, size] float32, and classes, [size, size] int64.
 
-    Args:
-        photographs: to cut from.
-        size: pixels a side.
-        normalize: brings pixels to mean 0 and variance 1.
-        sizes: height and width of each photograph.
+    `sizes` has the height and width of each photograph.
     """
 
-    def __init__(
-        self,
-        photographs: "_Photographs",
-        size: int,
-        normalize: Normalize,
-        sizes: Sequence[tuple[int, int]],
-    ) -> None:
-        self._photographs = photographs
-        self._size = size
-        self._normalize = normalize
-        self._sizes = sizes
+    photographs: "_Photographs"
+    size: int
+    normalize: Normalize
+    sizes: Sequence[tuple[int, int]]
 
     @abstractmethod
     def windows(self, indices: Sequence[int]) -> list[Window]:
-        """The squares of these samples."""
+        """Return the squares of these samples."""
 
     def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Samples `indices`, ([N, channels, size, size] float32, [N, size, size] int64)."""
+        """Return samples `indices`, ([N, channels, size, size] float32, [N, size, size] int64)."""
         cut = [self._cut(window) for window in self.windows(indices)]
         images, targets = zip(*cut, strict=True)
-        return self._normalize(torch.stack(images)), torch.stack(targets).long()
+        return self.normalize(torch.stack(images)), torch.stack(targets).long()
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         images, targets = self.fetch_batch([range(len(self))[index]])
@@ -238,32 +197,23 @@ class Crops(Dataset[tuple[Tensor, Tensor]], ABC):
     def __len__(self) -> int: ...
 
     def _cut(self, window: Window) -> tuple[Tensor, Tensor]:
-        down = slice(window.top, window.top + self._size)
-        right = slice(window.left, window.left + self._size)
-        image, classes = (part[..., down, right] for part in self._photographs.read(window[0]))
+        down = slice(window.top, window.top + self.size)
+        right = slice(window.left, window.left + self.size)
+        image, classes = (part[..., down, right] for part in self.photographs.read(window[0]))
         return (image.flip(-1), classes.flip(-1)) if window.mirrored else (image, classes)
 
 
+@dataclass(eq=False)
 class RandomCrops(Crops):
-    """`each` crops of every photograph, at places that depend on (seed, epoch, index) alone."""
+    """`each` crops of every photograph, at places that depend only on (seed, epoch, index)."""
 
-    def __init__(
-        self,
-        photographs: "_Photographs",
-        size: int,
-        normalize: Normalize,
-        sizes: Sequence[tuple[int, int]],
-        each: int,
-        flip: bool,
-    ) -> None:
-        super().__init__(photographs, size, normalize, sizes)
-        self._each = each
-        self._flip = flip
-        self._key = (0, 0)
+    each: int
+    flip: bool
+    _key = (0, 0)
 
     def unaugmented(self) -> "Tiles":
-        """The same photographs in crops that cover them, for predictions."""
-        return Tiles(self._photographs, self._size, self._normalize, self._sizes)
+        """Return the same photographs in crops that cover them, for predictions."""
+        return Tiles(self.photographs, self.size, self.normalize, self.sizes)
 
     def set_epoch(self, seed: int, epoch: int) -> None:
         """Choose the crops of an epoch."""
@@ -274,15 +224,15 @@ class RandomCrops(Crops):
         return [self._window(*pair) for pair in zip(indices, uniforms, strict=True)]
 
     def _window(self, index: int, uniforms: Sequence[float]) -> Window:
-        photograph = index // self._each
+        photograph = index // self.each
         top, left = (
-            int(uniform * (side - self._size + 1))
-            for uniform, side in zip(uniforms, self._sizes[photograph], strict=False)
+            int(uniform * (side - self.size + 1))
+            for uniform, side in zip(uniforms, self.sizes[photograph], strict=False)
         )
-        return Window(photograph, top, left, self._flip and uniforms[2] < 0.5)
+        return Window(photograph, top, left, self.flip and uniforms[2] < 0.5)
 
     def __len__(self) -> int:
-        return len(self._sizes) * self._each
+        return len(self.sizes) * self.each
 
 
 class Tiles(Crops):
@@ -291,21 +241,21 @@ class Tiles(Crops):
     def windows(self, indices: Sequence[int]) -> list[Window]:
         tiles = [
             Window(photograph, top, left)
-            for photograph, (height, width) in enumerate(self._sizes)
-            for top in _starts(height, self._size)
-            for left in _starts(width, self._size)
+            for photograph, (height, width) in enumerate(self.sizes)
+            for top in _starts(height, self.size)
+            for left in _starts(width, self.size)
         ]
         return [tiles[index] for index in indices]
 
     def __len__(self) -> int:
         return sum(
-            len(_starts(height, self._size)) * len(_starts(width, self._size))
-            for height, width in self._sizes
+            len(_starts(height, self.size)) * len(_starts(width, self.size))
+            for height, width in self.sizes
         )
 
 
 class _Photographs:
-    """Reads photographs and masks, from memory if they are kept there."""
+    """Photographs and masks, read from memory if they are kept there."""
 
     def __init__(self, pairs: list[Pair], channels: int, classes: int, keep: bool) -> None:
         self.pairs = pairs
@@ -313,12 +263,12 @@ class _Photographs:
         self._kept = [pair.read(*self._shape) for pair in pairs] if keep else None
 
     def read(self, number: int) -> tuple[Tensor, Tensor]:
-        """uint8 [channels, H, W] and uint8 [H, W]."""
+        """Return uint8 [channels, H, W] and uint8 [H, W]."""
         return self._kept[number] if self._kept else self.pairs[number].read(*self._shape)
 
 
 def _starts(length: int, size: int) -> list[int]:
-    """Where crops of `size` begin so that they cover `length`, from 0 to `length - size`."""
+    """Return where crops of `size` begin so that they cover `length`, from 0 to `length - size`."""
     gaps = max(1, -(-length // size) - 1)
     return sorted({(length - size) * place // gaps for place in range(gaps + 1)})
 
@@ -340,11 +290,11 @@ def _list_parts(root: Path) -> dict[str, list[Pair]]:
 
 def _sizes(pairs: list[Pair], size: int) -> list[tuple[int, int]]:
     sizes = [pair.size() for pair in pairs]
-    for pair, own in zip(pairs, sizes, strict=True):
-        if min(own) < size:
+    for pair, (height, width) in zip(pairs, sizes, strict=True):
+        if min(height, width) < size:
             raise ConfigError(
-                f"dataset.image_size={size}: {pair.image} is {own[1]} x {own[0]} pixels; use "
-                f"dataset.image_size={min(own)} or less"
+                f"dataset.image_size={size}: {pair.image} is {width} x {height} pixels; use "
+                f"dataset.image_size={min(height, width)} or less"
             )
     return sizes
 
@@ -376,7 +326,7 @@ def shapes(
     most_shapes: int = 4,
     cache_bytes: int = 2**28,
 ) -> Task:
-    """Pictures with a class for each pixel: background, disc, square, triangle.
+    """Return pictures with a class for each pixel: background, disc, square, triangle.
 
     Args:
         image_size: pixels a side, >= 8.
@@ -401,51 +351,32 @@ def shapes(
     return segmentation(train, val, test, class_names=NAMES)
 
 
-class Shapes(Dataset[tuple[Tensor, Tensor]]):
-    """Pictures [channels, side, side], float32 of about -1 to 1, and classes [side, side], int64.
-
-    Args:
-        count: how many.
-        shape: (channels, side) of a picture.
-        most_shapes: in one of them.
-        key: other pictures for another key.
-    """
+class Shapes(Generated):
+    """Pictures [channels, side, side], float32, about -1 to 1, and classes [side, side], int64."""
 
     def __init__(self, count: int, shape: tuple[int, int], most_shapes: int, key: int) -> None:
-        self._count = count
-        self._shape = shape
-        self._most_shapes = most_shapes
-        self._key = key
+        super().__init__(count, (key,), _NOISE)
+        self._shape, self._most_shapes = shape, most_shapes
 
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        image, classes = self._draw(range(len(self))[index])
-        return torch.from_numpy(image), torch.from_numpy(classes)
-
-    def _draw(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def drawn(self, index: int) -> tuple[Tensor, Tensor]:
         channels, side = self._shape
-        draws = _DRAWS + channels
-        (uniforms,) = keyed_uniform(
-            channels + self._most_shapes * draws + channels * side**2, self._key, index
-        )
-        background, uniforms = np.split(uniforms, [channels])
-        own, noise = np.split(uniforms, [self._most_shapes * draws])
+        each = _DRAWS + channels
+        sizes = channels, self._most_shapes * each, channels * side**2
+        background, rows, noise = np.split(self.uniforms(sum(sizes), index), np.cumsum(sizes)[:2])
         image = np.broadcast_to(background[:, None, None], (channels, side, side)).copy()
         classes = np.zeros((side, side), dtype=np.int64)
-        for there, kind, down, right, size, *colour in own.reshape(-1, draws):
+        for there, kind, down, right, size, *colour in rows.reshape(-1, each):
             number = 1 + int(kind * len(_INSIDE))
             inside = _INSIDE[number - 1](*_distances(side, down, right), (0.1 + 0.15 * size) * side)
             inside &= there < 0.75
             image[:, inside] = np.array(colour)[:, None]
             classes[inside] = number
         image += _NOISE * (2 * noise.reshape(image.shape) - 1)
-        return (2 * image - 1).astype(np.float32), classes
+        return torch.from_numpy((2 * image - 1).astype(np.float32)), torch.from_numpy(classes)
 
 
 def _distances(side: int, down: float, right: float) -> tuple[Array, Array]:
-    """Pixels from a point to each pixel's middle, downwards [side, 1] and to the right [side]."""
+    """Return pixels from a point to each pixel's middle, down [side, 1] and right [side]."""
     middles = np.arange(side) + 0.5
     return middles[:, None] - down * side, middles - right * side
 

@@ -1,10 +1,9 @@
 """A U-Net (Ronneberger et al. 2015) with batch norm and padded convolutions, and its objective.
 
-Each stage of the encoder ends by halving the side and the next doubles the channels; each stage of
-the decoder doubles the side, halves the channels and is given the encoder's features of the same
-side. With a width of 64, four stages, three channels and nine classes it has the 7,703,497
-parameters of the network whose speed in mixed precision was published. The objective is the Dice
-loss plus cross-entropy.
+Each stage of the encoder halves the side and doubles the channels of the one before; the decoder
+reverses that and also reads the encoder's features of the same side. With width 64, four stages,
+three channels and nine classes it has the 7,703,497 parameters of the network whose speed in mixed
+precision was published. The objective is the Dice loss plus cross-entropy.
 """
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import Supervised, supervised
 from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, require
-from mpframe.models import require_sizes
+from mpframe.models import require_sizes, two_convolutions
 
 
 class UNet(nn.Module):
@@ -25,7 +24,7 @@ class UNet(nn.Module):
         widths = [width * 2**stage for stage in range(stages)]
         self.multiple = 2 ** (stages - 1)
         self.encoder = nn.ModuleList(
-            _stage(before, after)
+            two_convolutions(before, after, bias=True)
             for before, after in zip([channels, *widths], widths, strict=False)
         )
         self.pool = nn.MaxPool2d(2)
@@ -33,18 +32,13 @@ class UNet(nn.Module):
             nn.ConvTranspose2d(2 * wide, wide, kernel_size=2, stride=2)
             for wide in reversed(widths[:-1])
         )
-        self.decoder = nn.ModuleList(_stage(2 * wide, wide) for wide in reversed(widths[:-1]))
+        self.decoder = nn.ModuleList(
+            two_convolutions(2 * wide, wide, bias=True) for wide in reversed(widths[:-1])
+        )
         self.head = nn.Conv2d(width, classes, kernel_size=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [N, classes, H, W].
-
-        Args:
-            images: [N, channels, H, W], floating; H and W are multiples of 2^(stages - 1).
-
-        Raises:
-            ConfigError: H or W is not.
-        """
+        """Return logits [N, classes, H, W] of images [N, channels, H, W], floating."""
         if images.shape[-1] % self.multiple or images.shape[-2] % self.multiple:
             raise ConfigError(
                 f"model.stages: halves images of {list(images.shape[-2:])} to no whole number; use "
@@ -77,15 +71,6 @@ def unet(channels: int, classes: int, width: int = 64, stages: int = 4) -> nn.Mo
     return UNet(channels, classes, width, stages)
 
 
-def _stage(in_channels: int, out_channels: int) -> nn.Sequential:
-    stage = nn.Sequential()
-    for number, wide in enumerate((in_channels, out_channels), start=1):
-        stage.add_module(f"conv{number}", nn.Conv2d(wide, out_channels, kernel_size=3, padding=1))
-        stage.add_module(f"norm{number}", nn.BatchNorm2d(out_channels))
-        stage.add_module(f"relu{number}", nn.ReLU())
-    return stage
-
-
 class DiceCrossEntropy:
     """The loss of logits [N, classes, ...] and classes [N, ...]; `dice_cross_entropy` makes it."""
 
@@ -94,12 +79,7 @@ class DiceCrossEntropy:
         self.smooth = smooth
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss, 0-d.
-
-        Args:
-            outputs: logits [N, classes, ...], fp32 or wider.
-            targets: class numbers [N, ...], int64.
-        """
+        """Return the loss, 0-d, of logits [N, classes, ...] and int64 classes [N, ...]."""
         cross_entropy = F.cross_entropy(outputs, targets)
         probabilities = outputs.softmax(dim=1)
         wanted = torch.zeros_like(outputs).scatter_(1, targets.unsqueeze(1), 1.0)

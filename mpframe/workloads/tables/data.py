@@ -1,9 +1,7 @@
 """Any CSV file with a positive number to predict: hourly bike rentals, daily sales, prices.
 
 The file is untrusted: every size is checked before it is used. An error names file, row and column;
-rows are counted as a spreadsheet does, the header is row 1. Cells become numbers (categories,
-continuous values, dates), a second table may be joined (SQL's left join, with no row left over),
-and of the rows one in ten is for validation and one in ten for the test.
+rows are counted as a spreadsheet does, the header is row 1.
 """
 
 import csv
@@ -13,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -35,37 +33,27 @@ _LONGEST_LINE = 2**20  # characters
 Columns = dict[str, list[str]]
 
 
-@dataclass(frozen=True)
-class Table:
-    """Columns of words, all of one length.
-
-    Attributes:
-        path: the file, for messages.
-        columns: by name, the cells without the spaces around them.
-    """
+class Table(NamedTuple):
+    """Columns of words by name, all of one length, and the file that they come from."""
 
     path: Path
     columns: Columns
 
-    def __len__(self) -> int:
+    @property
+    def rows(self) -> int:
         return len(next(iter(self.columns.values())))
 
     def place(self, name: str, row: int) -> str:
-        """Words for the cell of data row `row`, counted from 0, in column `name`."""
+        """Name the cell of data row `row`, counted from 0, in column `name`."""
         return f"{self.path}: row {row + 2}, column {name}"
 
 
 def read_csv(path: Path, wanted: Iterable[str] | None = None) -> Table:
-    """Read the columns that are wanted.
-
-    Args:
-        path: UTF-8 text, comma-separated, the names of the columns in the first line. At most 2^25
-            rows, and 2^20 characters in a line.
-        wanted: names; the others are skipped. None: all.
+    """Read the columns `wanted` of a UTF-8 file with a header, all of them if None.
 
     Raises:
-        DataError: the file cannot be read, a column is missing or there twice, or a row has more or
-            fewer cells than the header.
+        DataError: the file cannot be read, a column is missing or there twice, a row has more or
+            fewer cells than the header, or there are more than 2^25 rows or 2^20 letters in a line.
     """
     rows = 0
     try:
@@ -118,7 +106,6 @@ def _require_row(path: Path, number: int, cells: int, wanted: int) -> None:
 
 
 UNKNOWN = 0
-"""The number of a category that no training row has."""
 DATE_PARTS = ("year", "month", "day", "week", "weekday")
 _LARGEST = 1e30
 
@@ -126,16 +113,7 @@ Floats = NDArray[np.float64]
 
 
 def numbers(table: Table, name: str, missing: bool) -> Floats:
-    """A column as numbers, [rows] float64.
-
-    Args:
-        table: has the column.
-        name: the column's.
-        missing: whether a cell may be empty; such a cell becomes nan.
-
-    Raises:
-        DataError: a cell is no finite number up to 1e30, or empty.
-    """
+    """Return a column as float64 [rows]; an empty cell is nan, if it may be `missing`."""
 
     def number(word: str) -> float:
         if not word and missing:
@@ -150,17 +128,17 @@ def numbers(table: Table, name: str, missing: bool) -> Floats:
 
 
 def dates(table: Table, name: str) -> NDArray[np.int64]:
-    """A column of dates, as in 2015-07-31, as days since the year 1: [rows] int64.
+    """Return a column of dates, as in 2015-07-31, as days since the year 1: [rows] int64."""
 
-    Raises:
-        DataError: a cell is no such date.
-    """
-    days = _converted(table, name, _day, "a date as in 2015-07-31", "correct the cell")
+    def day(word: str) -> float:
+        return datetime.date.fromisoformat(word).toordinal()
+
+    days = _converted(table, name, day, "a date as in 2015-07-31", "correct the cell")
     return np.array(days, dtype=np.int64)
 
 
 def date_parts(table: Table, name: str) -> Columns:
-    """The columns NAME.year, .month, .day, .week (of ISO) and .weekday (Monday is 1) of a date."""
+    """Return the columns NAME.year, .month, .day, .week (of ISO) and .weekday (Monday is 1)."""
     parts = {
         word: (
             *map(str, (date.year, date.month, date.day)),
@@ -176,17 +154,10 @@ def date_parts(table: Table, name: str) -> Columns:
 
 
 def categories(words: list[str], training: Tensor) -> tuple[Tensor, list[str]]:
-    """A column as categories.
+    """Number the words [rows] of a column: [rows] int64, and the words in the order of the numbers.
 
-    The categories of the training rows are numbered from 1 on, in the order of their words; an
-    empty cell is one of them. Any other word is 0, `UNKNOWN`.
-
-    Args:
-        words: [rows].
-        training: [n] int64, the rows to train on.
-
-    Returns:
-        [rows] int64, and the training rows' words in the order of their numbers.
+    The words of the training rows are numbered from 1 on, in their order; an empty cell is one of
+    them. Any other word is 0, `UNKNOWN`.
     """
     known = sorted({words[row] for row in training.tolist()})
     places = {word: place for place, word in enumerate(known, start=1)}
@@ -194,16 +165,9 @@ def categories(words: list[str], training: Tensor) -> tuple[Tensor, list[str]]:
 
 
 def standardized(values: Floats, training: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """(value - mean) / std with the numbers of the training rows; nan becomes their median.
+    """Return (value - mean) / std, float32 [rows], and the median, mean and std.
 
-    A column that is constant has std 1.
-
-    Args:
-        values: [rows], nan where a cell is empty.
-        training: [n] int64, the rows to train on; one of them is not nan.
-
-    Returns:
-        [rows] float32, and median, mean and std.
+    These come from the training rows; nan becomes the median, and a constant column has std 1.
     """
     median = float(np.nanmedian(values[training.numpy()]))
     filled = np.where(np.isnan(values), median, values)
@@ -213,14 +177,10 @@ def standardized(values: Floats, training: Tensor) -> tuple[Tensor, dict[str, fl
     return scaled, {"median": median, "mean": mean, "std": std}
 
 
-def _day(word: str) -> float:
-    return float(datetime.date.fromisoformat(word).toordinal())
-
-
 def _converted(
     table: Table, name: str, convert: Callable[[str], float], what: str, way_out: str
 ) -> list[float]:
-    """The column with each of its words converted, each different one once."""
+    """Convert each word of a column, each different one once."""
     column, values = table.columns[name], {}
     for row, word in enumerate(column):
         if word not in values:
@@ -234,16 +194,7 @@ def _converted(
 
 
 def joined(table: Table, second: Table, by: str) -> Table:
-    """Give each row the columns of the second table's row with the same word in column `by`.
-
-    Args:
-        table: has the column `by`.
-        second: its words in that column are all different.
-        by: a column of both.
-
-    Raises:
-        DataError: the second table has no such column, has a word twice, or lacks one.
-    """
+    """Give each row the columns of the second table's row with the same word in column `by`."""
     places = _row_places(second, by)
     for row, word in enumerate(table.columns[by]):
         if word not in places:
@@ -272,11 +223,9 @@ def _row_places(second: Table, by: str) -> dict[str, int]:
 
 _FEWEST_ROWS = 20
 
-Split = Callable[[Tensor], list[Tensor]]
-
 
 def split_rows(name: str, when: NDArray[np.int64]) -> list[Tensor]:
-    """The rows of each part, [n] int64: training, validation, test. It depends on no seed.
+    """Return the rows of each part, [n] int64: training, validation, test. It depends on no seed.
 
     Args:
         name: `hold_out`: rows at random places, always the same ones; `time`: the last tenth
@@ -287,7 +236,7 @@ def split_rows(name: str, when: NDArray[np.int64]) -> list[Tensor]:
         ConfigError: another name.
         DataError: fewer than 20 rows, or so few different times that a part is empty.
     """
-    splits: dict[str, Split] = {"hold_out": _hold_out, "time": _by_time}
+    splits = {"hold_out": _hold_out, "time": _by_time}
     if name not in splits:
         hint = nearest(str(name), splits)
         raise ConfigError(
@@ -325,7 +274,7 @@ def csv_table(
     fill_missing: bool = False,
     drop_zeros: bool = False,
 ) -> Task:
-    """The rows of a table; what is learned is the target's logarithm, by `LogRegression`.
+    """Return the rows of a table; what is learned is the target's logarithm, by `LogRegression`.
 
     A sample is a dict: `categorical` [columns] int64, where 0 is a category that no training row
     has; `continuous` [columns] float32, with mean 0 and standard deviation 1 over the training
@@ -353,30 +302,21 @@ def csv_table(
     table = _read(_located(root, file), [*categorical, *continuous, target], date, join)
     targets = numbers(table, target, missing=False).astype(np.float32)
     rows = _with_target(table, target, targets, drop_zeros)
-    when = np.arange(len(table)) if date is None else dates(table, date)
+    when = np.arange(table.rows) if date is None else dates(table, date)
     parts = [rows[part] for part in split_rows(split, when[rows.numpy()])]
     numbered, words = _numbered(table, categorical, parts[0])
     scaled, statistics = _scaled(table, continuous, parts[0], fill_missing)
-    data = {
-        "categorical": numbered,
-        "continuous": scaled,
-        "target": torch.from_numpy(targets),
-    }
+    data = {"categorical": numbered, "continuous": scaled, "target": torch.from_numpy(targets)}
     logs = np.log(targets[parts[0].numpy()], dtype=np.float64)
     objective = LogRegression(float(logs.mean()), float(logs.std()) or 1.0)
     train, val, test = (_Rows(_select(data, part)) for part in parts)
-    return Task(
-        train,
-        val,
-        objective,
-        {"rmspe": RMSPE, "rmse": RMSE},
-        test=test,
-        preprocessing={
-            "categorical": words,
-            "continuous": statistics,
-            "target": {"log_mean": objective.mean, "log_std": objective.std},
-        },
-    )
+    preprocessing = {
+        "categorical": words,
+        "continuous": statistics,
+        "target": {"log_mean": objective.mean, "log_std": objective.std},
+    }
+    metrics = {"rmspe": RMSPE, "rmse": RMSE}
+    return Task(train, val, objective, metrics, test=test, preprocessing=preprocessing)
 
 
 @dataclass(frozen=True)
@@ -411,16 +351,16 @@ def _located(root: str, file: str) -> Path:
 def _read(
     path: Path, columns: list[str], date: str | None, join: Mapping[str, str] | None
 ) -> Table:
-    """The table with the columns that are wanted, those of its date and of the second table too."""
+    """Read the wanted columns, including those made from the date or joined from a second table."""
     if join is not None and set(join) != {"file", "by"}:
         raise ConfigError(f"dataset.join={dict(join)}: needs file and by, and nothing else")
     second = None if join is None else read_csv(path.parent / join["file"])
     elsewhere = {f"{date}.{part}" for part in DATE_PARTS} if date else set()
     elsewhere |= set(second.columns) if second else set()
-    own = [name for name in columns if name not in elsewhere]
-    own += [date] if date else []
-    own += [join["by"]] if join else []
-    table = read_csv(path, own)
+    here = [name for name in columns if name not in elsewhere]
+    here += [date] if date else []
+    here += [join["by"]] if join else []
+    table = read_csv(path, here)
     if date is not None:
         dates(table, date)  # Refuses what is no date, by its row.
         table = Table(path, table.columns | date_parts(table, date))
@@ -428,7 +368,7 @@ def _read(
 
 
 def _with_target(table: Table, name: str, targets: NDArray[np.float32], drop_zeros: bool) -> Tensor:
-    """The rows whose target has a logarithm, [n] int64."""
+    """Return the rows whose target has a logarithm, [n] int64."""
     bad = np.flatnonzero(targets < 0 if drop_zeros else targets <= 0)
     if len(bad):
         raise DataError(
@@ -441,13 +381,13 @@ def _with_target(table: Table, name: str, targets: NDArray[np.float32], drop_zer
 def _numbered(
     table: Table, categorical: Mapping[str, int], training: Tensor
 ) -> tuple[Tensor, dict[str, list[str]]]:
-    """The categories of all rows, [rows, columns] int64, and their words by column."""
+    """Return the categories of all rows, [rows, columns] int64, and their words by column."""
     found = {name: categories(table.columns[name], training) for name in categorical}
     for name, (_, words) in found.items():
         facts = {f"categorical.{name}": (categorical[name], len(words))}
         require_facts(f"the training part of {table.path}", **facts)
     return (
-        _stacked([numbers for numbers, _ in found.values()], len(table), torch.int64),
+        _stacked([numbers for numbers, _ in found.values()], table.rows, torch.int64),
         {name: words for name, (_, words) in found.items()},
     )
 
@@ -455,7 +395,7 @@ def _numbered(
 def _scaled(
     table: Table, continuous: Sequence[str], training: Tensor, fill_missing: bool
 ) -> tuple[Tensor, dict[str, dict[str, float]]]:
-    """The continuous values of all rows, [rows, columns] float32, and what scaled each column."""
+    """Return the continuous values, [rows, columns] float32, and what scaled each column."""
     columns = {name: numbers(table, name, missing=fill_missing) for name in continuous}
     for name, values in columns.items():
         if np.isnan(values[training.numpy()]).all():
@@ -464,7 +404,7 @@ def _scaled(
             )
     scaled = {name: standardized(values, training) for name, values in columns.items()}
     return (
-        _stacked([values for values, _ in scaled.values()], len(table), torch.float32),
+        _stacked([values for values, _ in scaled.values()], table.rows, torch.float32),
         {name: statistics for name, (_, statistics) in scaled.items()},
     )
 

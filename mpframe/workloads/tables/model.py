@@ -1,10 +1,9 @@
 """A feed-forward network with entity embeddings (Guo and Berkhahn 2016; fastai's recipe).
 
-Each categorical column has a table of vectors, one for each category and one for all unknown ones.
-A column of n categories gets min(600, round(1.6 n^0.56)) numbers, n with the unknown one. They are
-joined with the continuous columns, which pass a batch norm, and go through blocks of linear layer,
-ReLU, batch norm and dropout. The objective learns the logarithm of a positive number, such as a
-count or a price.
+Each categorical column of n categories, the unknown one included, has vectors of min(600,
+round(1.6 n^0.56)) numbers. With the continuous columns, which pass a batch norm, they go through
+blocks of linear layer, ReLU, batch norm and dropout. The objective learns the logarithm of a
+positive number, such as a count or a price.
 """
 
 import math
@@ -50,12 +49,7 @@ class Tabular(nn.Module):
             nn.init.trunc_normal_(embedding.weight, std=0.01)
 
     def forward(self, categorical: Tensor, continuous: Tensor) -> Tensor:
-        """Outputs [N, 1].
-
-        Args:
-            categorical: [N, columns], int64; 0 is an unknown category.
-            continuous: [N, columns], floating.
-        """
+        """Return [N, 1] of categories [N, columns] int64 (0: unknown) and values [N, columns]."""
         parts = [
             embedding(categorical[:, column]) for column, embedding in enumerate(self.embeddings)
         ]
@@ -74,7 +68,7 @@ def tabular(
     dropout: float = 0.0,
     embedding_dropout: float = 0.04,
 ) -> nn.Module:
-    """Maps rows, categories [N, columns] and values [N, columns], to [N, 1].
+    """Return a network that maps rows, categories [N, columns] and values [N, columns], to [N, 1].
 
     Args:
         categories: how many each categorical column has, by name; the unknown one is not counted.
@@ -97,7 +91,7 @@ def tabular(
 
 
 def embedding_size(rows: int) -> int:
-    """Numbers in the vector of each of `rows` categories: min(600, round(1.6 rows^0.56))."""
+    """Return the length of the vectors of `rows` categories."""
     return min(600, round(1.6 * math.pow(rows, 0.56)))
 
 
@@ -115,7 +109,7 @@ _TARGET = "target"
 
 
 class LogRegression:
-    """Batches are dicts: `target`, and what the model is called with, by name.
+    """Learn the logarithm; batches are dicts: `target`, and what the model is called with, by name.
 
     Args:
         mean: μ, of the natural logarithm of the training targets.
@@ -134,14 +128,9 @@ class LogRegression:
         self.std = std
 
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
-        """The loss; for metrics outputs ŷ and targets y, both [N] and in the target's own unit.
+        """Return the loss; for metrics ŷ and y, both [N] and in the target's own unit.
 
-        Args:
-            model: model(**batch without `target`) -> [N] or [N, 1].
-            batch: `target` is [N], > 0.
-
-        Raises:
-            UserCodeError: the batch is no such dict, the model raised, or gave another shape.
+        The model is called with the batch without `target` ([N], > 0) and returns [N] or [N, 1].
         """
         if not isinstance(batch, Mapping) or _TARGET not in batch:
             raise UserCodeError(

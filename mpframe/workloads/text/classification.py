@@ -1,20 +1,20 @@
 """Any folder of <class>/*.txt as a classification task for a model such as BERT.
 
-`WordPiece` is BERT's tokenizer, with a vocabulary that is trained on the task's own texts or read
-from a file. `padded` makes a batch of token sequences of different lengths.
+`WordPiece` is BERT's tokenizer, with a vocabulary that is trained on the task's texts or read from
+a file. `padded` makes a batch of token sequences of different lengths.
 """
 
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import model_loss
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def padded(samples: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, Tensor]:
-    """The samples as one batch, filled up with zeros, and the mask of what is no filling.
+    """Make one batch of samples, filled up with zeros, and the mask of what is no filling.
 
     Args:
         samples: dicts of the same names; 1-d sequences of whole numbers, all of a sample of one
@@ -61,33 +61,22 @@ _MOST_VOCABULARY_BYTES = 2**26  # of a vocabulary's file
 
 
 class WordPiece:
-    """Turns texts into numbers of pieces, in lower case and without accents.
-
-    Args:
-        pieces: the vocabulary, in the order of the numbers.
-        max_tokens: more are cut off; [CLS] and [SEP] count.
-    """
+    """BERT's tokenizer: turns texts into at most `max_tokens` numbers of pieces."""
 
     def __init__(self, pieces: Sequence[str], max_tokens: int) -> None:
         from tokenizers import BertWordPieceTokenizer
 
-        _one_thread()
         self.pieces, self.max_tokens = list(pieces), max_tokens
         vocabulary = {piece: number for number, piece in enumerate(pieces)}
         self._tokenizer = BertWordPieceTokenizer(vocabulary)
         self._tokenizer.enable_truncation(max_tokens)
 
     def encode(self, text: str, then: str | None = None) -> Any:
-        """The encoding of [CLS] text [SEP], and of `then` [SEP] behind it.
-
-        Returns:
-            An object with `ids`, `type_ids`, `sequence_ids` and `offsets` (of characters), lists
-            of one length.
-        """
+        """Encode [CLS] text [SEP] then [SEP]: `ids`, `type_ids`, `sequence_ids`, `offsets`."""
         return self._tokenizer.encode(text, then)
 
     def described(self) -> dict[str, Any]:
-        """What a stranger must do to a text, as JSON values, for `Task.preprocessing`."""
+        """Return what a stranger must do to a text, as JSON values, for `Task.preprocessing`."""
         return {
             "tokenizer": "WordPiece",
             "lowercase": True,
@@ -100,7 +89,7 @@ class WordPiece:
 def word_piece(
     texts: Sequence[str], vocab: str | None, vocab_size: int, max_tokens: int
 ) -> WordPiece:
-    """A tokenizer with the vocabulary of a file, or one trained on `texts`.
+    """Return a tokenizer with the vocabulary of a file, or one trained on `texts`.
 
     Args:
         texts: to train it on; the same texts give the same vocabulary.
@@ -114,7 +103,12 @@ def word_piece(
     """
     require_whole("dataset.vocab_size", vocab_size, least=len(_SPECIAL) + 1)
     require_whole("dataset.max_tokens", max_tokens, least=3)
-    require_tokenizers()
+    if find_spec("tokenizers") is None:
+        raise ConfigError(
+            "dataset: tokenizers is not installed; get it with pip install mpframe[text]"
+        )
+    # Without its own threads, tokenizers does not warn when a loader's worker is forked.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if vocab is None:
         return WordPiece(_trained(texts, vocab_size), max_tokens)
     pieces = _read_vocabulary(Path(vocab))
@@ -126,25 +120,10 @@ def word_piece(
     return WordPiece(pieces, max_tokens)
 
 
-def require_tokenizers() -> None:
-    """Refuse to work without the package that tokenizes.
-
-    Raises:
-        ConfigError: it is missing; the message names the extra.
-    """
-    try:
-        import tokenizers  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "dataset: tokenizers is not installed; get it with pip install mpframe[text]"
-        ) from None
-
-
 def _trained(texts: Sequence[str], vocab_size: int) -> list[str]:
-    """Pieces found by joining the most frequent pairs, as long as a pair is found twice."""
+    """Return pieces found by joining the most frequent pairs, as long as a pair is found twice."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-    _one_thread()
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -187,11 +166,6 @@ def _read_vocabulary(path: Path) -> list[str]:
     return pieces
 
 
-def _one_thread() -> None:
-    """Without its own threads, tokenizers does not warn when a loader's worker is forked."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
 log = logging.getLogger(__name__)
 
 _MOST_BYTES = 2**24  # of one text
@@ -205,7 +179,7 @@ def text_folder(
     max_tokens: int = 256,
     pad_to: int = 8,
 ) -> Task:
-    """The texts under `root`, one folder for each class; a tenth validates, a tenth tests.
+    """Return the texts under `root`, a folder for each class; a tenth validates, a tenth tests.
 
     A batch is a dict: `input_ids` and `attention_mask` [N, T], `labels` [N], all int64, T as long
     as the longest text of the batch needs. The loss is the model's own.
@@ -231,9 +205,11 @@ def text_folder(
     learned = [texts[index] for index in parts[0].tolist()]
     tokenizer = word_piece(learned, vocab, vocab_size, max_tokens)
     encoded = [torch.tensor(tokenizer.encode(text).ids, dtype=torch.int32) for text in texts]
-    train, val, test = (
-        Texts([encoded[index] for index in part.tolist()], targets[part]) for part in parts
-    )
+    sets: list[Any] = [
+        [{"input_ids": encoded[index], "labels": targets[index]} for index in part.tolist()]
+        for part in parts
+    ]
+    train, val, test = sets
     return Task(
         train,
         val,
@@ -246,36 +222,18 @@ def text_folder(
     )
 
 
-class Texts(Dataset[Any]):
-    """Encoded texts with one class each; a sample is a dict of `input_ids` [T] and `labels`.
-
-    Args:
-        encoded: the numbers of the pieces of each text, [T] int32.
-        targets: [N] class numbers.
-    """
-
-    def __init__(self, encoded: list[Tensor], targets: Tensor) -> None:
-        self.encoded, self.targets = encoded, targets
-
-    def __len__(self) -> int:
-        return len(self.encoded)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.encoded[index], "labels": self.targets[index]}
-
-
 def _read(root: Path) -> tuple[list[str], list[str], Tensor]:
-    """The class names, all texts in the order of their paths, and their class numbers."""
+    """Return the class names, all texts in the order of their paths, and their class numbers."""
     folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
     files = {path.name: sorted(path.glob("*.txt")) for path in folders}
-    files = {name: own for name, own in files.items() if own}
+    files = {name: paths for name, paths in files.items() if paths}
     if len(files) < 2:
         raise DataError(
             f"dataset.root={root}: needs a folder of *.txt files for each of two or more classes, "
             f"and has {len(files)}; set dataset.root to such a tree"
         )
-    raw = [_bytes(path) for own in files.values() for path in own]
-    counts = torch.tensor([len(own) for own in files.values()])
+    raw = [_bytes(path) for paths in files.values() for path in paths]
+    counts = torch.tensor([len(paths) for paths in files.values()])
     return list(files), _decoded(root, raw), torch.arange(len(counts)).repeat_interleave(counts)
 
 
@@ -289,7 +247,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _decoded(root: Path, raw: list[bytes]) -> list[str]:
-    """The texts, in UTF-8 or, where they are not that, in Latin-1, which any bytes are."""
+    """Return the texts, in UTF-8 or else in Latin-1, which any bytes are."""
     texts, others = [], 0
     for content in raw:
         try:

@@ -2,10 +2,9 @@
 
 The text is cut into 100 stretches of one length. Every twentieth validates, every twentieth tests,
 and no window crosses the border of a stretch, so that no token is both learned from and measured
-on. Training windows begin anywhere in the other stretches, at places that depend on (seed, epoch,
-index) alone; an epoch has as many windows as lie side by side. Validation and test read theirs side
-by side, the same ones in every run. The tokens come from a file that is mapped into memory, or from
-many files. The model is a decoder-only transformer (GPT-2: Radford et al. 2019).
+on. Training windows begin anywhere in the other stretches, at places that depend only on (seed,
+epoch, index); an epoch has as many windows as lie side by side. Validation and test read theirs
+side by side. The model is a decoder-only transformer (GPT-2: Radford et al. 2019).
 """
 
 import math
@@ -15,7 +14,7 @@ import sysconfig
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -39,18 +38,10 @@ _MOST_BYTES = 2**30  # that a folder may hold; one file may be of any size
 
 
 def read_tokens(root: str | None, token_bytes: int) -> Tokens:
-    """The tokens of a text.
+    """Return the tokens of a text, [T] uint8 or uint16, read-only.
 
-    Args:
-        root: a file, which is mapped and not read; a folder, whose *.txt files (but no links) are
-            joined in the order of their paths; None: the source of Python's own library.
-        token_bytes: 1 or 2.
-
-    Returns:
-        [T] uint8 or uint16, read-only.
-
-    Raises:
-        DataError: there is nothing to read, or it cannot be read.
+    `root` is a file, which is mapped and not read; a folder, whose *.txt files (but no links) are
+    joined in the order of their paths; or None: the source of Python's own library.
     """
     path = Path(sysconfig.get_path("stdlib") if root is None else root)
     try:
@@ -94,7 +85,7 @@ def _joined(folder: Path, files: Iterable[Path], token_bytes: int) -> Tokens:
 
 
 def _library(folder: Path) -> Iterable[Path]:
-    """The modules of Python's library, without its tests and what was installed beside it."""
+    """Return Python's library, without its tests and what is installed beside it."""
     for path in folder.rglob("*.py"):
         name = path.relative_to(folder).parts[0].removesuffix(".py")
         if name in sys.stdlib_module_names:
@@ -114,7 +105,7 @@ def next_token(
     bytes_per_token: float = 1.0,
     eval_windows: int | None = 1024,
 ) -> Task:
-    """Windows of `context` tokens and the tokens that follow each.
+    """Return windows of `context` tokens and the tokens that follow each.
 
     A batch is (inputs, targets), both int64 [N, context]; the metrics are bits per byte and
     perplexity.
@@ -143,8 +134,8 @@ def next_token(
         )
     turns = np.arange(_STRETCHES) % _ONE_IN
     train, val, test = (
-        _Stretches(tokens, np.flatnonzero(own) * length, length, context, vocab_size)
-        for own in (~np.isin(turns, (_VAL, _TEST)), turns == _VAL, turns == _TEST)
+        _Stretches(tokens, np.flatnonzero(chosen) * length, length, context, vocab_size)
+        for chosen in (~np.isin(turns, (_VAL, _TEST)), turns == _VAL, turns == _TEST)
     )
     return Task(
         RandomWindows(train),
@@ -159,31 +150,26 @@ def next_token(
 
 
 def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy per token, in nats.
-
-    Args:
-        outputs: logits [N, T, vocabulary].
-        targets: tokens [N, T], int64.
-    """
+    """Return the mean cross-entropy in nats of logits [N, T, vocabulary] and tokens [N, T]."""
     return cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-class _Stretches:
+class _Stretches(NamedTuple):
     """Stretches of a row of tokens, `length` from each of `begins` on."""
 
-    def __init__(
-        self, tokens: Tokens, begins: Numbers, length: int, context: int, vocab_size: int
-    ) -> None:
-        self.tokens, self.begins = tokens, begins
-        self.length, self.context, self.vocab_size = length, context, vocab_size
+    tokens: Tokens
+    begins: Numbers
+    length: int
+    context: int
+    vocab_size: int
 
     @property
     def side_by_side(self) -> int:
-        """Windows of a stretch that do not overlap, each with a token after it."""
+        """Count the windows of a stretch that do not overlap, each with a token after it."""
         return (self.length - 1) // self.context
 
     def batch(self, starts: Numbers) -> tuple[Tensor, Tensor]:
-        """The windows that begin at `starts`, and the same one token later."""
+        """Return the windows that begin at `starts`, and the same one token later."""
         window = self.tokens[starts[:, None] + np.arange(self.context + 1)]
         self._require_known(starts, window)
         both = torch.from_numpy(window.astype(np.int64))
@@ -212,11 +198,11 @@ class _Windows(Dataset[Any]):
         return inputs[0], targets[0]
 
     def fetch_batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) of the samples `indices`, both int64 [N, context]."""
+        """Return (inputs, targets) of the samples `indices`, both int64 [N, context]."""
         return self.stretches.batch(self.starts(np.asarray(indices)))
 
     def starts(self, indices: Numbers) -> Numbers:
-        """Where in the text the samples begin."""
+        """Return where in the text the samples begin."""
         raise NotImplementedError
 
 
@@ -226,15 +212,15 @@ class RandomWindows(_Windows):
     seed, epoch = 0, 0
 
     def set_epoch(self, seed: int, epoch: int) -> None:
-        """From now on sample i begins where (seed, epoch, i) says."""
+        """Let sample i begin where (seed, epoch, i) says, from now on."""
         self.seed, self.epoch = seed, epoch
 
     def starts(self, indices: Numbers) -> Numbers:
-        own = self.stretches
-        places = own.length - own.context
+        cut = self.stretches
+        places = cut.length - cut.context
         drawn = keyed_uniform(1, self.seed, self.epoch, indices)[:, 0]
-        stretch, offset = np.divmod((drawn * (len(own.begins) * places)).astype(np.int64), places)
-        begins: Numbers = own.begins[stretch] + offset
+        stretch, offset = np.divmod((drawn * (len(cut.begins) * places)).astype(np.int64), places)
+        begins: Numbers = cut.begins[stretch] + offset
         return begins
 
 
@@ -252,9 +238,9 @@ class SideBySide(_Windows):
         return len(self._chosen)
 
     def starts(self, indices: Numbers) -> Numbers:
-        own = self.stretches
-        stretch, place = np.divmod(self._chosen[indices], own.side_by_side)
-        begins: Numbers = own.begins[stretch] + place * own.context
+        cut = self.stretches
+        stretch, place = np.divmod(self._chosen[indices], cut.side_by_side)
+        begins: Numbers = cut.begins[stretch] + place * cut.context
         return begins
 
 
@@ -278,20 +264,7 @@ _STD = 0.02
 
 
 class GPT(nn.Module):
-    """Maps tokens [N, T] of int64 to logits [N, T, vocab_size]; those at t depend on 0 to t.
-
-    Args:
-        vocab_size: different tokens.
-        context: most tokens it can be given, T <= context.
-        depth: blocks.
-        heads: of each attention.
-        width: numbers per token; a multiple of `heads`.
-        dropout: fraction dropped of embeddings, attention weights and what a block adds,
-            0 <= dropout < 1.
-
-    Raises:
-        ConfigError: an argument is out of its range.
-    """
+    """A decoder-only transformer; see `gpt`."""
 
     def __init__(
         self, vocab_size: int, context: int, depth: int, heads: int, width: int, dropout: float
@@ -312,11 +285,7 @@ class GPT(nn.Module):
         self._initialise(depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of each next token.
-
-        Raises:
-            DataError: there are more tokens than `context`.
-        """
+        """Return the logits of each next token; there are at most `context` tokens."""
         length = tokens.shape[1]
         if length > self.context:
             raise DataError(
@@ -369,7 +338,7 @@ class _Attention(nn.Module):
         return out
 
     def _by_head(self, x: Tensor) -> Tensor:
-        """[N, T, width] as [N, heads, T, width / heads]."""
+        """Return [N, T, width] as [N, heads, T, width / heads]."""
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
 
 
@@ -381,5 +350,20 @@ def gpt(
     width: int = 768,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """A `GPT`; the default sizes are those of GPT-2 small."""
+    """Return a map from tokens [N, T] int64 to logits [N, T, vocab_size]; by default GPT-2 small.
+
+    The logits at t depend on the tokens 0 to t.
+
+    Args:
+        vocab_size: different tokens.
+        context: most tokens it can be given, T <= context.
+        depth: blocks.
+        heads: of each attention.
+        width: numbers per token; a multiple of `heads`.
+        dropout: fraction dropped of embeddings, attention weights and what a block adds,
+            0 <= dropout < 1.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
     return GPT(vocab_size, context, depth, heads, width, dropout)

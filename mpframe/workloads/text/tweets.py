@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import model_loss
@@ -48,12 +47,7 @@ class Tweet(NamedTuple):
 
 
 def read_tweets(path: Path) -> list[Tweet]:
-    """The rows of a table. Rows without a text, of which the published file has one, are left out.
-
-    Raises:
-        DataError: the file cannot be read, lacks a column, or the selected part of a row is not in
-            its text.
-    """
+    """Read the rows of a table, without those that have no text (the published file has one)."""
     try:
         content = read_regular(path, _MOST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -88,7 +82,7 @@ def _checked(path: Path, number: int, row: Mapping[str, str | None]) -> Tweet:
 
 
 def made_tweets(count: int = 3000) -> list[Tweet]:
-    """Made texts, always the same ones; of a neutral one all of the text is selected."""
+    """Make texts, always the same ones; of a neutral one all of the text is selected."""
     drawn = keyed_uniform(7, 14, range(count))
     return [_made(list(row), number) for number, row in enumerate(drawn)]
 
@@ -107,9 +101,8 @@ def _made(drawn: list[float], number: int) -> Tweet:
 class WordJaccard:
     """The mean over samples of |A ∩ B| / |A ∪ B|, A and B the words of the found and true strings.
 
-    Words are what stands between spaces, in lower case; each counts once. Where both strings have
-    no word the value is 1. The string that is found lies between the tokens s <= e of the text with
-    the largest start[s] + end[e].
+    Words are what is between spaces, in lower case; each counts once, and two strings without words
+    give 1. The found string lies between the tokens s <= e with the largest start[s] + end[e].
     """
 
     name = "word_jaccard"
@@ -121,10 +114,9 @@ class WordJaccard:
     def update(self, outputs: Mapping[str, Tensor], targets: Mapping[str, Any]) -> None:
         """Choose the tokens of one batch, on the device; strings are compared at the end.
 
-        Args:
-            outputs: `start_logits` and `end_logits`, [N, T].
-            targets: `offsets` int64 [N, T, 2], where in the text each token begins and ends, -1 for
-                tokens that are not the text's; and lists of N strings, `text` and `selected`.
+        `outputs` has `start_logits` and `end_logits`, [N, T]. `targets` has `offsets` int64
+        [N, T, 2], where in the text each token begins and ends, -1 for tokens that are not the
+        text's; and lists of N strings, `text` and `selected`.
         """
         chosen = best_spans(
             outputs["start_logits"], outputs["end_logits"], targets["offsets"][..., 0] >= 0
@@ -132,7 +124,7 @@ class WordJaccard:
         self._found.append((chosen, targets))
 
     def compute(self) -> Tensor:
-        """The mean so far, 0-d float64; nan before the first update."""
+        """Return the mean so far, 0-d float64; nan before the first update."""
         values = [
             jaccard(text[begin:end], selected)
             for chosen, targets in self._found
@@ -147,13 +139,7 @@ class WordJaccard:
 
 
 def best_spans(start: Tensor, end: Tensor, allowed: Tensor) -> Tensor:
-    """The tokens s <= e with the largest start[s] + end[e] of each sample: int64 [N, 2].
-
-    Args:
-        start: logits [N, T].
-        end: the same.
-        allowed: bool [N, T], at least one of each sample.
-    """
+    """Return the allowed tokens s <= e with the largest start[s] + end[e]: int64 [N, 2]."""
     low = torch.finfo(torch.float64).min
     start, end = (logits.double().masked_fill(~allowed, low) for logits in (start, end))
     sums = start[:, :, None] + end[:, None, :]
@@ -164,13 +150,13 @@ def best_spans(start: Tensor, end: Tensor, allowed: Tensor) -> Tensor:
 
 
 def jaccard(found: str, true: str) -> float:
-    """|A ∩ B| / |A ∪ B| of the words of two strings, in lower case."""
+    """Return |A ∩ B| / |A ∪ B| of the words of two strings, in lower case."""
     a, b = set(found.lower().split()), set(true.lower().split())
     return len(a & b) / len(a | b) if a | b else 1.0
 
 
 def _places(chosen: Tensor, offsets: Tensor) -> list[list[int]]:
-    """Where in its text each sample's span begins and ends."""
+    """Return where in its text each sample's span begins and ends."""
     rows = torch.arange(len(chosen), device=chosen.device)
     first, last = offsets[rows, chosen[:, 0], 0], offsets[rows, chosen[:, 1], 1]
     places: list[list[int]] = torch.stack((first, last), dim=1).tolist()
@@ -188,7 +174,7 @@ def tweet_spans(
     max_tokens: int = 128,
     pad_to: int = 8,
 ) -> Task:
-    """Rows of the tweet task: the question is the sentiment, the answer a part of the text.
+    """Return rows of the tweet task: the question is the sentiment, the answer a part of the text.
 
     A tenth of each sentiment validates, a tenth tests. A batch is a pair: what the model is called
     with (`input_ids`, `token_type_ids`, `attention_mask` [N, T], `start_positions`,
@@ -218,7 +204,8 @@ def tweet_spans(
     ]
     learned = [f"{tweet.sentiment} {tweet.text}" for tweet in parts[0]]
     tokenizer = word_piece(learned, vocab, vocab_size, max_tokens)
-    train, val, test = (Spans(part, tokenizer) for part in parts)
+    sets: list[Any] = [[_encoded(tweet, tokenizer) for tweet in part] for part in parts]
+    train, val, test = sets
     return Task(
         train,
         val,
@@ -230,29 +217,8 @@ def tweet_spans(
     )
 
 
-class Spans(Dataset[Any]):
-    """Tweets as a model's arguments, and what the metric needs; see `tweet_spans`.
-
-    Args:
-        tweets: the rows.
-        tokenizer: cuts nothing off them.
-
-    Raises:
-        ConfigError: a row has too many tokens.
-    """
-
-    def __init__(self, tweets: Sequence[Tweet], tokenizer: WordPiece) -> None:
-        self.samples = [_encoded(tweet, tokenizer) for tweet in tweets]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.samples[index]
-
-
 def spans_padded(samples: Sequence[Sample], multiple: int = 1) -> Batch:
-    """A batch of `Spans`: the model's arguments and the metric's targets."""
+    """Make a batch: the model's arguments and the metric's targets."""
     arguments = padded([sample["arguments"] for sample in samples], multiple)
     offsets = torch.full((*arguments["input_ids"].shape, 2), -1)
     for row, sample in zip(offsets, samples, strict=True):
@@ -268,12 +234,8 @@ def _encoded(tweet: Tweet, tokenizer: WordPiece) -> Sample:
             f"dataset.max_tokens={tokenizer.max_tokens}: a text has more tokens "
             f"({tweet.text[:40]!r}...); use more"
         )
-    offsets = torch.tensor(
-        [
-            place if of == 1 else (-1, -1)
-            for place, of in zip(encoding.offsets, encoding.sequence_ids, strict=True)
-        ]
-    )
+    pairs = zip(encoding.offsets, encoding.sequence_ids, strict=True)
+    offsets = torch.tensor([place if of == 1 else (-1, -1) for place, of in pairs])
     if not (offsets[:, 0] >= 0).any():
         raise DataError(f"dataset: {tweet.text!r} has no token; remove the row from the table")
     begin = tweet.text.index(tweet.selected)
@@ -284,16 +246,12 @@ def _encoded(tweet: Tweet, tokenizer: WordPiece) -> Sample:
         "start_positions": first,
         "end_positions": last,
     }
-    return {
-        "arguments": arguments,
-        "offsets": offsets,
-        "text": tweet.text,
-        "selected": tweet.selected,
-    }
+    strings = {"text": tweet.text, "selected": tweet.selected}
+    return {"arguments": arguments, "offsets": offsets, **strings}
 
 
 def _tokens_between(offsets: Tensor, begin: int, end: int) -> tuple[int, int]:
-    """The first and the last token that have a character of text[begin:end]."""
+    """Return the first and the last token that have a character of text[begin:end]."""
     touched = (offsets[:, 0] < end) & (offsets[:, 1] > begin)
     if not touched.any():  # The tokenizer drops some signs; then it is all of the text.
         touched = offsets[:, 0] >= 0
