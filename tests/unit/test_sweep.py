@@ -280,6 +280,13 @@ def test_jobs_are_sorted_by_number_wherever_their_folders_lie(tmp_path: Path) ->
     assert [job.number for job in find_jobs(tmp_path)] == [0, 2, 9, 10]
 
 
+def test_only_numbers_of_a_usual_size_are_written_digit_by_digit(tmp_path: Path) -> None:
+    for number, scale in enumerate((2.0**39, 1e30, 0.5)):
+        make_job(tmp_path, number, [], replace(SUMMARY, final_scale=scale))
+    lines = report(tmp_path).splitlines()[2:5]
+    assert [line.split()[-3] for line in lines] == ["549755813888", "1e+30", "0.5"]
+
+
 def test_a_single_jobs_overrides_stay_in_its_line(tmp_path: Path) -> None:
     make_job(tmp_path, 0, ["dtype=fp32"], SUMMARY)
     assert report(tmp_path).splitlines()[2].split()[:2] == ["0", "dtype=fp32"]
