@@ -152,8 +152,7 @@ def _metrics_in(entries: Mapping[str, Any]) -> dict[str, Any]:
     )
     if not values:
         return {"test_metrics": tested}
-    monitor = entries.get("monitor")
-    name = monitor if monitor in values else next(iter(values))
+    name = next(iter(values))  # `write` puts it first.
     others = {"other_metrics": values, "test_metrics": tested}
     return {"metric": name, "val_metric": values.pop(name), **others}
 

@@ -432,6 +432,16 @@ def sums(large: int) -> list[Tensor]:
         return own
 
 
+def largest_norm() -> Tensor:
+    with joined(None, lambda: CPU, 60) as comm:
+        return comm.norm(torch.tensor(2e38))
+
+
+def test_a_norm_of_parts_whose_squares_overflow_is_finite(two: Ranks) -> None:
+    for found in two(largest_norm):
+        assert torch.equal(found, torch.tensor(2e38 * 2**0.5))
+
+
 @pytest.mark.parametrize("large", [1, 24, 2**22])
 def test_sums_are_the_same_however_tensors_are_sent(two: Ranks, large: int) -> None:
     columns = torch.arange(6.0).view(2, 3).t() * 2 + 1

@@ -117,6 +117,12 @@ def test_what_a_signature_leaves_open_stays_as_it_is() -> None:
     assert make("model", {"_target_": HERE, "nested": partial})["nested"]()["annotated"] is False
 
 
+def test_a_node_that_is_passed_on_as_it_is_is_not_checked() -> None:
+    inner = {"_target_": HERE, "annotated": "off"}
+    made = make("model", {"_target_": HERE, "_recursive_": False, "nested": inner})
+    assert made["nested"]["annotated"] == "off"
+
+
 class Narrow(dict[str, Any]):
     """Takes more than its signature says, as configurations of transformers do."""
 

@@ -1,7 +1,9 @@
 """Checkpoints: whole or absent, verified, ranked, pruned by number."""
 
+import os
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,30 @@ def test_newer_ones_are_set_aside_and_not_lost(tmp_path: Path) -> None:
     save(tmp_path, 2)
     set_aside_after(tmp_path, 1)
     assert checkpoint.load(moved[0])["steps"] == 3
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut there is nothing under the name, or all of it."""
+    calls: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def fsync(descriptor: int) -> None:
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    def noted_rename(self: Path, target: Path) -> Path:
+        renamed = rename(self, target)
+        calls.append(f"{self.name} -> {renamed.name}")
+        return renamed
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    save(tmp_path, 1)
+    new = ".step_00000001.new"
+    files = ["state.pt", "config.yaml", "manifest.json"]
+    assert calls == [*files, new, f"{new} -> step_00000001", "checkpoints"]
 
 
 def test_what_a_kill_leaves_behind_is_tidied(tmp_path: Path) -> None:
@@ -183,3 +209,4 @@ def test_a_background_does_one_thing_at_a_time_and_raises_what_failed() -> None:
     background.start(fail)
     with pytest.raises(OSError, match="full"):
         background.close()
+    assert [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")] == []

@@ -74,6 +74,11 @@ def test_the_path_of_a_folder_is_no_secret_unless_its_name_says_so(tmp_path: Pat
     assert set(secrets) == {named["GONE"], named["AUTH_FOLDER"]}
 
 
+def test_no_part_of_a_secret_that_holds_another_one_stays() -> None:
+    named = {"A_TOKEN": "plain12345", "B_TOKEN": "plain12345-and-more", "C_TOKEN": "in12345-and"}
+    assert hide("a plain12345-and-more b", secrets_of([], named)) == "a *** b"
+
+
 def test_an_interpolation_that_holds_a_secret_is_hidden_whole() -> None:
     config = OmegaConf.create({"a": "${oc.env:NOPE,plain12345}", "b": "${a}"})
     assert yaml.safe_load(as_yaml(config, ["plain12345"])) == {"a": "***", "b": "${a}"}

@@ -444,6 +444,7 @@ def test_range_pictures_are_embedded_with_their_names(make_run: MakeRun, tmp_pat
     folder.mkdir()
     (folder / "weights.png").write_bytes(PNG)
     (folder / "no_picture.png").write_bytes(b"text")
+    (folder / "far_too_large.png").write_bytes(PNG + bytes(8 * 2**20))
     (tmp_path / "outside.png").write_bytes(PNG)
     (folder / "link.png").symlink_to(tmp_path / "outside.png")
     _, runs = find_runs([tmp_path])

@@ -28,6 +28,13 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     assert amax[4] == pytest.approx(3e-5, rel=1e-6)
 
 
+def test_a_long_record_is_written_before_it_is_flushed(tmp_path: Path) -> None:
+    record = AmaxRecord(tmp_path)
+    for _ in range(1000):
+        record.add(torch.tensor(2.0))
+    assert (tmp_path / FILE_NAME).read_text().splitlines() == ["1"] * 768
+
+
 def test_a_resumed_record_keeps_only_what_came_before(tmp_path: Path) -> None:
     record = AmaxRecord(tmp_path)
     for value in range(1, 6):

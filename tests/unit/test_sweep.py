@@ -84,6 +84,12 @@ def test_a_search_goes_by_the_weights_that_were_tested(tested: str | None, value
     assert replace(summary, monitor="loss", val_loss=0.9).searched == value
 
 
+def test_the_monitored_metric_comes_back_among_others(tmp_path: Path) -> None:
+    summary = replace(SUMMARY, monitor="accuracy", other_metrics={"a_loss": 0.5, "zeros": 3.0})
+    summary.write(tmp_path)
+    assert Summary.read(tmp_path) == summary
+
+
 def test_a_run_without_validation_has_no_metric(tmp_path: Path) -> None:
     summary = replace(SUMMARY, val_loss=None, metric=None, val_metric=None)
     summary.write(tmp_path)
@@ -116,6 +122,8 @@ def test_losses_that_are_not_finite_stay_apart_in_strict_json(tmp_path: Path) ->
         ('{"status": "happy"}', "'happy' is not a valid Status"),
         ('{"status": "finished"}', "missing"),
         ('{"status": "finished", "colour": 1}', "unexpected keyword argument 'colour'"),
+        ('{"status": "finished", "steps": -1}', "steps is -1"),
+        ('{"status": "finished", "steps": 9223372036854775808}', "steps is 9223372036854775808"),
     ],
 )
 def test_a_damaged_summary_is_one_line(tmp_path: Path, content: str, says: str) -> None:
@@ -270,6 +278,13 @@ def test_jobs_are_sorted_by_number_wherever_their_folders_lie(tmp_path: Path) ->
     for number in (10, 9, 2, 0):
         make_job(tmp_path, number, [f"seed={number}"], SUMMARY, subdir=f"deep/seed={number}")
     assert [job.number for job in find_jobs(tmp_path)] == [0, 2, 9, 10]
+
+
+def test_only_numbers_of_a_usual_size_are_written_digit_by_digit(tmp_path: Path) -> None:
+    for number, scale in enumerate((2.0**39, 1e30, 0.5)):
+        make_job(tmp_path, number, [], replace(SUMMARY, final_scale=scale))
+    lines = report(tmp_path).splitlines()[2:5]
+    assert [line.split()[-3] for line in lines] == ["549755813888", "1e+30", "0.5"]
 
 
 def test_a_single_jobs_overrides_stay_in_its_line(tmp_path: Path) -> None:

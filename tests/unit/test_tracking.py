@@ -373,6 +373,21 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert curve(tmp_path, "a") == [(1, 1.0)]
 
 
+def test_a_full_disk_does_not_hide_what_went_wrong_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def fail(tracker: Tracker) -> None:
+        tracker.scalars(1, {"a": 1.0})
+        monkeypatch.setattr(event_file, "append_whole", full)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), Tracker(tmp_path) as tracker:
+        fail(tracker)
+
+
 def test_a_full_disk_may_be_warned_of_and_what_waited_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
