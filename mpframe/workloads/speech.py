@@ -6,7 +6,6 @@ twice can be told from a long one. The objective is connectionist temporal class
 al. 2006), and the metric is the share of labels that were read wrongly.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,7 +5,6 @@ overlap, and each colour differs from the background's by at least a quarter of 
 metric is mean average precision.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
