@@ -94,9 +94,6 @@ class StepOptimizer(Protocol):
     def parameters(self) -> list[Tensor]:
         """The parameters that it moves."""
 
-    def set_requires_grad(self, parameters: Iterable[Tensor], requires_grad: bool) -> None:
-        """Freeze some of the parameters, or train them from the next step on."""
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients."""
 

@@ -91,10 +91,11 @@ def describe(precision: Precision, model: nn.Module) -> str:
 
 def warnings(precision: Precision) -> list[str]:
     """Return a line for each setting that costs accuracy; none if they cost nothing."""
-    policy, masters = precision.policy, precision.master_weights or "false"
+    policy, master_weights = precision.policy, precision.master_weights
+    masters = getattr(master_weights, "option", str(master_weights).lower())
     mode, half = policy.mode, policy.half
     lines = []
-    if masters is not True and mode != "mixed":
+    if masters != "true" and mode != "mixed":
         lines.append(
             f"dtype.master_weights={masters} changes nothing with dtype={mode}, whose weights "
             "are fp32"

@@ -14,7 +14,7 @@ from mpframe.core.precision import Precision
 from mpframe.core.trainer import Trainer
 from mpframe.parallel import launch
 from mpframe.parallel.launch import Place, place, refuse_misfit
-from mpframe.training.closure_trainer import ClosureTrainer
+from mpframe.training.lbfgs import ClosureTrainer
 
 
 @pytest.fixture
