@@ -13,8 +13,8 @@ import torch
 
 from mpframe.core import gradients, master_weights
 from mpframe.core.masters import Master
-from mpframe.core.plan import Plan
 from mpframe.core.split_master import KINDS, SplitMaster
+from mpframe.training.plan import Plan
 
 
 def _buckets(patch: pytest.MonkeyPatch) -> None:

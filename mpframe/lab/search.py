@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from mpframe.core.blocks import cast_to
 from mpframe.core.callback import Batch
 from mpframe.core.loss_scaling.scaler import safe_scale
-from mpframe.core.trainer import Trainer
 from mpframe.core.tree import map_tensors
+from mpframe.training.trainer import Trainer
 
 Pins = Mapping[str, str]
 Maker = Callable[[Pins, str | None], Trainer]

@@ -22,7 +22,7 @@ from mpframe.core.comm import part_for, part_of, sharded_as
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.masters import master_behind, round_into
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import Trainer
+from mpframe.training.trainer import Trainer
 
 
 class Ema:

@@ -15,9 +15,9 @@ from vocabulary import HALVES, formats, same_bits, tensors
 from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
 from mpframe.core import gradients as optim_gradients
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.core.plan import Plan
 from mpframe.training.callbacks.guards import saturation_warning
 from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.plan import Plan
 
 FP32, HALF = torch.float32, torch.float16
 INF = float("inf")

@@ -42,7 +42,6 @@ from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError, DivergedError
 from mpframe.core.policy import NO_PRODUCTS
 from mpframe.core.storage import op_of
-from mpframe.core.trainer import Trainer
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import write_atomically
@@ -51,6 +50,7 @@ from mpframe.lab.remedies import pin_words
 from mpframe.lab.search import Pins, RelativeError, Search, SearchResult, Sensitivity
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.trainer import Trainer
 
 _OPTIONS = ("target", "batches", "prove", "seeds", "out")
 Proof = dict[str, list[Evaluation]]

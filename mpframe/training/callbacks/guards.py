@@ -17,12 +17,13 @@ from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError, DivergedError, nearest
 from mpframe.core.loss_scaling import Static
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import StepOptimizer, Trainer
+from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF
 from mpframe.training.evaluation import Best, Evaluation
 from mpframe.training.interruption import Interruption
 from mpframe.training.loss_spike import spikes_of
 from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
 
 
 class SkipGuard(Callback):

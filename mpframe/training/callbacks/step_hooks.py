@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import Trainer
 from mpframe.training.larc import LARC
 from mpframe.training.multi_optimizer import parts_of
 from mpframe.training.run_context import RunContext
 from mpframe.training.selection import Selection, hint
+from mpframe.training.trainer import Trainer
 
 
 class StepHook(Callback):
