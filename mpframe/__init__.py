@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from mpframe.core.op_lists import OpLists
     from mpframe.core.precision import Precision
     from mpframe.core.step_result import StepResult
-    from mpframe.core.trainer import Trainer
     from mpframe.run.run import train
+    from mpframe.training.trainer import Trainer
 
 _HOMES = {
     "Backoff": "mpframe.core.loss_scaling",
@@ -24,7 +24,7 @@ _HOMES = {
     "Precision": "mpframe.core.precision",
     "Static": "mpframe.core.loss_scaling",
     "StepResult": "mpframe.core.step_result",
-    "Trainer": "mpframe.core.trainer",
+    "Trainer": "mpframe.training.trainer",
     "train": "mpframe.run.run",
 }
 

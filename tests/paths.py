@@ -13,7 +13,7 @@ import torch
 
 from mpframe.core import gradients, master_weights, masters, precision
 from mpframe.core.masters import Master
-from mpframe.core.plan import Plan
+from mpframe.training.plan import Plan
 from mpframe.training.split_master import SplitMaster
 
 

@@ -28,17 +28,18 @@ from mpframe.core.callback import Algorithm
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, RunInterrupted, first_line
 from mpframe.core.loss_scaling.backoff import PROBE
-from mpframe.core.plan import Plan
 from mpframe.core.precision import Precision
 from mpframe.core.storage import formats_of
-from mpframe.core.trainer import StepOptimizer, Trainer
+from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import HALF, device_of, dtype_name, map_tensors
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.memory import recompute, to_channels_last
+from mpframe.training.plan import Plan
 from mpframe.training.ranks import refuse_other_weights
 from mpframe.training.schedules import Schedule, Schedules
+from mpframe.training.trainer import Trainer
 
 _NEEDED = {  # What needs whole weights on each rank is off.
     "trainer.compile": "false",
@@ -116,7 +117,10 @@ def shard(
         )
     formats = formats_of(model, precision.policy, precision.uses(model))
     _check_range(model, formats)
-    replaced = comm.shard(model, formats, device)
+    from mpframe.parallel.sharding import Sharding  # It loads FSDP.
+
+    comm.sharding = Sharding(model)
+    replaced = comm.sharding.divide(formats, device)
     precision.use_shards(model, replaced)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:

@@ -12,11 +12,11 @@ from mpframe.checkpoint.state import averages_of, extra_state_of, steps_tried, w
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError
-from mpframe.core.trainer import Trainer
 from mpframe.data.task import Task
 from mpframe.run.preprocessing import refuse_other_preprocessing
 from mpframe.tracking.summary import Summary
 from mpframe.training.ema import AverageWeights, ema_of
+from mpframe.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,11 @@ _HOUSE = {
     "core.loss_scaling": [
         f"loss_scaling.{name}" for name in ("Static", "Backoff", "LogMax", "auto", "none")
     ],
-    "core.objective": [
-        f"objectives.{name}" for name in ("supervised", "cross_entropy", "mse", "model_loss")
+    "core.objective": ["objectives.supervised", "objectives.model_loss"],
+    "training.objectives": [
+        f"{old}.{name}"
+        for old in ("objectives", "core.objective")
+        for name in ("cross_entropy", "mse")
     ],
     "training.schedules": [
         *("optim.schedules.constant", "optim.schedules.exponential", "optim.schedules.onecycle"),

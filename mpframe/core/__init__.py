@@ -22,12 +22,12 @@ A batch goes forward. Inside the block PyTorch hands each op to the cast:
 The objective makes a loss of it, in fp32, and the loss goes backward, scaled:
 
     objective        model and batch to `StepOutput(loss, outputs, targets, count)`
-    loss_scaling/    the scale: none, static, Backoff or LogMax, and a probe for the first one
+    loss_scaling/    the scale: none, static, Backoff or LogMax
 
 The gradients arrive in half. They are measured, widened to fp32, then unscaled:
 
     gradients        amax and norm first, then fp32; micro-batches summed by their counts
-    comm             the other processes: they agree on amax, count and mean
+    comm             the other processes: backward, accumulate, reduce; they agree on all of it
 
 Then the update happens as a whole, or not at all:
 
@@ -37,14 +37,13 @@ Then the update happens as a whole, or not at all:
     step_result      what was done; the one place where the host reads a skip
     buffers          BatchNorm's statistics, put back after a skip
 
-And around it all runs the loop:
+And all of it together:
 
-    window           the micro-batches of one step, on one rank or on several
-    trainer          the step, line by line, and `fit`
-    plan, callback   how long to train; what watches and what follows each step
+    trainer          the step, line by line
+    callback         what watches a run, and what follows each step
 
-tree, ranges, errors, user_code and user_errors serve all of them: batches of any shape, checks of a
-number, errors in one line, and whose code has failed.
+tree, ranges, errors and user_code serve all of them: batches of any shape, checks of a number,
+errors in one line, and whose code has failed.
 
 Whoever has read this far can write a loss scaler (`Scaler`), a way to run an op (`OpHandler`), an
 objective, a callback, or a `Comm` of processes. docs/own_parts.md and docs/precision.md

@@ -11,18 +11,14 @@ the state of each by that name.
 `Loader` is a data loader as the trainer uses it.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from mpframe.core.step_result import StepResult
 from mpframe.core.user_code import UserCode
-
-if TYPE_CHECKING:
-    from mpframe.core.trainer import Trainer
 
 Batch = Any
 """Any tree of tensors that the run's objective takes, e.g. (inputs, targets) or a dict."""
@@ -38,9 +34,6 @@ class Loader(Protocol):
         """The batches of an epoch, from batch number `start` on."""
 
 
-log = logging.getLogger(__name__)
-
-
 class Callback:
     """Watches a run. Each method is called at the event of its name, and does nothing here.
 
@@ -52,10 +45,10 @@ class Callback:
     left them calls `trainer.read_verdicts()` in its `on_step_end`; each call waits for the device.
     """
 
-    def setup(self, trainer: "Trainer", context: Any) -> None:
+    def setup(self, trainer: Any, context: Any) -> None:
         """The run is about to train; `load_state_dict` was called before, if it is resumed."""
 
-    def teardown(self, trainer: "Trainer", error: BaseException | None) -> None:
+    def teardown(self, trainer: Any, error: BaseException | None) -> None:
         """The training has ended: close what `setup` opened.
 
         Args:
@@ -63,31 +56,31 @@ class Callback:
             error: what ended the training; None if it came to its planned end.
         """
 
-    def on_step_begin(self, trainer: "Trainer", batches: Sequence[Batch]) -> None:
+    def on_step_begin(self, trainer: Any, batches: Sequence[Batch]) -> None:
         """A step is about to be tried on these micro-batches."""
 
-    def on_optimizer_step(self, trainer: "Trainer", result: StepResult) -> None:
+    def on_optimizer_step(self, trainer: Any, result: StepResult) -> None:
         """A step was tried, and `result.known` says whether it was skipped; see above for when."""
 
-    def on_prediction_step(self, trainer: "Trainer") -> None:
+    def on_prediction_step(self, trainer: Any) -> None:
         """A batch is about to be validated or tested; an error here ends that before its end."""
 
-    def on_evaluate(self, trainer: "Trainer", evaluation: Any) -> None:
+    def on_evaluate(self, trainer: Any, evaluation: Any) -> None:
         """The model was validated."""
 
-    def on_test(self, trainer: "Trainer", evaluation: Any) -> None:
+    def on_test(self, trainer: Any, evaluation: Any) -> None:
         """The finished run was tested, with its best weights or its last ones."""
 
-    def on_epoch_end(self, trainer: "Trainer") -> None:
+    def on_epoch_end(self, trainer: Any) -> None:
         """A pass over the training data is complete (and validated, if that is due)."""
 
-    def on_step_end(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: Any) -> None:
         """All that was due after a step is done. Here a run is saved, and here it may stop."""
 
-    def on_train_end(self, trainer: "Trainer") -> None:
+    def on_train_end(self, trainer: Any) -> None:
         """The planned end is reached, and nothing stopped the run before."""
 
-    def on_save(self, trainer: "Trainer") -> None:
+    def on_save(self, trainer: Any) -> None:
         """A checkpoint is about to be taken: files that belong to it must be complete now."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,7 +98,7 @@ class Algorithm(Callback):
     trainer's own state: `state_dict` returns them, and `load_state_dict` is given all of it.
     """
 
-    def before_update(self, trainer: "Trainer", losses: list[Tensor]) -> Tensor | None:
+    def before_update(self, trainer: Any, losses: list[Tensor]) -> Tensor | None:
         """The gradients of a step are there, and its optimizer is about to use them.
 
         Args:
@@ -117,14 +110,14 @@ class Algorithm(Callback):
         """
         return None
 
-    def after_update(self, trainer: "Trainer", result: StepResult) -> None:
+    def after_update(self, trainer: Any, result: StepResult) -> None:
         """The optimizer has stepped, or not: the host may not know yet (`result.verdict`)."""
 
-    def evaluating(self, trainer: "Trainer") -> AbstractContextManager[None]:
+    def evaluating(self, trainer: Any) -> AbstractContextManager[None]:
         """Around each evaluation."""
         return nullcontext()
 
-    def on_load_weights(self, trainer: "Trainer") -> None:
+    def on_load_weights(self, trainer: Any) -> None:
         """The weights were replaced by loaded ones."""
 
 
@@ -145,21 +138,6 @@ def call(callbacks: Callbacks, event: str, *arguments: Any) -> None:
                 raise
 
 
-def states_of(callbacks: Callbacks) -> dict[str, dict[str, Any]]:
-    """The state of each callback that has one, by its name."""
-    states: dict[str, dict[str, Any]] = {}
-    for name, callback in callbacks.items():
-        if has_state(callback):
-            with naming(name, callback):
-                states[name] = callback.state_dict()
-    return states
-
-
-def has_state(callback: Callback) -> bool:
-    """Whether a checkpoint is to keep anything of a callback."""
-    return type(callback).state_dict is not Callback.state_dict
-
-
 def naming(name: str, callback: Callback) -> AbstractContextManager[None]:
     """Within the block an error of a user's callback gets its name; our own name themselves.
 
@@ -169,32 +147,3 @@ def naming(name: str, callback: Callback) -> AbstractContextManager[None]:
     """
     ours = type(callback).__module__.startswith("mpframe.")
     return nullcontext() if ours else UserCode(f"callbacks.{name}:", callback)
-
-
-@contextmanager
-def set_up(trainer: "Trainer", context: Any) -> Iterator[None]:
-    """Around the training: `setup` of each callback before it, `teardown` after it.
-
-    Raises:
-        UserCodeError: a user's callback raised, and nothing else did before.
-    """
-    with ExitStack() as stack:
-        for name, callback in trainer.callbacks.items():
-            with naming(name, callback):
-                callback.setup(trainer, context)
-            stack.push(_Teardown(name, callback, trainer).exit)
-        yield
-
-
-class _Teardown:
-    def __init__(self, name: str, callback: Callback, trainer: "Trainer") -> None:
-        self._name, self._callback, self._trainer = name, callback, trainer
-
-    def exit(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            with naming(self._name, self._callback):
-                self._callback.teardown(self._trainer, error)
-        except Exception as further:
-            if error is None:
-                raise
-            log.warning("warning: %s", further)  # The error that came first ends the run.

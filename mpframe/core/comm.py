@@ -1,23 +1,50 @@
 """The processes of a run, and all that they agree on. `Comm` itself is a single process.
 
 Whoever takes part in a step calls these methods on every rank, in the same order, and has one code
-path for one process and for many.
+path for one process and for many. In a step they come in this order:
+
+    begin_step    if there is one loss: how many backward passes follow
+    backward      once for each loss of each micro-batch
+    accumulate    after each micro-batch
+    reduce        once, when all gradients are there
 
 The functions on parts are for tensors of which each rank holds some rows, as torch's DTensor.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mpframe.core.buffers import Buffers
+
 T = TypeVar("T")
 
 
+class Loss(NamedTuple):
+    """One loss on one micro-batch.
+
+    Attributes:
+        name: of the loss; "" for the only one.
+        value: 0-d, unscaled, detached.
+        scale: 0-d fp32, what multiplied it; the number 1: nothing.
+        samples: how many it is the mean of.
+    """
+
+    name: str
+    value: Tensor
+    scale: Tensor | float
+    samples: Tensor | int
+
+
+MicroBatch = tuple[Sequence[Loss], Tensor]
+"""The losses on a micro-batch, and whether its gradients are finite, 0-d bool."""
+
+
 class Comm:
-    """One process alone: it agrees with itself, at no cost.
+    """A single process: it agrees with itself, at no cost.
 
     Attributes:
         rank: this process's number, 0 to size - 1.
@@ -31,15 +58,78 @@ class Comm:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone writes the run's folder."""
+        """Whether this is rank 0, the only one that writes the run's folder."""
         return self.rank == 0
 
-    def part(self, samples: Tensor) -> Tensor:
-        """This rank's share of a global batch [N]: contiguous, sizes that differ by at most 1."""
-        if self.size == 1:
-            return samples
-        count = len(samples)
-        return samples[count * self.rank // self.size : count * (self.rank + 1) // self.size]
+    def begin_step(self, optimizer: Any, passes: int, reduce: str) -> None:
+        """Begin a step.
+
+        Args:
+            optimizer: takes its gradients.
+            passes: how many backward passes the step has.
+            reduce: when to average gradients: `in_backward`, if there is one pass, or
+                `after_backward`.
+        """
+
+    def backward(
+        self,
+        loss: Tensor,
+        scale: Tensor | float,
+        count: Tensor | int,
+        inputs: Sequence[Tensor] | None,
+    ) -> None:
+        """Run the backward pass of loss * scale.
+
+        Args:
+            loss: 0-d.
+            scale: 0-d fp32; the number 1: the loss is not scaled.
+            count: how many samples the loss is the mean of.
+            inputs: the parameters that get gradients; None: all.
+        """
+        start = scale.clone() if isinstance(scale, Tensor) else None
+        loss.backward(start, inputs=inputs)  # type: ignore[no-untyped-call]
+
+    def accumulate(self, optimizer: Any, losses: Sequence[Loss]) -> Tensor:
+        """Let the optimizer take a micro-batch's gradients; return their amax on all ranks, 0-d."""
+        scale: Any = losses[0].scale
+        count: Any = losses[0].samples
+        if len(losses) > 1:
+            scale = {loss.name: loss.scale for loss in losses}
+            count = {loss.name: loss.samples for loss in losses}
+        amax: Tensor = optimizer.accumulate(scale, count)
+        return amax
+
+    def reduce(
+        self, optimizer: Any, micro_batches: Sequence[MicroBatch], buffers: Buffers
+    ) -> list[Tensor]:
+        """Average what the ranks have of a step, now or when the optimizer steps.
+
+        Args:
+            optimizer: has accumulated the gradients.
+            micro_batches: of this rank.
+            buffers: of the model; all ranks get those of rank 0.
+
+        Returns:
+            The mean of each loss over the good micro-batches of all ranks, 0-d.
+        """
+        losses, finite = zip(*micro_batches, strict=True)
+        means = []
+        for of_one in zip(*losses, strict=True):
+            single = len(of_one) == self.size == 1
+            means.append(of_one[0].value if single else self.mean_loss(of_one, finite))
+        return means
+
+    def mean_loss(self, losses: Sequence[Loss], finite: Sequence[Tensor]) -> Tensor:
+        """The mean of one loss over the samples of the good micro-batches of all ranks."""
+        values = torch.stack([loss.value for loss in losses])
+        one = values.new_ones((), dtype=torch.float64)
+        counts = torch.stack([(one * loss.samples).detach() for loss in losses])
+        if len(losses) > 1:  # A single one is as good as the step.
+            values = torch.where(torch.stack([*finite]), values, torch.nan)
+            counts = torch.where(values.isnan(), 0.0, counts)
+        weights = (counts / counts.max()).float()  # exactly 1 where all are equal
+        mean = weighted(values, weights).sum() / weights.sum()
+        return self.mean(weighted(mean, self.weight(counts.sum())))
 
     def max(self, magnitude: Tensor) -> Tensor:
         """The largest of all ranks' values >= 0, each by itself, on the device.
@@ -63,20 +153,13 @@ class Comm:
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the ranks in place; bit for bit the same on all of them."""
 
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Give each tensor the values it has on rank 0, in place."""
-
-    def start_broadcast_(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin what `broadcast_` does; the call of what is returned ends it."""
-        return lambda: None
-
     def max_of(self, numbers: Sequence[int]) -> list[int]:
         """The largest of all ranks' numbers at each place, on the host."""
         return list(numbers)
 
     def any(self, flag: bool) -> bool:
         """Whether it is true on any rank, on the host."""
-        return flag
+        return bool(self.max_of([flag])[0])
 
     def gather_object(self, value: T) -> list[T]:
         """On rank 0 the values of all ranks in their order; an empty list on the others."""
@@ -86,47 +169,26 @@ class Comm:
         """The value that rank 0 has."""
         return value
 
-    def lend(self, value: T | None) -> T | None:
-        """The value; if weights are divided, a rank without one gets that of another rank."""
-        return value
+    def broadcast_if_missing(self, value: T | None) -> T | None:
+        """The value; if weights are divided, a rank without one gets another rank's."""
+        if self.sharding is None or not self.any(value is None):
+            return value
+        present = [one for one in self.gather_object(value) if one is not None]
+        other: T | None = self.broadcast_object(present[0] if present else None)
+        return other if value is None else value
 
-    def barrier(self) -> None:
-        """Wait until every rank has come here."""
+    def part(self, samples: Tensor) -> Tensor:
+        """This rank's share of a global batch [N]: contiguous, sizes that differ by at most 1."""
+        count = len(samples)
+        return samples[count * self.rank // self.size : count * (self.rank + 1) // self.size]
 
     def synchronize_batchnorm(self, model: nn.Module) -> None:
         """Let BatchNorm use the statistics of all ranks, in place."""
 
-    def backward(
-        self, loss: Tensor, scale: Tensor, count: Tensor | int, inputs: Sequence[Tensor] | None
-    ) -> None:
-        """Run the backward pass of loss * scale.
-
-        Args:
-            loss: 0-d.
-            scale: 0-d fp32.
-            count: how many samples the loss is the mean of; divided weights are summed by it.
-            inputs: the parameters that get gradients; None: all.
-        """
-        loss.backward(scale.clone(), inputs=inputs)  # type: ignore[no-untyped-call]
-
-    def in_backward(self) -> Any:
-        """What sums gradients while a backward pass runs; None if it has no such thing."""
-        return None
-
-    def shard(
-        self, model: nn.Module, formats: Mapping[nn.Parameter, torch.dtype], device: torch.device
-    ) -> dict[Tensor, Tensor]:
-        """Divide a model's weights among the ranks, in place; see `Sharding`.
-
-        Returns:
-            The parameters as they were, each with the one in its place.
-        """
-        return {}
-
     def refuse_lost(self, error: BaseException | None) -> None:
         """Raise LostRankError if an error in a model, which may send, says that a rank is lost."""
 
-    def publish(self, error: str) -> None:
+    def report_failure(self, error: str) -> None:
         """Tell the other ranks why this one ends, so that they can say it."""
 
 
@@ -158,8 +220,8 @@ def part_of(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor.detach()
-    own: Tensor = sharded.to_local()
-    return own
+    part: Tensor = sharded.to_local()
+    return part
 
 
 def part_for(place: Tensor, values: Tensor) -> Tensor:
@@ -171,7 +233,8 @@ def part_for(place: Tensor, values: Tensor) -> Tensor:
     """
     if is_sharded(values) or not is_sharded(place):
         return part_of(values)
-    mesh = as_any(place).device_mesh
+    sharded: Any = place
+    mesh = sharded.device_mesh
     rows = rows_of_a_part(len(values), mesh.size())
     return values[rows * mesh.get_local_rank() :][:rows]
 
@@ -182,7 +245,7 @@ def sharded_as(place: Tensor, part: Tensor) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
-    like = as_any(place)
+    like: Any = place
     return DTensor.from_local(
         part,
         like.device_mesh,
@@ -195,16 +258,11 @@ def sharded_as(place: Tensor, part: Tensor) -> Tensor:
 
 def address_of(tensor: Tensor) -> int:
     """Where a tensor's memory begins: the same for one that several names share; 0: nowhere."""
-    if is_sharded(tensor):  # The memory of an empty part is there, too.
+    if is_sharded(tensor):  # The memory of an empty part is there as well.
         return part_of(tensor).untyped_storage().data_ptr()
     return tensor.data_ptr()
 
 
 def rows_of_a_part(rows: int, ranks: int) -> int:
-    """How many rows a rank holds, but for the last ones."""
+    """How many rows each rank holds, except the last ones."""
     return -(-rows // ranks)
-
-
-def as_any(tensor: Tensor) -> Any:
-    """The tensor, whose class torch's types do not know."""
-    return tensor

@@ -9,8 +9,7 @@ mistake in it becomes one line. `NamedObjective` is one of a step's losses, with
 parameters that it moves.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.core.cast import block
-from mpframe.core.errors import ConfigError, UserCodeError
+from mpframe.core.errors import UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.tree import HALF, tensors_in, to_fp32
 from mpframe.core.user_code import UserCode, blame, described, name_of
@@ -106,6 +105,9 @@ def count_of(count: Tensor | int | None, batch: Any) -> Tensor | int:
 
 def samples_in(batch: Any) -> int:
     """How many samples a batch holds: the size of its first tensor along dimension 0, else 1."""
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if isinstance(first, Tensor) and first.dim():  # Without a further call: every step asks.
+        return len(first)
     return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
 
 
@@ -190,7 +192,13 @@ class Supervised:
         Raises:
             UserCodeError: the batch is no pair, or model or loss raised.
         """
-        inputs, targets = _pair(batch)
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise UserCodeError(
+                "objective: supervised takes batches of (inputs, targets), and the dataset gave "
+                f"{described(batch)}; give it such pairs, use objective=model_loss or write an "
+                "objective of your own"
+            )
+        inputs, targets = batch
         try:
             outputs = model(inputs)
         except BaseException:
@@ -216,42 +224,6 @@ def supervised(loss: Loss) -> Supervised:
 def outside_casts() -> AbstractContextManager[None]:
     """Within the block no op is cast: for a loss whose inputs are in fp32 already."""
     return block(None)
-
-
-def _pair(batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise UserCodeError(
-            f"objective: supervised takes batches of (inputs, targets), and the dataset gave "
-            f"{described(batch)}; give it such pairs, use objective=model_loss or write an "
-            "objective of your own"
-        )
-    inputs, targets = batch
-    return inputs, targets
-
-
-def cross_entropy(
-    weight: Sequence[float] | None = None, label_smoothing: float = 0.0
-) -> Supervised:
-    """Cross-entropy of logits [N, classes, ...] and classes, or probabilities of classes.
-
-    Args:
-        weight: of each class, >= 0 and finite; None: all 1.
-        label_smoothing: the share of each target that is spread over all classes, 0 to 1.
-
-    Raises:
-        ConfigError: an argument is out of its range.
-    """
-    if weight is not None and not all(math.isfinite(own) and own >= 0 for own in weight):
-        raise ConfigError(f"objective.weight={list(weight)}: must be finite numbers >= 0, or null")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ConfigError(f"objective.label_smoothing={label_smoothing}: must be >= 0 and <= 1")
-    weights = None if weight is None else torch.tensor(weight, dtype=torch.float32)
-    return supervised(nn.CrossEntropyLoss(weights, label_smoothing=label_smoothing))
-
-
-def mse() -> Supervised:
-    """The mean squared error of outputs and targets of one shape."""
-    return supervised(nn.MSELoss())
 
 
 # In a model's `loss_type`, or if that is None in the name of its class.

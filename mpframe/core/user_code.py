@@ -6,20 +6,24 @@
     model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Byte and Float)
     at net.py:12, given inputs uint8 [64, 8] of 0 to 255; ...
 
-mpframe's errors pass unchanged. SystemExit is an error like any other: if a layer calls
-`sys.exit(0)`, the training has not finished.
+mpframe's errors pass unchanged. SystemExit is an error like any other: a layer may call it.
 """
 
 import functools
+import importlib
+import re
 import sys
+import traceback
 from contextlib import suppress
-from importlib import import_module
-from types import TracebackType
+from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
-from mpframe.core.errors import MpframeError, UserCodeError
+from mpframe.core.errors import MpframeError, UserCodeError, first_line
+
+_OUT_OF_BOUNDS = re.compile(r"Target (-?\d+) is out of bounds")
 
 
 class UserCode:
@@ -27,8 +31,7 @@ class UserCode:
 
     Args:
         option: that chose it, e.g. `model` or `dataset: the loss`.
-        code: the object or function that is called.
-        given: its arguments, for the message.
+        code: the object or function that is called; its arguments are `given`.
     """
 
     def __init__(self, option: str, code: Any, **given: Any) -> None:
@@ -36,23 +39,47 @@ class UserCode:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             blame(self._option, self._code, **self._given)
 
 
 def blame(option: str, code: Any, **given: Any) -> NoReturn:
-    """Raise the present error again, in an `except` clause; a user's becomes a `UserCodeError`.
+    """Raise the present error again, in an `except` clause; a user's as a `UserCodeError`.
 
-    The step calls users' code like this, because it costs nothing unless something fails. The
-    arguments are those of `UserCode`.
+    The arguments are those of `UserCode`. The step does it like this: it costs nothing.
     """
     error = sys.exception()
     if not isinstance(error, Exception | SystemExit) or isinstance(error, MpframeError):
         raise
-    raise _errors().explain(error, option, code, given) from error
+    label = _OUT_OF_BOUNDS.search(str(error))
+    line = f"{option} {name_of(code)} raised {raised(error)}" + ", given " * bool(given)
+    line += " and ".join(f"{name} {described(value)}" for name, value in given.items())
+    explained = UserCodeError(f"{line}; {_advice(error, label, given)}")
+    targets = given.get("targets")
+    if label and isinstance(targets, Tensor) and targets.dim():
+        rows = (targets == int(label[1])).nonzero()
+        explained.row = (int(rows[0, 0]), len(targets)) if len(rows) else None
+    raise explained from error
+
+
+def _advice(error: BaseException, label: re.Match[str] | None, given: dict[str, Any]) -> str:
+    """What the user can do, if the arguments show it."""
+    outputs = given.get("outputs")
+    if "inputs" in given and "dtype" in str(error):
+        formats = "float32 for most layers and int64 for an embedding"
+        return f"inputs must have the format of the weights, {formats}"
+    if "outputs" in given and not isinstance(outputs, Tensor):
+        return "let the model return one tensor, or give the dataset a loss for what it returns"
+    classes = _range(given.get("targets"))[1] + 1
+    if isinstance(outputs, Tensor) and outputs.dim() > 1 and classes > outputs.shape[1]:
+        return (
+            f"the targets name {classes} classes, the outputs have {outputs.shape[1]}: set "
+            f"model.classes={classes}, or correct the labels"
+        )
+    if label:
+        return f"{label[1]} is no class: correct the label, or use -100, which is left out"
+    return "HYDRA_FULL_ERROR=1 shows the traceback"
 
 
 class InBatch:
@@ -60,22 +87,17 @@ class InBatch:
 
     Args:
         split: `training` or `validation`.
-        epoch: its number.
-        number: the batch's number in it.
+        epoch, number: of the first batch.
         count: how many batches a step has.
         loader: its `batch_ids`, if it has any, are the samples' indices.
     """
 
-    def __init__(
-        self, split: str, epoch: int, number: int, count: int = 1, loader: Any = None
-    ) -> None:
+    def __init__(self, split: str, epoch: int, number: int, count: int = 1, loader: Any = None):
         self._place, self._loader = (split, epoch, number, count), loader
 
     def __enter__(self) -> None: ...
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, UserCodeError):
             split, epoch, number, count = self._place
             last = f" to {number + count - 1}" if count > 1 else ""
@@ -95,16 +117,27 @@ def name_of(code: Any) -> str:
 
 def raised(error: BaseException) -> str:
     """An error as a clause: its class, the first line of its text, and the file and line."""
-    return str(_errors().raised(error))
+    text = first_line(error).rstrip(".") if str(error).strip() else ""
+    text = text if len(text) <= 200 else f"{text[:200]}..."
+    packages = (torch, sys.modules.get("hydra"), importlib, sys.modules["mpframe"])
+    files = [package.__file__ for package in packages if package is not None]
+    ours = ("<frozen importlib", *(str(Path(file).parent) for file in files if file))
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(ours)][:1]
+    where = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in theirs)
+    return f"{type(error).__name__}" + (f" ({text})" if text else "") + where
 
 
 def described(value: Any) -> str:
     """A value in a few words: a tensor's format, shape and, for whole numbers, its range."""
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" + _range_of(value)
+        low, high = _range(value)
+        ends = f" of {low} to {high}" if low <= high else ""
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{ends}"
     if value is None:
         return "None"
-    kind = _with_article(type(value).__name__)
+    noun = type(value).__name__
+    kind = f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
     if isinstance(value, dict):
         return f"{kind} of {', '.join(map(str, list(value)[:3])) or 'nothing'}"
     if isinstance(value, list | tuple):
@@ -112,17 +145,10 @@ def described(value: Any) -> str:
     return kind
 
 
-def _with_article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
-
-
-def _range_of(value: Tensor) -> str:
-    if value.is_floating_point() or value.is_complex() or not value.numel():
-        return ""
-    with suppress(RuntimeError):  # After a failure an accelerator may not answer.
-        return f" of {int(value.min())} to {int(value.max())}"
-    return ""
-
-
-def _errors() -> Any:
-    return import_module("mpframe.core.user_errors")  # The engine does not need it unless it fails.
+def _range(value: Any) -> tuple[int, int]:
+    """The ends of a tensor of whole numbers; (0, -1) of any other value."""
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
+        return 0, -1
+    with suppress(RuntimeError):  # It is empty; or an accelerator does not answer after a failure.
+        return int(value.min()), int(value.max())
+    return 0, -1

@@ -19,7 +19,6 @@ import torch
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.policy import Policy
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import Trainer
 from mpframe.lab import product_noise
 from mpframe.lab.pictures import draw_layers, draw_noises, draw_time
 from mpframe.lab.product_noise import NoiseRecord, Noises, ProductProbe
@@ -37,6 +36,7 @@ from mpframe.lab.ranges import (
 )
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 

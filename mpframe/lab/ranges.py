@@ -39,9 +39,9 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.core.errors import DataError
-from mpframe.core.trainer import Trainer
 from mpframe.core.tree import device_of, tensors_in
 from mpframe.files.durable import AppendLog, write_atomically
+from mpframe.training.trainer import Trainer
 
 LOWEST, HIGHEST = -127, 127
 """The exponents that are counted. All subnormal fp32 numbers, below 2^-126, share one bin."""

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from mpframe.core.callback import Batch
 from mpframe.core.handlers import cast_to
 from mpframe.core.loss_scaling.scaler import safe_scale
-from mpframe.core.trainer import Trainer
+from mpframe.training.trainer import Trainer
 
 Pins = Mapping[str, str]
 Maker = Callable[[Pins, str | None], Trainer]

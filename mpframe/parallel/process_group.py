@@ -12,19 +12,21 @@ Small tensors are sent together in pieces, large ones by themselves.
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from threading import Thread
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from mpframe.core.comm import Comm
+from mpframe.core.buffers import Buffers
+from mpframe.core.comm import Comm, Loss, MicroBatch
 from mpframe.core.errors import LostRankError
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.launch import Place
@@ -134,6 +136,9 @@ class ProcessGroup(Comm):
                 timeout=limit,
             )
             self._early: Any = None
+            self._reducers: WeakKeyDictionary[Any, DataParallel] = WeakKeyDictionary()
+            self._optimizer: Any = None
+            self._reducer: DataParallel | None = None
             self._host: Any = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
 
     def max(self, magnitude: Tensor) -> Tensor:
@@ -164,12 +169,8 @@ class ProcessGroup(Comm):
                 dist.all_reduce(flat)
             give_back()
 
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Give each tensor the values it has on rank 0, in place."""
-        self.start_broadcast_(tensors)()
-
     def start_broadcast_(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin what `broadcast_` does; the call of what is returned ends it.
+        """Begin to give tensors the values of rank 0, in place; the returned function ends it.
 
         What `start` began on one rank and not yet on another does not stop it.
         """
@@ -193,10 +194,6 @@ class ProcessGroup(Comm):
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self._host)
         return [int(value) for value in values.tolist()]
 
-    def any(self, flag: bool) -> bool:
-        """Whether it is true on any rank, on the host."""
-        return bool(self.max_of([flag])[0])
-
     def gather_object(self, value: T) -> list[T]:
         """On rank 0 the values of all ranks in their order; an empty list on the others."""
         values: list[Any] | None = [None] * self.size if self.is_main else None
@@ -211,14 +208,6 @@ class ProcessGroup(Comm):
             dist.broadcast_object_list(values, src=0, group=self._host)
         return values[0]
 
-    def lend(self, value: T | None) -> T | None:
-        """The value; if weights are divided, a rank without one gets that of another rank."""
-        if self.sharding is None or not self.any(value is None):
-            return value
-        given = [own for own in self.gather_object(value) if own is not None]
-        other: T | None = self.broadcast_object(given[0] if given else None)
-        return other if value is None else value
-
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         self.max_of([0])
@@ -227,22 +216,55 @@ class ProcessGroup(Comm):
         """Let BatchNorm use the statistics of all ranks, in place."""
         synchronize(model)
 
+    def begin_step(self, optimizer: Any, passes: int, reduce: str) -> None:
+        """Begin a step; its gradients are averaged in its backward pass, if it has only one."""
+        self._reducer = None
+        if reduce == "in_backward" and passes == 1 and self.sharding is None:
+            if optimizer not in self._reducers:
+                self._reducers[optimizer] = self.in_backward()
+            self._optimizer, self._reducer = optimizer, self._reducers[optimizer]
+
     def backward(
-        self, loss: Tensor, scale: Tensor, count: Tensor | int, inputs: Sequence[Tensor] | None
+        self,
+        loss: Tensor,
+        scale: Tensor | float,
+        count: Tensor | int,
+        inputs: Sequence[Tensor] | None,
     ) -> None:
         """Run the backward pass of loss * scale; divided weights are summed within it."""
-        sharding = self.sharding
-        if sharding is not None:
-            known = torch.full((), 1.0, dtype=torch.float64, device=loss.device) * count
-            sharding.weight = self.weight(known)
-        super().backward(loss, scale, count, inputs)
-        if sharding is not None:
-            sharding.refuse_unused()
+        known = (torch.ones((), dtype=torch.float64, device=loss.device) * count).detach()
+        if self._reducer is not None:
+            self._reducer.backward(loss, scale, known, self._optimizer.parameters)
+        elif self.sharding is not None:
+            self.sharding.weight = self.weight(known)
+            super().backward(loss, scale, count, inputs)
+            self.sharding.refuse_unused()
+        else:
+            super().backward(loss, scale, count, inputs)
 
-    def in_backward(self) -> DataParallel | None:
-        """What sums gradients while a backward pass runs; divided weights do so by themselves."""
-        if self.sharding is not None:
-            return None
+    def accumulate(self, optimizer: Any, losses: Sequence[Loss]) -> Tensor:
+        """Let the optimizer take a micro-batch's gradients, unless they are averaged already."""
+        if self._reducer is not None:
+            return torch.zeros(())  # `reduce` gives the optimizer its amax.
+        return super().accumulate(optimizer, losses)
+
+    def reduce(
+        self, optimizer: Any, micro_batches: Sequence[MicroBatch], buffers: Buffers
+    ) -> list[Tensor]:
+        """Give all ranks rank 0's buffers and the mean losses, and the optimizer its gradients."""
+        end_broadcast = self.start_broadcast_(buffers.tensors())  # While gradients are sent.
+        if self._reducer is None:
+            end_broadcast()
+            return super().reduce(optimizer, micro_batches, buffers)
+        ((loss,), _) = micro_batches[0]
+        means, amax, before, mean = self._reducer.means(loss.value)
+        end_broadcast()
+        optimizer.keep_means(means, amax, before)
+        self._optimizer = self._reducer = None  # As long as anybody has them, so do connections.
+        return [mean]
+
+    def in_backward(self) -> DataParallel:
+        """Make what averages gradients while a backward pass runs."""
         if self._early is None:  # Layers that compare notes send meanwhile, as BatchNorm does.
             with self._answered():
                 self._early = dist.new_group(timeout=timedelta(seconds=self._timeout))
@@ -263,15 +285,6 @@ class ProcessGroup(Comm):
         with self._answered():
             started.wait()
 
-    def shard(
-        self, model: nn.Module, formats: Mapping[nn.Parameter, torch.dtype], device: torch.device
-    ) -> dict[Tensor, Tensor]:
-        """Divide a model's weights among the ranks, in place; see `Sharding`."""
-        from mpframe.parallel.sharding import Sharding  # It loads FSDP.
-
-        self.sharding = sharding = Sharding(model)
-        return sharding.divide(formats, device)
-
     def refuse_lost(self, error: BaseException | None) -> None:
         """Raise LostRankError if an error in a model, which may send, says that a rank is lost."""
         if isinstance(error, RuntimeError) and (
@@ -281,14 +294,15 @@ class ProcessGroup(Comm):
         if self.sharding is not None:
             self.sharding.refuse_partial(error)
 
-    def publish(self, error: str) -> None:
+    def report_failure(self, error: str) -> None:
         """Tell the other ranks why this one ends, so that they can say it."""
         with suppress(RuntimeError):  # The store may be gone.
             self._store.set(f"failed/{self.rank}", error)
 
     def leave(self) -> None:
         """Close the connections."""
-        self._early = self._host = None  # They stay open as long as anybody has them.
+        self._early = self._host = self._optimizer = self._reducer = None
+        self._reducers.clear()  # Connections stay open as long as anybody has them.
         dist.destroy_process_group()
 
     @contextmanager

@@ -30,7 +30,6 @@ from mpframe.core.errors import RunInterrupted
 from mpframe.core.objective import Objective
 from mpframe.core.op_lists import OpLists
 from mpframe.core.trace import preserve_state
-from mpframe.core.trainer import Trainer
 from mpframe.core.tree import HALF, device_of, dtype_name, named_tensors
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
@@ -39,6 +38,7 @@ from mpframe.tracking import dtype_map
 from mpframe.tracking.environment import environment_text
 from mpframe.tracking.tags import Tag, metric_tag
 from mpframe.tracking.tracker import Tracker
+from mpframe.training.trainer import Trainer
 
 _SWEEP = "multirun.yaml"  # Hydra writes it before the first job
 _ONE_COLUMN = {"dtype.mode": "dtype", "dtype.half": "dtype"}

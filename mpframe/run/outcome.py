@@ -15,14 +15,14 @@ from mpframe.checkpoint.folder import best_in, step_of
 from mpframe.checkpoint.state import averages_of, extra_state_of, weights_of
 from mpframe.config.schema import Config
 from mpframe.core.callback import Loader
-from mpframe.core.plan import Progress
-from mpframe.core.trainer import Trainer
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.tracking.environment import peak_memory
 from mpframe.tracking.summary import Status, Summary
 from mpframe.training.callbacks.results import Results
 from mpframe.training.ema import ema_of
 from mpframe.training.evaluation import Best, Evaluation
+from mpframe.training.plan import Progress
+from mpframe.training.trainer import Trainer
 
 
 def summary_of(

@@ -20,13 +20,14 @@ from mpframe.checkpoint.state import conversion, rounding, trained_in, weights_o
 from mpframe.config.check import flatten
 from mpframe.config.schema import RunOptions, only_watches, watching
 from mpframe.config.sweep import ELSEWHERE, changes
-from mpframe.core.callback import Callbacks, has_state
+from mpframe.core.callback import Callbacks
 from mpframe.core.errors import CheckpointError, MpframeError, RunInterrupted
-from mpframe.core.trainer import Trainer
 from mpframe.core.tree import device_of
 from mpframe.files.stored_yaml import parsed
 from mpframe.tracking import record_sizes
 from mpframe.tracking.environment import arithmetic
+from mpframe.training.run_context import has_state
+from mpframe.training.trainer import Trainer
 
 Options = Mapping[str, Any]
 

@@ -27,7 +27,6 @@ from mpframe.config.overrides import stand_ins, word_of
 from mpframe.config.redaction import hidden_from_logs, hide, redacted, secrets_of, values_of
 from mpframe.config.schema import Config, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
-from mpframe.core.callback import set_up
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import (
     ConfigError,
@@ -38,7 +37,6 @@ from mpframe.core.errors import (
     RunInterrupted,
     UserCodeError,
 )
-from mpframe.core.trainer import Trainer
 from mpframe.core.user_code import raised
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
@@ -56,7 +54,8 @@ from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.interruption import Interruption
 from mpframe.training.ranks import refuse_other_start
-from mpframe.training.run_context import RunContext
+from mpframe.training.run_context import RunContext, set_up
+from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +245,7 @@ class Run:
         except LostRankError:
             raise
         except BaseException as error:
-            self.comm.publish(str(error).splitlines()[0] if str(error) else repr(error))
+            self.comm.report_failure(str(error).splitlines()[0] if str(error) else repr(error))
             raise
 
     def _renew_callbacks(self, trainer: Trainer) -> None:

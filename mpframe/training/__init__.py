@@ -1,7 +1,9 @@
-"""What runs beside the step: evaluation, averages, schedules, other trainers, callbacks.
+"""What runs around the step: the loop, evaluation, averages, schedules, callbacks.
 
+    trainer, plan, extra_state         `fit`, its length and progress, all that a checkpoint has
     evaluation, prediction             the loss and metrics of a validation; outputs as a table
     ema, schedules, loss_spike         algorithms: they follow each step of the trainer
+    objectives, probe                  losses for YAML files; the first loss scale, measured
     multi_optimizer, multi_objective   several optimizers that make one step; several losses
     lbfgs                              the step and the trainer of LBFGS and its like
     larc, selection                    gradients scaled by their weights; a parameter's group

@@ -23,7 +23,7 @@ from mpframe.core.errors import CheckpointError
 from mpframe.core.masters import master_behind, round_into
 from mpframe.core.ranges import Range, require
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import Trainer
+from mpframe.training.trainer import Trainer
 
 
 class Ema:

@@ -30,7 +30,7 @@ from mpframe.core.user_code import InBatch, UserCode, described, name_of
 from mpframe.core.widening import fp32_weights
 
 if TYPE_CHECKING:
-    from mpframe.core.trainer import Trainer
+    from mpframe.training.trainer import Trainer
 
 LOSS = "loss"
 """The word for the validation loss in `monitor`; no metric has this name."""
@@ -270,7 +270,7 @@ class Evaluator:
         Both of this rank's part of a batch, which is None if it is empty.
         """
         device, missing = device_of(trainer.model), batch is None
-        batch = trainer.comm.lend(batch)  # A rank without samples gathers weights with the others.
+        batch = trainer.comm.broadcast_if_missing(batch)  # It gathers weights with the others.
         computed = [] if batch is None else self._compute(trainer, batch)
         if missing or not computed:
             metrics.update(None)

@@ -19,8 +19,8 @@ from typing import Any, Self
 
 from mpframe.core.callback import Callback
 from mpframe.core.errors import RunInterrupted
-from mpframe.core.trainer import Trainer
 from mpframe.parallel.launch import place
+from mpframe.training.trainer import Trainer
 
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)

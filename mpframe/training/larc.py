@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, require
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import Trainer
 from mpframe.training.callbacks.step_hooks import StepHook
 from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
 
 MODES = ("clip", "scale")
 

@@ -19,10 +19,10 @@ from mpframe.core.gradients import measure_grads
 from mpframe.core.master_weights import MasterWeights, evaluate
 from mpframe.core.objective import require_objective
 from mpframe.core.step_result import StepResult, Verdict
-from mpframe.core.trainer import Trainer
 from mpframe.core.tree import HALF
 from mpframe.core.user_code import name_of
 from mpframe.training.loss_spike import spikes_of
+from mpframe.training.trainer import Trainer
 
 
 def step_with_closure(masters: MasterWeights, closure: Callable[[], Any]) -> StepResult:
@@ -85,21 +85,21 @@ class ClosureTrainer(Trainer):
 
     def train_step(self, *batches: Batch) -> StepResult:
         """One step on one batch; the optimizer evaluates the loss as often as it likes."""
-        (batch,) = batches
+        batch = self.on_device(*batches)
 
         def closure() -> Tensor:
             self.optimizer.zero_grad()
-            (loss,) = self._forward_backward(self.objectives, batch, self._window_of_one)
-            return loss.value
+            return self.forward_backward(self.objectives[0], batch).value
 
         optimizer: Any = self.optimizer
         result = step_with_closure(optimizer, closure)
         if result.loss is not None:
             for algorithm in self.algorithms.values():  # No such step is skipped.
                 algorithm.before_update(self, [result.loss])
-        return self._finish(result)
+        return self.finish_step(result)
 
-    def _refuse_misfits(self) -> None:
+    def check_fit(self) -> None:
+        """Raise ConfigError if anything is used that does not go with a closure."""
         require_objective("objective", self.objective)
         if self.comm.size > 1:
             optimizer = name_of(getattr(self.optimizer, "optimizer", self.optimizer))

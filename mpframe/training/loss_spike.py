@@ -21,7 +21,7 @@ from torch import Tensor
 from mpframe.core.callback import Algorithm, Callback
 from mpframe.core.errors import CheckpointError, DivergedError
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import Trainer
+from mpframe.training.trainer import Trainer
 
 WINDOW = 50
 LEAST = 10

@@ -20,10 +20,9 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.loss_scaling.scaler import LossScaler
 from mpframe.core.objective import NamedObjective, Objective, require_objective
 from mpframe.core.step_result import StepResult, largest
-from mpframe.core.trainer import Trainer
-from mpframe.core.window import LocalWindow, Window
 from mpframe.training.loss_spike import spikes_of
 from mpframe.training.multi_optimizer import MultiOptimizer, joined
+from mpframe.training.trainer import Trainer
 
 
 @dataclass
@@ -61,7 +60,7 @@ class MultiObjectiveTrainer(Trainer):
     def train_step(self, *batches: Batch) -> StepResult:
         """One step of every optimizer on one batch, or on the micro-batches of a window."""
         take = self._take_turns if self._parts.skip == "each" else self._step_together
-        return self._finish(take(batches))
+        return self.finish_step(take(batches))
 
     def _take_turns(self, batches: Sequence[Batch]) -> StepResult:
         """Each loss and its optimizer's step, one after the other."""
@@ -69,23 +68,22 @@ class MultiObjectiveTrainer(Trainer):
         results = {}
         for part in self.objectives:
             optimizer, scaler = self._parts.parts[part.name], shared or part.scaler
-            result, (loss,) = self._update([part], optimizer, scaler, batches)
-            results[part.name] = replace(result, loss=loss)
+            losses = self.accumulate_losses(optimizer, [part], batches)
+            result = self.update(optimizer, scaler, losses)  # type: ignore[arg-type]
+            results[part.name] = replace(result, loss=losses[0])
         if shared is not None:
             shared.flush()
         return joined(results)
 
     def _step_together(self, batches: Sequence[Batch]) -> StepResult:
         """All losses with the same weights, then one step of all optimizers."""
-        result, losses = self._update(self.objectives, self._parts, self.scaler, batches)
+        losses = self.accumulate_losses(self._parts, self.objectives, batches)
+        result = self.update(self._parts, self.scaler, losses)
         parts = zip(result.each().items(), losses, strict=True)
         return joined({name: replace(part, loss=loss) for (name, part), loss in parts})
 
-    def _make_window_of_one(self) -> Window:
-        """Gradients of several losses are averaged after the last backward pass."""
-        return LocalWindow(self) if self.comm.size == 1 else Window(self)
-
-    def _refuse_misfits(self) -> None:
+    def check_fit(self) -> None:
+        """Raise ConfigError unless each loss has its optimizer, and its scaler if any has one."""
         names = ", ".join(self.objective)
         for name, own in self.objective.items():
             require_objective(f"objective.{name}", own)

@@ -15,7 +15,7 @@ from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import CheckpointError, MpframeError, UserCodeError
 
 if TYPE_CHECKING:
-    from mpframe.core.trainer import Trainer
+    from mpframe.training.trainer import Trainer
 
 
 def refuse_other_start(trainer: "Trainer", resume: str) -> None:

@@ -1,16 +1,23 @@
-"""What a run hands to each of its callbacks, once, before it trains."""
+"""What a run hands to its callbacks: set up with it before the training, torn down after it."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpframe.core.callback import Callback, Callbacks, naming
 from mpframe.data.loading import Loader
 from mpframe.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from mpframe.training.callbacks.results import Results
     from mpframe.training.callbacks.throughput import Throughput
+    from mpframe.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,3 +43,50 @@ class RunContext:
     throughput: "Throughput"
     results: "Results"
     usage: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def set_up(trainer: "Trainer", context: Any) -> Iterator[None]:
+    """Around the training: `setup` of each callback before it, `teardown` after it.
+
+    Raises:
+        UserCodeError: a user's callback raised, and nothing else did before.
+    """
+    with ExitStack() as stack:
+        for name, callback in trainer.callbacks.items():
+            with naming(name, callback):
+                callback.setup(trainer, context)
+            stack.push(partial(_tear_down, trainer, name, callback))
+        yield
+
+
+def _tear_down(
+    trainer: "Trainer",
+    name: str,
+    callback: Callback,
+    kind: object,
+    error: BaseException | None,
+    trace: object,
+) -> None:
+    try:
+        with naming(name, callback):
+            callback.teardown(trainer, error)
+    except Exception as further:
+        if error is None:
+            raise
+        log.warning("warning: %s", further)  # The error that came first ends the run.
+
+
+def states_of(callbacks: Callbacks) -> dict[str, dict[str, Any]]:
+    """The state of each callback that has one, by its name."""
+    states: dict[str, dict[str, Any]] = {}
+    for name, callback in callbacks.items():
+        if has_state(callback):
+            with naming(name, callback):
+                states[name] = callback.state_dict()
+    return states
+
+
+def has_state(callback: Callback) -> bool:
+    """Whether a checkpoint is to keep anything of a callback."""
+    return type(callback).state_dict is not Callback.state_dict

@@ -34,9 +34,9 @@ from mpframe.core.callback import Algorithm
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import FRACTION, NOT_NEGATIVE, POSITIVE, Range, require
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import Trainer, by_name, load_states, states_of
 from mpframe.core.user_code import UserCode
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.trainer import Trainer, load_states, states_of
 
 log = logging.getLogger(__name__)
 
@@ -338,7 +338,9 @@ class Schedules(Algorithm):
     """
 
     def __init__(self, schedule: Schedule | Mapping[str, Schedule]) -> None:
-        self.by_name = by_name(schedule)
+        self.by_name: Mapping[str, Any] = {"": schedule}
+        if isinstance(schedule, Mapping):
+            self.by_name = schedule
         plateaus = {n: s for n, s in self.by_name.items() if isinstance(s, ReduceLROnPlateau)}
         self._plateaus = list(plateaus.values())
         self._per_step = {n: s for n, s in self.by_name.items() if n not in plateaus}

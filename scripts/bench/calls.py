@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import mpframe
-from mpframe.core.trainer import Trainer
+from mpframe.training.trainer import Trainer
 
 _PACKAGE = str(Path(mpframe.__file__).parent)
 _CASTS = (

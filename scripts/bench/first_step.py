@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from mpframe.cli.commands.train import main
-from mpframe.core.trainer import Trainer
+from mpframe.training.trainer import Trainer
 
 train_step = Trainer.train_step
 

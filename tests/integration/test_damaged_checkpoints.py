@@ -17,8 +17,8 @@ from time_limit import time_limit
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest, prune, sha256_of
 from mpframe.core.errors import CheckpointError
-from mpframe.core.trainer import Trainer
 from mpframe.run.resume import Renew, Resume
+from mpframe.training.trainer import Trainer
 
 OPTIONS = [
     "model=mlp", "model.hidden=32", "dtype=mixed", "trainer.epochs=1", "trainer.ema_decay=0.9",

@@ -24,10 +24,10 @@ from mpframe.core.errors import (
     DivergedError,
     RunInterrupted,
 )
-from mpframe.core.trainer import Trainer
 from mpframe.run.run import Run
 from mpframe.tracking.summary import Summary
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.trainer import Trainer
 
 # The learning rate is too high on purpose: the last weights are not the best ones.
 OPTIONS = [

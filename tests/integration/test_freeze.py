@@ -16,9 +16,9 @@ from torch import Tensor
 from mpframe import assembly
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.core.errors import ConfigError
-from mpframe.core.trainer import Trainer
 from mpframe.training.callbacks.freeze import Freeze
 from mpframe.training.ema import ema_of
+from mpframe.training.trainer import Trainer
 
 CNN = ["model=cnn", "model.width=4", "scheduler=none", "loss_scaling=none", "device=cpu"]
 OPTIMIZERS = {

@@ -30,12 +30,12 @@ from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest, content_digest, sha256_of
 from mpframe.config.stored import config_of
 from mpframe.core.errors import MpframeError
-from mpframe.core.trainer import Trainer
 from mpframe.lab.report.page import as_markdown, as_page
 from mpframe.lab.report.records import find_runs
 from mpframe.lab.report.tables import compared
 from mpframe.run import resume
 from mpframe.tracking.summary import Summary
+from mpframe.training.trainer import Trainer
 
 SHORT, LONG = 12, 1500  # Cases of each of the fuzzes.
 SECONDS = 30  # For one case, on a machine that is busy.

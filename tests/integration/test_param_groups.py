@@ -12,7 +12,7 @@ from test_resume import cut
 from mpframe import assembly, checkpoint
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.core.trainer import Trainer
+from mpframe.training.trainer import Trainer
 
 SMALL = ["model=mlp", "model.hidden=8", "trainer.log_every=1", "loss_scaling=none"]
 NO_DECAY = "optimizer.groups.no_decay={parameters:['*.bias'],weight_decay:0}"

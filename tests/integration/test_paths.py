@@ -11,7 +11,7 @@ from torch import nn
 
 from mpframe import Precision
 from mpframe.core.masters import master_for
-from mpframe.core.plan import Plan
+from mpframe.training.plan import Plan
 from mpframe.training.split_master import SplitMaster
 
 ROOT = Path(__file__).resolve().parents[2]

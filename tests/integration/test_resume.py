@@ -16,8 +16,8 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.core.errors import CheckpointError
-from mpframe.core.trainer import Trainer
 from mpframe.run.run import Run
+from mpframe.training.trainer import Trainer
 
 # 11 steps an epoch; the fourth and the fourteenth step lie within an epoch, and a validation within
 # no epoch's end. Everything that has a state is on.

@@ -19,13 +19,13 @@ from mpframe import checkpoint
 from mpframe.checkpoint import writing
 from mpframe.checkpoint.folder import best_in
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
-from mpframe.core.trainer import Trainer
 from mpframe.lab.ranges import read_ranges
 from mpframe.tracking import event_file
 from mpframe.tracking.amax_record import read_amax
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks import checkpoints as saving
 from mpframe.training.callbacks.checkpoints import Checkpoints
+from mpframe.training.trainer import Trainer
 
 OPTIONS = [
     "model=mlp", "model.hidden=32", "trainer.epochs=1", "trainer.max_steps=10",

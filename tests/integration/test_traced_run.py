@@ -20,8 +20,8 @@ from mpframe.config.command_line import checked, prepare
 from mpframe.config.locations import CONF
 from mpframe.core.errors import RunInterrupted, UserCodeError
 from mpframe.core.precision import Precision
-from mpframe.core.trainer import Trainer
 from mpframe.tracking.tags import Tag
+from mpframe.training.trainer import Trainer
 from mpframe.workloads.gan import discriminator_objective, generator_objective
 
 FOREIGN = ["model._target_=foreign.Foreign", "dtype=mixed", "trainer.checkpoint_every=4"]

@@ -11,10 +11,10 @@ from vocabulary import HALVES, NoSilentPromotion, formats, same_bits
 from mpframe import Backoff, OpLists, Precision, Trainer
 from mpframe.config.locations import CONF
 from mpframe.core.objective import supervised
-from mpframe.core.plan import Plan
 from mpframe.models import cnn, mlp, resnet18
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.plan import Plan
 from mpframe.workloads.detection.model import detection, ssd
 from mpframe.workloads.gan import discriminator_objective, gan, generator_objective
 from mpframe.workloads.segmentation.model import dice_cross_entropy, unet

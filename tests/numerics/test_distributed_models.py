@@ -13,11 +13,11 @@ from torch.utils.data import TensorDataset
 from mpframe import LogMax, Precision
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.objective import supervised
-from mpframe.core.plan import Plan
-from mpframe.core.trainer import Trainer
 from mpframe.data import Loader
 from mpframe.models import resnet18
 from mpframe.parallel.joining import joined
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
 from mpframe.workloads.text.language_model import gpt
 
 SAMPLES = 16

@@ -13,10 +13,10 @@ import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import Precision
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.objective import supervised
-from mpframe.core.trainer import Trainer
 from mpframe.lab.product_noise import ProductProbe
 from mpframe.lab.ranges import RangeProbe
 from mpframe.parallel.joining import joined
+from mpframe.training.trainer import Trainer
 
 
 def counted(mode: str, comm: Comm, options: dict[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,6 @@ from mpframe import LogMax, MasterWeights, Precision
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.core.objective import supervised
-from mpframe.core.plan import Plan
-from mpframe.core.trainer import Trainer
 from mpframe.data import Loader
 from mpframe.data.metrics import Accuracy
 from mpframe.lowbit.recipe import Recipe
@@ -30,7 +28,9 @@ from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.joining import joined
 from mpframe.training.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
+from mpframe.training.plan import Plan
 from mpframe.training.split_master import SplitMaster
+from mpframe.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 MODES = ("fp32", "amp", "mixed")

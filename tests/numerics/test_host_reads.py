@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpframe import Backoff, LogMax, Precision, Static, StepResult, Trainer
 from mpframe.core.callback import Algorithm, Callback
 from mpframe.core.objective import StepOutput, supervised
-from mpframe.core.plan import Plan
 from mpframe.lab.autopsy.callback import Autopsy
 from mpframe.training.ema import AverageWeights, Ema, ema_of
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.plan import Plan
 from mpframe.training.schedules import Schedules, warmup_cosine
 
 pytestmark = pytest.mark.usefixtures("waited_for")

@@ -15,11 +15,11 @@ from vocabulary import HALVES, formats, same_bits, tensors
 from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
 from mpframe.core import gradients as optim_gradients
 from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.core.plan import Plan
 from mpframe.tracking.dtype_map import dtype_map
 from mpframe.training.callbacks.guards import saturation_warning
 from mpframe.training.lbfgs import step_with_closure
 from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.plan import Plan
 
 FP32, HALF = torch.float32, torch.float16
 INF = float("inf")

@@ -18,10 +18,10 @@ from mpframe import Backoff, Precision, Trainer, checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.core.errors import CheckpointError
 from mpframe.core.objective import supervised
-from mpframe.core.plan import Plan
 from mpframe.core.trace import preserve_state
 from mpframe.run.resume import Resume
 from mpframe.training.memory import recompute
+from mpframe.training.plan import Plan
 
 MODES = [("fp32", "float16"), ("amp", "bfloat16"), ("mixed", "float16")]
 INF = float("inf")

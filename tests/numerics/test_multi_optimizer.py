@@ -13,10 +13,10 @@ from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.core.callback import Batch
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.objective import Objective, StepOutput, supervised
-from mpframe.core.plan import Plan
 from mpframe.training.callbacks.guards import saturation_warning
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.plan import Plan
 from mpframe.training.schedules import Schedules
 from mpframe.workloads.gan import discriminator_objective, gan, generator_objective
 

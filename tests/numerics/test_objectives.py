@@ -15,9 +15,9 @@ from vocabulary import HALVES
 from mpframe import Backoff, Precision, Trainer
 from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import StepOutput, compute, model_loss, supervised
-from mpframe.core.plan import Plan
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.multi_objective import MultiObjectiveTrainer
+from mpframe.training.plan import Plan
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 from mpframe.workloads.tables.model import LogRegression
 

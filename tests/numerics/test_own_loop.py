@@ -11,7 +11,7 @@ from vocabulary import HALVES, same_bits
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.core.objective import supervised
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import Plan
+from mpframe.training.trainer import Plan
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in HALVES)]
 SCALERS: list[Callable[[], Any]] = [LogMax, Backoff, lambda: Static(2.0**10)]

@@ -17,7 +17,6 @@ from mpframe import Backoff, Precision, Trainer
 from mpframe.core.callback import Batch
 from mpframe.core.errors import DataError
 from mpframe.core.objective import supervised
-from mpframe.core.plan import Plan
 from mpframe.lab import pictures
 from mpframe.lab.pictures import draw_layers, draw_time
 from mpframe.lab.range_watch import RangeWatch
@@ -32,6 +31,7 @@ from mpframe.lab.ranges import (
     read_ranges,
 )
 from mpframe.tracking.tracker import Tracker
+from mpframe.training.plan import Plan
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 

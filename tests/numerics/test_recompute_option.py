@@ -13,8 +13,8 @@ from vocabulary import same_bits
 from mpframe import Backoff, OpLists, Precision, Trainer
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
-from mpframe.core.plan import Plan
 from mpframe.training.memory import recompute
+from mpframe.training.plan import Plan
 
 
 def block() -> nn.Module:

@@ -22,13 +22,13 @@ from mpframe.assembly.trainer import shard
 from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded, part_of
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.core.objective import StepOutput, supervised
-from mpframe.core.plan import Plan
-from mpframe.core.trainer import Trainer
 from mpframe.core.tree import map_tensors
 from mpframe.data import Loader
 from mpframe.parallel.joining import joined
 from mpframe.training.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
 
 
 def mlp() -> tuple[nn.Module, TensorDataset, Any]:

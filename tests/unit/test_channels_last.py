@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from mpframe import Backoff, Precision, Trainer
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
-from mpframe.core.plan import Plan
 from mpframe.models import resnet18
 from mpframe.training.memory import to_channels_last
+from mpframe.training.plan import Plan
 from mpframe.workloads.segmentation.model import unet
 
 

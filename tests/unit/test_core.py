@@ -48,4 +48,5 @@ def test_the_walk_shows_what_is_there(path: str, name: str) -> None:
 
 
 def test_the_walk_shows_the_step() -> None:
-    assert ("../mpframe/core/trainer.py", "Trainer._update") in SHOWN
+    for half in ("train_step", "accumulate_losses", "update"):
+        assert ("../mpframe/core/trainer.py", f"StepTrainer.{half}") in SHOWN

@@ -11,10 +11,10 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.master_weights import MasterWeights
 from mpframe.core.objective import supervised
 from mpframe.core.precision import Precision
-from mpframe.core.trainer import Trainer
 from mpframe.parallel import launch
 from mpframe.parallel.launch import Place, place, refuse_misfit
 from mpframe.training.lbfgs import ClosureTrainer
+from mpframe.training.trainer import Trainer
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from mpframe.core.errors import ConfigError
-from mpframe.core.plan import Progress
 from mpframe.training.callbacks.guards import EarlyStopping
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.plan import Progress
 
 
 class Stopped:

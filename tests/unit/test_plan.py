@@ -7,7 +7,7 @@ from torch import nn
 from mpframe import Precision, Trainer
 from mpframe.core.callback import Callback
 from mpframe.core.objective import supervised
-from mpframe.core.plan import Plan, Progress
+from mpframe.training.plan import Plan, Progress
 
 
 class Left(Callback):

@@ -11,12 +11,12 @@ from torch import nn
 from mpframe import Precision, Trainer
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.objective import supervised
-from mpframe.core.plan import Plan
 from mpframe.core.step_result import StepResult
 from mpframe.data import Loader
 from mpframe.training.callbacks.curves import Curves
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.evaluation import Evaluator
+from mpframe.training.plan import Plan
 
 BATCH = 4
 

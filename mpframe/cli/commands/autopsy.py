@@ -28,14 +28,14 @@ from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError
-from mpframe.core.plan import Progress
-from mpframe.core.trainer import Trainer
 from mpframe.data.loading import Loader
 from mpframe.files.durable import write_atomically
 from mpframe.files.text import take_options
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.report import Report, examine, write_report
+from mpframe.training.plan import Progress
+from mpframe.training.trainer import Trainer
 
 _OPTIONS = ("run", "step")
 

@@ -44,7 +44,6 @@ from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
-from mpframe.core.trainer import Trainer
 from mpframe.core.tree import device_of, tensors_in
 from mpframe.data.image_files import FileImages, Listing, list_unlabelled
 from mpframe.data.images import Normalize
@@ -52,6 +51,7 @@ from mpframe.data.task import Task
 from mpframe.files.table import refuse_unwritable_kind, writing
 from mpframe.files.text import printable, take_options
 from mpframe.training.prediction import OUTPUTS, Predictions
+from mpframe.training.trainer import Trainer
 
 _OPTIONS = ("checkpoint", "split", "folder", "outputs", "weights", "out", "overwrite")
 _CHOICES = {

@@ -42,7 +42,6 @@ from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError, DivergedError
 from mpframe.core.policy import NO_PRODUCTS
 from mpframe.core.storage import op_of
-from mpframe.core.trainer import Trainer
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import write_atomically
@@ -52,6 +51,7 @@ from mpframe.lab.search import Pins, RelativeError, Search, SearchResult, Sensit
 from mpframe.tracking.dtype_map import dtype_map
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.trainer import Trainer
 
 _OPTIONS = ("target", "batches", "prove", "seeds", "out")
 Proof = dict[str, list[Evaluation]]

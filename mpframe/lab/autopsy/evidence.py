@@ -24,11 +24,11 @@ from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.state import RandomState
 from mpframe.core.callback import Batch
 from mpframe.core.errors import CheckpointError
-from mpframe.core.trainer import Trainer
 from mpframe.core.tree import device_of, fields_of, map_tensors, tensors_in, with_fields
 from mpframe.lab.autopsy.replay import Case
 from mpframe.lab.optimizer_numbers import rounded_numbers
 from mpframe.training.multi_optimizer import parts_of
+from mpframe.training.trainer import Trainer
 
 _KEPT = (bool, int, float, str, type(None))
 

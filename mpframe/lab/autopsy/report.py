@@ -10,7 +10,6 @@ from pathlib import Path
 from torch import nn
 
 from mpframe.core.policy import NO_PRODUCTS
-from mpframe.core.trainer import Trainer
 from mpframe.files.durable import write_atomically
 from mpframe.files.text import markdown
 from mpframe.lab.autopsy import evidence
@@ -19,6 +18,7 @@ from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.replay import Case, Replay, Setting
 from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
 from mpframe.lab.remedies import deny_words, pin_words
+from mpframe.training.trainer import Trainer
 
 _FEW = 8
 

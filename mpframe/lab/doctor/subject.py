@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mpframe.core.callback import Batch
-from mpframe.core.loss_scaling.probe import probe
 from mpframe.core.loss_scaling.scaler import LossScaler, wants_probe
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.lab.autopsy.callback import floors_of
@@ -22,6 +21,7 @@ from mpframe.lab.autopsy.replay import Case
 from mpframe.lab.hints import PlannedRun
 from mpframe.lab.ranges import ExponentHistogram
 from mpframe.tracking.dtype_map import Row, dtype_map
+from mpframe.training.probe import probe
 
 
 @dataclass

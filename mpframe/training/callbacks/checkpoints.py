@@ -25,15 +25,15 @@ from mpframe import checkpoint
 from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import prune, rank_of, rank_to_beat
 from mpframe.checkpoint.writing import Background
-from mpframe.core.callback import Callback, call, states_of
+from mpframe.core.callback import Callback, call
 from mpframe.core.errors import CheckpointError, RunInterrupted
-from mpframe.core.trainer import Trainer
 from mpframe.core.tree import device_of
 from mpframe.tracking import record_sizes
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.evaluation import LOSS, Evaluation
 from mpframe.training.ranks import refuse_drift
-from mpframe.training.run_context import RunContext
+from mpframe.training.run_context import RunContext, states_of
+from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 

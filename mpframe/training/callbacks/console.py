@@ -14,9 +14,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from mpframe.core.callback import Callback
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import Trainer
 from mpframe.training.evaluation import LOSS, Evaluation
 from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 

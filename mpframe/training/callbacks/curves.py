@@ -6,7 +6,6 @@ from torch import Tensor
 
 from mpframe.core.callback import Callback
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import Trainer
 from mpframe.data.loading import Loader
 from mpframe.tracking.environment import peak_memory
 from mpframe.tracking.tags import Tag, metric_tag
@@ -15,6 +14,7 @@ from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
 
 
 class Curves(Callback):

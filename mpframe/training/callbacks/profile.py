@@ -21,10 +21,10 @@ from torch import nn
 from torch.profiler import profile, record_function, schedule
 
 from mpframe.core.callback import Batch, Callback
-from mpframe.core.trainer import Trainer
 from mpframe.files.text import aligned, markdown
 from mpframe.tracking.tags import Tag
 from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
 
 MARK = "module: "
 """What the name of a mark begins with; the module's qualified name follows, empty for the model."""

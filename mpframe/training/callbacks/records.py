@@ -5,11 +5,11 @@ from typing import Any
 
 from mpframe.core.callback import Callback
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import Trainer
 from mpframe.tracking.amax_record import AmaxRecord
 from mpframe.tracking.metrics_csv import MetricsCsv
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
 
 _COLUMNS = (
     *("step", "epoch", "train_loss", "learning_rate", "grad_norm", "grad_amax"),

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mpframe.core.callback import Callback
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import Trainer
 from mpframe.training.evaluation import Best, Evaluation, much_worse
+from mpframe.training.trainer import Trainer
 
 _RECENT = 100  # validations
 

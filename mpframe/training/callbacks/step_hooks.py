@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
 from mpframe.core.ranges import POSITIVE, require
-from mpframe.core.trainer import Trainer
 from mpframe.training.multi_optimizer import parts_of
 from mpframe.training.run_context import RunContext
 from mpframe.training.selection import Selection, refuse_idle
+from mpframe.training.trainer import Trainer
 
 
 class StepHook(Callback):

@@ -18,7 +18,7 @@ from typing import Any
 
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.step_result import StepResult
-from mpframe.core.trainer import Trainer
+from mpframe.training.trainer import Trainer
 
 _BIN = math.log(1.01)
 _SHORTEST = 1e-9  # seconds, for a clock that stood still

@@ -17,10 +17,10 @@ from bench.measure import Competitor, race, timed
 from bench.table import Table
 from mpframe.core.loss_scaling import Backoff
 from mpframe.core.objective import supervised
-from mpframe.core.plan import Plan
 from mpframe.core.precision import Precision
-from mpframe.core.trainer import Trainer
 from mpframe.models import resnet18
+from mpframe.training.plan import Plan
+from mpframe.training.trainer import Trainer
 
 HAND = "torch.amp by hand"
 MAX_NORM = 1.0

@@ -23,8 +23,8 @@ from bench.table import Claim, Table
 from mpframe.assembly import build_loaders, build_task, build_trainer
 from mpframe.config.command_line import checked, compose_named
 from mpframe.config.schema import Config
-from mpframe.core.trainer import Trainer
 from mpframe.data.loading import Loader
+from mpframe.training.trainer import Trainer
 
 THERE = "batches that are there"
 MOST = 0.05  # of a step: the rest is the model's own speed

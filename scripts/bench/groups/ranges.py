@@ -22,13 +22,13 @@ from bench.table import Claim, Table
 from mpframe.core.loss_scaling import Backoff
 from mpframe.core.objective import supervised
 from mpframe.core.precision import Precision
-from mpframe.core.trainer import Trainer
 from mpframe.lab.range_watch import RangeWatch
 from mpframe.models import mlp, resnet18
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.throughput import Throughput
 from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
 
 THREADS = 2
 EVERY = 100

@@ -19,8 +19,8 @@ from mpframe.core.loss_scaling import Backoff
 from mpframe.core.objective import supervised
 from mpframe.core.policy import has_native_half
 from mpframe.core.precision import Precision
-from mpframe.core.trainer import Trainer
 from mpframe.models import resnet18
+from mpframe.training.trainer import Trainer
 
 THREADS = 2
 EMULATED_FLOAT16 = 1.4  # times the fp32 step

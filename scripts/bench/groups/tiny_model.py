@@ -24,16 +24,16 @@ from mpframe.core.callback import Callback, call
 from mpframe.core.loss_scaling import Backoff, LogMax, Static
 from mpframe.core.loss_scaling.scaler import Scaling
 from mpframe.core.objective import supervised
-from mpframe.core.plan import Plan
 from mpframe.core.precision import Precision
-from mpframe.core.trainer import Trainer
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.curves import Curves
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.callbacks.records import RecordAmax
 from mpframe.training.callbacks.results import Results
 from mpframe.training.callbacks.throughput import Throughput
+from mpframe.training.plan import Plan
 from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
 
 HAND = "by hand"
 CHECKED = "by hand, gradients checked"  # every step: their norm, and the step only if it is finite

@@ -20,10 +20,10 @@ from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.loss_scaling import Backoff
 from mpframe.core.masters import Master
 from mpframe.core.objective import StepOutput, supervised
-from mpframe.core.plan import Plan
 from mpframe.core.precision import Precision
-from mpframe.core.trainer import Trainer
+from mpframe.training.plan import Plan
 from mpframe.training.split_master import SplitMaster
+from mpframe.training.trainer import Trainer
 
 MAX_NORM = 1.0
 LR = 1e-4

@@ -55,7 +55,7 @@ def measure(
         return race(turns, rounds)
 
 
-def _turn(step: Step, steps: int, comm: Comm) -> Callable[[], float]:
+def _turn(step: Step, steps: int, comm: Any) -> Callable[[], float]:
     def turn() -> float:
         comm.barrier()
         began = time.perf_counter()
@@ -67,15 +67,15 @@ def _turn(step: Step, steps: int, comm: Comm) -> Callable[[], float]:
     return turn
 
 
-def _by_hand(work: Workload, laps: Laps, comm: Comm, half: torch.dtype | None = None) -> Step:
+def _by_hand(work: Workload, laps: Laps, comm: Any, half: torch.dtype | None = None) -> Step:
     return by_hand(work, laps, half, parallel=DistributedDataParallel)
 
 
-def _by_trainer(work: Workload, laps: Laps, comm: Comm, **how: Any) -> Step:
+def _by_trainer(work: Workload, laps: Laps, comm: Any, **how: Any) -> Step:
     return by_trainer(work, laps, comm=comm, **how)
 
 
-def _alone(work: Workload, laps: Laps, comm: Comm, **how: Any) -> Step:
+def _alone(work: Workload, laps: Laps, comm: Any, **how: Any) -> Step:
     """Of rank 0; the others wait."""
     return by_trainer(work, laps, **how) if comm.is_main else lambda: None
 

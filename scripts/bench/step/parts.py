@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.measure import Clock
-from mpframe.core.trainer import Trainer
+from mpframe.core.comm import Comm
+from mpframe.training.trainer import Trainer
 
 
 class Parts:
@@ -51,11 +52,12 @@ def watched(trainer: Trainer, clock: Clock = time.perf_counter) -> Parts:
     """The parts of a trainer of one optimizer, which is told its time from now on."""
     parts = Parts(clock)
     optimizer: Any = trainer.optimizer
-    parts.watch(trainer, "_forward", "forward and loss")
-    parts.watch(trainer._window_of_one, "backward", "backward")
+    trainer.comm = Comm()  # Not the one that all trainers share.
+    parts.watch(trainer, "forward_backward", "forward and loss")
+    parts.watch(trainer.comm, "backward", "backward")
     parts.watch(optimizer.optimizer, "step", "AdamW itself")
     parts.watch(optimizer, "zero_grad", "gradients cleared")
-    parts.watch(optimizer, "collect_step_grads", "gradients collected, the largest one")
+    parts.watch(optimizer, "accumulate", "gradients collected, the largest one")
     parts.watch(optimizer, "step", "norm and verdict")
     parts.watch(optimizer, "apply", "around AdamW")
     parts.watch(trainer, "_call", "callbacks")

@@ -12,9 +12,9 @@ from bench.whole.loop_time import LoopTime
 from bench.whole.workloads import Workload
 from mpframe.cli.commands.train import main
 from mpframe.core.callback import Callback
-from mpframe.core.trainer import Trainer
 from mpframe.training.evaluation import Evaluation
 from mpframe.training.run_context import RunContext
+from mpframe.training.trainer import Trainer
 
 _FILE = "loop_time.json"
 

@@ -6,44 +6,25 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from mpframe.core.errors import CheckpointError
-from mpframe.core.gradients import check_clipping
 from mpframe.core.step_result import StepResult
+from mpframe.core.trainer import StepOptions
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How long to train and how often to look.
+class Plan(StepOptions):
+    """How long to train and how often to look, beside the options of a step.
 
     Attributes:
         epochs: passes over the data, >= 1.
         max_steps: stop after this many optimizer steps; None: after the epochs.
         accumulate: micro-batches per step, >= 1.
-        clip_norm: clip the global norm of the unscaled gradients to this, > 0 and finite; None: do
-            not.
-        clip_value: clamp each value of the unscaled gradients to [-clip_value, clip_value] instead,
-            > 0 and finite; None: do not.
         eval_every: steps between validations; None: after each epoch.
-        skip_if_dropped: skip a step where any of its micro-batches overflowed; False drops those.
-        compile: compile the forward pass and its casts into one graph.
-        reduce: when ranks average gradients: `in_backward`, while it runs, or `after_backward`.
-
-    Raises:
-        ConfigError: `clip_norm` or `clip_value` is out of its range, or both are given.
     """
 
     epochs: int = 1
     max_steps: int | None = None
     accumulate: int = 1
-    clip_norm: float | None = None
-    clip_value: float | None = None
     eval_every: int | None = None
-    skip_if_dropped: bool = False
-    compile: bool = False
-    reduce: str = "in_backward"
-
-    def __post_init__(self) -> None:
-        bounds = {"trainer.clip_norm": self.clip_norm, "trainer.clip_value": self.clip_value}
-        check_clipping(**bounds)
 
     def total_steps(self, batches: int) -> int:
         """Planned optimizer steps at `batches` micro-batches per epoch."""

@@ -1,0 +1,288 @@
+"""The trainer: the step of the engine, and the loop around it.
+
+All parts are arguments; what watches a run (logs, checkpoints, progress) is a `Callback`. The
+trainers of several losses and of LBFGS are beside it, over the same step.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from mpframe.core.callback import Batch, Callbacks, Loader, call
+from mpframe.core.errors import CheckpointError, ConfigError, MpframeError
+from mpframe.core.loss_scaling.scaler import LossScaler, scalers_by_name, wants_probe
+from mpframe.core.objective import compute
+from mpframe.core.step_result import StepResult, largest, with_verdicts
+from mpframe.core.trainer import StepTrainer
+from mpframe.core.user_code import InBatch, name_of, raised
+from mpframe.core.widening import widen_named, widened
+from mpframe.training.extra_state import ExtraState
+from mpframe.training.plan import Plan, Progress
+from mpframe.training.probe import probe_amax
+
+_MOST_PENDING = 100  # So that a run that only skips steps is noticed.
+
+
+@dataclass
+class Trainer(StepTrainer):
+    """Trains a model in a dtype mode, as long as planned.
+
+    Attributes:
+        plan: how long to train, how often to look, and the options of each step.
+        evaluator: evaluates the model; None: it cannot be validated.
+        callbacks: by name, called in this order, after the algorithms.
+        progress: how far the run has come.
+        stop_reason: why the run is to end before its plan does; None: it is not.
+    """
+
+    plan: Plan = field(default_factory=Plan)
+    evaluator: Any = None
+    callbacks: Callbacks = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
+    stop_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.extra_state = ExtraState(self.model)
+        self._unread: list[StepResult] = []
+        if self.evaluator is not None:
+            self.evaluator.attach(self.model)
+
+    @property
+    def scalers(self) -> dict[str, LossScaler]:
+        """The scalers by the name of their loss; the only one, or a shared one, is named ""."""
+        return scalers_by_name(self.scaler)
+
+    def finish_step(self, result: StepResult) -> StepResult:
+        """Let all that follows a step follow it, once it is known whether it was skipped."""
+        self._unread.append(super().finish_step(result))
+        self.progress.pending += 1
+        if result.verdict or self.progress.pending >= _MOST_PENDING:
+            self.read_verdicts()
+        return result
+
+    def read_verdicts(self) -> None:
+        """Let the host know which of the steps so far were skipped, and act on it.
+
+        All that depends on the verdict happens here, and only here: the counts, the schedule and
+        the callbacks, for one step after the other. A plain optimizer has read its verdict already,
+        and each step comes here at once. An optimizer that skips on the device reads nothing, and
+        its steps wait for this call: the host waits for the device once for all of them. `fit`
+        calls it when something is due that depends on them, and before the next update if there is
+        a schedule; `state_dict` calls it, and so may a callback.
+        """
+        results, self._unread = self._unread, []
+        self.progress.pending = 0
+        known = len(results) == 1 and results[0].verdict
+        for result in results if known else with_verdicts(results):
+            self.progress.count_step(result)
+            if self.algorithms or self.callbacks:
+                self._call("on_optimizer_step", result)
+
+    def fit(self, train: Loader, val: Loader | None = None) -> None:
+        """Train as planned, from where `progress` stands."""
+        if any(map(wants_probe, self.scalers.values())):
+            self.probe(next(train.epoch(self.progress.epoch, start=self.progress.batch)))
+        self.progress.count_batches(0, len(train))  # There may be less data than there was.
+        if self._validation_due():  # The run was stopped in its validation.
+            self._validate(val)
+            self._call("on_step_end")
+        while not self._complete():
+            self._run_epoch(train, val)
+        self._call("on_train_end")
+
+    def stop(self, reason: str) -> None:
+        """End `fit` after this step, as if the plan ended here.
+
+        Args:
+            reason: one line, for the summary of the run.
+        """
+        self.stop_reason = reason
+
+    def probe(self, batch: Batch) -> None:
+        """Set the first scale of scalers that want a probe from one backward pass in fp32."""
+        self.model.train()
+        batch = self.on_device(batch)
+        for name, scaler in self.scalers.items():
+            if wants_probe(scaler):
+                scaled = [o.objective for o in self.objectives if name in ("", o.name)]
+                amaxes = [probe_amax(self.model, one, self.precision, batch) for one in scaled]
+                scaler.start_from(self.comm.max(largest(amaxes)))
+
+    def backward(self, batch: Batch, scale: float = 1.0) -> float:
+        """Forward and scaled backward of every loss, for measurements: no step follows.
+
+        Gradients are added to the parameters' own, buffers move.
+
+        Returns:
+            The unscaled sum of the losses.
+        """
+        batch, total = self.on_device(batch), 0.0
+        for part in self.objectives:
+            casts = self.precision.cast()
+            loss = compute(part.objective, self.compiled_model, batch, casts).loss
+            (loss * scale).backward(inputs=part.parameters)  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        return total
+
+    def test(self, loader: Loader) -> Any:
+        """Evaluate on data that chose nothing, and tell the callbacks."""
+        evaluation = self.evaluate(loader, "test")
+        self._call("on_test", evaluation)
+        return evaluation
+
+    def evaluate(self, loader: Loader, split: str = "validation") -> Any:
+        """Evaluate one pass over data; the model is left as it was.
+
+        Args:
+            loader: the samples.
+            split: what they are for, in messages.
+
+        Raises:
+            ConfigError: there is no evaluator.
+        """
+        if self.evaluator is None:
+            raise ConfigError(
+                "Trainer.evaluator=None: nothing evaluates the model; give Trainer an "
+                "evaluator=Evaluator() of mpframe.training.evaluation"
+            )
+        return self.evaluator(self, loader, split)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that can change the run's future; weights as their fp32 masters."""
+        self.read_verdicts()
+        state = {
+            "weights": self.weights(),
+            "extra_state": self.extra_state.state_dict(),
+            "widened": widened(self.model),
+            "optimizer": self.optimizer.inner_state_dict(),  # Masters stand among the weights.
+            "scaler": states_of(self.scalers),
+            "precision": str(self.precision),
+            "products": self.precision.state_dict(),
+            "progress": asdict(self.progress),
+        }
+        for algorithm in self.algorithms.values():
+            state |= algorithm.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken.
+
+        Raises:
+            CheckpointError: the state belongs to another model, optimizer or scaler.
+        """
+        self.extra_state.load_state_dict(state.get("extra_state", {}))
+        widen_named(self.model, state.get("widened", ()))
+        self.load_weights(state["weights"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        load_states(self.scalers, state["scaler"], "loss_scaling")
+        for algorithm in self.algorithms.values():
+            algorithm.load_state_dict(state)
+        self.precision.load_state_dict(state.get("products", {}))
+        self.progress, self._unread = Progress.saved(state["progress"]), []
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters, as their fp32 masters, and buffers by name; not copied."""
+        masters = self.optimizer.masters_by_name(self.model)
+        return {**self.model.state_dict(), **masters}
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Load parameters (fp32) and buffers by name; masters exactly, half weights rounded.
+
+        Raises:
+            CheckpointError: a name is missing or unexpected, or a shape differs.
+        """
+        self.optimizer.load_masters(self.model, weights)
+        for algorithm in self.algorithms.values():
+            algorithm.on_load_weights(self)
+
+    def _run_epoch(self, train: Loader, val: Loader | None) -> None:
+        self.model.train()
+        batches = train.epoch(self.progress.epoch, start=self.progress.batch)
+        for window in _windows(batches, self.plan.accumulate):
+            self._call("on_step_begin", window)
+            at = self.progress.epoch, self.progress.batch
+            place = InBatch("training", *at, len(window), train)
+            self.progress.count_batches(len(window), len(train))
+            with place:
+                self.train_step(*window)
+            if self._validation_due() or self._at_pause():
+                self.read_verdicts()
+                if self._validation_due():
+                    self._validate(val)
+                if self._at_pause():
+                    self._call("on_epoch_end")
+            self._call("on_step_end")
+            if self._complete():
+                break
+
+    def _complete(self) -> bool:
+        return self.progress.epoch >= self.plan.epochs or self._at_last_step()
+
+    def _at_last_step(self) -> bool:
+        """True after the last step; while steps are pending, if it may be one of them."""
+        known, pending = self.progress.steps, self.progress.pending
+        last = self.plan.max_steps is not None and known + pending >= self.plan.max_steps
+        return last or self.stop_reason is not None
+
+    def _at_pause(self) -> bool:
+        """True after the last step of an epoch or of the run."""
+        return self.progress.batch == 0 or self._at_last_step()
+
+    def _validation_due(self) -> bool:
+        global_step = self.progress.global_step
+        if global_step == self.progress.validated:
+            return False
+        every = self.plan.eval_every
+        at_step = global_step % every == 0 if every else self.progress.batch == 0
+        return at_step or self._complete()
+
+    def _validate(self, val: Loader | None) -> None:
+        if val is not None:
+            evaluation = self.evaluate(val)
+            self.progress.validated = self.progress.global_step
+            self._call("on_evaluate", evaluation)
+
+    def _call(self, event: str, *values: Any) -> None:
+        call(self.algorithms, event, self, *values)
+        call(self.callbacks, event, self, *values)
+
+
+def _windows(batches: Iterator[Batch], size: int) -> Iterable[list[Batch]]:
+    while window := list(islice(batches, size)):
+        yield window
+
+
+def states_of(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of each, by its name."""
+    return {name: one.state_dict() for name, one in named.items()}
+
+
+def load_states(named: Mapping[str, Any], states: Mapping[str, Any], option: str) -> None:
+    """Load what `states_of` gave.
+
+    Raises:
+        CheckpointError: there was another number of them, or others, or one refuses its state.
+    """
+    if named and states and set(named) != set(states):
+        raise CheckpointError(
+            f"{option}: the checkpoint has {_names(states)}, this run {_names(named)}; resume with "
+            "the optimizers it was made with"
+        )
+    for name in named.keys() & states.keys():
+        try:
+            named[name].load_state_dict(states[name])
+        except MpframeError:
+            raise
+        except Exception as error:  # Whatever a user's class raises.
+            raise CheckpointError(
+                f"{option}: {name_of(named[name])} cannot continue the saved state: "
+                f"{raised(error)}; resume with the class it was saved from"
+            ) from error
+
+
+def _names(given: Iterable[str]) -> str:
+    return ", ".join(name or "a single one" for name in sorted(given))
