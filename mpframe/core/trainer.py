@@ -165,8 +165,6 @@ class Trainer:
         self._buffers, self.extra_state = Buffers(self.model), ExtraState(self.model)
         self._unread: list[StepResult] = []
         self._device = device_of(self.model)
-        if self.evaluator is not None:
-            self.evaluator.attach(self.model)
         # The objective is called with it; the model itself if it is not compiled.
         self.compiled_model: Any = torch.compile(self.model) if self.plan.compile else self.model
         self._window, self._window_of_one = Window(self), self._make_window_of_one()
