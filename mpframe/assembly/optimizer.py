@@ -17,7 +17,7 @@ from mpframe.assembly.target import found, make
 from mpframe.config.check import flatten
 from mpframe.config.planned import filled_in
 from mpframe.config.redaction import hide, secrets_of
-from mpframe.config.schema import Config, Group, GroupOptions, PartOptions
+from mpframe.config.schema import Config, Group, PartOptions, measured
 from mpframe.core.errors import ConfigError
 from mpframe.core.master_weights import MasterWeights
 from mpframe.core.trainer import StepOptimizer
@@ -45,7 +45,7 @@ def build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
     }
 
 
-def _selection(options: PartOptions | GroupOptions) -> Selection:
+def _selection(options: PartOptions) -> Selection:
     return Selection(options.parameters, options.without, options.ndim)
 
 
@@ -81,13 +81,12 @@ def _settings(
 
     torch itself takes any name and any value from a group.
     """
-    path, settings = f"optimizer.groups.{name}", dict(group.settings)
-    if group.options.lr is not None:
-        settings["lr"] = group.options.lr
-    if group.options.lr_scale is not None:
-        if "lr" not in config.optimizer:
-            raise ConfigError(f"{path}.lr_scale: is a factor on optimizer.lr; set that, too")
-        settings["lr"] = config.optimizer["lr"] * group.options.lr_scale
+    path, settings, lr = f"optimizer.groups.{name}", dict(group.settings), group.options.lr
+    factor = measured(lr, "x")
+    if factor is not None and "lr" not in config.optimizer:
+        raise ConfigError(f"{path}.lr={lr}: is a factor on optimizer.lr; set that as well")
+    if lr is not None:
+        settings["lr"] = lr if factor is None else config.optimizer["lr"] * factor
     if settings:
         made = _optimizer(path, {**config.optimizer, **settings}, parameters)
         for key in settings:

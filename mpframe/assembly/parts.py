@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mpframe.assembly.target import found, make, options_of
 from mpframe.config.schema import Config
-from mpframe.core.callback import Callback
+from mpframe.core.callback import Algorithm, Callback
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, UserCodeError, nearest
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, Scaling
@@ -211,7 +211,7 @@ def _common(config: Config, task: Task, comm: Comm) -> dict[str, Any]:
     return {
         "seed": config.run.seed,
         "workers": config.data.workers,
-        "worker_timeout": config.data.worker_timeout,
+        "worker_timeout": config.trainer.timeout,
         "collate": task.collate,
         "pin": resolve_device(config.run.device).type == "cuda",
         "comm": comm,
@@ -306,14 +306,6 @@ def _masters(word: str) -> bool | type[Master]:
     return word == "on"
 
 
-def build_eval_precision(config: Config) -> Precision | None:
-    """The mode to validate in: fp32, or fp32 weights with ops cast by the default lists."""
-    dtype = config.trainer.eval_dtype
-    if dtype is None:
-        return None
-    return Precision() if dtype == "fp32" else Precision("amp", dtype, compute=config.dtype.compute)
-
-
 def in_fp32(config: Config) -> Config:
     """The same options in fp32, where neither lists nor pins cast anything."""
     return replace(config, dtype=replace(config.dtype, mode="fp32", products="none"))
@@ -364,13 +356,22 @@ def build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
     return {name: build_scaler(config).to(device) for name in task.objectives}
 
 
-def build_callbacks(config: Config) -> dict[str, Callback]:
-    """The callbacks by name, in the order of the configuration; one that is null is left out.
+def build_callbacks(config: Config, *, algorithms: bool = False) -> dict[str, Callback]:
+    """Make the group's callbacks, in the order of the configuration; one that is null is left out.
+
+    Args:
+        config: the options.
+        algorithms: only those entries that name an `Algorithm`, which the trainer takes; False:
+            only the others.
 
     Raises:
         ConfigError: an entry cannot be made, or is not a callback.
     """
-    nodes = config.callbacks
+    nodes = {
+        name: node
+        for name, node in config.callbacks.items()
+        if _is_algorithm(found(f"callbacks.{name}", node["_target_"])) is algorithms
+    }
     callbacks = {name: make(f"callbacks.{name}", node) for name, node in nodes.items()}
     for name, callback in callbacks.items():
         if not isinstance(callback, Callback):
@@ -379,3 +380,7 @@ def build_callbacks(config: Config) -> dict[str, Callback]:
                 f"mpframe.core.callback.Callback, got {type(callback).__name__}"
             )
     return callbacks
+
+
+def _is_algorithm(target: Any) -> bool:
+    return isinstance(target, type) and issubclass(target, Algorithm)

@@ -7,6 +7,7 @@ divided is refused by name.
 import logging
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from mpframe.assembly.optimizer import build_ema, build_optimizers, build_schedule, joined
 from mpframe.assembly.parts import (
-    build_eval_precision,
+    build_callbacks,
     build_metrics,
     build_model,
     build_precision,
@@ -45,7 +46,6 @@ _NEEDED = {  # What needs whole weights on each rank is off.
     "trainer.compile": "false",
     "trainer.channels_last": "false",
     "trainer.reduce": "in_backward",
-    "trainer.eval_dtype": "null",
     "trainer.async_save": "false",
     "dtype.master_weights": "on",
     "dtype.products": "none",
@@ -189,7 +189,7 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
         scaler=build_scalers(config, task, device),
         algorithms=_build_algorithms(config, model, optimizer, schedules),
         plan=plan,
-        evaluator=Evaluator(metrics, config.trainer.monitor, build_eval_precision(config)),
+        evaluator=Evaluator(metrics, config.trainer.monitor),
         comm=comm,
     )
 
@@ -259,7 +259,6 @@ def build_plan(config: Config) -> Plan:
         clip_norm=options.clip_norm,
         clip_value=options.clip_value,
         eval_every=options.eval_every,
-        skip_if_dropped=options.bad_micro_batch == "skip",
         compile=options.compile,
         reduce=options.reduce,
     )
@@ -272,7 +271,7 @@ def _build_algorithms(
     schedules: Mapping[str, Schedule | None],
 ) -> dict[str, Algorithm]:
     """What changes the training beside the step, in the order in which it is called."""
-    algorithms: dict[str, Algorithm] = {}
+    algorithms: dict[str, Any] = {}
     planned = {name: schedule for name, schedule in schedules.items() if schedule is not None}
     if planned:
         algorithms["schedule"] = Schedules(planned)
@@ -281,9 +280,4 @@ def _build_algorithms(
         from mpframe.training.ema import AverageWeights
 
         algorithms["ema"] = AverageWeights(ema, model)
-    if config.trainer.on_loss_spike != "off":
-        from mpframe.training.loss_spike import LossSpikes
-
-        options = config.trainer
-        algorithms["spikes"] = LossSpikes(options.on_loss_spike, options.loss_spike_factor)
-    return algorithms
+    return {**algorithms, **build_callbacks(config, algorithms=True)}

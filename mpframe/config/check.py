@@ -7,9 +7,10 @@ each with the option's path, the value and what is allowed.
 
 import dataclasses
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from pathlib import PurePosixPath
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -31,6 +32,7 @@ from mpframe.config.schema import (
     PartOptions,
     RunOptions,
     TrainerOptions,
+    measured,
     use_instead,
 )
 from mpframe.core.errors import ConfigError, nearest
@@ -104,9 +106,7 @@ def _group(name: str, node: Any) -> Group:
         raise ConfigError(f"{path}: is the group of all other parameters; choose another name")
     own, settings = _split(GroupOptions, node)
     options = _load(GroupOptions, path, own)
-    if options.lr is not None and options.lr_scale is not None:
-        raise ConfigError(f"{path}.lr_scale={options.lr_scale}: goes without lr; give one of them")
-    given = [key for key in ("lr", "lr_scale", *settings) if node.get(key) is not None]
+    given = [key for key in ("lr", *settings) if node.get(key) is not None]
     if options.frozen and given:
         raise ConfigError(
             f"{path}.{given[0]}={_shown(node[given[0]])}: has no meaning with frozen=true; leave "
@@ -132,7 +132,9 @@ def _part(name: str, parts: Mapping[str, Any]) -> Part:
     _require_target(path, node)
     own, rest = _split(PartOptions, node)
     options = _load(PartOptions, path, own)
-    return Part(options, {k: v for k, v in node.items() if k == "lr" or k in rest})
+    if isinstance(options.lr, str):
+        raise ConfigError(f"{path}.lr={options.lr}: must be a number > 0; a factor is for a group")
+    return Part(options, rest if options.lr is None else {**rest, "lr": options.lr})
 
 
 def _refuse_leaving(run_name: str) -> None:
@@ -201,6 +203,9 @@ def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
 def _valid(path: str, value: Any, spec: Any) -> Any:
     """`value` as the type of its option; one of another type or out of range is refused."""
     limits: Range = spec.metadata["range"]
+    measure = spec.metadata["measure"]
+    if measure and measured(value, measure):
+        return value
     try:
         converted = _converted(value, spec)
         # OmegaConf would take any number for a truth.
@@ -210,11 +215,12 @@ def _valid(path: str, value: Any, spec: Any) -> Any:
             return converted
     except OmegaConfBaseException:
         pass  # Of another type.
-    kind = "" if limits.choices else " ".join([_type_name(spec.type), spec.metadata["unit"]])
+    kind = "" if limits.choices else " ".join([_type_name(_type(spec)), spec.metadata["unit"]])
     hint = (use_instead(str(value)) if path == "dtype.mode" else "") or nearest(
         str(value), limits.choices
     )
     allowed = " ".join(part.strip() for part in (kind, str(limits)) if part.strip())
+    allowed += f", or as in 10{measure}" * bool(measure)
     raise ConfigError(f"{path}={_shown(value)}: must be {allowed}" + (f"; {hint}" if hint else ""))
 
 
@@ -222,9 +228,14 @@ def _converted(value: Any, spec: Any) -> Any:
     """`value` as the type of its option, by OmegaConf's rules (`"3"` is an int, `1` a float)."""
     if spec.type is Any:
         return value
-    merged = OmegaConf.merge(OmegaConf.structured(_holder(spec.type)), {"value": value})
+    merged = OmegaConf.merge(OmegaConf.structured(_holder(_type(spec))), {"value": value})
     held: Any = OmegaConf.to_container(merged)
     return _as_word(held["value"]) if spec.metadata["range"].choices else held["value"]
+
+
+def _type(spec: Any) -> Any:
+    """The option's type; a word for a number with its measure is not one."""
+    return reduce(or_, set(get_args(spec.type)) - {str}) if spec.metadata["measure"] else spec.type
 
 
 @cache

@@ -51,7 +51,6 @@ _HOUSE = {
     "training.callbacks.records": [
         *("training.callbacks.amax_record.RecordAmax", "training.callbacks.csv_log.CsvLog"),
     ],
-    "training.loss_spike": ["training.callbacks.spike_report.SpikeReport"],
 }
 
 MOVED = {

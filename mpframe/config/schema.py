@@ -13,6 +13,7 @@ other one, on the command line and in every file.
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,14 +23,23 @@ from mpframe.core.ranges import Range
 
 
 def option(
-    default: Any, sentence: str, *, unit: str = "", watches: bool = False, **limits: Any
+    default: Any,
+    sentence: str,
+    *,
+    unit: str = "",
+    measure: str = "",
+    watches: bool = False,
+    **limits: Any,
 ) -> Any:
     """A field of the schema: its default, its one sentence, its unit and its `Range`.
+
+    A number may be followed by `measure`, and is then of that other unit, as in `30min`.
 
     An option that `watches` changes what is seen or kept of a run, or how long a failing run goes
     on. It changes none of the run's numbers.
     """
-    metadata = {"sentence": sentence, "unit": unit, "range": Range(**limits), "watches": watches}
+    metadata = {"sentence": sentence, "unit": unit, "measure": measure, "watches": watches}
+    metadata["range"] = Range(**limits)
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -56,11 +66,36 @@ OTHER_NAMES = {
 }
 
 
+# Options that mpframe had, and what to write now, or what is always done.
+_FORMER = {
+    "autopsy": "use callbacks.autopsy=null",
+    "autopsy_after": "use callbacks.autopsy.after=N",
+    "bad_micro_batch": "a bad micro-batch of a window is always dropped",
+    "checkpoint_minutes": "use trainer.checkpoint_every=30min",
+    "eval_dtype": "use mpframe evaluate checkpoint=RUN dtype=CHOICE",
+    "keep_freed_memory": "freed memory is always kept",
+    "layers": "use callbacks.ranges.layers=[PATTERN]",
+    "loss_spike_factor": "use callbacks.loss_spikes.factor=NUMBER",
+    "lr_scale": "use lr=10x",
+    "on_loss_spike": "use callbacks.loss_spikes.policy=CHOICE",
+    "profile": "use callbacks.profile.enabled=true",
+    "progress": "use callbacks.progress_bar.shown=CHOICE",
+    "rank_timeout": "use trainer.timeout=SECONDS",
+    "worker_timeout": "use trainer.timeout=SECONDS",
+    "worst": "use callbacks.ranges.worst=N",
+}
+
+
 def use_instead(name: str) -> str:
-    """A clause with what to write for another library's name; empty if it is none."""
-    folded = {other.lower(): words for other, words in OTHER_NAMES.items()}
-    words = folded.get(name.lower())
-    return f"use {words}" if words else ""
+    """A clause with what to write for an older or another library's name; empty if it is none."""
+    folded = {other.lower(): f"use {words}" for other, words in OTHER_NAMES.items()}
+    return (folded | _FORMER).get(name.lower(), "")
+
+
+def measured(value: Any, measure: str) -> float | None:
+    """The number before `measure`, e.g. 30.0 for `30min`; None for anything else."""
+    words = re.fullmatch(rf"(\d+\.?\d*|\.\d+){measure}", str(value))
+    return float(words[1]) if words and float(words[1]) > 0 else None
 
 
 @dataclass
@@ -116,11 +151,6 @@ class TrainerOptions:
         low=0,
     )
     accumulate: int = option(1, "Micro-batches per optimizer step.", unit="batches", low=1)
-    bad_micro_batch: str = option(
-        "drop",
-        "A micro-batch of an accumulated step overflows: drop it, or skip the step.",
-        choices=("drop", "skip"),
-    )
     clip_norm: float | None = option(
         None, "Clip the global 2-norm of the unscaled gradients to this.", above=0.0
     )
@@ -150,11 +180,14 @@ class TrainerOptions:
         "first metric.",
         watches=True,
     )
-    checkpoint_every: int | None = option(
-        None, "Save every so many steps; null: after each epoch.", unit="steps", low=1, watches=True
-    )
-    checkpoint_minutes: float | None = option(
-        None, "Save whenever so much time has passed.", unit="minutes", above=0.0, watches=True
+    checkpoint_every: int | str | None = option(
+        None,
+        "Save every so many steps, or whenever so much time has passed, as in 30min; null: after "
+        "each epoch.",
+        unit="steps",
+        low=1,
+        measure="min",
+        watches=True,
     )
     keep_last: int = option(
         2,
@@ -197,45 +230,10 @@ class TrainerOptions:
         low=1,
         watches=True,
     )
-    autopsy: str = option(
-        "on_trouble",
-        "Replay a step that failed and report what is wrong with it; see autopsy_after.",
-        choices=("off", "on_trouble"),
-        watches=True,
-    )
-    autopsy_after: int = option(
-        10,
-        "Skipped steps in a row that are looked into; a loss that is not finite, and a skip at the "
-        "scale's floor, are at once.",
-        unit="steps",
-        low=1,
-        watches=True,
-    )
-    on_loss_spike: str = option(
-        "off",
-        "What a finite loss far above the last ones does: a warning, a skipped step, or the end.",
-        choices=("off", "warn", "skip", "stop"),
-    )
-    loss_spike_factor: float = option(
-        5.0,
-        "A spike is a loss above this times the median of the last 50 applied steps.",
-        above=1.0,
-    )
-    eval_dtype: str | None = option(
-        None,
-        "Validate in this format, over fp32 weights; null: as trained.",
-        choices=("fp32", "float16", "bfloat16"),
-    )
     recompute: list[str] = option(
         [],
         "Patterns of modules that keep no activations and run again in the backward pass: less "
         "memory, the same numbers.",
-        watches=True,
-    )
-    keep_freed_memory: bool = option(
-        True,
-        "On a CPU under Linux, keep the memory that a step frees for the next one: faster steps of "
-        "models with many parameters, for more memory.",
         watches=True,
     )
     channels_last: bool = option(
@@ -261,30 +259,19 @@ class TrainerOptions:
         "Let BatchNorm use the statistics of the whole batch, not those of a rank's part of it. "
         "The autopsy, which replays steps on one rank, is then off.",
     )
-    rank_timeout: float = option(
-        300.0,
-        "End the run where another rank gives no answer for so long.",
+    timeout: float = option(
+        600.0,
+        "End the run if the data workers give no batch, or another rank gives no answer, for so "
+        "long.",
         unit="seconds",
         above=0.0,
-        watches=True,
-    )
-    profile: bool = option(
-        False,
-        "Record a few steps: a trace for a browser, and the largest costs by module and format.",
-        watches=True,
-    )
-    progress: str | bool = option(  # A file's unquoted `off` is read as false.
-        "auto",
-        "Show a progress bar; auto: if stderr is a terminal and verbosity is not quiet. true is "
-        "read as on, false as off.",
-        choices=("auto", "on", "off"),
         watches=True,
     )
     verbosity: str = option(
         "normal",
         "What the console shows: quiet: warnings, errors and the result; normal: also a line at "
-        "every validation; verbose: also a line at every log_every steps. train.log holds what "
-        "normal shows, and with verbose the rest, too.",
+        "every validation, and a progress bar if stderr is a terminal; verbose: also a line at "
+        "every log_every steps. train.log holds the lines of normal or verbose.",
         choices=("quiet", "normal", "verbose"),
         watches=True,
     )
@@ -296,12 +283,6 @@ class NumericsOptions:
 
     every: int | None = option(
         None, "Steps between two reports; null: never.", unit="steps", low=1, watches=True
-    )
-    worst: int = option(
-        3, "Layers of each kind that scalars are written for.", unit="layers", low=1, watches=True
-    )
-    layers: list[str] = option(
-        [], "Patterns of layers drawn over time; empty: the one nearest to overflow.", watches=True
     )
 
 
@@ -320,12 +301,6 @@ class DatasetOptions:
         low=1,
     )
     workers: int = option(0, "Processes that load data; 0: the main one.", unit="processes", low=0)
-    worker_timeout: float | None = option(
-        600.0,
-        "Stop the run where the workers give no batch for so long; null: wait for ever.",
-        unit="seconds",
-        above=0.0,
-    )
 
 
 @dataclass
@@ -337,16 +312,29 @@ class OptimizerOptions:
 
 
 @dataclass
-class GroupOptions:
-    """`optimizer.groups.NAME`: some of the parameters, beside any setting of the optimizer."""
+class PartOptions:
+    """`optimizer.parts.NAME`: one of several optimizers, beside its own arguments."""
 
     parameters: list[str] = option(["*"], "Patterns of the parameter names it takes.")
     without: list[str] = option([], "Patterns of names it leaves to later groups.")
     ndim: int | None = option(
         None, "Takes only tensors of so many dimensions; null: any.", unit="dimensions", low=0
     )
-    lr: float | None = option(None, "Learning rate; null: optimizer.lr.", above=0.0)
-    lr_scale: float | None = option(None, "Factor on optimizer.lr, instead of lr.", above=0.0)
+    lr: float | str | None = option(
+        None,
+        "Learning rate; of a group also a factor on optimizer.lr, as in 10x; null: optimizer.lr.",
+        above=0.0,
+        measure="x",
+    )
+
+
+@dataclass
+class GroupOptions(PartOptions):
+    """`optimizer.groups.NAME`: some of the parameters, beside any setting of the optimizer.
+
+    `optimizer.parts.NAME` takes the same options except `frozen`.
+    """
+
     frozen: bool = option(False, "Its parameters are not trained.")
 
 
@@ -371,18 +359,6 @@ class JointOptions:
         "shared", "One loss scaler for all losses, or one for each.", choices=("shared", "each")
     )
     parts: dict[str, Any] = option({}, "The optimizers by name; named as the losses, if several.")
-
-
-@dataclass
-class PartOptions:
-    """`optimizer.parts.NAME`: one of several optimizers, beside its own arguments."""
-
-    lr: float = option(1e-3, "Learning rate.", above=0.0)
-    parameters: list[str] = option(["*"], "Patterns of the parameter names it may take.")
-    without: list[str] = option([], "Patterns of names it leaves to later parts.")
-    ndim: int | None = option(
-        None, "Takes only tensors of so many dimensions; null: any.", unit="dimensions", low=0
-    )
 
 
 @dataclass
@@ -462,10 +438,10 @@ SECTIONS: dict[str, type] = {
 RUN_OPTIONS = {f.name for f in dataclasses.fields(RunOptions)}
 
 
-# Those of conf/callbacks/default.yaml.
+# Those of conf/callbacks/default.yaml, except loss_spikes.
 _WATCHING_CALLBACKS = (
-    *("ranges", "amax_record", "curves", "csv", "autopsy", "loss_spikes", "saturation"),
-    *("log_lines", "profile", "progress_bar"),
+    *("ranges", "amax_record", "curves", "csv", "autopsy", "saturation", "log_lines"),
+    *("profile", "progress_bar"),
 )
 
 

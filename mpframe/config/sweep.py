@@ -188,7 +188,7 @@ OmegaConf.register_new_resolver("job_name", _resolved, replace=True)
 
 OPTIONS = "config_resolved.yaml"
 """The file in a run's folder that has the value of every option."""
-ELSEWHERE = {"device", "dataset.root", "dataset.workers", "dataset.worker_timeout"}
+ELSEWHERE = {"device", "dataset.root", "dataset.workers", "trainer.timeout"}
 """Options that say where a run is, and none of its numbers; `auto` may be the same device."""
 # These only watch the training, but the summary depends on them.
 _DECIDING = {

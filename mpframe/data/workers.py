@@ -223,8 +223,8 @@ class WorkerPool:
         reading = [(n, self._current.of(n)) for n in range(len(self._current))]
         places = [f"worker {n} is at {order.locate(i)}" for n, i in reading if i is not None]
         return (
-            f"dataset.worker_timeout={self._timeout:g}: no batch within {self._timeout:g} s; "
-            f"{', '.join(places) or 'no worker is reading'}; raise dataset.worker_timeout, or fix "
+            f"trainer.timeout={self._timeout:g}: no batch within {self._timeout:g} s; "
+            f"{', '.join(places) or 'no worker is reading'}; raise trainer.timeout, or fix "
             "what hangs"
         )
 

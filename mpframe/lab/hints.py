@@ -245,11 +245,11 @@ def check_classes(run: PlannedRun) -> Iterator[Finding]:
 def check_layers(run: PlannedRun) -> Iterator[Finding]:
     """A pattern of layers to draw that matches none."""
     names = [name for name, _ in run.trainer.model.named_modules()]
-    for pattern in run.options.get("numerics.layers") or ():
+    for pattern in run.options.get("callbacks.ranges.layers") or ():
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = nearest(pattern, names)
             yield warning(
-                f"numerics.layers: {pattern!r} matches no layer" + f"; {hint}" * bool(hint)
+                f"callbacks.ranges.layers: {pattern!r} matches no layer" + f"; {hint}" * bool(hint)
             )
 
 

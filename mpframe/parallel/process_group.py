@@ -335,7 +335,7 @@ class ProcessGroup(Comm):
     def _gave_no_answer(self, ranks: str) -> str:
         return (
             f"rank {ranks}: was killed, or gave no answer for {self._timeout:g} s "
-            "(trainer.rank_timeout); continue with resume=auto"
+            "(trainer.timeout); continue with resume=auto"
         )
 
 

@@ -11,7 +11,7 @@ writes a summary and checkpoints, can be stopped, and ends if it only skips.
 """
 
 from mpframe import assembly
-from mpframe.config.schema import Config
+from mpframe.config.schema import Config, measured
 from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
 from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
@@ -60,10 +60,10 @@ class RunCallbacks:
 
 
 def _save_plan(config: Config) -> SavePlan:
-    options = config.trainer
+    options, every = config.trainer, config.trainer.checkpoint_every
     return SavePlan(
-        every=options.checkpoint_every,
-        minutes=options.checkpoint_minutes,
+        every=None if isinstance(every, str) else every,
+        minutes=measured(every, "min"),
         keep_last=options.keep_last,
         keep_best=options.keep_best,
         background=options.async_save,

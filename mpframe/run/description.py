@@ -266,7 +266,7 @@ def _precision_of(trainer: Trainer) -> dict[str, Any]:
         "half": None if policy.mode == "fp32" else policy.half,
         "ops": None if policy.mode == "fp32" else ops_in_words(policy.ops).replace("`", ""),
         "half_weights": [name for name, weight in weights if weight.dtype in HALF],
-        "evaluated_in": str(getattr(trainer.evaluator, "precision", None) or trainer.precision),
+        "evaluated_in": str(trainer.precision),
     }
 
 

@@ -62,12 +62,11 @@ log = logging.getLogger(__name__)
 
 
 def prepare_process(config: Config) -> None:
-    """Keep freed memory if the options say so, and warn of threads without cores."""
+    """On a CPU, keep freed memory and warn of threads without cores."""
     device = config.run.device
     if device not in ("auto", "cpu") or resolve_device(device).type != "cpu":
         return
-    if config.trainer.keep_freed_memory:
-        keep_freed_memory()
+    keep_freed_memory()
     advice = advice_on_threads(torch.get_num_threads(), os.environ)
     if advice is not None:
         log.warning("warning: %s", advice)

@@ -113,7 +113,7 @@ class Run:
             self._scratch,
             hidden_from_logs(self.secrets),
             console(options.verbosity, place().rank),
-            joined(options.parallel, device, options.rank_timeout) as self.comm,
+            joined(options.parallel, device, options.timeout) as self.comm,
             self._said_to_others(),
             self.run_folder,
             RunLock(self.own_folder),

@@ -16,7 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpframe.checkpoint.folder import rank
 from mpframe.core.callback import Batch, Loader, call
@@ -24,10 +24,8 @@ from mpframe.core.comm import SINGLE_PROCESS, Comm, weighted
 from mpframe.core.errors import UserCodeError
 from mpframe.core.gradients import as_count
 from mpframe.core.objective import StepOutput, compute, count_of
-from mpframe.core.precision import Precision
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.core.user_code import InBatch, UserCode, described, name_of
-from mpframe.core.widening import fp32_weights
 
 if TYPE_CHECKING:
     from mpframe.training.trainer import Trainer
@@ -224,17 +222,10 @@ class Evaluator:
     Attributes:
         metrics: what makes each metric, by name; see `evaluation.NamedMetric`.
         monitor: the name of the metric that tells progress, or `loss`; None: the first metric.
-        precision: the mode to evaluate in, over fp32 weights; None: as trained.
     """
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
     monitor: str | None = None
-    precision: Precision | None = None
-
-    def attach(self, model: nn.Module) -> None:
-        """Let the mode know the model that will be evaluated."""
-        if self.precision is not None:
-            self.precision.attach(model)
 
     @torch.no_grad()
     def __call__(self, trainer: "Trainer", loader: Loader, split: str) -> Evaluation:
@@ -252,8 +243,6 @@ class Evaluator:
         metrics = Metrics(self.metrics, self.monitor, device, trainer.comm)
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         with ExitStack() as stack:
-            if self.precision is not None:
-                stack.enter_context(fp32_weights(trainer.model))
             for algorithm in trainer.algorithms.values():
                 stack.enter_context(algorithm.evaluating(trainer))
             stack.callback(trainer.model.train, trainer.model.training)
@@ -282,9 +271,8 @@ class Evaluator:
         return torch.stack([torch.stack(losses).sum(), count])
 
     def _compute(self, trainer: "Trainer", batch: Batch) -> list[StepOutput]:
-        batch, precision = trainer.on_device(batch), self.precision or trainer.precision
-        model = trainer.compiled_model if self.precision is None else trainer.model
-        with precision.cast():
+        batch, model = trainer.on_device(batch), trainer.compiled_model
+        with trainer.precision.cast():
             return [compute(part.objective, model, batch) for part in trainer.objectives]
 
 

@@ -66,7 +66,7 @@ def check_beside_closure(
         (scaled, "loss scaling", "loss_scaling=none"),
         (clipped, "clipping", "trainer.clip_norm=null trainer.clip_value=null"),
         (accumulated, "accumulation", "trainer.accumulate=1"),
-        (masked, "skipping", "trainer.on_loss_spike=warn"),
+        (masked, "skipping", "callbacks.loss_spikes.policy=warn"),
     ):
         if present:
             raise ConfigError(

@@ -7,9 +7,9 @@ before ten steps have been applied, or if the median is not positive, because a 
 nothing then. A loss that is nan or inf is an overflow and no spike, and its step is skipped anyway.
 
 The policy decides what follows: `warn` only reports the spike, `skip` skips the step as after an
-overflow (nothing changes but the loss scale), `stop` skips it and ends the run. The loss of a
-skipped step never enters the median, so a model that broke stays above it, and the guard against
-endless skips ends the run.
+overflow (nothing changes but the loss scale), `stop` skips it and ends the run, `off` judges
+nothing. The loss of a skipped step never enters the median, so a model that broke stays above it,
+and the guard against endless skips ends the run.
 """
 
 import logging
@@ -18,28 +18,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpframe.core.callback import Algorithm, Callback
-from mpframe.core.errors import CheckpointError, DivergedError
+from mpframe.core.callback import Algorithm
+from mpframe.core.errors import CheckpointError, ConfigError, DivergedError, nearest
+from mpframe.core.ranges import Range, require
 from mpframe.core.step_result import StepResult
 from mpframe.training.trainer import Trainer
 
 WINDOW = 50
 LEAST = 10
+POLICIES = ("off", "warn", "skip", "stop")
+
+log = logging.getLogger(__name__)
 
 
 class LossSpikes(Algorithm):
     """Compares each step's loss with the median of the losses of applied steps.
 
     Args:
-        policy: `warn`, `skip` or `stop`; the last two leave the step out.
+        policy: `off`, `warn`, `skip` or `stop`; the last two leave the step out.
         factor: how many times the median a loss may be, > 1.
+
+    Raises:
+        ConfigError: one of them is not allowed.
 
     Attributes:
         median: 0-d float32, what the last loss was compared with; nan if too few were known.
         spiked: 0-d bool, the verdict on it.
     """
 
-    def __init__(self, policy: str, factor: float) -> None:
+    def __init__(self, policy: str | bool = "off", factor: float = 5.0) -> None:
+        policy = str(policy or "off")  # YAML reads an unquoted off as false.
+        if policy not in POLICIES:
+            hint = nearest(policy, POLICIES)
+            raise ConfigError(
+                f"callbacks.loss_spikes.policy={policy}: must be one of {', '.join(POLICIES)}"
+                + f"; {hint}" * bool(hint)
+            )
+        require("callbacks.loss_spikes.factor", factor, Range(above=1.0))
         self.policy = policy
         self.factor = factor
         self.median = torch.tensor(torch.nan)
@@ -66,17 +81,37 @@ class LossSpikes(Algorithm):
 
     def before_update(self, trainer: Trainer, losses: list[Tensor]) -> Tensor | None:
         """Judge the loss, once it is known whether the step before was applied."""
+        if self.policy == "off":
+            return None
         trainer.read_verdicts()
         return self.judge(losses[0])
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Remember the loss, unless the step was skipped."""
-        if result.loss is not None and not result.known.skipped:
+        """Remember the loss, unless the step was skipped, and report a spike.
+
+        Raises:
+            DivergedError: the loss is a spike and the policy is `stop`; the step was left out.
+        """
+        if self.policy == "off" or result.loss is None:
+            return
+        if not result.known.skipped:
             self.remember(result.loss)
+        if not bool(self.spiked):
+            return
+        text = (
+            f"step {trainer.progress.global_step}: loss {float(result.loss):.4g} is a spike, more "
+            f"than {self.factor:g} times the median {float(self.median):.4g} of the last steps"
+        )
+        if self.policy == "stop":
+            raise DivergedError(
+                f"callbacks.loss_spikes.policy=stop: {text}; look at the batch, lower "
+                "optimizer.lr, or use callbacks.loss_spikes.policy=skip"
+            )
+        log.warning("warning: %s%s", text, "; skipped" if self.policy == "skip" else "")
 
     def state_dict(self) -> dict[str, Any]:
         """The losses the median is taken of, the oldest first: [n], n up to 50."""
-        return {"spikes": self._losses.clone()}
+        return {} if self.policy == "off" else {"spikes": self._losses.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from saved losses; a checkpoint of a run that judged none has none.
@@ -89,7 +124,7 @@ class LossSpikes(Algorithm):
             return
         if not isinstance(losses, Tensor) or losses.dim() != 1 or len(losses) > WINDOW:
             raise CheckpointError(
-                f"trainer.on_loss_spike: the saved losses are not up to {WINDOW} numbers; "
+                f"callbacks.loss_spikes: the saved losses are not up to {WINDOW} numbers; "
                 "resume from another checkpoint"
             )
         self._losses = losses.clone()
@@ -97,32 +132,5 @@ class LossSpikes(Algorithm):
 
 def spikes_of(trainer: Trainer) -> LossSpikes | None:
     """What judges a trainer's losses; None if nothing does."""
-    return next((a for a in trainer.algorithms.values() if isinstance(a, LossSpikes)), None)
-
-
-log = logging.getLogger(__name__)
-
-
-class SpikeReport(Callback):
-    """Warns of each loss spike, and ends the run if the policy is `stop`."""
-
-    def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Warn if the loss is a spike, or raise.
-
-        Raises:
-            DivergedError: the loss is a spike and `trainer.on_loss_spike` is stop; the step was
-                left out.
-        """
-        spikes = spikes_of(trainer)
-        if spikes is None or result.loss is None or not bool(spikes.spiked):
-            return
-        text = (
-            f"step {trainer.progress.global_step}: loss {float(result.loss):.4g} is a spike, more "
-            f"than {spikes.factor:g} times the median {float(spikes.median):.4g} of the last steps"
-        )
-        if spikes.policy == "stop":
-            raise DivergedError(
-                f"trainer.on_loss_spike=stop: {text}; look at the batch, lower optimizer.lr, or "
-                "use trainer.on_loss_spike=skip"
-            )
-        log.warning("warning: %s%s", text, "; skipped" if spikes.policy == "skip" else "")
+    spikes = (a for a in trainer.algorithms.values() if isinstance(a, LossSpikes))
+    return next((s for s in spikes if s.policy != "off"), None)

@@ -100,8 +100,8 @@ class MultiObjectiveTrainer(Trainer):
         spikes = spikes_of(self)
         if spikes is not None:
             raise ConfigError(
-                f"trainer.on_loss_spike={spikes.policy}: judges one loss, and the dataset has "
-                f"{len(self.objective)}; use trainer.on_loss_spike=off"
+                f"callbacks.loss_spikes.policy={spikes.policy}: judges one loss, and the dataset "
+                f"has {len(self.objective)}; use callbacks.loss_spikes.policy=off"
             )
 
 

@@ -26,7 +26,7 @@ StartRun = Callable[..., Summary]
 def train(folder: Path, *overrides: str) -> Summary:
     """Train as a command line would, in this process and into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    _, composed = compose_named(["trainer.progress=off", *overrides])
+    _, composed = compose_named(["callbacks.progress_bar=null", *overrides])
     own = without_hydra(composed)
     return Run(checked(own), own, folder).train()
 

@@ -202,9 +202,8 @@ def test_an_fp32_run_that_diverges_gets_its_verdict(tmp_path: Path, start_run: S
 def test_a_scale_that_is_on_its_way_down_is_called_normal(
     tmp_path: Path, start_run: StartRun, accumulate: int
 ) -> None:
-    high = ["loss_scaling=Backoff", "loss_scaling.init_scale=16777216", "trainer.autopsy_after=2"]
-    more = [f"trainer.accumulate={accumulate}", "trainer.bad_micro_batch=skip"]
-    start_run(tmp_path, "model=mlp", *SHORT, *high, *more)
+    high = ["loss_scaling=Backoff", "loss_scaling.init_scale=16777216", "callbacks.autopsy.after=2"]
+    start_run(tmp_path, "model=mlp", *SHORT, *high, f"trainer.accumulate={accumulate}")
     text = report(tmp_path, 2)
     assert text.startswith("# autopsy of step 2: scale too high (normal)\n")
     assert "2 steps in a row were skipped" in text
@@ -221,7 +220,7 @@ def test_a_static_scale_that_is_too_high_is_named(tmp_path: Path, start_run: Sta
 
 def test_off_is_off(tmp_path: Path, start_run: StartRun) -> None:
     with pytest.raises(DivergedError) as error:
-        start_run(tmp_path, OWN, *SHORT, STOPS, "trainer.autopsy=off")
+        start_run(tmp_path, OWN, *SHORT, STOPS, "callbacks.autopsy=null")
     assert "report.md" not in str(error.value)
     assert not (tmp_path / "autopsy").exists()
 
@@ -229,11 +228,11 @@ def test_off_is_off(tmp_path: Path, start_run: StartRun) -> None:
 def test_a_run_is_bit_for_bit_the_same_with_it_and_without(
     tmp_path: Path, start_run: StartRun
 ) -> None:
-    high = ["loss_scaling=Backoff", "loss_scaling.init_scale=16777216", "trainer.autopsy_after=1"]
+    high = ["loss_scaling=Backoff", "loss_scaling.init_scale=16777216", "callbacks.autopsy.after=1"]
     pin = "ops.modules={gain:fp32}"
     ranges = ["numerics=on", "numerics.every=1"]
-    for name, switch in (("with", "on_trouble"), ("without", "off")):
-        start_run(tmp_path / name, OWN, *SHORT, *high, pin, *ranges, f"trainer.autopsy={switch}")
+    for name, switch in (("with", []), ("without", ["callbacks.autopsy=null"])):
+        start_run(tmp_path / name, OWN, *SHORT, *high, pin, *ranges, *switch)
     assert evidence.all_in(tmp_path / "with")
     first, second = (
         checkpoint.load(tmp_path / name)["trainer"]["weights"] for name in ("with", "without")

@@ -130,7 +130,7 @@ EXACT = [
     ("trainer.max_steps=1e3", "trainer.max_steps=1000.0: must be a whole number or null steps >= 0"),
     ("trainer.accumulate=0", "trainer.accumulate=0: must be a whole number batches >= 1"),
     ("trainer.eval_every=0", "trainer.eval_every=0: must be a whole number or null steps >= 1"),
-    ("trainer.checkpoint_every=2.5", "trainer.checkpoint_every=2.5: must be a whole number or null steps >= 1"),
+    ("trainer.checkpoint_every=2.5", "trainer.checkpoint_every=2.5: must be a whole number or null steps >= 1, or as in 10min"),
     ("trainer.keep_last=-1", "trainer.keep_last=-1: must be a whole number checkpoints >= 0"),
     ("trainer.log_every=0", "trainer.log_every=0: must be a whole number steps >= 1"),
     ("trainer.max_consecutive_skips=0", "trainer.max_consecutive_skips=0: must be a whole number steps >= 1"),
@@ -138,16 +138,16 @@ EXACT = [
     ("trainer.clip_norm=0", "trainer.clip_norm=0: must be a number or null > 0"),
     ("trainer.clip_norm=inf", "trainer.clip_norm=inf: must be a number or null > 0"),
     ("trainer.ema_decay=1", "trainer.ema_decay=1: must be a number or null per step > 0 and < 1"),
-    ("trainer.eval_dtype=float8", "trainer.eval_dtype=float8: must be one of fp32, float16, bfloat16; nearest: float16, bfloat16"),
-    ("trainer.on_loss_spike=skpi", "trainer.on_loss_spike=skpi: must be one of off, warn, skip, stop; nearest: skip"),
-    ("trainer.loss_spike_factor=1", "trainer.loss_spike_factor=1: must be a number > 1"),
+    ("callbacks.loss_spikes.policy=skpi", "callbacks.loss_spikes.policy=skpi: must be one of off, warn, skip, stop; nearest: skip", "empty"),
+    ("callbacks.progress_bar.shown=of", "callbacks.progress_bar.shown=of: must be one of auto, on, off", "empty"),
+    ("callbacks.loss_spikes.factor=1", "callbacks.loss_spikes.factor=1: must be a number > 1", "empty"),
     ("dtype.master_weights=2", "dtype.master_weights=2: must be one of on, off, split"),
     ("dtype.mode=fp16", "dtype.mode=fp16: must be one of fp32, mixed, amp; use dtype=mixed or dtype=amp"),
     ("ops.allow=softmax", "ops.allow=softmax: must be a list"),
     # data
     ("dataset.workers=-1", "dataset.workers=-1: must be a whole number processes >= 0"),
-    ("dataset.worker_timeout=0", "dataset.worker_timeout=0: must be a number or null seconds > 0"),
-    ("dataset.worker_timeout=soon", "dataset.worker_timeout=soon: must be a number or null seconds > 0"),
+    ("trainer.timeout=0", "trainer.timeout=0: must be a number seconds > 0"),
+    ("trainer.timeout=soon", "trainer.timeout=soon: must be a number seconds > 0"),
     ("dataset.batch_size=[64]", "dataset.batch_size=[64]: must be a whole number samples >= 1"),
     ("dataset.batch_size=64.0", "dataset.batch_size=64.0: must be a whole number samples >= 1"),
     # optimizer and scaling
@@ -181,7 +181,7 @@ EXACT = [
 
 def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     own = {"PYTHONPATH": str(folder), "HYDRA_FULL_ERROR": ""}
-    return programs.run(["trainer.progress=off", *arguments], folder, own)
+    return programs.run(["callbacks.progress_bar=null", *arguments], folder, own)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ TROUBLES = [
     ("what=endless dataset.split=val", r"after step 4: dataset: validation sample 37 holds NaN or inf in its inputs \(epoch 0, batch 2\); every value must be finite: fix or remove the sample"),
     ("what=raises dataset.workers=2", r"after step 3: dataset: sample 37 cannot be read: OSError \(no such picture\) at own.py:20; fix the dataset or its data"),
     ("what=killed dataset.workers=2", r"after step [0-3]: dataset.workers=2: worker 1 was killed by SIGKILL at training sample 37 \(epoch 0, batch 3\); the system kills what uses too much memory: try fewer dataset.workers"),
-    ("what=hangs dataset.workers=1 dataset.worker_timeout=1", r"after step 3: dataset.worker_timeout=1: no batch within 1 s; worker 0 is at training sample 37 \(epoch 0, batch 3\); raise dataset.worker_timeout, or fix what hangs"),
+    ("what=hangs dataset.workers=1 trainer.timeout=1", r"after step 3: trainer.timeout=1: no batch within 1 s; worker 0 is at training sample 37 \(epoch 0, batch 3\); raise trainer.timeout, or fix what hangs"),
 ]  # fmt: skip
 
 

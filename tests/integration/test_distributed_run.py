@@ -249,7 +249,7 @@ def test_ranks_with_other_options_are_refused_by_name(two: Ranks, tmp_path: Path
 
 
 def test_where_a_rank_finds_its_data_is_its_own_affair(two: Ranks, tmp_path: Path) -> None:
-    options = ["dataset.worker_timeout=9", "run_name=later"]
+    options = ["trainer.timeout=9", "run_name=later"]
     (first, second) = two(ranked.runs_otherwise, tmp_path / "run", OWN, [options])
     assert (first[0].status, second[0].steps) == (Status.FINISHED, 4)
 
@@ -349,7 +349,7 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_others(
                "+callbacks.trouble.step=2", f"+callbacks.trouble.name={name}"]  # fmt: skip
     with ranks(2) as own:
         began = time.monotonic()
-        options = [*trouble, f"trainer.rank_timeout={timeout}", how]
+        options = [*trouble, f"trainer.timeout={timeout}", how]
         own.begin(ranked.run, tmp_path / "run", *OWN, *options)
         if name == "SIGKILL":
             own.processes[1].join(60)
@@ -367,18 +367,18 @@ def test_a_rank_0_that_hangs_is_named_where_it_keeps_the_store_itself(tmp_path: 
     trouble = ["+callbacks.trouble._target_=ranked.Trouble", "+callbacks.trouble.rank=0",
                "+callbacks.trouble.step=2", "+callbacks.trouble.name=SIGSTOP"]  # fmt: skip
     with ranks(2) as own:
-        own.begin(ranked.run, tmp_path / "run", *OWN, *trouble, "trainer.rank_timeout=3")
+        own.begin(ranked.run, tmp_path / "run", *OWN, *trouble, "trainer.timeout=3")
         kind, said = own.results_of(1)
         own.processes[0].kill()
     assert (kind, said) == (
         "LostRankError",
-        "rank 0: was killed, or gave no answer for 3 s (trainer.rank_timeout); continue with "
+        "rank 0: was killed, or gave no answer for 3 s (trainer.timeout); continue with "
         "resume=auto",
     )
 
 
 def test_numerics_count_the_samples_of_all_ranks(two: Ranks, tmp_path: Path) -> None:
-    fast = ["numerics.layers=[none]", "trainer.rank_timeout=20"]
+    fast = ["callbacks.ranges.layers=[none]", "trainer.timeout=20"]
     two(ranked.run, tmp_path / "run", *OWN, "numerics=on", "numerics.every=4", *fast)
     (report,) = read_ranges(tmp_path / "run")
     assert report.field("activations", "count").tolist() == [8 * 2]  # samples, outputs

@@ -266,9 +266,9 @@ def test_where_no_pin_helps_fp32_does() -> None:
 
 
 def test_a_pattern_of_layers_that_matches_none_has_a_hint() -> None:
-    words = "numerics=on numerics.layers=[stage1.*,haed]"
+    words = "numerics=on callbacks.ranges.layers=[stage1.*,haed]"
     assert [str(hint) for hint in found(hints.check_layers, words)] == [
-        "warning: numerics.layers: 'haed' matches no layer; nearest: head"
+        "warning: callbacks.ranges.layers: 'haed' matches no layer; nearest: head"
     ]
 
 

@@ -20,14 +20,13 @@ from mpframe.tracking.summary import Summary
 SMALL = ["model.width=8", "trainer.epochs=2", "trainer.log_every=100"]
 RUNS = [
     "dtype=fp32",
-    "dtype=fp32 trainer.ema_decay=0.9 trainer.eval_dtype=float16",
+    "dtype=fp32 trainer.ema_decay=0.9",
     "dtype=mixed",
     "dtype=mixed trainer.ema_decay=0.9",
-    "dtype=mixed trainer.eval_dtype=fp32",
-    "dtype=mixed trainer.ema_decay=0.9 trainer.eval_dtype=bfloat16 loss_scaling=LogMax",
+    "dtype=mixed trainer.ema_decay=0.9 loss_scaling=LogMax",
     "dtype=mixed_bf16 trainer.ema_decay=0.9 dataset.batch_size=48",
     "dtype=amp trainer.ema_decay=0.9",
-    "dtype=amp_bf16 trainer.eval_dtype=fp32 optimizer=sgd scheduler=onecycle",
+    "dtype=amp_bf16 optimizer=sgd scheduler=onecycle",
     "dtype=mixed ops=none",
     "dtype=mixed ops.allow+=[batch_norm] ops.modules={head:fp32}",
     "dtype=mixed model=mlp model.hidden=32 optimizer=muon_adamw",
@@ -96,12 +95,12 @@ def test_changed_options_leave_the_runs_own_evaluation_as_it_is(run_copy: Path) 
     main([f"checkpoint={run_copy}", "split=val"])
     before = own.read_bytes()
     main([f"checkpoint={run_copy}", "split=val", "dtype=fp32"])
-    main([f"checkpoint={run_copy}", "split=val", "weights=trained", "trainer.eval_dtype=fp32"])
+    main([f"checkpoint={run_copy}", "split=val", "weights=trained", "dtype=amp"])
     assert own.read_bytes() == before
     names = {path.name for path in run_copy.glob("evaluation_*")} - {own.name}
     assert names == {
         "evaluation_val_step_00000044,dtype=fp32.json",
-        "evaluation_val_step_00000044,trainer.eval_dtype=fp32,weights=trained.json",
+        "evaluation_val_step_00000044,dtype=amp,weights=trained.json",
     }
 
 
@@ -109,7 +108,6 @@ def test_options_may_be_changed(run_copy: Path) -> None:
     as_run = evaluate(run_copy, [])
     assert evaluate(run_copy, ["dtype=fp32"]).precision == "fp32"
     assert evaluate(run_copy, ["dtype=amp", "dtype.half=bfloat16"]).precision == "amp(bfloat16)"
-    assert evaluate(run_copy, ["trainer.eval_dtype=fp32"]).precision == "fp32"
     assert evaluate(run_copy, [], "trained").evaluation.loss != as_run.evaluation.loss
     assert evaluate(run_copy, ["dataset.batch_size=100"]).batch_size == 100
     # A choice that names the stored class again keeps the stored options (here width 8).

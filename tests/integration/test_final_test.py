@@ -39,7 +39,7 @@ OPTIONS = [
 
 def run_of(folder: Path, *options: str) -> Run:
     folder.mkdir(parents=True, exist_ok=True)
-    _, composed = compose_named(["trainer.progress=false", *options])
+    _, composed = compose_named(["callbacks.progress_bar=null", *options])
     own = without_hydra(composed)
     return Run(checked(own), own, folder)
 
@@ -255,7 +255,7 @@ def test_runs_that_trained_nothing_or_diverged_are_not_tested(
     start_run: StartRun, tmp_path: Path
 ) -> None:
     assert start_run(tmp_path / "none", *OPTIONS, "trainer.max_steps=0").tested is None
-    overflowing = ["loss_scaling=static", "loss_scaling.scale=1e30", "trainer.autopsy=off"]
+    overflowing = ["loss_scaling=static", "loss_scaling.scale=1e30", "callbacks.autopsy=null"]
     with pytest.raises(DivergedError):
         start_run(tmp_path / "run", *OPTIONS, *overflowing, "trainer.max_consecutive_skips=2")
     summary = Summary.read(tmp_path / "run")

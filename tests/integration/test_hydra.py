@@ -17,7 +17,7 @@ import mpframe
 from mpframe.cli.commands import doctor, evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "trainer.progress=off"]
+SMALL = ["model=mlp", "model.hidden=4", "trainer.max_steps=2", "callbacks.progress_bar=null"]
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -117,8 +117,8 @@ def test_a_trial_that_diverges_counts_as_failed_and_the_search_goes_on(tmp_path:
     done = command(
         tmp_path, "-m", "hydra/sweeper=optuna", "loss_scaling=static", scales, *SMALL[:2],
         *OPTUNA[:2],
-        "hydra/sweeper/sampler=grid", "trainer.max_consecutive_skips=2", "trainer.autopsy=off",
-        "trainer.max_steps=4", "trainer.progress=off", "hydra.sweep.dir=out",
+        "hydra/sweeper/sampler=grid", "trainer.max_consecutive_skips=2", "callbacks.autopsy=null",
+        "trainer.max_steps=4", "callbacks.progress_bar=null", "hydra.sweep.dir=out",
     )  # fmt: skip
     assert sorted(str(own["status"]) for own in summaries(tmp_path / "out")) == [
         "diverged",

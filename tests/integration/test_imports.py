@@ -86,7 +86,7 @@ def test_a_failed_step_brings_the_autopsy(tmp_path: Path) -> None:
     overflow = (
         "loss_scaling=Backoff",
         "loss_scaling.init_scale=16777216",
-        "trainer.autopsy_after=1",
+        "callbacks.autopsy.after=1",
     )
     names = imported_by(trained(*SHORT, *overflow), tmp_path)
     assert within(names, "mpframe.lab.autopsy.diagnosis")

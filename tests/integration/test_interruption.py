@@ -161,7 +161,7 @@ def command(folder: Path, *options: str, **environment: str) -> subprocess.Popen
     """The program itself, the leader of a process group of its own."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "integration")])
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "scripts" / "train.py"), "trainer.progress=off", *options],
+        [sys.executable, str(ROOT / "scripts" / "train.py"), *options],
         cwd=folder, env={**os.environ, "PYTHONPATH": path, **environment}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from mpframe.training.trainer import Trainer
 
 SMALL = ["model=mlp", "model.hidden=8", "trainer.log_every=1", "loss_scaling=none"]
 NO_DECAY = "optimizer.groups.no_decay={parameters:['*.bias'],weight_decay:0}"
-HEAD = "optimizer.groups.head={parameters:[head.*],lr_scale:0.1}"
+HEAD = "optimizer.groups.head={parameters:[head.*],lr:0.1x}"
 STEM = "optimizer.groups.stem={parameters:[hidden1.*],frozen:true}"
 GROUPS = [NO_DECAY, HEAD, "optimizer.weight_decay=0.1", "optimizer.lr=0.01"]
 
@@ -133,7 +133,7 @@ def test_other_groups_do_not_resume(start_run: StartRun, tmp_path: Path, then: l
         ("{ndim:1,weight_decai:0}", "optimizer.groups.g.weight_decai=0: torch.optim.AdamW takes no such argument; nearest: weight_decay"),
         ("{ndim:1,weight_decay:-1}", "optimizer.groups.g: torch.optim.AdamW refused its options: Invalid weight_decay value: -1"),
         ("{ndim:1,lr:0}", "optimizer.groups.g.lr=0: must be a number or null > 0"),
-        ("{ndim:1,lr:1,lr_scale:2}", "optimizer.groups.g.lr_scale=2.0: goes without lr; give one of them"),
+        ("{ndim:1,lr:0x}", "optimizer.groups.g.lr=0x: must be a number or null > 0, or as in 10x"),
         ("{ndim:1,frozen:true,lr:1}", "optimizer.groups.g.lr=1: has no meaning with frozen=true; leave out one of them"),
         ("{frozen:true}", "optimizer.groups: freeze every parameter; leave some to train"),
         ("{parameters:head}", "optimizer.groups.g.parameters=head: must be a list"),

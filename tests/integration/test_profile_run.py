@@ -1,4 +1,4 @@
-"""`trainer.profile=true` in a run: the trace, the table, and that no number of the run changes."""
+"""`callbacks.profile.enabled=true`: the trace, the table, and that no number of the run changes."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ from sameness import assert_same_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SMALL = ["model=mlp", "model.hidden=8", "dtype=mixed", "trainer.max_steps=12"]
-ON = "trainer.profile=true"
+ON = "callbacks.profile.enabled=true"
 
 
 def test_a_profile_of_three_steps(
@@ -49,7 +49,10 @@ def test_a_profile_of_three_steps(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["trainer.max_steps=5"], "warning: trainer.profile=true: the run ended before step 6"),
+        (
+            ["trainer.max_steps=5"],
+            "warning: callbacks.profile.enabled=true: the run ended before step 6",
+        ),
         (["trainer.eval_every=8"], "profile of steps 7 to 8: "),  # A validation ends it.
         (["trainer.eval_every=6"], "profile of steps 8 to 10: "),  # Too early: it begins anew.
     ],

@@ -9,7 +9,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mpframe.lab.product_noise import NAMES
 from mpframe.lab.ranges import KINDS, read_ranges
 
-OPTIONS = ("numerics=on", "numerics.every=5", "model=mlp", "numerics.layers=[head,hidden1.linear]")
+OPTIONS = (
+    "numerics=on",
+    "numerics.every=5",
+    "model=mlp",
+    "callbacks.ranges.layers=[head,hidden1.linear]",
+)
 
 
 def accumulated(folder: Path) -> EventAccumulator:

@@ -144,7 +144,7 @@ def test_nothing_that_is_saved_could_be_left_out(
     ]  # fmt: skip
     whole = tmp_path / "whole"
     start_run(whole, *options)
-    own = without_hydra(compose_named(["trainer.progress=off", *options])[1])
+    own = without_hydra(compose_named(["callbacks.progress_bar=null", *options])[1])
     config = checked(own)
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "fit", lambda *_: None)

@@ -101,7 +101,7 @@ def test_a_line_stands_above_the_bar_and_not_in_it(
     """The bar, drawn at every step here, shows the last validation and the best one."""
     at_once = partialmethod(tqdm.__init__, mininterval=0, miniters=1)
     monkeypatch.setattr(console, "tqdm", type("Bar", (tqdm,), {"__init__": at_once}))
-    run(tmp_path, f"trainer.progress={progress}", "trainer.epochs=1")
+    run(tmp_path, f"callbacks.progress_bar.shown={progress}", "trainer.epochs=1")
     output = capsys.readouterr().err
     assert ("step/s" in output) is (progress in ("on", "true"))
     first = re.search(r"val_accuracy=(0\.\d{4}), best=\1", output)
@@ -175,7 +175,7 @@ def test_small_gradients_are_no_zeros(tmp_path: Path) -> None:
 def test_a_reader_of_stderr_that_has_gone_does_not_end_the_run(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    words = [*SMALL, "trainer.progress=on", f"hydra.run.dir={tmp_path}"]
+    words = [*SMALL, "callbacks.progress_bar.shown=on", f"hydra.run.dir={tmp_path}"]
     command = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "train.py"), *words]
     try:
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=writing, check=False)

@@ -38,7 +38,7 @@ def test_the_first_command_reaches_97_percent(tmp_path: Path) -> None:
     """In a Python of its own."""
     done = subprocess.run(
         [sys.executable, programs.SCRIPT,
-         "dtype=mixed", "loss_scaling=Backoff", "trainer.progress=on"],
+         "dtype=mixed", "loss_scaling=Backoff", "callbacks.progress_bar.shown=on"],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
@@ -60,7 +60,9 @@ def test_the_first_command_reaches_97_percent(tmp_path: Path) -> None:
 
 def test_the_sweep_of_nine_ends_with_nine_finished_runs(tmp_path: Path) -> None:
     axes = ["dtype=fp32,mixed,amp", "loss_scaling=static,Backoff,LogMax"]
-    done = programs.run(["-m", *axes, "trainer.max_steps=3", "trainer.progress=off"], tmp_path)
+    done = programs.run(
+        ["-m", *axes, "trainer.max_steps=3", "callbacks.progress_bar=null"], tmp_path
+    )
     assert done.returncode == 0, done.stderr
     summaries = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/*/*/summary.json")]
     assert [summary["status"] for summary in summaries] == ["finished"] * 9
@@ -80,7 +82,9 @@ def hparam_columns(folder: Path) -> dict[str, bool]:
 
 def test_a_failed_job_does_not_stop_a_sweep(tmp_path: Path) -> None:
     sizes = "dataset.batch_size=5000,64"
-    done = programs.run(["-m", sizes, "trainer.max_steps=1", "trainer.progress=off"], tmp_path)
+    done = programs.run(
+        ["-m", sizes, "trainer.max_steps=1", "callbacks.progress_bar=null"], tmp_path
+    )
     assert done.returncode == 1
     folders = [path.parent for path in tmp_path.glob("runs/*/*/*/summary.json")]
     statuses = {folder.name: Summary.read(folder).status for folder in folders}

@@ -48,7 +48,7 @@ def test_saved_by_the_clock(
     """A clock that moves on by ten seconds each time it is read, which is once a step."""
     ticks = iter(range(0, 100_000, 10))
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-    start_run(tmp_path, *OPTIONS, "trainer.checkpoint_minutes=0.5", "trainer.keep_last=9")
+    start_run(tmp_path, *OPTIONS, "trainer.checkpoint_every=0.5min", "trainer.keep_last=9")
     assert steps(tmp_path) == [3, 6, 9, 10]
 
 

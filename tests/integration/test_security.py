@@ -258,7 +258,7 @@ def train_with_secret(folder: Path, *words: str) -> subprocess.CompletedProcess[
         "LONG_PASSWORD": NASTY,
     }
     place = [] if "-m" in words else ["hydra.run.dir=run"]
-    own = ["trainer.progress=off", *place, "model._target_=own.net"]
+    own = ["callbacks.progress_bar=null", *place, "model._target_=own.net"]
     return programs.run(["trainer.max_steps=2", *own, *words], folder, environment)
 
 
@@ -353,7 +353,12 @@ def test_what_a_file_takes_from_the_environment_is_told_nowhere(
 ) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "own.yaml").write_text(f"# @package _global_\n{line}\n")
-    short = ["--config-dir=.", "experiment=own", "trainer.max_steps=1", "trainer.progress=off"]
+    short = [
+        "--config-dir=.",
+        "experiment=own",
+        "trainer.max_steps=1",
+        "callbacks.progress_bar=null",
+    ]
     done = programs.run([*short, *words], tmp_path, {"PLAIN_NAME": SECRET, "HYDRA_FULL_ERROR": ""})
     assert SECRET not in done.stdout + done.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

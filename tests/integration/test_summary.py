@@ -69,7 +69,7 @@ def test_a_run_that_applied_no_step_is_diverged(
 ) -> None:
     """Two epochs are fewer steps than the guard against endless skips waits for."""
     with pytest.raises(DivergedError) as error:
-        start_run(tmp_path, *options, "trainer.epochs=2", "trainer.autopsy=off")
+        start_run(tmp_path, *options, "trainer.epochs=2", "callbacks.autopsy=null")
     assert str(error.value) == f"no step was applied, 44 were skipped: {cause}"
     summary = Summary.read(tmp_path)
     assert (summary.status, summary.steps, summary.skipped_steps) == ("diverged", 0, 44)
@@ -83,7 +83,7 @@ def test_a_first_search_that_the_run_is_too_short_for_is_no_divergence(
 ) -> None:
     """The scale goes down from 65536, and would fit after ten steps; its floor is 1."""
     options = ["model._target_=overflowing.Steep", "dtype=mixed", f"loss_scaling={scaler}"]
-    short = [*options, "dataset.batch_size=512", "trainer.epochs=1", "trainer.autopsy=off"]
+    short = [*options, "dataset.batch_size=512", "trainer.epochs=1", "callbacks.autopsy=null"]
     done = start_run(tmp_path / "ended", *short)
     assert (done.status, done.steps, done.skipped_steps) == ("finished", 0, 2)
     assert done.reason is not None
@@ -100,7 +100,7 @@ def test_a_run_that_ended_in_skips_is_diverged(start_run: StartRun, tmp_path: Pa
     options = [*LINEAR, "dataset._target_=faulty.nan_after", "trainer.epochs=2"]
     said = "^the last 2 steps were skipped: the loss itself is not finite"
     with pytest.raises(DivergedError, match=said):
-        start_run(tmp_path / "two", *options, "dataset.batches=42", "trainer.autopsy=off")
+        start_run(tmp_path / "two", *options, "dataset.batches=42", "callbacks.autopsy=null")
     assert Summary.read(tmp_path / "two").status == "diverged"
     # A single one may be a scaler's try at a higher scale.
     assert start_run(tmp_path / "one", *options, "dataset.batches=43").status == "finished"
@@ -135,7 +135,7 @@ def test_more_skips_than_steps_are_said(
 def test_a_sweep_says_diverged_and_ends_with_exit_code_1(tmp_path: Path) -> None:
     words = [
         "-m", "model=mlp", "dtype=mixed", "loss_scaling=static", "trainer.epochs=1",
-        "loss_scaling.scale=1073741824,1024", "trainer.progress=off", "hydra.sweep.dir=sweep",
+        "loss_scaling.scale=1073741824,1024", "hydra.sweep.dir=sweep",
     ]  # fmt: skip
     done = programs.run(words, tmp_path)
     assert done.returncode == 1

@@ -25,7 +25,7 @@ PLACE = "hydra.sweep.dir=out sweep"
 OPTIONS = [
     "-m", "seed=1,2,3", PLACE, "model=mlp", "model.hidden=4",
     "trainer.max_steps=8", "trainer.epochs=1", "trainer.log_every=1", "trainer.checkpoint_every=3",
-    "trainer.progress=off", "+callbacks.stop._target_=stopping.Stop",
+    "callbacks.progress_bar=null", "+callbacks.stop._target_=stopping.Stop",
     "+callbacks.stop.seed=${seed}",
 ]  # fmt: skip
 NAMES = ["seed=1", "seed=2", "seed=3"]
@@ -189,8 +189,8 @@ def test_a_longer_sweep_in_the_same_folder_runs_what_is_missing(
 
 DIVERGES = [
     "-m", "loss_scaling=static", "loss_scaling.scale=1e30,1.0", "model=mlp",
-    "model.hidden=4", "trainer.max_consecutive_skips=2", "trainer.autopsy=off",
-    "trainer.max_steps=4", "trainer.progress=off", "hydra.sweep.dir=out",
+    "model.hidden=4", "trainer.max_consecutive_skips=2", "callbacks.autopsy=null",
+    "trainer.max_steps=4", "callbacks.progress_bar=null", "hydra.sweep.dir=out",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from mpframe.config.overrides import hydra_over
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text()
 SMALL = [
-    "model=mlp", "model.hidden=4", "trainer.max_steps=2", "trainer.progress=false"
+    "model=mlp", "model.hidden=4", "trainer.max_steps=2", "callbacks.progress_bar=null"
 ]  # fmt: skip
 
 

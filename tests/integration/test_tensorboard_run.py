@@ -11,8 +11,8 @@ from test_tensorboard_server import ALL_STATUSES, Server
 from mpframe.tracking.tags import Tag, meaning_of, metric_tag
 
 ACCURACY = metric_tag("accuracy")
-SHORT = ("trainer.max_steps=2", "trainer.log_every=1", "trainer.autopsy=off")
-RANGES = ("model=mlp", "numerics=on", "numerics.every=1", "numerics.layers=[head]")
+SHORT = ("trainer.max_steps=2", "trainer.log_every=1", "callbacks.autopsy=null")
+RANGES = ("model=mlp", "numerics=on", "numerics.every=1", "callbacks.ranges.layers=[head]")
 GROUPS = ("+optimizer.groups.heads.parameters=[head.*]", "optimizer.groups.heads.lr=0.1")
 RUNS = [
     ("dtype=fp32", "model=mlp"),

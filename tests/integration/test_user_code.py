@@ -127,7 +127,7 @@ SOUND = [
     "dataset.loss=one_number",
     "dataset.loss=half",
     "dataset.whole=true dataset.fault=grad",
-    "dataset.whole=true dataset.fault=grad dataset.workers=1 dataset.worker_timeout=20",
+    "dataset.whole=true dataset.fault=grad dataset.workers=1 trainer.timeout=20",
 ]
 
 
@@ -190,7 +190,7 @@ def test_the_doctor_says_the_same(
 
 def command(folder: Path, *options: str, full: str = "0") -> CompletedProcess[str]:
     own = {"PYTHONPATH": str(Path(__file__).parent), "HYDRA_FULL_ERROR": full}
-    words = ["trainer.progress=off", "hydra.run.dir=run", *words_of(" ".join(options))]
+    words = ["callbacks.progress_bar=null", "hydra.run.dir=run", *words_of(" ".join(options))]
     return programs.run(words, folder, own)
 
 

@@ -233,11 +233,11 @@ def test_a_callback_that_is_due_reads_all_steps_before_it_at_once(reads: Reads) 
     assert updates == ["read", *three, "read", *three, "read", "update", "update", "read"]
 
 
-@pytest.mark.parametrize(("when", "count"), [("off", 2), ("on_trouble", 8)])
-def test_the_autopsy_reads_each_step_unless_it_is_off(when: str, count: int, reads: Reads) -> None:
+@pytest.mark.parametrize(("on", "count"), [(False, 2), (True, 8)])
+def test_the_autopsy_reads_each_step_unless_it_is_off(on: bool, count: int, reads: Reads) -> None:
     """It examines a step with the weights that the step had."""
-    autopsy = Autopsy(when, after=10, limit=50)
-    trainer = trainer_of(reads, scaler=Backoff(), fused=True, callbacks={"autopsy": autopsy})
+    watching = Autopsy(after=10, limit=50) if on else Callback()
+    trainer = trainer_of(reads, scaler=Backoff(), fused=True, callbacks={"autopsy": watching})
     with reads:
         trainer.fit(Batches(8))
     assert reads.count == count

@@ -200,7 +200,16 @@ def test_the_command_writes_lists_that_train(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["model._target_=test_search.one_fault_of_digits", "dtype=mixed", "device=cpu"]
-    main([*words, f"out={tmp_path}", "batches=1", "prove=20", "seeds=2", "trainer.progress=off"])
+    main(
+        [
+            *words,
+            f"out={tmp_path}",
+            "batches=1",
+            "prove=20",
+            "seeds=2",
+            "callbacks.progress_bar=null",
+        ]
+    )
     printed = capsys.readouterr().out
     assert "found: 1 of 6 modules in fp32" in printed
     assert "    ops.modules.3=fp32\n" in printed
@@ -218,7 +227,7 @@ def test_the_command_writes_which_products_stay_in_half(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["model._target_=test_search.spiky", "dtype=mixed_bf16", "dtype/products=nvfp4"]
-    words += ["device=cpu", "trainer.progress=off"]
+    words += ["device=cpu", "callbacks.progress_bar=null"]
     main([*words, f"out={tmp_path}", "target=1e-9", "batches=1", "prove=1", "seeds=1"])
     printed = capsys.readouterr().out
     assert "# What must stay in half (mixed, nvfp4)" in printed

@@ -64,8 +64,11 @@ def test_batches_are_pinned_for_a_cuda_device(
         "mpframe.assembly.parts.Loader", lambda *_, **options: made.append(options["pin"])
     )
     monkeypatch.setattr("mpframe.assembly.parts.resolve_device", torch.device)
-    data = SimpleNamespace(batch_size=2, eval_batch_size=None, workers=0, worker_timeout=None)
-    config: Any = SimpleNamespace(data=data, run=SimpleNamespace(seed=0, device=device))
+    data = SimpleNamespace(batch_size=2, eval_batch_size=None, workers=0)
+    trainer = SimpleNamespace(timeout=600.0)
+    config: Any = SimpleNamespace(
+        data=data, trainer=trainer, run=SimpleNamespace(seed=0, device=device)
+    )
     task: Any = SimpleNamespace(train=[], val=[], test=[], collate=None)
     build_loaders(config, task)
     assert made == [pin, pin, pin]
@@ -152,8 +155,11 @@ def test_every_open_section_reads_truths_alike(path: str, target: str) -> None:
 
 
 def test_evaluations_have_a_batch_size_of_their_own() -> None:
-    data = SimpleNamespace(batch_size=4, eval_batch_size=None, workers=0, worker_timeout=None)
-    config: Any = SimpleNamespace(data=data, run=SimpleNamespace(seed=0, device="cpu"))
+    data = SimpleNamespace(batch_size=4, eval_batch_size=None, workers=0)
+    trainer = SimpleNamespace(timeout=600.0)
+    config: Any = SimpleNamespace(
+        data=data, trainer=trainer, run=SimpleNamespace(seed=0, device="cpu")
+    )
     task: Any = SimpleNamespace(train=range(8), val=range(7), test=range(6), collate=None)
     assert [loader.batch_size for loader in build_loaders(config, task)] == [4, 4, 4]
     data.eval_batch_size = 3

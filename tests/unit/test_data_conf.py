@@ -51,7 +51,7 @@ def test_keys_are_the_arguments(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((CONF / "dataset").glob("*.yaml")), ids=lambda p: p.stem)
 def test_how_workers_load_has_its_default_in_the_schema_alone(path: Path) -> None:
-    assert OmegaConf.load(path).keys().isdisjoint({"workers", "worker_timeout"})
+    assert OmegaConf.load(path).keys().isdisjoint({"workers"})
 
 
 @pytest.mark.parametrize("path", shipped("dataset"), ids=lambda p: p.stem)

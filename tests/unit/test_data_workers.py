@@ -128,9 +128,9 @@ def test_a_worker_that_hangs_is_named_and_killed(what: str, kind: type[Trap]) ->
     # A dataset that makes whole batches is known to read one, by its first sample.
     first = 7 if kind is Trap else 6
     assert message(loader) == (
-        "dataset.worker_timeout=1.5: no batch within 1.5 s; "
+        "trainer.timeout=1.5: no batch within 1.5 s; "
         f"worker 0 is at training sample {first} (epoch 0, batch 2); "
-        "raise dataset.worker_timeout, or fix what hangs"
+        "raise trainer.timeout, or fix what hangs"
     )
     assert not any(process.is_alive() for process in loader._pool._processes)
     assert time.monotonic() - began < 30
@@ -153,9 +153,9 @@ def test_a_worker_that_stops_before_its_batches_are_taken_is_named(
     loader = Loader(Trap("stopped late"), 3, shuffle=False, workers=2, worker_timeout=1.5)
     with time_limit(30):
         assert message(loader) == (
-            "dataset.worker_timeout=1.5: no batch within 1.5 s; "
+            "trainer.timeout=1.5: no batch within 1.5 s; "
             "worker 0 is at training sample 7 (epoch 0, batch 2); "
-            "raise dataset.worker_timeout, or fix what hangs"
+            "raise trainer.timeout, or fix what hangs"
         )
 
 

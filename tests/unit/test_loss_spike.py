@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from mpframe import Backoff, Precision, Trainer
 from mpframe.core.errors import CheckpointError, DivergedError
 from mpframe.core.objective import supervised
+from mpframe.core.step_result import StepResult
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.ema import AverageWeights, Ema
-from mpframe.training.loss_spike import LEAST, WINDOW, LossSpikes, SpikeReport
+from mpframe.training.loss_spike import LEAST, WINDOW, LossSpikes
 
 MODES = [("fp32", "float16"), *((m, h) for m in ("mixed", "amp") for h in ("float16", "bfloat16"))]
 
@@ -78,7 +80,7 @@ def test_a_saved_state_judges_alike() -> None:
 
 @pytest.mark.parametrize("state", [[1.0], torch.zeros(WINDOW + 1), torch.zeros(2, 2), 3])
 def test_another_state_is_refused(state: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"trainer\.on_loss_spike: the saved losses are not"):
+    with pytest.raises(CheckpointError, match=r"callbacks\.loss_spikes: the saved losses are not"):
         LossSpikes("skip", 4.0).load_state_dict({"spikes": state})
 
 
@@ -101,8 +103,7 @@ def make_trainer(mode: str = "fp32", half: str = "float16", policy: str = "skip"
     return Trainer(
         model, masters, supervised(nn.MSELoss()), precision=precision,
         scaler=Backoff(init_scale=16.0),
-        algorithms={"ema": AverageWeights(ema, model)}
-        | ({} if policy == "off" else {"spikes": LossSpikes(policy, 10.0)}),
+        algorithms={"ema": AverageWeights(ema, model), "spikes": LossSpikes(policy, 10.0)},
     )  # fmt: skip
 
 
@@ -110,6 +111,18 @@ def warmed_up(trainer: Trainer) -> Trainer:
     for seed in range(12):
         trainer.train_step(batch(seed))
     return trainer
+
+
+def stepped(trainer: Trainer, *batches: Batch) -> StepResult:
+    """The step's result, if it ends the run as well."""
+    results: list[StepResult] = []
+    step = trainer.optimizer.step
+    with pytest.MonkeyPatch.context() as patch, suppress(DivergedError):
+        patch.setattr(
+            trainer.optimizer, "step", lambda *a, **kw: results.append(step(*a, **kw)) or results[0]
+        )
+        trainer.train_step(*batches)
+    return results[0]
 
 
 def leaves(state: Any, path: str = "") -> dict[str, Any]:
@@ -138,7 +151,7 @@ def test_a_spike_that_is_left_out_changes_nothing_but_the_scaler(
     trainer = warmed_up(make_trainer(mode, half, policy))
     before = copy.deepcopy(trainer.state_dict())
     weights = [p.detach().clone() for p in trainer.model.parameters()]
-    result = trainer.train_step(*[batch(99, 40.0)] * window)
+    result = stepped(trainer, *[batch(99, 40.0)] * window)
     assert bool(result.skipped)
     assert bool(torch.isfinite(result.amax))
     moved = {path for path in changed(before, trainer.state_dict()) if "/scaler/" not in path}
@@ -170,21 +183,21 @@ def test_the_state_of_the_judge_is_in_the_trainers() -> None:
 def test_a_spike_is_told(policy: str, ending: str, caplog: pytest.LogCaptureFixture) -> None:
     trainer = warmed_up(make_trainer(policy=policy))
     with caplog.at_level(logging.WARNING):
-        SpikeReport().on_optimizer_step(trainer, trainer.train_step(batch(99, 40.0)))
+        trainer.train_step(batch(99, 40.0))
     (message,) = caplog.messages
     assert message.startswith("warning: step 13: loss ")
     assert "is a spike, more than 10 times the median" in message
     assert message.endswith(ending)
     caplog.clear()
-    SpikeReport().on_optimizer_step(trainer, trainer.train_step(batch(3)))
+    trainer.train_step(batch(3))
     assert caplog.messages == []
 
 
 def test_a_spike_ends_the_run_where_that_is_the_policy() -> None:
     trainer = warmed_up(make_trainer(policy="stop"))
-    result = trainer.train_step(batch(99, 40.0))
-    with pytest.raises(DivergedError, match=r"^trainer\.on_loss_spike=stop: step 13: loss .* is a"):
-        SpikeReport().on_optimizer_step(trainer, result)
+    line = r"^callbacks\.loss_spikes\.policy=stop: step 13: loss .* is a"
+    with pytest.raises(DivergedError, match=line):
+        trainer.train_step(batch(99, 40.0))
 
 
 def test_a_loss_that_stays_high_ends_at_the_guard() -> None:

@@ -78,7 +78,7 @@ def test_muon_gets_the_matrices() -> None:
         (["trainer.recompute=[net.*]", "trainer.compile=true"], r"trainer\.recompute=\['net\.\*'\]: a compiler chooses itself what it computes again; use trainer\.compile=false or trainer\.recompute=\[\]"),
         (["model=mlp", "trainer.recompute=[block7]"], r"trainer\.recompute=\[block7\]: matches no module; the names are "),
         (["model=mlp", "trainer.channels_last=true"], r"trainer\.channels_last=true: the model has no 2-d convolution \(no weight with four dimensions\), so nothing would change; use trainer\.channels_last=false"),
-        (["experiment=digits_gan", "trainer.on_loss_spike=skip"], r"trainer\.on_loss_spike=skip: judges one loss, and the dataset has 2"),
+        (["experiment=digits_gan", "callbacks.loss_spikes.policy=skip"], r"callbacks\.loss_spikes\.policy=skip: judges one loss, and the dataset has 2"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_does_not_fit_is_refused(overrides: list[str], line: str) -> None:

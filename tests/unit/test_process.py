@@ -150,7 +150,6 @@ def config(*options: str) -> Config:
     ("options", "kept", "said"),
     [
         (["device=cpu"], 1, ["warning: too many"]),
-        (["device=cpu", "trainer.keep_freed_memory=false"], 0, ["warning: too many"]),
         (["device=cuda:7"], 0, []),
         (["device=nonsense"], 0, []),  # The run refuses it, and says why.
     ],

@@ -15,7 +15,6 @@ USE = {
     "trainer.compile=true": "use trainer.compile=false",
     "trainer.channels_last=true": "use trainer.channels_last=false",
     "trainer.reduce=after_backward": "use trainer.reduce=in_backward",
-    "trainer.eval_dtype=fp32": "use trainer.eval_dtype=null",
     "trainer.async_save=true": "use trainer.async_save=false",
     "dtype.master_weights=off": "use dtype.master_weights=on",
     "dtype.master_weights=split": "use dtype.master_weights=on",

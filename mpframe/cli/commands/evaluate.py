@@ -139,7 +139,7 @@ def _file_name(done: Evaluated, changed: list[str]) -> str:
 
 def _described(run: Restored, evaluation: Evaluation, split: str, loader: Loader) -> Evaluated:
     device = device_of(run.trainer.model)
-    precision = run.trainer.evaluator.precision or run.trainer.precision
+    precision = run.trainer.precision
     return Evaluated(
         evaluation,
         split,

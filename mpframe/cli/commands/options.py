@@ -16,7 +16,7 @@ from typing import Any
 
 from mpframe.cli.program import program, refuse_words
 from mpframe.config.output_folder import refuse_unwritable
-from mpframe.config.schema import SECTIONS, GroupOptions, JointOptions, PartOptions, RunOptions
+from mpframe.config.schema import SECTIONS, GroupOptions, JointOptions, RunOptions
 from mpframe.core.ranges import Range
 from mpframe.files.durable import write_atomically
 from mpframe.files.text import markdown, take_options
@@ -35,8 +35,7 @@ _COLUMNS = ("option", "type", "default", "allowed", "meaning")
 def options_page() -> str:
     """The page as Markdown, one table for each section."""
     sections: list[tuple[str, type]] = [("", RunOptions), *SECTIONS.items()]
-    sections += [("optimizer.groups.NAME", GroupOptions)]
-    sections += [("optimizer", JointOptions), ("optimizer.parts.NAME", PartOptions)]
+    sections += [("optimizer", JointOptions), ("optimizer.groups.NAME", GroupOptions)]
     return "\n".join([_HEAD, *(_table(path, section) for path, section in sections)])
 
 

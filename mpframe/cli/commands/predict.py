@@ -233,7 +233,7 @@ def _no_loss(outputs: Any, targets: Any) -> Tensor:
 
 
 def _text(path: Path, run: Restored, source: str, count: int, out: Path) -> str:
-    precision = run.trainer.evaluator.precision or run.trainer.precision
+    precision = run.trainer.precision
     return (
         f"{path}, step {run.step}: {count} predictions of {source} ({precision} on "
         f"{device_of(run.trainer.model)}, weights {run.weights}); written to {out}"

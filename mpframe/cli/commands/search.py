@@ -143,7 +143,7 @@ def search(config: Config, target: float, batches: int) -> SearchResult:
             ops = replace(ops, move={**config.ops.move, **others})
         return _trainer(replace(config, ops=ops), task)
 
-    with tqdm(unit="trial", leave=False, disable=not config.trainer.progress) as bar:
+    with tqdm(unit="trial", leave=False, disable=_is_quiet(config)) as bar:
 
         def shown(name: str) -> None:
             bar.set_postfix_str(name, refresh=False)
@@ -152,6 +152,11 @@ def search(config: Config, target: float, batches: int) -> SearchResult:
         data = list(islice(train.epoch(0), batches))
         modules = None if aim.pin == "fp32" else _with_products(_trainer(config, task))
         return Search(reference, make, data, target, shown, aim.pin, modules).run(used)
+
+
+def _is_quiet(config: Config) -> bool | None:
+    """Whether no bar is shown; None: tqdm asks whether stderr is a terminal."""
+    return True if config.trainer.verbosity == "quiet" else None
 
 
 def prove(config: Config, pinned: Sequence[str], steps: int, seeds: int) -> Proof:

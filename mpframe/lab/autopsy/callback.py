@@ -41,7 +41,6 @@ class Autopsy(Callback):
     """Examines a failed step, once in a row of skipped steps.
 
     Args:
-        when: `on_trouble`, or `off`.
         after: skipped steps in a row after which the last of them is examined.
         limit: skipped steps in a row that end the run: the last of them is examined, too.
 
@@ -52,9 +51,9 @@ class Autopsy(Callback):
 
     _context: RunContext
 
-    def __init__(self, when: str, after: int, limit: int) -> None:
+    def __init__(self, after: int, limit: int) -> None:
         self.written: tuple[Path, str] | None = None
-        self._enabled, self._after = when != "off", min(after, limit)
+        self._after = min(after, limit)
         self._device: torch.device | None = None
         self._step: tuple[Sequence[Batch], RandomState, int, int] | None = None
         self._first_loss: float | Tensor | None = None
@@ -73,8 +72,6 @@ class Autopsy(Callback):
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Keep what the step starts from."""
-        if not self._enabled:
-            return
         if self._device is None:
             self._device = device_of(trainer.model)
         progress = trainer.progress
@@ -82,8 +79,6 @@ class Autopsy(Callback):
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Examine the step if that is due."""
-        if not self._enabled:
-            return
         if self._first_loss is None:
             self._first_loss = result.loss
         if not trainer.progress.skipped_in_a_row:
@@ -98,8 +93,7 @@ class Autopsy(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Read the verdict before the next step: the evidence needs the step's own state."""
-        if self._enabled:
-            trainer.read_verdicts()
+        trainer.read_verdicts()
 
     def state_dict(self) -> dict[str, Any]:
         """The loss of the run's first step."""

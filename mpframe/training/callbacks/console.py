@@ -13,6 +13,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from mpframe.core.callback import Callback
+from mpframe.core.errors import ConfigError
 from mpframe.core.step_result import StepResult
 from mpframe.training.evaluation import LOSS, Evaluation
 from mpframe.training.run_context import RunContext
@@ -122,6 +123,9 @@ class ProgressBar(Callback):
     Args:
         shown: `on`; `off`; or `auto`: on if stderr is a terminal. True is `on`, False `off`.
         verbosity: `auto` shows no bar if this is `quiet`.
+
+    Raises:
+        ConfigError: `shown` is none of these.
     """
 
     _bar: Any
@@ -130,6 +134,10 @@ class ProgressBar(Callback):
         if shown == "auto":
             self._disabled = True if verbosity == "quiet" else None  # None: tqdm asks stderr.
         else:
+            if shown not in ("on", "off", True, False):
+                raise ConfigError(
+                    f"callbacks.progress_bar.shown={shown}: must be one of auto, on, off"
+                )
             self._disabled = shown in ("off", False)
         self._validated: dict[str, str] = {}
         self._redirected = ExitStack()

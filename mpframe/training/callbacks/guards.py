@@ -85,8 +85,8 @@ def _cause(trainer: Trainer, result: StepResult) -> str:
     if spikes is not None and bool(spikes.spiked):
         return (
             f"the loss stays above {spikes.factor:g} times the median of the applied "
-            "steps: lower optimizer.lr, raise trainer.loss_spike_factor, or resume from an older "
-            "checkpoint"
+            "steps: lower optimizer.lr, raise callbacks.loss_spikes.factor, or resume from an "
+            "older checkpoint"
         )
     if not _finite(result):
         return (

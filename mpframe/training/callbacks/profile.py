@@ -1,4 +1,4 @@
-"""Where the time of a step goes: `trainer.profile=true`.
+"""Where the time of a step goes: `callbacks.profile.enabled=true`.
 
 `Profile` records a few steps with torch.profiler and takes its hooks off again. Marks in the trace
 say which module a forward pass is in. From the trace each op gets its module, its format and its
@@ -333,8 +333,8 @@ class Profile(Callback):
         self._end(save=error is None)
         if self._pending and error is None:
             log.warning(
-                "warning: trainer.profile=true: the run ended before step %d, where the profile "
-                "begins; take more steps",
+                "warning: callbacks.profile.enabled=true: the run ended before step %d, where the "
+                "profile begins; take more steps",
                 self._first_step + 1,
             )
 

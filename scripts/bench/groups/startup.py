@@ -26,7 +26,7 @@ optimizer.step()
 """
 _STEP, _TYPO = "import torch, one step of AdamW", "a refused typo"
 _RUN = "default run, to the end of its first step"
-_FIRST_STEP = ["-m", "bench.first_step", "trainer.progress=off", "hydra.run.dir=run"]
+_FIRST_STEP = ["-m", "bench.first_step", "callbacks.progress_bar=null", "hydra.run.dir=run"]
 # What is measured: the command, and the exit code it must have.
 _COMMANDS: dict[str, tuple[list[str], int]] = {
     IMPORT_TORCH: (["-c", "import torch"], 0),

@@ -53,7 +53,11 @@ def options(work: Workload) -> list[str]:
         *("dtype=fp32", "device=cpu", f"seed={SEED}"),
         *("optimizer=adamw", f"optimizer.lr={work.lr}", "scheduler=none"),
         *(f"trainer.epochs={work.epochs}", *limit),
-        *("trainer.keep_best=0", "trainer.checkpoint_minutes=1e6", "trainer.progress=off"),
+        *(
+            "trainer.keep_best=0",
+            "trainer.checkpoint_every=1000000min",
+            "callbacks.progress_bar=null",
+        ),
         f"+callbacks.loop_clock._target_={__name__}.LoopClock",
     ]
 
