@@ -48,8 +48,6 @@ class Trainer(StepTrainer):
         super().__post_init__()
         self.extra_state = ExtraState(self.model)
         self._unread: list[StepResult] = []
-        if self.evaluator is not None:
-            self.evaluator.attach(self.model)
 
     @property
     def scalers(self) -> dict[str, LossScaler]:
