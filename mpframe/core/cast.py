@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, nn, set_autocast_enabled
 from torch.amp import is_autocast_available
 from torch.compiler import is_compiling
+from torch.fx import GraphModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
@@ -187,15 +188,15 @@ class CastMode(TorchFunctionMode):
         # A nested compile region may not close over the mode. It becomes a part of the graph
         # around. A compiler wants to see the first change of its stack outside the op.
         with self:
-            if func.__name__ == "invoke_subgraph" and not _is_graph(args[0]):
+            if func.__name__ == "invoke_subgraph" and not isinstance(args[0], GraphModule):
                 return args[0](*args[1:], **kwargs)
         on = is_autocast_enabled(self._device_type)
         with self.autocast(False):  # Some ops trace their backward pass here.
             return func(*(self._inside(value, on) for value in args), **kwargs)
 
     def _inside(self, value: Any, on: bool) -> Any:
-        if isinstance(value, (Tensor, type)) or _is_graph(value) or not callable(value):
-            return value
+        if isinstance(value, (Tensor, type, GraphModule)) or not callable(value):
+            return value  # A graph was compiled: it has its casts already.
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self, self.autocast(on):
@@ -263,11 +264,6 @@ class CastMode(TorchFunctionMode):
 def _run_before(before: Any, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     result = before(func, args, kwargs)
     return handler(func, args, kwargs) if result is NotImplemented else result
-
-
-def _is_graph(value: Any) -> bool:
-    """Whether `value` was compiled: it has its casts already."""
-    return isinstance(value, torch.fx.GraphModule)
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -64,14 +64,13 @@ def _ops_by_letters() -> dict[str, str]:
 
 
 def formats_of(
-    model: nn.Module, policy: Policy, uses: WeightUses | None = None
+    model: nn.Module, policy: Policy, uses: WeightUses
 ) -> dict[nn.Parameter, torch.dtype]:
     """Return the format each parameter is stored in; one that is never cast keeps its format."""
-    by_weight = {} if uses is None else uses.by_weight
     formats: dict[nn.Parameter, torch.dtype] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            wanted = wanted_by(name, module, policy, by_weight.get(parameter))
+            wanted = wanted_by(name, module, policy, uses.by_weight.get(parameter))
             tied = formats.get(parameter, wanted)
             widest = wanted if tied == wanted else torch.float32
             formats[parameter] = widest if parameter.dtype in CASTABLE else parameter.dtype

@@ -108,24 +108,22 @@ def materialize(model: nn.Module, example: Any) -> None:
     """
     if not any(map(is_lazy, model.parameters())):
         return
-    modes = {module: module.training for module in model.modules()}
+    training = [module for module in model.modules() if module.training]
     try:
         with torch.no_grad(), State.of(model):
             _call(model.eval(), example)
     finally:
-        for module, training in modes.items():
-            module.training = training
+        for module in training:
+            module.training = True
 
 
 def _call(model: nn.Module, example: Any) -> None:
     if isinstance(example, FunctionType | partial):
         example(model)
-    elif isinstance(example, tuple):
-        model(*example)
     elif isinstance(example, Mapping):
         model(**example)
     else:
-        model(example)
+        model(*(example if isinstance(example, tuple) else (example,)))
 
 
 @contextmanager
@@ -175,7 +173,6 @@ class _Watch(TorchFunctionMode):
         self._weights.pop(0, None)
 
     def uses(self) -> WeightUses:
-        """Return all that was seen."""
         by_weight = {weight: frozenset(uses) for weight, uses in self._uses.items()}
         return WeightUses(by_weight, frozenset(self._called))
 
@@ -215,7 +212,8 @@ class _Watch(TorchFunctionMode):
         results = list(tensors_in(result))
         if not sources or not (results or op == "__setitem__"):
             return
-        if not sources.isdisjoint(map(_address, results)) and not _writes(op):
+        in_place = op.startswith("__i") or (op.endswith("_") and not op.endswith("__"))
+        if not sources.isdisjoint(map(_address, results)) and not in_place:
             return  # A view.
         weights = {weight for source in sources for weight in self._weights[source]}
         if op in _MOVES:
@@ -226,11 +224,6 @@ class _Watch(TorchFunctionMode):
         use = Use(f"uncast {op}" if uncast else op, tuple(self._within))
         for weight in weights:
             self._uses.setdefault(weight, set()).add(use)
-
-
-def _writes(op: str) -> bool:
-    """Return whether `op` is an in-place form, whose result is its argument."""
-    return op.startswith("__i") or (op.endswith("_") and not op.endswith("__"))
 
 
 def _address(tensor: Tensor) -> int:

@@ -54,23 +54,20 @@ def dtype_map(precision: Precision, model: nn.Module) -> list[Row]:
 
     The model may be prepared or not, traced or not.
     """
-    formats = formats_of(model, precision.policy, precision.uses(model))
     uses = precision.uses(model)
+    formats = formats_of(model, precision.policy, uses)
     rows = [_row(name, module, precision, formats, uses) for name, module in model.named_modules()]
     return [row for row in rows if row.storage is not None or row.compute != "-"]
 
 
 def as_table(rows: list[Row]) -> str:
     """Lay the map out as a plain-text table, one line a module."""
-    cells: list[tuple[str, ...]] = [
-        (*_HEAD, _PRODUCTS),
-        *(
-            (r.module or "(model)", r.kind, _short(r.storage), r.compute, r.why, r.products)
-            for r in rows
-        ),
-    ]
     shown = len(_HEAD) + any(row.products for row in rows)
-    cells = [row[:shown] for row in cells]
+    cells = [(*_HEAD, _PRODUCTS)[:shown]]
+    for row in rows:
+        stored = "-" if row.storage is None else dtype_name(row.storage)
+        name = row.module or "(model)"
+        cells.append((name, row.kind, stored, row.compute, row.why, row.products)[:shown])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -85,7 +82,7 @@ def describe(precision: Precision, model: nn.Module) -> str:
     policy = precision.policy
     lines = [as_table(dtype_map(precision, model)), *map(str, policy.recipes.values())]
     if policy.stores_by_op:
-        lines += fp32_share(model, policy, precision.uses(model))
+        lines += _fp32_share(precision, model)
     return "\n".join(lines)
 
 
@@ -115,18 +112,13 @@ def warnings(precision: Precision) -> list[str]:
     return lines
 
 
-def fp32_share(model: nn.Module, policy: Policy, uses: WeightUses) -> list[str]:
-    """The share of all weights, then a line for each reason, the weightiest first.
-
-    Args:
-        model: prepared or not.
-        policy: one that stores weights by their ops.
-        uses: from a traced step.
-    """
-    parts: dict[str, dict[str, int]] = {}
-    for name, module, parameter in _fp32_weights(model, policy, uses):
-        modules = parts.setdefault(_reason(name, module, parameter, policy, uses), {})
-        modules[name] = modules.get(name, 0) + parameter.numel()
+def _fp32_share(precision: Precision, model: nn.Module) -> list[str]:
+    """Return the share of weights in fp32, then a line for each reason, the weightiest first."""
+    policy, uses = precision.policy, precision.uses(model)
+    parts: dict[str, Counter[str]] = {}
+    for parameter, (name, module) in _fp32_weights(model, policy, uses).items():
+        modules = parts.setdefault(_reason(name, module, parameter, policy, uses), Counter())
+        modules[name] += parameter.numel()
     sizes = {why: sum(modules.values()) for why, modules in parts.items()}
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     lines = [f"float32: {_percent(sum(sizes.values()), total)} of {total:,} weights"]
@@ -141,16 +133,16 @@ def fp32_share(model: nn.Module, policy: Policy, uses: WeightUses) -> list[str]:
 
 def _fp32_weights(
     model: nn.Module, policy: Policy, uses: WeightUses
-) -> list[tuple[str, nn.Module, nn.Parameter]]:
-    """Each weight stored in fp32, once, with the first of its modules that wants it so."""
+) -> dict[nn.Parameter, tuple[str, nn.Module]]:
+    """Return the weights stored in fp32, each with the first of its modules that wants it so."""
     formats = formats_of(model, policy, uses)
-    found: dict[nn.Parameter, tuple[str, nn.Module, nn.Parameter]] = {}
+    found: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             wanted = wanted_by(name, module, policy, uses.by_weight.get(parameter))
             if formats[parameter] == wanted == torch.float32 and not is_lazy(parameter):
-                found.setdefault(parameter, (name, module, parameter))
-    return list(found.values())
+                found.setdefault(parameter, (name, module))
+    return found
 
 
 def _reason(
@@ -161,13 +153,13 @@ def _reason(
         return f"ops.modules[{pin[0]!r}]=fp32"
     others = [use.op for use in uses.of([parameter]) if not use.in_half(policy)]
     decides = others[0] if others else op
-    reason = "no op of torch.nn" if decides is None else list_reason(decides, policy)
+    reason = "no op of torch.nn" if decides is None else _list_reason(decides, policy)
     never = uses.called and name not in uses.called and parameter not in uses.by_weight
     return f"{reason}, never called" if never else reason
 
 
 def _way_out(model: nn.Module, name: str, policy: Policy) -> str:
-    """The pin that stores the module's weights in half, if one does."""
+    """Return the pin that stores the module's weights in half, if one does."""
     if policy.format_pin_of(name) or op_of(model.get_submodule(name)) in WITH_STATISTICS:
         return ""
     return f"; half with ops.modules[{name or '*'!r}]=half"
@@ -210,12 +202,12 @@ def _compute_and_why(
     if op is None:
         users = sorted(users, key=lambda use: not use.in_half(policy))
         computes = [_in_words(use.compute(policy), policy) for use in users]
-        reasons = why or _joined(list_reason(use.op, policy) for use in users)
+        reasons = why or _joined(_list_reason(use.op, policy) for use in users)
         return _joined(computes) or "-", reasons or "no op of torch.nn: fp32 weights"
     compute = policy.compute_of(op, pin[1] if pin else None)
     others = [use for use in users if compute is Compute.HALF and not use.in_half(policy)]
     why = why or _joined(
-        [list_reason(op, policy), *(f"weights read by {use.op}" for use in others)]
+        [_list_reason(op, policy), *(f"weights read by {use.op}" for use in others)]
     )
     return _in_words(compute, policy), why
 
@@ -225,18 +217,13 @@ def _in_words(compute: Compute, policy: Policy) -> str:
 
 
 def _joined(words: Iterable[str]) -> str:
-    """Each word once, at most three."""
+    """Join each word once, at most three."""
     different = list(dict.fromkeys(words))
     return ", ".join(different[:3]) + ", ..." * (len(different) > 3)
 
 
-def list_reason(op: str, policy: Policy) -> str:
-    """Which list decides about an op."""
+def _list_reason(op: str, policy: Policy) -> str:
     if policy.ops.empty:
         return "ops=none: no casts"
     held_by = policy.ops.list_of(op)
     return f"{op or 'a kernel'} is in no list" if held_by == "none" else f"{op} in ops.{held_by}"
-
-
-def _short(dtype: torch.dtype | None) -> str:
-    return "-" if dtype is None else dtype_name(dtype)
