@@ -35,8 +35,8 @@ class LossSpikes(Algorithm):
         factor: how many times the median a loss may be, > 1.
 
     Attributes:
-        median: 0-d float32, what the last loss was compared with; nan if too few were known.
-        spiked: 0-d bool, the verdict on it.
+        median: 0-d float32, the last loss was compared with it; nan if too few were known.
+        spiked: 0-d bool, the verdict on that loss.
     """
 
     def __init__(self, policy: str, factor: float) -> None:
@@ -47,11 +47,7 @@ class LossSpikes(Algorithm):
         self._losses = torch.empty(0)
 
     def judge(self, loss: Tensor) -> Tensor | None:
-        """Compare a loss (0-d) with the median, without waiting for the device.
-
-        Returns:
-            0-d bool, True if the step is to be skipped; None if the policy never skips.
-        """
+        """Whether a loss (0-d) is a spike and its step is to be skipped; None if none ever is."""
         known = self._losses.to(loss.device)
         few = len(known) < LEAST
         self.median = torch.full_like(loss, torch.nan) if few else known.nanmedian()
@@ -79,11 +75,7 @@ class LossSpikes(Algorithm):
         return {"spikes": self._losses.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from saved losses; a checkpoint of a run that judged none has none.
-
-        Raises:
-            CheckpointError: they are not what `state_dict` gave.
-        """
+        """Continue from saved losses; a checkpoint of a run that judged none has none."""
         losses = state.get("spikes")
         if losses is None:
             return
@@ -107,12 +99,7 @@ class SpikeReport(Callback):
     """Warns of each loss spike, and ends the run if the policy is `stop`."""
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Warn if the loss is a spike, or raise.
-
-        Raises:
-            DivergedError: the loss is a spike and `trainer.on_loss_spike` is stop; the step was
-                left out.
-        """
+        """Warn if the loss is a spike; raise DivergedError if the policy is `stop`."""
         spikes = spikes_of(trainer)
         if spikes is None or result.loss is None or not bool(spikes.spiked):
             return

@@ -366,9 +366,5 @@ class Schedules(Algorithm):
         return {"schedule": states_of(self.by_name)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from it.
-
-        Raises:
-            CheckpointError: it is of other schedules.
-        """
+        """Continue from it; CheckpointError if it is of other schedules."""
         load_states(self.by_name, state.get("schedule", {}), "scheduler")
