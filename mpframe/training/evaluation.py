@@ -293,11 +293,9 @@ class Best:
         """
         if name != self.name:
             self.name, self.value, self.step = name, None, None
-        own = rank(value, higher_is_better)
-        if own is None:
-            return False
+        offered = rank(value, higher_is_better)
         known = None if self.value is None else rank(self.value, higher_is_better)
-        if known is not None and not known - own > by:
+        if offered is None or (known is not None and not known - offered > by):
             return False
         self.value, self.step = value, step
         return True

@@ -96,7 +96,8 @@ def _cause(trainer: Trainer, result: StepResult) -> str:
 
 def _still_searches(trainer: Trainer, result: StepResult | None) -> bool:
     """Whether every scaler may still go down to a scale at which nothing overflows."""
-    floors = [(own.scale, getattr(own, "floor", torch.inf)) for own in trainer.scalers.values()]
+    scalers = trainer.scalers.values()
+    floors = [(scaler.scale, getattr(scaler, "floor", torch.inf)) for scaler in scalers]
     above = bool(floors) and all(float(scale) > floor for scale, floor in floors)
     return above and result is not None and _finite(result)
 
