@@ -11,13 +11,10 @@ _PART = 0.75  # The likeness of a name that contains the word, about that of a t
 
 
 class MpframeError(Exception):
-    """Something the user can fix. Its text is one line and names the way out.
-
-    Attributes:
-        exit_code: what the program ends with.
-    """
+    """Something the user can fix. Its text is one line and names the way out."""
 
     exit_code = 1
+    """What the program ends with."""
 
 
 class ConfigError(MpframeError):
@@ -48,12 +45,7 @@ class LostRankError(MpframeError):
 
 
 class RunInterrupted(MpframeError):  # noqa: N818 - it is the way out of the loop, not an error
-    """A signal asked the run to stop; it ends with 128 + the signal's number, as in a shell.
-
-    Args:
-        received: the signal.
-        advice: what to do next.
-    """
+    """A signal asked the run to stop; it ends with 128 + the signal's number, as in a shell."""
 
     def __init__(self, received: signal.Signals, advice: str = "") -> None:
         super().__init__(f"stopped by {received.name}" + (f"; {advice}" if advice else ""))
@@ -62,13 +54,7 @@ class RunInterrupted(MpframeError):  # noqa: N818 - it is the way out of the loo
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """A clause with the nearest known names, e.g. `nearest: matmul`; empty if none is near.
-
-    Args:
-        name: what the user wrote.
-        known: the names that are allowed.
-        count: how many names to offer at most.
-    """
+    """A clause with up to `count` of the nearest known names, e.g. `nearest: matmul`, or ""."""
     if len(name) > _LONGEST:
         return ""
     alike = {other: _likeness(name.lower(), other.lower()) for other in known}
@@ -90,7 +76,7 @@ def _likeness(name: str, other: str) -> float:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, and the second if the first ends in a colon.
 
-    An error without text gives the name of its class.
+    For an error without text, the name of its class.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__

@@ -68,15 +68,8 @@ def require(
 ) -> float:
     """Return `value` if it is a finite number in a range; a bool is not a number.
 
-    Args:
-        option: its path in the configuration.
-        value: what it is.
-        allowed: the range.
-        way_out: the end of the message.
-        kind: how the message names such a number.
-
     Raises:
-        ConfigError: it is not.
+        ConfigError: `option=value: must be {kind} {allowed}; {way_out}`.
     """
     number = value if isinstance(value, int) else float(value) if isinstance(value, Real) else None
     if number is None or isinstance(number, bool) or not allowed.holds(number):

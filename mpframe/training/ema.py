@@ -6,8 +6,6 @@ over the masters m after every step that was not skipped; t counts the updates b
 decay is warmed up. With a constant decay the share of the first, random weights would be d^t: for
 d = 0.99 still 30 % after 120 steps. The average is kept in fp32: in half it would stop moving as
 soon as (1 - d)(m - e) is below half a unit in the last place of e.
-
-`AverageWeights` moves it after each step, and validates with it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,10 +29,7 @@ class Ema:
 
     Args:
         masters: parameter -> the fp32 tensor that is averaged (itself if it is fp32).
-        decay: d, 0 < d < 1; the first updates decay faster, see above.
-
-    Raises:
-        ConfigError: the decay is out of its range.
+        decay: d, 0 < d < 1, else ConfigError; the first updates decay faster, see above.
     """
 
     def __init__(self, masters: Mapping[Tensor, Tensor], decay: float) -> None:
@@ -50,12 +45,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, skipped: Tensor | None = None) -> None:
-        """Move the averages towards the present masters.
-
-        Args:
-            skipped: 0-d bool on the device; if it is true nothing changes, t included. None: the
-                step is known to be applied.
-        """
+        """Move the averages towards the present masters, unless `skipped` (0-d bool) is true."""
         if skipped is not None or isinstance(self._updates, Tensor):
             self._update_unless(skipped)
             return
@@ -113,12 +103,7 @@ class Ema:
     def load_by_name(
         self, model: nn.Module, averages: Mapping[str, Tensor], updates: int = 0
     ) -> None:
-        """Continue from saved averages.
-
-        Args:
-            model: has parameters with these names.
-            averages: what `by_name` gave.
-            updates: t when they were saved.
+        """Continue from what `by_name` gave after t = `updates`.
 
         Raises:
             CheckpointError: they belong to other weights; nothing is taken.
@@ -136,12 +121,7 @@ class Ema:
 
 
 class AverageWeights(Algorithm):
-    """Moves an average after each applied step.
-
-    Args:
-        ema: the average.
-        model: whose weights are averaged.
-    """
+    """Moves the average of a model's weights after each applied step, and validates with it."""
 
     def __init__(self, ema: Ema, model: nn.Module) -> None:
         self.ema = ema
@@ -167,11 +147,7 @@ class AverageWeights(Algorithm):
         return {"ema": self.ema.by_name(self._model), "ema_updates": self.ema.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from them, if the checkpoint has any.
-
-        Raises:
-            CheckpointError: they belong to other weights.
-        """
+        """Continue from them, if the checkpoint has any."""
         if state.get("ema") is not None:
             # An older checkpoint has no such count, and its decay was never warmed up.
             updates = state.get("ema_updates", state["progress"]["steps"])

@@ -36,12 +36,11 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One validation: the mean loss per sample, and the metrics by name.
+    """One validation.
 
     Attributes:
         loss: mean loss per sample.
-        metrics: the value of each metric.
-        higher_is_better: the direction of each metric; None if the metric has none.
+        metrics, higher_is_better: of each metric, its value, and its direction or None.
         monitor: the name of the metric that tells progress, or `loss`.
     """
 
@@ -68,18 +67,16 @@ class Evaluation:
 class NamedMetric:
     """A user's metric over one validation: `update(outputs, targets)`, then `compute()`.
 
+    Each method raises UserCodeError if the metric's code raises.
+
     Args:
         name: the metric's.
         code: makes a new metric; or a metric with `reset()`, as torchmetrics', which is used again.
         device: where the metric computes, if it can be moved.
 
     Attributes:
-        name: the metric's.
         merges: whether it has `merge(other)`, which takes in what another one has measured.
         higher_is_better: None if it has no direction.
-
-    Raises:
-        UserCodeError: the metric cannot be made, or is none; here and below: its code raised.
     """
 
     def __init__(self, name: str, code: Any, device: torch.device | None = None) -> None:
@@ -101,11 +98,7 @@ class NamedMetric:
         self.higher_is_better: bool | None = getattr(self._metric, "higher_is_better", None)
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Take in one batch.
-
-        Raises:
-            UserCodeError: the objective gave no outputs to measure.
-        """
+        """Take in one batch; UserCodeError if the objective gave no outputs to measure."""
         if outputs is None:
             raise UserCodeError(
                 f"objective: gave no outputs, and the metric {self.name} measures them; let it "
@@ -126,11 +119,7 @@ class NamedMetric:
                 self._metric.merge(other)
 
     def compute(self) -> float:
-        """The value over all batches.
-
-        Raises:
-            UserCodeError: it is not one number.
-        """
+        """The value over all batches; UserCodeError if it is not one number."""
         with UserCode(self._option, self._metric):
             value = self._metric.compute()
         one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
@@ -168,11 +157,7 @@ class Metrics:
         self._sent = [metric for metric in self._metrics if comm.size > 1 and not metric.merges]
 
     def update(self, part: tuple[Any, Any] | None) -> None:
-        """Take in one batch.
-
-        Args:
-            part: its outputs and targets on this rank; None if it has none of its samples.
-        """
+        """Take in one batch: its outputs and targets on this rank; None if it has no samples."""
         for metric in self._metrics:
             if part is not None and metric not in self._sent:
                 metric.update(*part)
@@ -186,7 +171,7 @@ class Metrics:
                     metric.update(outputs, targets)
 
     def evaluation(self, sums: Tensor) -> Evaluation:
-        """The result of the validation, the same on all ranks.
+        """The result, the same on all ranks.
 
         Args:
             sums: of this rank's losses, each times its count, and of the counts: [2] float64.
@@ -232,12 +217,8 @@ class Evaluator:
         """The mean loss per sample and the metrics over one pass; the model is left as it was.
 
         Each batch's loss counts as often as its objective says (`StepOutput.count`). With several
-        losses it is their sum; count and metric inputs come from the first.
-
-        Args:
-            trainer: its model and objectives.
-            loader: the samples.
-            split: what they are for, in messages.
+        losses it is their sum; count and metric inputs come from the first. Messages call the
+        samples `split`.
         """
         device = device_of(trainer.model)
         metrics = Metrics(self.metrics, self.monitor, device, trainer.comm)
@@ -254,10 +235,7 @@ class Evaluator:
         return metrics.evaluation(sums)
 
     def _evaluate_batch(self, trainer: "Trainer", batch: Batch | None, metrics: Metrics) -> Tensor:
-        """The losses times the samples that they are the mean of, and the samples: [2] float64.
-
-        Both of this rank's part of a batch, which is None if it is empty.
-        """
+        """This rank's losses times their counts, and the counts: [2] float64."""
         device, missing = device_of(trainer.model), batch is None
         batch = trainer.comm.broadcast_if_missing(batch)  # It gathers weights with the others.
         computed = [] if batch is None else self._compute(trainer, batch)
@@ -297,20 +275,15 @@ class Best:
     def offer(
         self, name: str, value: float, step: int, higher_is_better: bool, by: float = 0.0
     ) -> bool:
-        """Take a value if it is better by more than `by`; nan and inf never are.
+        """Take a value if it is better by more than `by`, and return whether it was.
 
-        The value of another metric than before begins again.
-
-        Returns:
-            Whether it was taken.
+        nan and inf never are; the value of another metric than before begins again.
         """
         if name != self.name:
             self.name, self.value, self.step = name, None, None
-        own = rank(value, higher_is_better)
-        if own is None:
-            return False
+        offered = rank(value, higher_is_better)
         known = None if self.value is None else rank(self.value, higher_is_better)
-        if known is not None and not known - own > by:
+        if offered is None or (known is not None and not known - offered > by):
             return False
         self.value, self.step = value, step
         return True
@@ -336,12 +309,7 @@ class Best:
 
 
 def much_worse(best: float, values: Sequence[float]) -> bool:
-    """Whether the last value lies far from the best one, by the rule above.
-
-    Args:
-        best: of all values of the run; finite.
-        values: those of the validations, the last one last; the oldest may be missing.
-    """
+    """Whether the last validation's value lies far from the run's best one, which is finite."""
     *_, last = values
     if not math.isfinite(last):
         return True

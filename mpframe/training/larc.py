@@ -80,11 +80,7 @@ class LARC(StepHook):
                     self.rates[weight] = factor * group["lr"]
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Begin.
-
-        Raises:
-            ConfigError: gradients are clipped by their norm as well.
-        """
+        """Begin; ConfigError if gradients are clipped by their norm as well."""
         if trainer.plan.clip_norm is not None:
             raise ConfigError(
                 f"trainer.clip_norm={trainer.plan.clip_norm}: LARC scales each gradient after the "

@@ -42,8 +42,8 @@ class LossSpikes(Algorithm):
         ConfigError: one of them is not allowed.
 
     Attributes:
-        median: 0-d float32, what the last loss was compared with; nan if too few were known.
-        spiked: 0-d bool, the verdict on it.
+        median: 0-d float32, the last loss was compared with it; nan if too few were known.
+        spiked: 0-d bool, the verdict on that loss.
     """
 
     def __init__(self, policy: str | bool = "off", factor: float = 5.0) -> None:
@@ -62,11 +62,7 @@ class LossSpikes(Algorithm):
         self._losses = torch.empty(0)
 
     def judge(self, loss: Tensor) -> Tensor | None:
-        """Compare a loss (0-d) with the median, without waiting for the device.
-
-        Returns:
-            0-d bool, True if the step is to be skipped; None if the policy never skips.
-        """
+        """Whether a loss (0-d) is a spike and its step is to be skipped; None if none ever is."""
         known = self._losses.to(loss.device)
         few = len(known) < LEAST
         self.median = torch.full_like(loss, torch.nan) if few else known.nanmedian()
@@ -114,11 +110,7 @@ class LossSpikes(Algorithm):
         return {} if self.policy == "off" else {"spikes": self._losses.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from saved losses; a checkpoint of a run that judged none has none.
-
-        Raises:
-            CheckpointError: they are not what `state_dict` gave.
-        """
+        """Continue from saved losses; a checkpoint of a run that judged none has none."""
         losses = state.get("spikes")
         if losses is None:
             return

@@ -60,15 +60,12 @@ def _damages_memory(convolution: nn.Conv2d) -> bool:
 def recompute(model: nn.Module, patterns: Sequence[str]) -> None:
     """Let modules of `model` run again in the backward pass, while they are trained.
 
-    The names of modules and weights stay as they are.
+    Changes them in place; the names of modules and weights stay as they are.
 
     Args:
-        model: changed in place.
+        model: whose modules.
         patterns: of module names, as in `ops.modules`; a module within one that matches runs again
-            with it.
-
-    Raises:
-        ConfigError: a pattern matches no module.
+            with it. ConfigError if one matches no module.
     """
     names = [name for name, _ in model.named_modules()]
     refuse_idle("trainer.recompute", "module", patterns, names)
@@ -121,14 +118,10 @@ _MMAP_MAX, _NONE = -4, 0
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep the memory it frees, from now on to its end.
+    """Let this process keep the memory it frees to its end; False if the C library cannot.
 
-    A program calls it once, before its first step. The process takes more memory, as what is kept
-    does not always fit what is asked for next: before glibc 2.38 an aligned request, as all of
-    torch's are, seldom fits into the space of its like.
-
-    Returns:
-        False where the C library is another one, and nothing was changed.
+    The process takes more memory, as what is kept does not always fit what is asked for next:
+    before glibc 2.38 an aligned request, as all of torch's are, seldom fits into a like space.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -54,8 +54,8 @@ class Predictions:
         """Write one batch.
 
         Raises:
-            ConfigError: the outputs are not what `outputs` needs, have no row for each sample, or
-                other columns than those of the batch before.
+            ConfigError: the outputs do not fit `outputs`, have no row for each sample, or have
+                other columns than the batch before.
         """
         _refuse_lists_of_samples(outputs)
         named = {name: tensor.detach().cpu() for name, tensor in named_tensors(outputs)}

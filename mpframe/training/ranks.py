@@ -1,8 +1,7 @@
 """The check that all ranks of a run hold the same: before its first step, and at each checkpoint.
 
 Ranks that train together stay the same as long as nobody else writes their weights. If they drift
-apart nothing else fails: each goes on with a model of its own, and the average of two models is
-none.
+apart, nothing else fails: each trains a model of its own, and their average means nothing.
 """
 
 from collections.abc import Iterable
@@ -21,18 +20,13 @@ if TYPE_CHECKING:
 def refuse_other_start(trainer: "Trainer", resume: str) -> None:
     """Refuse ranks that do not begin at the same step with the same weights.
 
-    Args:
-        trainer: about to train.
-        resume: the option, for the message.
-
     Raises:
-        CheckpointError: they go on from different steps.
+        CheckpointError: they go on from different steps; `resume` is the option.
         UserCodeError: the model begins otherwise on one of them.
     """
     if trainer.comm.size == 1:
         return
-    steps = trainer.comm.gather_object(trainer.progress.global_step)
-    steps = trainer.comm.broadcast_object(steps)
+    steps = trainer.comm.broadcast_object(trainer.comm.gather_object(trainer.progress.global_step))
     for rank, step in enumerate(steps):
         if step != steps[0]:
             raise CheckpointError(
@@ -43,11 +37,7 @@ def refuse_other_start(trainer: "Trainer", resume: str) -> None:
 
 
 def refuse_other_weights(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse ranks whose models begin with other weights.
-
-    Raises:
-        UserCodeError: names the first one.
-    """
+    """Raise UserCodeError with the first weight that is another one on a rank, before step 1."""
     differs = _first_difference(comm, named)
     if differs is not None:
         raise UserCodeError(
@@ -57,11 +47,7 @@ def refuse_other_weights(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> Non
 
 
 def refuse_drift(trainer: "Trainer") -> None:
-    """Refuse ranks whose weights have drifted apart.
-
-    Raises:
-        MpframeError: names a tensor and a rank.
-    """
+    """Raise MpframeError with a tensor and a rank whose weights have drifted apart."""
     if trainer.comm.size == 1:
         return
     differs = _first_difference(trainer.comm, trainer.weights().items())
@@ -74,13 +60,10 @@ def refuse_drift(trainer: "Trainer") -> None:
 
 @torch.no_grad()
 def _first_difference(comm: Comm, named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """A clause on the first tensor that is another one on a rank than on rank 0.
-
-    Of a sharded one each rank has a part of its own.
-    """
+    """A clause on the first tensor that is another one on a rank than on rank 0."""
     alike = {name: value for name, value in named if not is_sharded(value)}
-    own = [float(value.double().sum()) for value in alike.values()]
-    sums = comm.broadcast_object(comm.gather_object(own))
+    mine = [float(value.double().sum()) for value in alike.values()]
+    sums = comm.broadcast_object(comm.gather_object(mine))
     for rank, others in enumerate(sums):
         for name, first, other in zip(alike, sums[0], others, strict=True):
             if first != other and not (first != first and other != other):  # nan is no difference.

@@ -55,7 +55,6 @@ def warmup_cosine(
     """Linear warm-up to the learning rate, then half a cosine down.
 
     Args:
-        optimizer: whose groups are scheduled.
         total_steps: planned optimizer steps, >= 1.
         warmup: share of the steps in which the rate rises, 0 to 1.
         min_factor: the last learning rate of each group as a fraction of its own, 0 to 1.
@@ -87,7 +86,6 @@ def onecycle(optimizer: Optimizer, total_steps: int, **options: Any) -> LRSchedu
     The momentum, or the first of `betas`, goes the other way: it falls while the rate rises.
 
     Args:
-        optimizer: whose groups are scheduled.
         total_steps: planned optimizer steps, >= 1.
         options: further arguments of torch's `OneCycleLR`, such as `pct_start`.
     """
@@ -111,7 +109,6 @@ def poly(
         else:   min_factor + (1 - min_factor) * (1 - (t - b) / (total_steps - b))^power
 
     Args:
-        optimizer: whose groups are scheduled.
         total_steps: planned optimizer steps, >= 1.
         power: > 0; 1 falls in a line, 2 steeply at first.
         warmup: share of the steps in which the rate rises, 0 to 1.
@@ -148,7 +145,6 @@ def exponential(
         else:       max(min_factor, factor^((t - begin) / every))
 
     Args:
-        optimizer: whose groups are scheduled.
         factor: > 0 and <= 1.
         every: in units, > 0.
         begin: in units, >= 0.
@@ -182,8 +178,9 @@ def transformer(
 
         coefficient / sqrt(d_model) * min((t + 1) / w^1.5, 1 / sqrt(t + 1))    for w = warmup_steps
 
+    A learning rate of 1 or 2 is usual.
+
     Args:
-        optimizer: whose groups are scheduled; a learning rate of 1 or 2 is usual.
         d_model: width of the model, >= 1.
         warmup_steps: steps in which the rate rises, >= 1; less is taken for 1.
         coefficient: a factor on all, > 0.
@@ -209,7 +206,6 @@ def piecewise_constant(
     """The learning rate itself up to the first boundary, then its product with factor after factor.
 
     Args:
-        optimizer: whose groups are scheduled.
         boundaries: in units, rising; the step that begins at a boundary has the new rate.
         factors: one for each boundary, >= 0; all are of the first rate.
         unit: optimizer steps in a unit, >= 1.
@@ -261,7 +257,6 @@ class PlannedSchedule:
 
     Args:
         make: makes the schedule for the optimizer, from the learning rates of its groups.
-        optimizer: whose groups are scheduled.
         arguments: those of the schedule, as text by name.
         steps_per_epoch: >= 1.
     """
@@ -368,9 +363,5 @@ class Schedules(Algorithm):
         return {"schedule": states_of(self.by_name)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from it.
-
-        Raises:
-            CheckpointError: it is of other schedules.
-        """
+        """Continue from it; CheckpointError if it is of other schedules."""
         load_states(self.by_name, state.get("schedule", {}), "scheduler")

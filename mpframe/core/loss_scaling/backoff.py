@@ -55,15 +55,8 @@ def _half_format(value: Half) -> torch.dtype:
 class AdaptiveScaler(Scaler, ABC):
     """A scaler that moves within [min_scale, max_scale] and can start from a probe.
 
-    Args:
-        init_scale: the first scale, within the bounds, or "probe".
-        min_scale: the floor, > 0.
-        max_scale: the ceiling, finite.
-        half: the run's 16-bit format, or its name; its largest number is what a scaled gradient
-            must not pass.
-
-    Raises:
-        ConfigError: an argument is out of its range, or the bounds do not hold `init_scale`.
+    Its arguments are those of `Backoff`; a scaled gradient must not pass the largest number of
+    `half`.
     """
 
     def __init__(
@@ -180,9 +173,6 @@ def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | NoScaling
     Args:
         mode: the dtype mode, "fp32", "mixed" or "amp".
         half: the run's 16-bit format.
-
-    Raises:
-        ConfigError: `half` is no such format.
     """
     float16 = mode != "fp32" and _half_format(half) == torch.float16
     return Backoff(half=half) if float16 else NoScaling()

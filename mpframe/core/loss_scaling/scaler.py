@@ -11,7 +11,7 @@ devices, and with a scale that is off by one bit every unscaling rounds. So `pow
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, Self, TypeGuard, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -63,21 +63,9 @@ Scaling = LossScaler | Mapping[str, LossScaler] | None
 """One scaler, one for each of several losses by name, or none, which is `NoScaling`."""
 
 
-@runtime_checkable
-class Probed(Protocol):
-    """A scaler whose first scale may come from a backward pass made before step 1."""
-
-    @property
-    def wants_probe(self) -> bool:
-        """True until `start_from` has been called, if a probe was asked for."""
-
-    def start_from(self, amax: Tensor) -> None:
-        """Choose the first scale for gradients whose largest magnitude is `amax` (0-d float32)."""
-
-
-def wants_probe(scaler: object) -> TypeGuard[Probed]:
-    """True if `scaler` is still to take its first scale from a probe."""
-    return isinstance(scaler, Probed) and scaler.wants_probe
+def wants_probe(scaler: object) -> TypeGuard[Any]:
+    """Whether `start_from(amax)` is to choose its first scale, from gradients before step 1."""
+    return bool(getattr(scaler, "wants_probe", False))
 
 
 def scale_of(scaler: LossScaler | None) -> Tensor | float:
@@ -142,8 +130,7 @@ class Scaler:
         The constructor's arguments are options, not state: they stay as they are.
 
         Raises:
-            CheckpointError: `state` was made by another kind of scaler, or an entry is missing,
-                of another type or shape, or not finite.
+            CheckpointError: `state` is damaged, or was made by another kind of scaler.
         """
         saved = state.get("kind")
         if saved != self.kind:
@@ -173,25 +160,6 @@ def _damage(name: str, saved: object, present: Tensor) -> str:
     return "is not positive" if name == "scale" and not saved.gt(0).all() else ""
 
 
-class NoScaling(Scaler):
-    """Leaves the loss as it is. An overflow skips the step all the same."""
-
-    kind = "none"
-
-    def __init__(self) -> None:
-        super().__init__({"scale": torch.ones(())})
-
-    def update(self, amax: Tensor) -> None:
-        """Do nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignore a scaler's state, which means nothing here."""
-
-
 class Static(Scaler):
     """A constant loss scale.
 
@@ -210,6 +178,22 @@ class Static(Scaler):
 
     def update(self, amax: Tensor) -> None:
         """Do nothing: the scale is fixed."""
+
+
+class NoScaling(Static):
+    """Leaves the loss as it is, and has no state. An overflow skips the step all the same."""
+
+    kind = "none"
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Ignore a scaler's state, which means nothing here."""
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

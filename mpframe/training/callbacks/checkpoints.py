@@ -110,7 +110,7 @@ class Checkpoints(Callback):
 
         Raises:
             CheckpointError: this checkpoint or the one before it could not be written, and the
-                plan is to stop the run then.
+                plan is to stop the run then. Also raised by `close`.
         """
         stands = trainer.progress.global_step, trainer.progress.validated
         if not trainer.comm.any(self._saved != stands):
@@ -138,11 +138,7 @@ class Checkpoints(Callback):
                     self._write(snapshot)
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written.
-
-        Raises:
-            CheckpointError: it could not be written, and the plan is to stop the run then.
-        """
+        """Wait for the checkpoint that is being written."""
         with self._reported():
             self._background.close()
 

@@ -23,15 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class LogLines(Callback):
-    """Logs a line at every validation, and a debug line at every so many steps.
+    """Logs a line at every validation, and a debug line every `log_every` steps.
 
-    Beside the first line after a step whose gradients are all 0 it warns of that.
-
-    The time left is that of the steps left, at the pace of this start of the run so far,
-    validations included.
-
-    Args:
-        log_every: steps between two debug lines.
+    Once, it warns of a step whose gradients are all 0. The time left is estimated from the pace of
+    this start of the run so far, validations included.
     """
 
     _context: RunContext
@@ -56,7 +51,7 @@ class LogLines(Callback):
             self._warn_of_zeros(trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Let a step that is due be logged before the trainer moves on."""
+        """Make the trainer report a step that is due before it moves on."""
         if self._due(trainer):
             trainer.read_verdicts()
 
@@ -84,8 +79,9 @@ class LogLines(Callback):
             )
 
     def _due(self, trainer: Trainer) -> bool:
-        due = trainer.progress.global_step % self._log_every == 0
-        return due and log.isEnabledFor(logging.DEBUG)
+        return trainer.progress.global_step % self._log_every == 0 and log.isEnabledFor(
+            logging.DEBUG
+        )
 
     def _place(self, trainer: Trainer) -> str:
         progress, batches = trainer.progress, len(self._context.train)
@@ -118,7 +114,7 @@ def _state(trainer: Trainer) -> str:
 class ProgressBar(Callback):
     """A progress bar on stderr: steps, loss, scale, skipped steps, last and best validation.
 
-    Lines that are logged to the console go above it.
+    Lines that are logged to the console appear above it.
 
     Args:
         shown: `on`; `off`; or `auto`: on if stderr is a terminal. True is `on`, False `off`.
@@ -195,9 +191,8 @@ class ProgressBar(Callback):
             yield
         except OSError:
             self._bar.disable = True
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()
-            )  # Python writes the rest.
+            # Python still writes what it holds.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
     def _total(self, trainer: Trainer) -> int:
         left = trainer.plan.steps_left(trainer.progress, self._batches)

@@ -20,12 +20,9 @@ from mpframe.training.trainer import Trainer
 class Curves(Callback):
     """Writes the run's scalars to TensorBoard; the x axis is the number of steps tried.
 
-    What was written at the last step is part of a checkpoint, and a resumed run writes it again: a
-    run may have been stopped between a step's training scalars and its validation's.
-
-    Args:
-        log_every: steps between two writes of the training scalars; a skipped step is always
-            written.
+    The training scalars are written every `log_every` steps, and at skipped ones. What was written
+    at the last step is part of a checkpoint, and a resumed run writes it again: a run may have been
+    stopped between a step's training scalars and its validation's.
     """
 
     _tracker: Tracker
@@ -51,7 +48,7 @@ class Curves(Callback):
             self._tracker.scalars(global_step, self._of_step(trainer, result))
 
     def on_step_end(self, trainer: Trainer) -> None:
-        """Let a step that is due be logged before the trainer moves on."""
+        """Make the trainer report a step that is due before it moves on."""
         if trainer.progress.global_step % self._log_every == 0:
             trainer.read_verdicts()
 

@@ -42,22 +42,16 @@ class SkipGuard(Callback):
         self._last: StepResult | None = None
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Raise if the limit is reached.
-
-        Raises:
-            DivergedError: says whether the forward pass or only the gradients were not finite.
-        """
+        """Raise DivergedError, which says what was not finite, if the limit is reached."""
         self._last = result
         if trainer.progress.skipped_in_a_row >= self._limit:
             raise self._diverged(trainer, f"trainer.max_consecutive_skips={self._limit} reached")
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Raise if the model learnt nothing, or did not learn until the end.
+        """Raise DivergedError if the model learnt nothing, or did not learn until the end.
 
-        Raises:
-            DivergedError: no step was applied, though no scaler still searched for its first
-                scale; the last ones were all skipped; or the last one was applied at a loss that is
-                not finite, as an optimizer with a closure does.
+        That is if no step was applied, though no scaler still searched for its first scale; if the
+        last ones were all skipped; or if the last one was applied at a loss that is not finite.
         """
         in_a_row, global_step = trainer.progress.skipped_in_a_row, trainer.progress.global_step
         if 0 < in_a_row == global_step:
@@ -103,7 +97,8 @@ def _cause(trainer: Trainer, result: StepResult) -> str:
 
 def _still_searches(trainer: Trainer, result: StepResult | None) -> bool:
     """Whether every scaler may still go down to a scale at which nothing overflows."""
-    floors = [(own.scale, getattr(own, "floor", torch.inf)) for own in trainer.scalers.values()]
+    scalers = trainer.scalers.values()
+    floors = [(scaler.scale, getattr(scaler, "floor", torch.inf)) for scaler in scalers]
     above = bool(floors) and all(float(scale) > floor for scale, floor in floors)
     return above and result is not None and _finite(result)
 
@@ -126,7 +121,8 @@ class EarlyStopping(Callback):
         monitor: the metric's name, or `loss`; None: the metric of `trainer.monitor`.
 
     Raises:
-        ConfigError: `patience` or `min_delta` is out of its range.
+        ConfigError: an argument is out of its range; later: the metric is not known, or does not
+            say which value is better.
     """
 
     def __init__(
@@ -142,11 +138,7 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Count the validation, and end the run if it was one too many.
-
-        Raises:
-            ConfigError: there is no such metric, or it does not say which value is better.
-        """
+        """Count the validation, and end the run if it was one too many."""
         name = evaluation.monitor if self._monitor is None else self._monitor
         value, higher = self._watched(evaluation, name)
         step = trainer.progress.global_step

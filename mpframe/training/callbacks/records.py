@@ -21,11 +21,8 @@ class CsvLog(Callback):
     """Writes a row for every step that is logged or validated; losses and gradients unscaled.
 
     A row is written at the end of its step. A checkpoint holds the last row, because a run may be
-    stopped in the validation that belongs to it. The last row is the test's.
-
-    Args:
-        log_every: steps between two rows of the training's numbers.
-        on_error: `stop` or `warn` if the disk is full.
+    stopped in the validation that belongs to it. The last row is the test's. If the disk is full,
+    `on_error` says whether to `stop` or `warn`.
     """
 
     _file: MetricsCsv
@@ -116,11 +113,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float | int]:
 
 
 class RecordAmax(Callback):
-    """Keeps the largest gradient of every step in the run's folder, for replays.
-
-    Args:
-        on_error: `stop` or `warn` if the disk is full.
-    """
+    """Keeps the largest gradient of every step in the run's folder, for replays."""
 
     _record: AmaxRecord
 

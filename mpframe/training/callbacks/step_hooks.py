@@ -42,11 +42,7 @@ class StepHook(Callback):
         """Change the gradients of an optimizer that is about to step."""
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Begin.
-
-        Raises:
-            ConfigError: the optimizer takes a closure, or a pattern matches no parameter.
-        """
+        """Begin; ConfigError if the optimizer takes a closure, or a pattern matches nothing."""
         if trainer.optimizer.needs_closure:
             raise ConfigError(
                 f"{self._option}: the optimizer makes its gradients within its step, where no hook "

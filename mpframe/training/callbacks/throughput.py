@@ -62,10 +62,9 @@ class Throughput(Callback):
     @property
     def median_step_seconds(self) -> float | None:
         """The median time of a step, to half a percent; None before the first one."""
-        half = self._step_times.total() / 2
-        passed = 0
-        for number in sorted(self._step_times):
-            passed += self._step_times[number]
+        passed, half = 0, self._step_times.total() / 2
+        for number, steps in sorted(self._step_times.items()):
+            passed += steps
             if passed >= half:
                 return math.exp(number * _BIN)
         return None
