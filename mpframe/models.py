@@ -2,7 +2,7 @@
 
 Each is a function that returns a `torch.nn.Module`; the shortest is `mlp`. `model=NAME` chooses
 one, and a `_target_` may name any other class or function that returns a module. Models are plain
-PyTorch: nothing in them mentions precision. The networks for other data are in mpframe/workloads.
+PyTorch: nothing in them mentions precision. A ConfigError names an argument that is out of range.
 """
 
 import math
@@ -74,17 +74,9 @@ def _hidden_layer(in_features: int, out_features: int, dropout: float) -> nn.Seq
 def cnn(
     channels: int, classes: int, width: int = 32, stages: int = 2, dropout: float = 0.0
 ) -> nn.Module:
-    """Maps images [N, channels, H, W], H and W at least 2^stages, to [N, classes].
+    """Return a map from images [N, channels, H, W], H and W at least 2^stages, to [N, classes].
 
-    Args:
-        channels: of the images.
-        classes: outputs.
-        width: channels of the first stage; each later stage doubles them.
-        stages: each ends by halving the side; 2 suits 8 x 8 to 32 x 32, 3 or 4 larger images.
-        dropout: fraction of features dropped before the head, 0 <= dropout < 1.
-
-    Raises:
-        ConfigError: an argument is out of its range.
+    See conf/model/cnn.yaml; 2 stages suit sides of 8 to 32, 3 or 4 larger images.
     """
     require_sizes(channels=channels, classes=classes, width=width, stages=stages)
     require_dropout(dropout)
@@ -120,17 +112,10 @@ _BLOCKS = [2, 2, 2, 2]
 def resnet18(
     classes: int, channels: int = 3, width: int = 64, small_stem: bool = True
 ) -> nn.Module:
-    """Maps images [N, channels, H, W] to [N, classes].
+    """Return a map from images [N, channels, H, W] to [N, classes].
 
-    Args:
-        classes: outputs.
-        channels: of the images.
-        width: channels of the first stage; the others have 2, 4 and 8 times as many.
-        small_stem: a 3x3 convolution of stride 1 without pooling, for images of about 32 x 32;
-            False is torchvision's 7x7 of stride 2 with pooling, for about 224 x 224.
-
-    Raises:
-        ConfigError: an argument is out of its range.
+    See conf/model/resnet18.yaml; `small_stem` is for images of about 32 x 32, and without it the
+    stem is torchvision's 7x7 of stride 2 with pooling, for about 224 x 224.
     """
     require_sizes(classes=classes, channels=channels, width=width)
     # torchvision fixes the first width at 64. Its layers are made on the meta device, where they

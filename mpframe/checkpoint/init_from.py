@@ -45,13 +45,12 @@ def renamed(
         CheckpointError: two weights would get one name.
     """
     saved = _unwrapped(saved, own)
-    rules = {old: _Rule(old, new) for old, new in names.items()}
+    rules = {old: _rule(old, new) for old, new in names.items()}
     used, result = set(), {}
     for name, tensor in saved.items():
-        matching = (old for old, rule in rules.items() if rule.matches(name))
-        first = next(matching, None)
+        made = ((old, to) for old, rule in rules.items() if (to := rule(name)) is not None)
+        first, to = next(made, (None, name))
         used.add(first)
-        to = name if first is None else rules[first].applied(name)
         if to in result:
             raise CheckpointError(
                 f"init_from={source}: two of its weights would be {to} by init_from_names; "
@@ -78,25 +77,21 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-class _Rule:
-    """One pattern and what it makes of a name that it matches."""
+def _rule(old: str, new: str) -> Callable[[str], str | None]:
+    """Return what a pattern makes of a name; None if the name does not match."""
+    if new.count("*") > old.count("*"):
+        raise ConfigError(
+            f"init_from_names={{{old}: {new}}}: each * on the right stands for one on the "
+            "left, which has fewer"
+        )
+    pattern = re.compile("(.*)".join(map(re.escape, old.split("*"))))
 
-    def __init__(self, old: str, new: str) -> None:
-        if new.count("*") > old.count("*"):
-            raise ConfigError(
-                f"init_from_names={{{old}: {new}}}: each * on the right stands for one on the "
-                "left, which has fewer"
-            )
-        self._pattern = re.compile("(.*)".join(map(re.escape, old.split("*"))))
-        self._new = new
-
-    def matches(self, name: str) -> bool:
-        return self._pattern.fullmatch(name) is not None
-
-    def applied(self, name: str) -> str:
-        match = self._pattern.fullmatch(name)
+    def applied(name: str) -> str | None:
+        match = pattern.fullmatch(name)
         parts = iter(match.groups() if match else ())
-        return re.sub(r"\*", lambda _: next(parts), self._new)
+        return re.sub(r"\*", lambda _: next(parts), new) if match else None
+
+    return applied
 
 
 def _unwrapped(saved: Mapping[str, Tensor], own: Set[str]) -> Mapping[str, Tensor]:

@@ -357,21 +357,11 @@ def fashion_mnist(
     classes: int = _CLASSES,
     augment: str = "none",
 ) -> Task:
-    """Fashion-MNIST: of its 60,000 training images 5,000 validate; its 10,000 test images test.
+    """Return Fashion-MNIST: 500 of 6,000 training images of a class validate, always the same ones.
 
-    The split never changes: 500 images of each class validate.
-
-    Args:
-        root: holds the four idx files, plain or .gz: directly, in torchvision's
-            FashionMNIST/raw, or in usr/share/datasets/fashion-mnist of an unpacked Debian package.
-        channels: 1.
-        image_size: 28, pixels a side.
-        classes: 10.
-        augment: none, crop or crop_flip; for training only.
-
-    Raises:
-        ConfigError: an option is not as above.
-        DataError: files are missing or damaged.
+    `root` holds the four idx files, plain or .gz: directly, in torchvision's FashionMNIST/raw, or
+    in usr/share/datasets/fashion-mnist of an unpacked Debian package. The sizes are facts, which
+    are compared. ConfigError: an option is another one. DataError: files are missing or damaged.
     """
     require_facts(
         "Fashion-MNIST",

@@ -68,17 +68,9 @@ def tabular(
     dropout: float = 0.0,
     embedding_dropout: float = 0.04,
 ) -> nn.Module:
-    """Return a network that maps rows, categories [N, columns] and values [N, columns], to [N, 1].
+    """Return a map from rows, categories [N, columns] and values [N, columns], to [N, 1].
 
-    Args:
-        categories: how many each categorical column has, by name; the unknown one is not counted.
-        continuous: the names of the continuous columns.
-        hidden: width of each block.
-        dropout: fraction of features dropped after each block, 0 <= dropout < 1.
-        embedding_dropout: of the embeddings, likewise.
-
-    Raises:
-        ConfigError: an argument is out of its range, or there are no columns.
+    See conf/model/tabular.yaml; the unknown category of each column is not counted.
     """
     if not categories and not continuous:
         raise ConfigError("model.categories, model.continuous: are both empty; name some columns")
@@ -109,14 +101,9 @@ _TARGET = "target"
 
 
 class LogRegression:
-    """Learn the logarithm; batches are dicts: `target`, and what the model is called with, by name.
+    """Learns a logarithm; batches are dicts: `target`, and what the model is called with, by name.
 
-    Args:
-        mean: μ, of the natural logarithm of the training targets.
-        std: σ, > 0.
-
-    Raises:
-        ConfigError: an argument is out of its range.
+    μ and σ > 0 are the mean and deviation of the natural logarithm of the training targets.
     """
 
     def __init__(self, mean: float, std: float) -> None:

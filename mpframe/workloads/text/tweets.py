@@ -180,15 +180,7 @@ def tweet_spans(
     with (`input_ids`, `token_type_ids`, `attention_mask` [N, T], `start_positions`,
     `end_positions` [N], the first and the last token of the answer; all int64), and what the metric
     compares with (`offsets` [N, T, 2], `text`, `selected`; see `WordJaccard`). The loss is the
-    model's own.
-
-    Args:
-        root: the task's train.csv; None: 3000 made texts of its form, which are no tweets.
-        vocab: a vocabulary's file with one piece a line; None: one is trained on the training
-            texts, always the same one.
-        vocab_size: most pieces in the vocabulary; rows of the model's embedding.
-        max_tokens: most tokens of question and text; none may have more, >= 3.
-        pad_to: T is a multiple of this, >= 1; with `max_tokens` all batches have one length.
+    model's own. See conf/dataset/tweet_spans.yaml.
 
     Raises:
         ConfigError: an option is out of its range or too small for the texts, or tokenizers is not
