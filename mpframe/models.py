@@ -8,6 +8,7 @@ PyTorch: nothing in them mentions precision. A ConfigError names an argument tha
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,15 +58,20 @@ def mlp(
     net = nn.Sequential()
     net.add_module("flatten", nn.Flatten())
     for number, (before, after) in enumerate(pairwise(widths), start=1):
-        net.add_module(f"hidden{number}", _hidden_layer(before, after, dropout))
+        net.add_module(f"hidden{number}", hidden_layer(before, after, dropout))
     net.add_module("head", nn.Linear(hidden, classes))
     return net
 
 
-def _hidden_layer(in_features: int, out_features: int, dropout: float) -> nn.Sequential:
+def hidden_layer(
+    in_features: int, out_features: int, dropout: float, norm: bool = False
+) -> nn.Sequential:
+    """Return a linear layer and a ReLU, then a batch norm and dropout if they are wanted."""
     layer = nn.Sequential()
     layer.add_module("linear", nn.Linear(in_features, out_features))
     layer.add_module("relu", nn.ReLU())
+    if norm:
+        layer.add_module("norm", nn.BatchNorm1d(out_features))
     if dropout > 0:
         layer.add_module("dropout", nn.Dropout(dropout))
     return layer
@@ -121,14 +127,18 @@ def resnet18(
     # torchvision fixes the first width at 64. Its layers are made on the meta device, where they
     # cost nothing and draw no random numbers, and are then all replaced.
     with torch.device("meta"):
-        net: nn.Module = ResNet(BasicBlock, _BLOCKS, num_classes=classes)
+        net: Any = ResNet(BasicBlock, _BLOCKS, num_classes=classes)
     _replace_stem(net, channels, width, small_stem)
-    _replace_stages(net, width)
+    net.inplanes = width
+    for stage, blocks in enumerate(_BLOCKS):
+        layer = net._make_layer(BasicBlock, width * 2**stage, blocks, stride=1 + (stage > 0))
+        setattr(net, f"layer{stage + 1}", layer)
     net.fc = nn.Linear(8 * width, classes)
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    return net
+    resnet: nn.Module = net
+    return resnet
 
 
 def _replace_stem(net: nn.Module, channels: int, width: int, small: bool) -> None:
@@ -138,26 +148,3 @@ def _replace_stem(net: nn.Module, channels: int, width: int, small: bool) -> Non
     else:
         net.conv1 = nn.Conv2d(channels, width, kernel_size=7, stride=2, padding=3, bias=False)
     net.bn1 = nn.BatchNorm2d(width)
-
-
-def _replace_stages(net: nn.Module, width: int) -> None:
-    in_channels = width
-    for stage, blocks in enumerate(_BLOCKS):
-        out_channels = width * 2**stage
-        layer = nn.Sequential()
-        for number in range(blocks):
-            stride = 2 if stage > 0 and number == 0 else 1
-            layer.append(
-                BasicBlock(
-                    in_channels, out_channels, stride, _shortcut(in_channels, out_channels, stride)
-                )
-            )
-            in_channels = out_channels
-        setattr(net, f"layer{stage + 1}", layer)
-
-
-def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    if stride == 1 and in_channels == out_channels:
-        return None
-    conv = nn.Conv2d(in_channels, out_channels, kernel_size=1, stride=stride, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(out_channels))

@@ -32,14 +32,9 @@ _MOST_VALUES = 10**7
 def load_untrusted(path: Path, refusal: str, old_format: bool = False) -> Any:
     """Load what `torch.save` wrote, its tensors on the CPU; no code in it is run.
 
-    Args:
-        path: the file.
-        refusal: what to say, after its path, of a file that holds code or objects.
-        old_format: whether torch's format from before 2020 is read as well.
-
-    Raises:
-        CheckpointError: the file holds code, or was made to fill the memory or to take minutes.
-        Exception: it is not what `torch.save` wrote; see `damaged_if_raising`.
+    `refusal` is what to say of a file that holds code or objects; with `old_format` torch's format
+    from before 2020 is read as well. CheckpointError: the file holds code, or was made to fill the
+    memory or to take minutes. What else is raised, `damaged_if_raising` explains.
     """
     if old_format and not zipfile.is_zipfile(path):
         _refuse_long_pickles(path)

@@ -363,19 +363,9 @@ def _distances(side: int, down: float, right: float) -> tuple[Array, Array]:
     return middles[:, None] - down * side, middles - right * side
 
 
-def _disc(down: Array, right: Array, radius: float) -> NDArray[np.bool_]:
-    return down**2 + right**2 < radius**2
-
-
-def _square(down: Array, right: Array, radius: float) -> NDArray[np.bool_]:
-    return np.maximum(abs(down), abs(right)) < radius
-
-
-def _triangle(down: Array, right: Array, radius: float) -> NDArray[np.bool_]:
-    """Its point is up: the lower it is, the wider."""
-    return (abs(down) < radius) & (2 * abs(right) < down + radius)
-
-
 _INSIDE: tuple[Callable[[Array, Array, float], NDArray[np.bool_]], ...] = (
-    *(_disc, _square, _triangle),
+    lambda down, right, radius: down**2 + right**2 < radius**2,  # a disc
+    lambda down, right, radius: np.maximum(abs(down), abs(right)) < radius,  # a square
+    # A triangle with its point up: the lower it is, the wider.
+    lambda down, right, radius: (abs(down) < radius) & (2 * abs(right) < down + radius),
 )

@@ -17,7 +17,7 @@ from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import UserCode, described
-from mpframe.models import require_dropout, require_sizes
+from mpframe.models import hidden_layer, require_dropout, require_sizes
 
 
 class Tabular(nn.Module):
@@ -41,7 +41,7 @@ class Tabular(nn.Module):
         self.blocks = nn.Sequential()
         wide = sum(widths) + values
         for number, width in enumerate(hidden, start=1):
-            self.blocks.add_module(f"block{number}", _block(wide, width, dropout))
+            self.blocks.add_module(f"block{number}", hidden_layer(wide, width, dropout, norm=True))
             wide = width
         self.head = nn.Linear(wide, 1)
         for embedding in self.embeddings:
@@ -85,16 +85,6 @@ def tabular(
 def embedding_size(rows: int) -> int:
     """Return the length of the vectors of `rows` categories."""
     return min(600, round(1.6 * math.pow(rows, 0.56)))
-
-
-def _block(in_features: int, out_features: int, dropout: float) -> nn.Sequential:
-    block = nn.Sequential()
-    block.add_module("linear", nn.Linear(in_features, out_features))
-    block.add_module("relu", nn.ReLU())
-    block.add_module("norm", nn.BatchNorm1d(out_features))
-    if dropout > 0:
-        block.add_module("dropout", nn.Dropout(dropout))
-    return block
 
 
 _TARGET = "target"

@@ -136,14 +136,20 @@ def _characters(texts: Sequence[str], tokenizer: "Tokenizer") -> list[str]:
     return sorted(character for character in found if not character.isspace())
 
 
-def _read_vocabulary(path: Path) -> list[str]:
+def read_text(option: str, path: Path, most: int, way_out: str) -> str:
+    """Return the UTF-8 text of a file of at most `most` bytes."""
     try:
-        pieces = read_regular(path, _MOST_VOCABULARY_BYTES).decode("utf-8").splitlines()
+        return read_regular(path, most).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"dataset.vocab={path}: cannot be read ({getattr(error, 'strerror', 'not UTF-8')}); "
-            "give a vocabulary with one piece a line, or null to train one"
+            f"{option}={path}: cannot be read ({getattr(error, 'strerror', 'not UTF-8')}); "
+            f"{way_out}"
         ) from None
+
+
+def _read_vocabulary(path: Path) -> list[str]:
+    way_out = "give a vocabulary with one piece a line, or null to train one"
+    pieces = read_text("dataset.vocab", path, _MOST_VOCABULARY_BYTES, way_out).splitlines()
     missing = next((piece for piece in _SPECIAL if piece not in pieces), None)
     if missing or len(set(pieces)) != len(pieces):
         what = f"has no {missing}" if missing else "has a piece twice"

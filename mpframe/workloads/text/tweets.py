@@ -21,8 +21,7 @@ from mpframe.data.facts import require_whole
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task
-from mpframe.files import read_regular
-from mpframe.workloads.text.classification import WordPiece, padded, word_piece
+from mpframe.workloads.text.classification import WordPiece, padded, read_text, word_piece
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +47,8 @@ class Tweet(NamedTuple):
 
 def read_tweets(path: Path) -> list[Tweet]:
     """Read the rows of a table, without those that have no text (the published file has one)."""
-    try:
-        content = read_regular(path, _MOST_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"dataset.root={path}: cannot be read ({getattr(error, 'strerror', 'not UTF-8')}); "
-            "give the tweet task's train.csv, or null for made texts"
-        ) from None
+    way_out = "give the tweet task's train.csv, or null for made texts"
+    content = read_text("dataset.root", path, _MOST_BYTES, way_out)
     rows = csv.DictReader(io.StringIO(content, newline=""))
     missing = next((name for name in _COLUMNS if name not in (rows.fieldnames or ())), None)
     if missing:
