@@ -2,12 +2,13 @@
 
 Each is a function that returns a `torch.nn.Module`; the shortest is `mlp`. `model=NAME` chooses
 one, and a `_target_` may name any other class or function that returns a module. Models are plain
-PyTorch: nothing in them mentions precision. The networks for other data are in mpframe/workloads.
+PyTorch: nothing in them mentions precision. A ConfigError names an argument that is out of range.
 """
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,15 +56,20 @@ def mlp(
     net = nn.Sequential()
     net.add_module("flatten", nn.Flatten())
     for number, (before, after) in enumerate(pairwise(widths), start=1):
-        net.add_module(f"hidden{number}", _hidden_layer(before, after, dropout))
+        net.add_module(f"hidden{number}", hidden_layer(before, after, dropout))
     net.add_module("head", nn.Linear(hidden, classes))
     return net
 
 
-def _hidden_layer(in_features: int, out_features: int, dropout: float) -> nn.Sequential:
+def hidden_layer(
+    in_features: int, out_features: int, dropout: float, norm: bool = False
+) -> nn.Sequential:
+    """Return a linear layer and a ReLU, then a batch norm and dropout if they are wanted."""
     layer = nn.Sequential()
     layer.add_module("linear", nn.Linear(in_features, out_features))
     layer.add_module("relu", nn.ReLU())
+    if norm:
+        layer.add_module("norm", nn.BatchNorm1d(out_features))
     if dropout > 0:
         layer.add_module("dropout", nn.Dropout(dropout))
     return layer
@@ -72,17 +78,9 @@ def _hidden_layer(in_features: int, out_features: int, dropout: float) -> nn.Seq
 def cnn(
     channels: int, classes: int, width: int = 32, stages: int = 2, dropout: float = 0.0
 ) -> nn.Module:
-    """Maps images [N, channels, H, W], H and W at least 2^stages, to [N, classes].
+    """Return a map from images [N, channels, H, W], H and W at least 2^stages, to [N, classes].
 
-    Args:
-        channels: of the images.
-        classes: outputs.
-        width: channels of the first stage; each later stage doubles them.
-        stages: each ends by halving the side; 2 suits 8 x 8 to 32 x 32, 3 or 4 larger images.
-        dropout: fraction of features dropped before the head, 0 <= dropout < 1.
-
-    Raises:
-        ConfigError: an argument is out of its range.
+    See conf/model/cnn.yaml; 2 stages suit sides of 8 to 32, 3 or 4 larger images.
     """
     require_sizes(channels=channels, classes=classes, width=width, stages=stages)
     require_dropout(dropout)
@@ -118,30 +116,27 @@ _BLOCKS = [2, 2, 2, 2]
 def resnet18(
     classes: int, channels: int = 3, width: int = 64, small_stem: bool = True
 ) -> nn.Module:
-    """Maps images [N, channels, H, W] to [N, classes].
+    """Return a map from images [N, channels, H, W] to [N, classes].
 
-    Args:
-        classes: outputs.
-        channels: of the images.
-        width: channels of the first stage; the others have 2, 4 and 8 times as many.
-        small_stem: a 3x3 convolution of stride 1 without pooling, for images of about 32 x 32;
-            False is torchvision's 7x7 of stride 2 with pooling, for about 224 x 224.
-
-    Raises:
-        ConfigError: an argument is out of its range.
+    See conf/model/resnet18.yaml; `small_stem` is for images of about 32 x 32, and without it the
+    stem is torchvision's 7x7 of stride 2 with pooling, for about 224 x 224.
     """
     require_sizes(classes=classes, channels=channels, width=width)
     # torchvision fixes the first width at 64. Its layers are made on the meta device, where they
     # cost nothing and draw no random numbers, and are then all replaced.
     with torch.device("meta"):
-        net: nn.Module = ResNet(BasicBlock, _BLOCKS, num_classes=classes)
+        net: Any = ResNet(BasicBlock, _BLOCKS, num_classes=classes)
     _replace_stem(net, channels, width, small_stem)
-    _replace_stages(net, width)
+    net.inplanes = width
+    for stage, blocks in enumerate(_BLOCKS):
+        layer = net._make_layer(BasicBlock, width * 2**stage, blocks, stride=1 + (stage > 0))
+        setattr(net, f"layer{stage + 1}", layer)
     net.fc = nn.Linear(8 * width, classes)
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    return net
+    resnet: nn.Module = net
+    return resnet
 
 
 def _replace_stem(net: nn.Module, channels: int, width: int, small: bool) -> None:
@@ -151,26 +146,3 @@ def _replace_stem(net: nn.Module, channels: int, width: int, small: bool) -> Non
     else:
         net.conv1 = nn.Conv2d(channels, width, kernel_size=7, stride=2, padding=3, bias=False)
     net.bn1 = nn.BatchNorm2d(width)
-
-
-def _replace_stages(net: nn.Module, width: int) -> None:
-    in_channels = width
-    for stage, blocks in enumerate(_BLOCKS):
-        out_channels = width * 2**stage
-        layer = nn.Sequential()
-        for number in range(blocks):
-            stride = 2 if stage > 0 and number == 0 else 1
-            layer.append(
-                BasicBlock(
-                    in_channels, out_channels, stride, _shortcut(in_channels, out_channels, stride)
-                )
-            )
-            in_channels = out_channels
-        setattr(net, f"layer{stage + 1}", layer)
-
-
-def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    if stride == 1 and in_channels == out_channels:
-        return None
-    conv = nn.Conv2d(in_channels, out_channels, kernel_size=1, stride=stride, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(out_channels))

@@ -37,12 +37,7 @@ DTYPES = {"fp32": torch.float32, **HALVES}
 
 @dataclass(frozen=True)
 class Exported:
-    """Converted weights.
-
-    Attributes:
-        tensors: by name, in the format asked for, contiguous, each with memory of its own.
-        saturated: values clamped to the format's range, by the name of their tensor.
-    """
+    """Converted weights, each with memory of its own, and how many values of each were clamped."""
 
     tensors: dict[str, Tensor]
     saturated: dict[str, int]
@@ -96,19 +91,10 @@ def traced(
 ) -> torch.export.ExportedProgram:
     """Return a model on the CPU as a graph, by torch.export; it is left in evaluation mode.
 
-    Args:
-        model: takes the weights.
-        weights: all of its parameters and buffers, in `dtype`.
-        dtype: `fp32`, `float16` or `bfloat16`.
-        inputs: of a sidecar.
-
-    Returns:
-        The graph. Its outputs are tensors, or tuples, lists and dicts of them, so that torch can
-        load it without the model's own classes.
-
-    Raises:
-        CheckpointError: the weights are another model's.
-        UserCodeError: the model cannot be traced.
+    `weights` are all of its parameters and buffers, in `dtype`, and `inputs` a sidecar's. The
+    outputs are tensors, or tuples, lists and dicts of them, so that torch can load the graph
+    without the model's classes. CheckpointError: the weights are another model's. UserCodeError:
+    the model cannot be traced.
     """
     _load(model.to(DTYPES[dtype]), weights)
     model.register_forward_hook(lambda module, given, output: _plain_output(output))

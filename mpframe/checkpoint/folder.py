@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, cast
 
 from mpframe.checkpoint.untrusted import damaged_if_raising
 from mpframe.core.errors import CheckpointError
@@ -76,9 +76,6 @@ def all_in(folder: Path) -> list[Path]:
     )
 
 
-PIECE = 2**20  # bytes read at once
-
-
 class HashingFile:
     """Writes to a file, and computes the size and digest of what is written.
 
@@ -118,11 +115,8 @@ class HashingFile:
 
 def sha256_of(path: Path) -> str:
     """Return the digest of a regular file, in hexadecimal."""
-    digest = hashlib.sha256()
     with open_regular(path, "rb") as file:
-        while piece := file.read(PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
 FORMAT = 2

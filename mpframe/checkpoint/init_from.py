@@ -33,25 +33,17 @@ def renamed(
 ) -> dict[str, Tensor]:
     """Return saved weights under new names; a wrapper's prefix that all have is taken off first.
 
-    Args:
-        saved: by name.
-        names: pattern -> pattern, as in `backbone.*` -> `encoder.*`. Each `*` on the right stands
-            for what the one in its place on the left matched. The first that matches a name counts.
-        own: the model's names.
-        source: the value of `init_from`, for messages.
-
-    Raises:
-        ConfigError: a pattern matches no name, or has fewer `*` than its replacement.
-        CheckpointError: two weights would get one name.
+    `names` maps pattern to pattern, as in `backbone.*` -> `encoder.*`: each `*` on the right stands
+    for what the one in its place on the left matched, and the first that matches a name counts.
+    `own` are the model's names, `source` is the value of `init_from`.
     """
     saved = _unwrapped(saved, own)
-    rules = {old: _Rule(old, new) for old, new in names.items()}
+    rules = {old: _rule(old, new) for old, new in names.items()}
     used, result = set(), {}
     for name, tensor in saved.items():
-        matching = (old for old, rule in rules.items() if rule.matches(name))
-        first = next(matching, None)
+        made = ((old, to) for old, rule in rules.items() if (to := rule(name)) is not None)
+        first, to = next(made, (None, name))
         used.add(first)
-        to = name if first is None else rules[first].applied(name)
         if to in result:
             raise CheckpointError(
                 f"init_from={source}: two of its weights would be {to} by init_from_names; "
@@ -78,25 +70,21 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-class _Rule:
-    """One pattern and what it makes of a name that it matches."""
+def _rule(old: str, new: str) -> Callable[[str], str | None]:
+    """Return what a pattern makes of a name; None if the name does not match."""
+    if new.count("*") > old.count("*"):
+        raise ConfigError(
+            f"init_from_names={{{old}: {new}}}: each * on the right stands for one on the "
+            "left, which has fewer"
+        )
+    pattern = re.compile("(.*)".join(map(re.escape, old.split("*"))))
 
-    def __init__(self, old: str, new: str) -> None:
-        if new.count("*") > old.count("*"):
-            raise ConfigError(
-                f"init_from_names={{{old}: {new}}}: each * on the right stands for one on the "
-                "left, which has fewer"
-            )
-        self._pattern = re.compile("(.*)".join(map(re.escape, old.split("*"))))
-        self._new = new
-
-    def matches(self, name: str) -> bool:
-        return self._pattern.fullmatch(name) is not None
-
-    def applied(self, name: str) -> str:
-        match = self._pattern.fullmatch(name)
+    def applied(name: str) -> str | None:
+        match = pattern.fullmatch(name)
         parts = iter(match.groups() if match else ())
-        return re.sub(r"\*", lambda _: next(parts), self._new)
+        return re.sub(r"\*", lambda _: next(parts), new) if match else None
+
+    return applied
 
 
 def _unwrapped(saved: Mapping[str, Tensor], own: Set[str]) -> Mapping[str, Tensor]:
@@ -112,13 +100,10 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Fitted:
-    """Weights for the whole model.
+    """Weights for the whole model, by its names; floating ones in fp32, or float64 if saved so.
 
-    Attributes:
-        weights: by the model's names; floating ones in fp32, or float64 if they were saved so.
-        kept: names of the model that keep their first values.
-        unused: names of saved weights that the model does not take.
-        formats: how many floating weights were saved in each format.
+    `kept` names keep their first values, `unused` saved weights are not taken, and `formats` counts
+    the floating weights that were saved in each format.
     """
 
     weights: dict[str, Tensor]
@@ -148,16 +133,8 @@ def fitted(saved: Weights, own: Weights, left_out: Sequence[str], source: str) -
     """Return the saved weights for a model with the weights `own`, except those that may differ.
 
     A name that the model ties to another one, and that was not saved, takes the other's weight.
-
-    Args:
-        saved: by name, under the model's names.
-        own: the model's; a left-out name keeps this value.
-        left_out: name patterns as in `head.*`.
-        source: the value of `init_from`, for messages.
-
-    Raises:
-        ConfigError: a pattern matches no name, or no weight is left.
-        CheckpointError: names are missing or unexpected, or shapes or kinds differ; all are listed.
+    `left_out` are name patterns as in `head.*`, whose weights keep the model's values. A
+    CheckpointError lists all names that are missing or unexpected, or whose shapes or kinds differ.
     """
     _refuse_idle(left_out, {*saved, *own})
 

@@ -253,10 +253,8 @@ def rounding(model: nn.Module, weights: Mapping[str, Tensor]) -> str:
 def conversion(before: str, now: str, rounded: str, scaled: tuple[bool, bool]) -> str:
     """Return the line that says how a checkpoint of another precision was loaded.
 
-    Args:
-        before, now: the precisions, e.g. `fp32` and `mixed(float16)`.
-        rounded: what `rounding` returned.
-        scaled: whether the loss was scaled before, and is now.
+    `before` and `now` are precisions, e.g. `mixed(float16)`; `rounded` is what `rounding` returned;
+    `scaled` says whether the loss was scaled before, and is now.
     """
     scale = {
         (True, False): "; its loss scale is not used",

@@ -32,14 +32,9 @@ _MOST_VALUES = 10**7
 def load_untrusted(path: Path, refusal: str, old_format: bool = False) -> Any:
     """Load what `torch.save` wrote, its tensors on the CPU; no code in it is run.
 
-    Args:
-        path: the file.
-        refusal: what to say, after its path, of a file that holds code or objects.
-        old_format: whether torch's format from before 2020 is read as well.
-
-    Raises:
-        CheckpointError: the file holds code, or was made to fill the memory or to take minutes.
-        Exception: it is not what `torch.save` wrote; see `damaged_if_raising`.
+    `refusal` is what to say of a file that holds code or objects; with `old_format` torch's format
+    from before 2020 is read as well. CheckpointError: the file holds code, or was made to fill the
+    memory or to take minutes. What else is raised, `damaged_if_raising` explains.
     """
     if old_format and not zipfile.is_zipfile(path):
         _refuse_long_pickles(path)
@@ -107,10 +102,11 @@ def _refuse_long_pickles(path: Path) -> None:
 
 def _refuse_oversized(path: Path, state: Any) -> None:
     """Refuse a state that is larger than its file: by a tensor, or by lists that repeat."""
-    if _expanded(state, {}) > _MOST_VALUES:
+    tensors: list[Tensor] = []
+    if _expanded(state, {}, tensors) > _MOST_VALUES:
         raise CheckpointError(f"{path}: refused, nested so that it expands to millions of values")
     size = path.stat().st_size
-    for tensor in _tensors(state):
+    for tensor in tensors:
         count = tensor.numel() if tensor.layout is torch.strided else tensor._nnz()
         if count * tensor.element_size() > size:
             raise CheckpointError(
@@ -125,25 +121,15 @@ def _is_odd(entry: zipfile.ZipInfo) -> bool:
     return entry.compress_type != zipfile.ZIP_STORED or leaves
 
 
-def _expanded(value: Any, known: dict[int, int], depth: int = 0) -> int:
-    """Count the values, with what occurs twice counted twice; endless is too many."""
+def _expanded(value: Any, known: dict[int, int], tensors: list[Tensor], depth: int = 0) -> int:
+    """Collect the tensors, and count the values; what occurs twice counts twice, endless too."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
     if not isinstance(value, dict | list | tuple | set):
         return 1
     if depth > _DEEPEST:
         return _MOST_VALUES + 1
     if id(value) not in known:
         members = [*value, *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_expanded(one, known, depth + 1) for one in members)
+        known[id(value)] = 1 + sum(_expanded(one, known, tensors, depth + 1) for one in members)
     return known[id(value)]
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    """Yield every tensor in a state, at any depth, also if the state contains itself."""
-    waiting, seen = [state], set()
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, dict | list | tuple | set) and id(value) not in seen:
-            seen.add(id(value))
-            waiting += [*value, *value.values()] if isinstance(value, dict) else value

@@ -41,16 +41,9 @@ def cifar10(
 ) -> Task:
     """Return CIFAR-10: 500 of the 5,000 training images of a class validate, always the same ones.
 
-    Args:
-        root: holds cifar-10-batches-bin or cifar-10-batches-py (torchvision's), or is one of them.
-        channels: 3.
-        image_size: 32, pixels a side.
-        classes: 10.
-        augment: none, crop or crop_flip; for training only.
-
-    Raises:
-        ConfigError: an option is not as above.
-        DataError: files are missing, damaged, or hold what CIFAR-10's do not.
+    `root` holds cifar-10-batches-bin or cifar-10-batches-py (torchvision's), or is one of them. The
+    sizes are facts, which are compared. ConfigError: an option is another one. DataError: files are
+    missing, damaged, or hold what CIFAR-10's do not.
     """
     require_facts(
         "CIFAR-10", channels=(channels, 3), image_size=(image_size, 32), classes=(classes, _CLASSES)

@@ -183,19 +183,10 @@ def image_folder(
     """Return the images under `root`: train/ to learn from, val/ to validate, test/ to test.
 
     One of val/ and test/ may be missing. Without val/ one training image in ten validates, the same
-    ones in every run.
-
-    Args:
-        root: the tree; class folders are numbered in the order of their names.
-        channels: 3 for RGB or 1 for grey; files are converted.
-        image_size: pixels a side; the shorter side is scaled to it and the middle kept.
-        classes: how many class folders there are.
-        augment: none, crop or crop_flip; for training only.
-        cache_bytes: decode once and keep all images in memory if they need no more than this;
-            else decode each time (set dataset.workers then).
-        limit_per_class: use the first so many images of each class, in each part; None uses all.
-        mean, std: of each channel, of pixel values in 0..1; None: of the training images. Give the
-            numbers that a trained model learned with to measure it on other images.
+    ones in every run. Class folders are numbered in the order of their names. See
+    conf/dataset/image_folder.yaml. Images that need more than `cache_bytes` are decoded each time
+    (set dataset.workers then). Give `mean` and `std` that a trained model learned with to measure
+    it on other images.
 
     Raises:
         ConfigError: an option is out of range or does not fit the tree.

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from math import isfinite
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,8 +99,9 @@ class Normalize:
         """Return what `dataset.mean` and `dataset.std` say; None if they are both None."""
         if mean is None and std is None:
             return None
-        for name, numbers, fit in (("mean", mean, isfinite), ("std", std, _above_zero)):
-            if numbers is None or len(numbers) != channels or not all(map(fit, numbers)):
+        for name, numbers, least in (("mean", mean, -math.inf), ("std", std, 0.0)):
+            fits = numbers is not None and all(least < number < math.inf for number in numbers)
+            if numbers is None or len(numbers) != channels or not fits:
                 shown = "null" if numbers is None else list(numbers)
                 raise ConfigError(
                     f"dataset.{name}={shown}: dataset.mean and dataset.std are null (measured) or "
@@ -121,12 +121,8 @@ class Normalize:
     ) -> dict[str, Any]:
         """Return what is done to a raw image, as JSON values, for `Task.preprocessing`.
 
-        A raw image of values 0..`brightest` becomes (raw / brightest - mean) / std, per channel.
-
-        Args:
-            side: pixels a side.
-            brightest: the largest value that a raw pixel can have.
-            resize: how an image of another size is brought to this one; None: there is none.
+        A raw image of values 0..`brightest` and of another size, `resize`d to `side` pixels a side,
+        becomes (raw / brightest - mean) / std, per channel.
         """
         return {
             "layout": "NCHW",
@@ -149,10 +145,6 @@ def _shift_and_factor(
     """
     shift = torch.tensor(mean).mul_(top).view(-1, 1, 1)
     return shift, torch.tensor(std).mul_(top).reciprocal_().view(-1, 1, 1)
-
-
-def _above_zero(number: float) -> bool:
-    return isfinite(number) and number > 0
 
 
 def spread(count: int) -> slice:
@@ -306,7 +298,7 @@ def read_idx(path: Path, item: tuple[int, ...]) -> Tensor:
     unreadable, damaged, or not one of such items.
     """
     try:
-        with _opened(path) as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             shape = _read_shape(path, file, item)
             size = math.prod(shape)
             values = file.read(size + 1)  # One more, to see a file that holds more than it says.
@@ -318,11 +310,7 @@ def read_idx(path: Path, item: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(bytearray(values), dtype=torch.uint8).reshape(shape)
 
 
-def _opened(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
-
-
-def _read_shape(path: Path, file: IO[bytes], item: tuple[int, ...]) -> tuple[int, ...]:
+def _read_shape(path: Path, file: Any, item: tuple[int, ...]) -> tuple[int, ...]:
     rank = 1 + len(item)
     magic = bytes([0, 0, _UNSIGNED_BYTE, rank])
     header = file.read(4 + 4 * rank)
@@ -357,21 +345,11 @@ def fashion_mnist(
     classes: int = _CLASSES,
     augment: str = "none",
 ) -> Task:
-    """Fashion-MNIST: of its 60,000 training images 5,000 validate; its 10,000 test images test.
+    """Return Fashion-MNIST: 500 of 6,000 training images of a class validate, always the same ones.
 
-    The split never changes: 500 images of each class validate.
-
-    Args:
-        root: holds the four idx files, plain or .gz: directly, in torchvision's
-            FashionMNIST/raw, or in usr/share/datasets/fashion-mnist of an unpacked Debian package.
-        channels: 1.
-        image_size: 28, pixels a side.
-        classes: 10.
-        augment: none, crop or crop_flip; for training only.
-
-    Raises:
-        ConfigError: an option is not as above.
-        DataError: files are missing or damaged.
+    `root` holds the four idx files, plain or .gz: directly, in torchvision's FashionMNIST/raw, or
+    in usr/share/datasets/fashion-mnist of an unpacked Debian package. The sizes are facts, which
+    are compared. ConfigError: an option is another one. DataError: files are missing or damaged.
     """
     require_facts(
         "Fashion-MNIST",

@@ -16,14 +16,10 @@ from mpframe.data.loading import keyed_uniform
 
 
 def hold_out(targets: Tensor, one_in: int, parts: int = 1) -> list[Tensor]:
-    """Hold out one sample in `one_in` of every class; `parts` parts share what is held out in
-    turns.
+    """Hold out one sample in `one_in` of every class; `parts` parts share these in turns.
 
-    The samples are lined up by class, in a fixed random order within it: the split depends on the
-    targets [N] only, and on no seed.
-
-    Returns:
-        Indices of the samples to train on, then of each part; each [n] int64, ascending.
+    The samples are lined up by class, in a fixed random order within it: the split depends only on
+    the targets [N]. Returns indices to train on, then of each part; each [n] int64, ascending.
     """
     shuffled = torch.from_numpy(keyed_uniform(1, range(len(targets)))).flatten().argsort()
     held = shuffled[targets[shuffled].argsort(stable=True)][::one_in]

@@ -1,12 +1,10 @@
 """Worker processes that load data: if one crashes, is killed or hangs, the error says which.
 
-Each worker writes the sample it is reading into shared memory. If it ends by itself, or gives no
-batch for too long, the error names that sample, whatever happened to the worker.
-
-By default torch raises from a signal handler wherever the main process stands, in the middle of a
-step or of a file. Here a dead worker is noticed where its batch is waited for, between two steps. A
-signal that is sent to all processes of a job (Ctrl-C, a scheduler's SIGTERM) is answered by the
-main process alone: workers ignore it, and are killed when their loader or the program ends.
+Each worker writes the sample it is reading into shared memory, and the error names it. A dead
+worker is noticed where its batch is waited for, between two steps; torch would raise from a signal
+handler in the middle of a step or of a file. A signal that is sent to all processes of a job
+(Ctrl-C, a scheduler's SIGTERM) is answered only by the main process: workers ignore it, and are
+killed when their loader or the program ends.
 """
 
 import ctypes

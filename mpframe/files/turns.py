@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
 
 from mpframe.core.errors import MpframeError
 from mpframe.files.plain_file import open_regular
@@ -28,12 +27,7 @@ def turn_in(folder: Path, waiting: str = "") -> Iterator[None]:
     `waiting` is logged if another process is there. MpframeError: the folder cannot be written, or
     its disk knows no locks.
     """
-    with _taken(folder / FILE_NAME, waiting):
-        yield
-
-
-def _taken(path: Path, waiting: str) -> IO[Any]:
-    """Return the lock, which is given back when the file is closed."""
+    path = folder / FILE_NAME
     try:
         file = open_regular(path, "a")
         if sys.platform != "win32":
@@ -43,7 +37,8 @@ def _taken(path: Path, waiting: str) -> IO[Any]:
             f"{path}: cannot be locked ({error.strerror}); free space, delete what is there or "
             "choose another folder"
         ) from None
-    return file
+    with file:  # Closing it gives the lock back.
+        yield
 
 
 def _lock(descriptor: int, waiting: str) -> None:

@@ -24,24 +24,16 @@ def products_of(
     readers: Iterable[tuple[str, str | None]],
     policy: Policy,
 ) -> str:
-    """Name the recipe of a layer's products, and which of them stay in half and why.
+    """Name the recipe of a layer's products, and which of them stay in half and why, or `-`.
 
-    Whether `dw` has whole blocks depends on the number of samples, which is not known here.
-
-    Args:
-        name: of the module.
-        module: its weight, if there is one, tells the lengths that blocks must divide.
-        op: that the module runs.
-        readers: ops that read its weights, each with the pin that holds there.
-        policy: what decides.
-
-    Returns:
-        `-` for a module without products.
+    The weight tells the lengths that blocks must divide; whether `dw` has whole blocks depends on
+    the number of samples, which is not known here. `op` is what the module runs; `readers` are ops
+    that read its weights, each with the pin that holds there.
     """
     pin = policy.pin_of(name)
     pinned = pin[1] if pin else None
-    own = [op, "linear"] if op == ATTENTION else [op]  # The projections before and after.
-    calls = [*((op, pinned) for op in own if op), *readers]
+    ops = [op, "linear"] if op == ATTENTION else [op]  # The projections before and after.
+    calls = [*((op, pinned) for op in ops if op), *readers]
     recipes = ((op, policy.recipe_of(pin)) for op, pin in calls)
     by, recipe = next((r for r in recipes if r[1] and quantises(r[1], r[0], policy)), ("", None))
     if recipe is not None:

@@ -1,7 +1,7 @@
 """Matrix products by the instructions of a device: `torch.nn.functional.scaled_mm`.
 
 It multiplies elements as they are stored and applies the scales to the sums. So a product equals
-the emulated one but for the order in which fp32 sums are rounded. There are four kinds:
+the emulated one except for the order in which fp32 sums are rounded. There are four kinds:
 
     a scale for the tensor, or for a row    fp8          NVIDIA 8.9 and later, CPUs
     a power of two for 32 values            fp8 (MX)     NVIDIA 10.0 and later
@@ -9,8 +9,6 @@ the emulated one but for the order in which fp32 sums are rounded. There are fou
 
 Blocks that are multiples of these lengths, and those across rows, repeat their scale. What has no
 instruction, or one whose result is not fp32 (MXFP4), is emulated.
-
-The instructions take an operand as `Parts`: its elements and its scales apart.
 """
 
 from collections.abc import Mapping

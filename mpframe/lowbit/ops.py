@@ -43,12 +43,8 @@ def quantises(recipe: Recipe, op: str, policy: Policy) -> bool:
 class Call:
     """One call of an op, by one recipe.
 
-    Attributes:
-        quantizer: of the recipe.
-        weight: the operand that counts as the weight: the right one, unless only the left is one.
-        weight_first: whether it is the left operand.
-        given: of an op with several products, its tensors as they are now, each with what it was
-            made from.
+    `weight` is the operand that counts as the weight: the right one, unless only the left is one.
+    `given` are the tensors of an op with several products, each with what it was made from.
     """
 
     quantizer: Quantizer

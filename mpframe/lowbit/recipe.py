@@ -6,8 +6,7 @@ A layer y = x w has three products, and each sums over another axis:
     dx        dx = dy w'     over its outputs
     dw        dw = x' dy     over the samples
 
-So x, w and dy occur twice each, and are quantised twice, each time along the axis that is summed
-over. The shipped recipes are `conf/dtype/products/*.yaml`; `dtype.recipes` holds a user's own.
+So x, w and dy occur twice each, and are quantised twice, each time along the axis summed over.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,12 +34,10 @@ _KEYS = ("every", *OPERANDS, "half", "attention")
 class Recipe:
     """How the products of a model are computed below 16 bits.
 
-    Args:
-        name: in options and pins.
-        products: for `forward`, `dx` and `dw` the quantization of each operand by its name (`x`,
-            `w`, `dy`); a product that is left out is computed in half.
-        half: name patterns of modules whose products stay in half, as pins write them.
-        attention: True quantises the two products inside `scaled_dot_product_attention` too.
+    `products` has, for `forward`, `dx` and `dw`, the quantization of each operand by its name (`x`,
+    `w`, `dy`); a product that is left out is computed in half. `half` has name patterns of modules
+    whose products stay in half. `attention` also quantises the two products inside
+    `scaled_dot_product_attention`.
     """
 
     name: str

@@ -31,15 +31,12 @@ def _gru(inputs: Tensor, hidden: Tensor, state: State) -> State:
     return ((state[0] - new) * (z + of_z).sigmoid() + new,)
 
 
-def _tanh(inputs: Tensor, hidden: Tensor, state: State) -> State:
-    return ((inputs + hidden).tanh(),)
-
-
-def _relu(inputs: Tensor, hidden: Tensor, state: State) -> State:
-    return ((inputs + hidden).relu(),)
-
-
-_GATES: dict[str, Gates] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tanh, "rnn_relu": _relu}
+_GATES: dict[str, Gates] = {
+    "lstm": _lstm,
+    "gru": _gru,
+    "rnn_tanh": lambda inputs, hidden, state: ((inputs + hidden).tanh(),),
+    "rnn_relu": lambda inputs, hidden, state: ((inputs + hidden).relu(),),
+}
 
 
 @dataclass(frozen=True)
@@ -120,23 +117,13 @@ def _packed(
 
 
 def _padded(
-    kind: str,
-    linear: Linear,
-    input: Tensor,
-    hx: Any,
-    params: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    kind: str, linear: Linear, input: Tensor, *rest: Any, **named: Any
 ) -> tuple[Tensor, ...]:
     """Run aten's `input` form: [steps, samples, inputs], or samples first."""
+    batch_first = named.pop("batch_first") if "batch_first" in named else rest[-1]
     input = input.transpose(0, 1) if batch_first else input
     sizes = [input.shape[1]] * input.shape[0]
-    rest = (params, has_biases, num_layers, dropout, train, bidirectional)
-    rows, *last = _layers(kind, linear, input.flatten(0, 1), sizes, hx, *rest)
+    rows, *last = _layers(kind, linear, input.flatten(0, 1), sizes, *rest[:7], **named)
     y = rows.view(*input.shape[:2], rows.shape[1])
     return y.transpose(0, 1) if batch_first else y, *last
 

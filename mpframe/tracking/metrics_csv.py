@@ -4,8 +4,7 @@
     10,0,2.1840832,...,,
     22,1,1.7345678,...,1.7234567,0.61388888
 
-A step that was not validated has no validation's numbers: those cells are empty. The columns are
-those of the first start and, behind them, those that a later start added.
+The columns are those of the first start and, behind them, those that a later start added.
 """
 
 import csv

@@ -87,7 +87,7 @@ class Tracker:
 
     def image(self, tag: str, png: bytes, step: int) -> None:
         """Log a picture, an encoded PNG."""
-        width, height = _size_of_png(png)
+        width, height = (int.from_bytes(png[place : place + 4]) for place in (16, 20))
         image = Summary.Image(
             encoded_image_string=png, width=width, height=height, colorspace=_COLOURS
         )
@@ -290,8 +290,3 @@ def _charts(metrics: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
         },
         "gradients": {"norm and amax": lines(Tag.GRAD_NORM, Tag.GRAD_AMAX)},
     }
-
-
-def _size_of_png(png: bytes) -> tuple[int, int]:
-    """Return width and height in pixels, from the header's fixed place."""
-    return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")

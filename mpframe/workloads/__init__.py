@@ -8,5 +8,6 @@
     gan           images made by a generator against a discriminator
 
 A configuration names what it uses by `_target_`, and only that is imported: nothing in mpframe
-imports this package, which may import data, objectives and what is below them.
+imports this package. The arguments of a dataset or a model are explained in its file of
+conf/dataset or conf/model, and a ConfigError tells the range of one that is out of it.
 """

@@ -113,14 +113,5 @@ class Gan(nn.Module):
 
 
 def gan(shape: Sequence[int], latent: int = 32, hidden: int = 128) -> nn.Module:
-    """Return a `Gan`.
-
-    Args:
-        shape: of one image, [channels, height, width].
-        latent: numbers of noise that an image is made of.
-        hidden: width of the hidden layers.
-
-    Raises:
-        ConfigError: an argument is out of its range.
-    """
+    """Return a `Gan` for images of a shape [channels, height, width]; see conf/model/gan.yaml."""
     return Gan(shape, latent, hidden)

@@ -131,17 +131,7 @@ def phonemes(
 ) -> Task:
     """Return sequences for CTC, measured by the label error rate.
 
-    Args:
-        train, val, test: sequences in each part, >= 1.
-        classes: the labels, and the blank, which is class 0; >= 2.
-        features: numbers in a frame, >= 1.
-        max_labels: a sequence has 1 to so many, >= 1.
-        noise: standard deviation of the noise; a label's spectrum reaches about 1. >= 0, finite.
-        data_seed: another one gives other spectra and other sequences. >= 0.
-        cache_bytes: keep samples in memory up to this size, in each process that loads.
-
-    Raises:
-        ConfigError: an argument is out of its range.
+    See conf/dataset/phonemes.yaml; `noise` is finite and >= 0, `data_seed` >= 0, `classes` >= 2.
     """
     counts = {"train": train, "val": val, "test": test}
     least = {"classes": 2, "data_seed": 0}
@@ -254,17 +244,5 @@ def lstm(
     bidirectional: bool = True,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """Return LSTM layers over the frames of packed sequences, with a linear layer on each output.
-
-    Args:
-        features: numbers in a frame.
-        classes: outputs for each frame.
-        hidden: size of the state in each direction.
-        layers: how many LSTM layers, one above the other.
-        bidirectional: read each sequence from its end as well.
-        dropout: fraction of features dropped before the linear layer, 0 <= dropout < 1.
-
-    Raises:
-        ConfigError: an argument is out of its range.
-    """
+    """Return an `LSTM` of so many layers; see conf/model/lstm.yaml."""
     return LSTM(features, classes, hidden, layers, bidirectional, dropout)

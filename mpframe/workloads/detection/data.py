@@ -113,18 +113,7 @@ def scenes(
 ) -> Task:
     """Return scenes for a detector, measured by the mean average precision at an IoU of 0.5.
 
-    Args:
-        train, val, test: scenes in each part, >= 1.
-        channels: 3.
-        image_size: pixels a side, >= 16.
-        classes: 4: rectangle, ellipse, triangle, and the background, which is class 0.
-        max_objects: a scene has 1 to so many, fewer if there is no room. >= 1.
-        noise: standard deviation of the noise on values from 0 to 1. >= 0, finite.
-        data_seed: another one gives other scenes. >= 0.
-        cache_bytes: keep samples in memory up to this size, in each process that loads.
-
-    Raises:
-        ConfigError: an argument is out of its range.
+    See conf/dataset/scenes.yaml; `image_size` >= 16, `noise` is finite and >= 0, `data_seed` >= 0.
     """
     require_facts("scenes", channels=(channels, 3), classes=(classes, len(CLASSES)))
     counts = {"train": train, "val": val, "test": test}

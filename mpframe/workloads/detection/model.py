@@ -102,17 +102,7 @@ class SSD(nn.Module):
 
 
 def ssd(classes: int, image_size: int, channels: int = 3, width: int = 16) -> nn.Module:
-    """Return a small single-shot detector.
-
-    Args:
-        classes: of objects, and the background, which is class 0.
-        image_size: pixels a side.
-        channels: of the images.
-        width: channels of the first convolution; the maps have four times as many.
-
-    Raises:
-        ConfigError: an argument is out of its range.
-    """
+    """Return a small single-shot detector; see conf/model/ssd.yaml."""
     return SSD(classes, image_size, channels, width)
 
 

@@ -114,19 +114,10 @@ def mask_folder(
     Each part has the folders images/ and masks/, with a mask for each photograph: a PNG or BMP of
     the same name and size, whose pixels' numbers are classes (grey value, or place in the palette).
     test/ may be missing. Training draws crops at random places, new ones in each epoch; validation
-    and test cover each photograph with evenly placed crops, of which neighbours may overlap.
-
-    Args:
-        root: the tree.
-        image_size: pixels a side of a crop; no photograph is smaller.
-        channels: 3 for RGB or 1 for grey; photographs are converted.
-        classes: of the pixels, >= 2; 0 is the background.
-        crops_per_image: how many crops of each photograph an epoch has.
-        flip: mirror every second crop; training only.
-        cache_bytes: decode once and keep all photographs in memory if they need no more than this;
-            else decode each time (set dataset.workers then).
-        mean, std: of each channel, of pixel values in 0..1; None: of the training photographs. Give
-            the numbers that a trained model learned with to measure it on other photographs.
+    and test cover each photograph with evenly placed crops, of which neighbours may overlap. See
+    conf/dataset/mask_folder.yaml. Photographs that need more than `cache_bytes` are decoded each
+    time (set dataset.workers then). Give `mean` and `std` that a trained model learned with to
+    measure it on other photographs.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -328,16 +319,8 @@ def shapes(
 ) -> Task:
     """Return pictures with a class for each pixel: background, disc, square, triangle.
 
-    Args:
-        image_size: pixels a side, >= 8.
-        channels: 3, or any number >= 1.
-        classes: 4.
-        images: to train on; a tenth as many, and at least one, validate, and as many test.
-        most_shapes: in one picture, >= 1; each is there with a probability of three quarters.
-        cache_bytes: keep samples in memory up to this size, in each process that loads.
-
-    Raises:
-        ConfigError: an option is out of its range.
+    See conf/dataset/shapes.yaml; each of the `most_shapes` is there with a probability of three
+    quarters, and at least one picture validates and tests.
     """
     require_facts("shapes", classes=(classes, len(NAMES)))
     require_whole("dataset.image_size", image_size, least=_LEAST_SIDE)
@@ -381,19 +364,9 @@ def _distances(side: int, down: float, right: float) -> tuple[Array, Array]:
     return middles[:, None] - down * side, middles - right * side
 
 
-def _disc(down: Array, right: Array, radius: float) -> NDArray[np.bool_]:
-    return down**2 + right**2 < radius**2
-
-
-def _square(down: Array, right: Array, radius: float) -> NDArray[np.bool_]:
-    return np.maximum(abs(down), abs(right)) < radius
-
-
-def _triangle(down: Array, right: Array, radius: float) -> NDArray[np.bool_]:
-    """Its point is up: the lower it is, the wider."""
-    return (abs(down) < radius) & (2 * abs(right) < down + radius)
-
-
 _INSIDE: tuple[Callable[[Array, Array, float], NDArray[np.bool_]], ...] = (
-    *(_disc, _square, _triangle),
+    lambda down, right, radius: down**2 + right**2 < radius**2,  # a disc
+    lambda down, right, radius: np.maximum(abs(down), abs(right)) < radius,  # a square
+    # A triangle with its point up: the lower it is, the wider.
+    lambda down, right, radius: (abs(down) < radius) & (2 * abs(right) < down + radius),
 )

@@ -56,16 +56,9 @@ class UNet(nn.Module):
 
 
 def unet(channels: int, classes: int, width: int = 64, stages: int = 4) -> nn.Module:
-    """Maps images [N, channels, H, W] to logits [N, classes, H, W].
+    """Return a map from images [N, channels, H, W] to logits [N, classes, H, W].
 
-    Args:
-        channels: of the images.
-        classes: of the pixels.
-        width: channels of the first stage; each later stage doubles them.
-        stages: of the encoder; H and W are multiples of 2^(stages - 1).
-
-    Raises:
-        ConfigError: an argument is out of its range.
+    See conf/model/unet.yaml; H and W are multiples of 2^(stages - 1).
     """
     require_sizes(channels=channels, classes=classes, width=width, stages=stages)
     return UNet(channels, classes, width, stages)
@@ -91,14 +84,9 @@ class DiceCrossEntropy:
 
 
 def dice_cross_entropy(dice_weight: float = 1.0, smooth: float = 1.0) -> Supervised:
-    """Cross-entropy and Dice loss, for batches of images and of classes for their pixels.
+    """Return cross-entropy and Dice loss, for batches of images and of classes for their pixels.
 
-    Args:
-        dice_weight: w, of the Dice loss, >= 0.
-        smooth: s, in pixels, > 0.
-
-    Raises:
-        ConfigError: an argument is out of its range.
+    `dice_weight` is w, of the Dice loss, >= 0, and `smooth` is s, in pixels, > 0.
     """
     require("objective.dice_weight", dice_weight, NOT_NEGATIVE, kind="a finite number")
     require("objective.smooth", smooth, POSITIVE, kind="a finite number")

@@ -227,14 +227,8 @@ _FEWEST_ROWS = 20
 def split_rows(name: str, when: NDArray[np.int64]) -> list[Tensor]:
     """Return the rows of each part, [n] int64: training, validation, test. It depends on no seed.
 
-    Args:
-        name: `hold_out`: rows at random places, always the same ones; `time`: the last tenth
-            tests and the tenth before it validates. Rows of one time are in one part.
-        when: [rows] int64, the time of each row.
-
-    Raises:
-        ConfigError: another name.
-        DataError: fewer than 20 rows, or so few different times that a part is empty.
+    `name` is `hold_out`, for rows at random places, or `time`, for the last ones by `when` [rows]
+    int64; rows of one time are in one part.
     """
     splits = {"hold_out": _hold_out, "time": _by_time}
     if name not in splits:
@@ -280,20 +274,10 @@ def csv_table(
     has; `continuous` [columns] float32, with mean 0 and standard deviation 1 over the training
     rows; `target`, float32, in its own unit. The metrics are `RMSPE` and `RMSE`.
 
-    Args:
-        root: the folder of the file, or the file itself.
-        file: its name in that folder.
-        categorical: columns and how many categories the training rows have in each.
-        continuous: columns of numbers.
-        target: the column to predict, > 0.
-        split: `hold_out`: one row in ten validates and one in ten tests, always the same ones;
-            `time`: the last tenth of the rows tests and the tenth before it validates.
-        date: a column as 2015-07-31, which gives the time and the columns DATE.year, .month,
-            .day, .week and .weekday; None: the rows are in the order of time.
-        join: `file`, a second table in that folder, and `by`, the column that both have; each row
-            gets the columns of the second table's row with the same word there.
-        fill_missing: an empty cell of a continuous column gets the training rows' median.
-        drop_zeros: leave out rows whose target is 0, which has no logarithm.
+    See conf/dataset/bikes.yaml. With split=hold_out one row in ten validates and one in ten tests;
+    with `time` the last tenth of the rows tests and the tenth before it validates. A `date` gives
+    the time and the columns DATE.year, .month, .day, .week and .weekday. With `join` each row gets
+    the columns of the row of the second `file` with the same word in the column `by`.
 
     Raises:
         ConfigError: an option is out of its range or does not fit the file.

@@ -17,7 +17,7 @@ from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.objective import StepOutput, outside_casts
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import UserCode, described
-from mpframe.models import require_dropout, require_sizes
+from mpframe.models import hidden_layer, require_dropout, require_sizes
 
 
 class Tabular(nn.Module):
@@ -41,7 +41,7 @@ class Tabular(nn.Module):
         self.blocks = nn.Sequential()
         wide = sum(widths) + values
         for number, width in enumerate(hidden, start=1):
-            self.blocks.add_module(f"block{number}", _block(wide, width, dropout))
+            self.blocks.add_module(f"block{number}", hidden_layer(wide, width, dropout, norm=True))
             wide = width
         self.head = nn.Linear(wide, 1)
         for embedding in self.embeddings:
@@ -68,17 +68,9 @@ def tabular(
     dropout: float = 0.0,
     embedding_dropout: float = 0.04,
 ) -> nn.Module:
-    """Return a network that maps rows, categories [N, columns] and values [N, columns], to [N, 1].
+    """Return a map from rows, categories [N, columns] and values [N, columns], to [N, 1].
 
-    Args:
-        categories: how many each categorical column has, by name; the unknown one is not counted.
-        continuous: the names of the continuous columns.
-        hidden: width of each block.
-        dropout: fraction of features dropped after each block, 0 <= dropout < 1.
-        embedding_dropout: of the embeddings, likewise.
-
-    Raises:
-        ConfigError: an argument is out of its range, or there are no columns.
+    See conf/model/tabular.yaml; the unknown category of each column is not counted.
     """
     if not categories and not continuous:
         raise ConfigError("model.categories, model.continuous: are both empty; name some columns")
@@ -95,28 +87,13 @@ def embedding_size(rows: int) -> int:
     return min(600, round(1.6 * math.pow(rows, 0.56)))
 
 
-def _block(in_features: int, out_features: int, dropout: float) -> nn.Sequential:
-    block = nn.Sequential()
-    block.add_module("linear", nn.Linear(in_features, out_features))
-    block.add_module("relu", nn.ReLU())
-    block.add_module("norm", nn.BatchNorm1d(out_features))
-    if dropout > 0:
-        block.add_module("dropout", nn.Dropout(dropout))
-    return block
-
-
 _TARGET = "target"
 
 
 class LogRegression:
-    """Learn the logarithm; batches are dicts: `target`, and what the model is called with, by name.
+    """Learns a logarithm; batches are dicts: `target`, and what the model is called with, by name.
 
-    Args:
-        mean: μ, of the natural logarithm of the training targets.
-        std: σ, > 0.
-
-    Raises:
-        ConfigError: an argument is out of its range.
+    μ and σ > 0 are the mean and deviation of the natural logarithm of the training targets.
     """
 
     def __init__(self, mean: float, std: float) -> None:

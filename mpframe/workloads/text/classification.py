@@ -32,13 +32,9 @@ if TYPE_CHECKING:
 def padded(samples: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, Tensor]:
     """Make one batch of samples, filled up with zeros, and the mask of what is no filling.
 
-    Args:
-        samples: dicts of the same names; 1-d sequences of whole numbers, all of a sample of one
-            length and `input_ids` among them, or single numbers.
-        multiple: the batch is as long as its longest sample, rounded up to a multiple of this.
-
-    Returns:
-        int64: [N, T] of each sequence, [N] of each number, and `attention_mask` [N, T] of 0 and 1.
+    Samples are dicts of the same names: 1-d sequences of whole numbers, all of a sample of one
+    length and `input_ids` among them, or single numbers. They become int64 [N, T], T rounded up to
+    a `multiple`, or [N]; `attention_mask` [N, T] is 0 and 1.
     """
     longest = max(len(sample["input_ids"]) for sample in samples)
     length = -(-longest // multiple) * multiple
@@ -91,15 +87,7 @@ def word_piece(
 ) -> WordPiece:
     """Return a tokenizer with the vocabulary of a file, or one trained on `texts`.
 
-    Args:
-        texts: to train it on; the same texts give the same vocabulary.
-        vocab: the file; None: train one.
-        vocab_size: most pieces; the model's embedding has as many rows.
-        max_tokens: of a text, >= 3.
-
-    Raises:
-        ConfigError: an option is out of its range, or tokenizers is not installed.
-        DataError: the file cannot be read, or is no vocabulary.
+    The same texts give the same vocabulary, of at most `vocab_size` pieces. `max_tokens` >= 3.
     """
     require_whole("dataset.vocab_size", vocab_size, least=len(_SPECIAL) + 1)
     require_whole("dataset.max_tokens", max_tokens, least=3)
@@ -149,14 +137,20 @@ def _characters(texts: Sequence[str], tokenizer: "Tokenizer") -> list[str]:
     return sorted(character for character in found if not character.isspace())
 
 
-def _read_vocabulary(path: Path) -> list[str]:
+def read_text(option: str, path: Path, most: int, way_out: str) -> str:
+    """Return the UTF-8 text of a file of at most `most` bytes."""
     try:
-        pieces = read_regular(path, _MOST_VOCABULARY_BYTES).decode("utf-8").splitlines()
+        return read_regular(path, most).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"dataset.vocab={path}: cannot be read ({getattr(error, 'strerror', 'not UTF-8')}); "
-            "give a vocabulary with one piece a line, or null to train one"
+            f"{option}={path}: cannot be read ({getattr(error, 'strerror', 'not UTF-8')}); "
+            f"{way_out}"
         ) from None
+
+
+def _read_vocabulary(path: Path) -> list[str]:
+    way_out = "give a vocabulary with one piece a line, or null to train one"
+    pieces = read_text("dataset.vocab", path, _MOST_VOCABULARY_BYTES, way_out).splitlines()
     missing = next((piece for piece in _SPECIAL if piece not in pieces), None)
     if missing or len(set(pieces)) != len(pieces):
         what = f"has no {missing}" if missing else "has a piece twice"
@@ -182,16 +176,8 @@ def text_folder(
     """Return the texts under `root`, a folder for each class; a tenth validates, a tenth tests.
 
     A batch is a dict: `input_ids` and `attention_mask` [N, T], `labels` [N], all int64, T as long
-    as the longest text of the batch needs. The loss is the model's own.
-
-    Args:
-        root: the tree; class folders are numbered in the order of their names.
-        classes: how many class folders there are.
-        vocab: a vocabulary's file with one piece a line; None: one is trained on the training
-            texts, always the same one.
-        vocab_size: most pieces in the vocabulary; rows of the model's embedding.
-        max_tokens: what is longer is cut off there, >= 3.
-        pad_to: T is a multiple of this, >= 1; with `max_tokens` all batches have one length.
+    as the longest text of the batch needs, or a multiple of `pad_to`. The loss is the model's own.
+    Class folders are numbered in the order of their names. See conf/dataset/text_folder.yaml.
 
     Raises:
         ConfigError: an option is out of its range or does not fit the tree, or tokenizers is not

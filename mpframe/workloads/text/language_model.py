@@ -108,17 +108,7 @@ def next_token(
     """Return windows of `context` tokens and the tokens that follow each.
 
     A batch is (inputs, targets), both int64 [N, context]; the metrics are bits per byte and
-    perplexity.
-
-    Args:
-        root: a text or token file, mapped into memory; a folder of *.txt files; None: the source
-            of Python's library, which needs no download and is the same for one version of Python.
-        context: tokens in a window, >= 1.
-        vocab_size: different tokens; 256 if they are bytes.
-        token_bytes: 1: tokens are the bytes of the text; 2: a file of 16-bit token numbers.
-        bytes_per_token: of the text, for bits per byte; 1 if tokens are bytes.
-        eval_windows: measure on at most so many windows of each held-out part, evenly spaced;
-            None: all.
+    perplexity. See conf/dataset/next_token.yaml; files are mapped into memory.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -352,18 +342,6 @@ def gpt(
 ) -> nn.Module:
     """Return a map from tokens [N, T] int64 to logits [N, T, vocab_size]; by default GPT-2 small.
 
-    The logits at t depend on the tokens 0 to t.
-
-    Args:
-        vocab_size: different tokens.
-        context: most tokens it can be given, T <= context.
-        depth: blocks.
-        heads: of each attention.
-        width: numbers per token; a multiple of `heads`.
-        dropout: fraction dropped of embeddings, attention weights and what a block adds,
-            0 <= dropout < 1.
-
-    Raises:
-        ConfigError: an argument is out of its range.
+    The logits at t depend on the tokens 0 to t. T <= context. See conf/model/gpt.yaml.
     """
     return GPT(vocab_size, context, depth, heads, width, dropout)

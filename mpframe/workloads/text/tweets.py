@@ -21,8 +21,7 @@ from mpframe.core.ranges import require_whole
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task
-from mpframe.files import read_regular
-from mpframe.workloads.text.classification import WordPiece, padded, word_piece
+from mpframe.workloads.text.classification import WordPiece, padded, read_text, word_piece
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +47,8 @@ class Tweet(NamedTuple):
 
 def read_tweets(path: Path) -> list[Tweet]:
     """Read the rows of a table, without those that have no text (the published file has one)."""
-    try:
-        content = read_regular(path, _MOST_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"dataset.root={path}: cannot be read ({getattr(error, 'strerror', 'not UTF-8')}); "
-            "give the tweet task's train.csv, or null for made texts"
-        ) from None
+    way_out = "give the tweet task's train.csv, or null for made texts"
+    content = read_text("dataset.root", path, _MOST_BYTES, way_out)
     rows = csv.DictReader(io.StringIO(content, newline=""))
     missing = next((name for name in _COLUMNS if name not in (rows.fieldnames or ())), None)
     if missing:
@@ -180,15 +174,7 @@ def tweet_spans(
     with (`input_ids`, `token_type_ids`, `attention_mask` [N, T], `start_positions`,
     `end_positions` [N], the first and the last token of the answer; all int64), and what the metric
     compares with (`offsets` [N, T, 2], `text`, `selected`; see `WordJaccard`). The loss is the
-    model's own.
-
-    Args:
-        root: the task's train.csv; None: 3000 made texts of its form, which are no tweets.
-        vocab: a vocabulary's file with one piece a line; None: one is trained on the training
-            texts, always the same one.
-        vocab_size: most pieces in the vocabulary; rows of the model's embedding.
-        max_tokens: most tokens of question and text; none may have more, >= 3.
-        pad_to: T is a multiple of this, >= 1; with `max_tokens` all batches have one length.
+    model's own. See conf/dataset/tweet_spans.yaml.
 
     Raises:
         ConfigError: an option is out of its range or too small for the texts, or tokenizers is not
