@@ -335,12 +335,12 @@ def test_a_diverged_loss_of_nan_is_drawn_and_told(make_run: MakeRun, tmp_path: P
 def test_runs_are_found_once_and_in_the_order_of_their_numbers(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
-    for name in ("10", "2", "1"):
+    for name in ("10", "2", "1", "3"):
         make_run(name)
     sweep = tmp_path / "sweep"
     home, runs = find_runs([sweep / "2", sweep])
     assert home == sweep
-    assert [run.name for run in runs] == ["2", "1", "10"]
+    assert [run.name for run in runs] == ["2", "1", "3", "10"]
 
 
 def test_a_job_that_failed_before_its_first_line_is_a_run(tmp_path: Path) -> None:

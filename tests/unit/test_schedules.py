@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import (
 from mpframe.config.locations import CONF
 from mpframe.core.errors import ConfigError
 from mpframe.training.schedules import (
+    PlannedSchedule,
     constant,
     exponential,
     onecycle,
@@ -276,3 +277,35 @@ def test_what_a_schedule_does_not_take_is_one_line(
     with pytest.raises(ConfigError) as refused:
         rates(make, 1, **arguments)
     assert str(refused.value) == line
+
+
+class LikeTimm:
+    """Is told of updates and of epochs, as timm's schedules are."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def step_update(self, updates: int) -> None:
+        self.told.append(("update", updates))
+
+    def step(self, epochs: int) -> None:
+        self.told.append(("epoch", epochs))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def planned(optimizer: torch.optim.Optimizer, **arguments: str) -> PlannedSchedule:
+    return PlannedSchedule(LikeTimm, optimizer, arguments, steps_per_epoch=2)
+
+
+def test_a_schedule_like_timms_is_told_of_updates_and_whole_epochs() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    first, longer = planned(optimizer), planned(optimizer, total_steps="9")
+    for _ in range(5):
+        first.step()
+    updates = [("update", number) for number in range(1, 6)]
+    told = [*updates[:2], ("epoch", 1), *updates[2:4], ("epoch", 2), updates[4]]
+    assert first.schedule.told == told
+    longer.load_state_dict(first.state_dict())
+    assert longer.schedule.told == told

@@ -52,7 +52,7 @@ class RunGroup:
     Attributes:
         differing: `option=value` words that other groups of its mode and scaling do not have.
         runs: all of them, finished or not.
-        fp32: the finished runs to compare with; empty if there are none.
+        fp32: the runs to compare with; empty if there are none.
         in_half: likewise, of a group with a recipe for its products.
     """
 
@@ -156,9 +156,9 @@ def _in_half_of(
 
 
 def _alike(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
-    """The finished runs that have the record's values of these options."""
+    """Return the runs that have the record's values of these options."""
     own = _words(record, keys)
-    return [run for run in records if run.finished and _words(run, keys) == own]
+    return [run for run in records if _words(run, keys) == own]
 
 
 def _span(runs: Iterable[Record], value: Callable[[Summary], float | None]) -> Span | None:
