@@ -6,12 +6,8 @@ master m in fp32 that the wrapped optimizer updates in the parameter's place,
     m <- optimizer(m, fp32(g) / scale),    w <- round_to_half(m)
 
 and weight decay, momentum and second moments act on, and live beside, fp32 values. An fp32
-parameter is its own master: the wrapper adds nothing to it but the check of its gradient.
-
-A step consumes the gradients, whether it is skipped or not: afterwards no parameter and no master
-has one. The wrapped optimizer stays the same object: schedules may be built on either of the two.
-
-An update goes over a bucket of parameters at a time, so few fp32 gradients exist at once.
+parameter is its own master. A step consumes the gradients, whether it is skipped or not. An update
+goes over a bucket of parameters at a time, so few fp32 gradients exist at once.
 """
 
 import inspect
@@ -42,7 +38,6 @@ from mpframe.core.masters import (
     Master,
     Masters,
     Pair,
-    by_kind,
     load_weights,
     master_class,
     to_part,
@@ -186,13 +181,13 @@ class MasterWeights(Optimizer):
         """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
 
         A micro-batch whose gradients are not finite, or whose count is 0, is left out of the mean.
-        If none is left, `step` skips. It does not wait for the device.
+        If none is left, `step` skips.
 
         Args:
             scale: the loss scale of the backward pass, > 0.
             count: how many samples (or tokens) the loss is the mean of, >= 0: a number, or 0-d on
-                the device. It is the weight of the micro-batch in the mean over all of them and
-                all ranks. Gradients that only `step` finds count 1.
+                the device. The mean over all micro-batches and ranks is weighed by it. Gradients
+                that only `step` finds count 1.
 
         Returns:
             0-d fp32, the micro-batch's amax; inf or nan if it was dropped, 0 if it counts 0.
@@ -256,9 +251,8 @@ class MasterWeights(Optimizer):
     ) -> StepResult:
         """Unscale, check, clip, update or skip, and tell the scaler: one step, all or nothing.
 
-        It consumes the gradients: afterwards every parameter's is None. Without any gradient
-        nothing is updated and amax is 0. After a skip no parameter, master or optimizer state has
-        changed.
+        Afterwards every parameter's gradient is None. Without any gradient nothing is updated and
+        amax is 0. After a skip no parameter, master or optimizer state has changed.
 
         Args:
             scaler: of this step's loss; None: not scaled. A closure may stand here, as in torch.
@@ -348,15 +342,15 @@ class MasterWeights(Optimizer):
         self._consumed = bool(gradients.by_master)
         if verdict is not None and verdict.skipped:
             return
-        by_master = gradients.by_master
+        buckets, by_master = self._buckets, gradients.by_master
         moved = list(by_master)
-        in_parts = len(self._buckets) > 1 and _steps_by_parameter(self.optimizer)
-        for bucket in self._buckets[:-1] if in_parts else ():
+        if len(buckets) > 1 and not _steps_by_parameter(self.optimizer):
+            buckets = [[*chain(*buckets)]]
+        for bucket in buckets[:-1]:
             values = [master.value for _, pairs in bucket for _, master in pairs]
             masters = [master for master in values if master in by_master]
             self._update(bucket, masters, gradients, skipped, verdict)
-        last = self._buckets[-1] if in_parts else [*chain(*self._buckets)]
-        self._update(last, list(by_master), gradients, skipped, verdict)
+        self._update(buckets[-1], list(by_master), gradients, skipped, verdict)
         # Fused kernels do not raise the counters that tell a kept cast that it is old.
         torch.autograd.graph.increment_version(moved)
         if verdict is not None and self.skips_on_device is None:
@@ -402,9 +396,11 @@ class MasterWeights(Optimizer):
             raise CheckpointError(
                 f"optimizer state: {error}; load it into the model it was made with"
             ) from None
-        for parameter, value in zip(self._masters, saved, strict=True):
-            if value is not None:
-                self._masters.write(parameter, value)
+        for (parameter, tensor), value in zip(self._masters.items(), saved, strict=True):
+            if value is not None and parameter in self._masters.half:
+                self._masters.half[parameter].start_from(parameter, value)
+            elif value is not None:
+                tensor.copy_(value)
         self.skips_on_device = None
 
     def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
@@ -484,23 +480,21 @@ class ParamGroup(UserDict[str, Any]):
         return self._params if key == "params" else self.data[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        _refuse_params(key)
-        self.data[key] = value
+        self._options(key)[key] = value
 
     def __delitem__(self, key: str) -> None:
-        _refuse_params(key)
-        del self.data[key]
+        del self._options(key)[key]
 
     def __repr__(self) -> str:
         return repr(dict(self))
 
-
-def _refuse_params(key: str) -> None:
-    if key == "params":
-        raise ConfigError(
-            "optimizer.param_groups: params stay as they are; add some with add_param_group, or "
-            "make a new optimizer"
-        )
+    def _options(self, key: str) -> dict[str, Any]:
+        if key == "params":
+            raise ConfigError(
+                "optimizer.param_groups: params stay as they are; add some with add_param_group, "
+                "or make a new optimizer"
+            )
+        return self.data
 
 
 def is_closure(scaler: Any) -> bool:
@@ -526,15 +520,15 @@ def no_new_gradients() -> ConfigError:
 def _in_buckets(pairs: Iterable[Pair], device: torch.device) -> list[Bucket]:
     """Return the pairs in their order, cut where a bucket would have too many values."""
     size = _SIZE_ON_CPU if device.type == "cpu" else _SIZE
-    buckets: list[list[Pair]] = [[]]
+    buckets: list[dict[type[Master], list[Pair]]] = [{}]
     held = 0
     for weight, master in pairs:
         if held and held + weight.numel() > size:
-            buckets.append([])
+            buckets.append({})
             held = 0
-        buckets[-1].append((weight, master))
+        buckets[-1].setdefault(type(master), []).append((weight, master))
         held += weight.numel()
-    return [list(by_kind(bucket).items()) for bucket in buckets]
+    return [list(bucket.items()) for bucket in buckets]
 
 
 def _steps_by_parameter(stepped: Optimizer) -> bool:

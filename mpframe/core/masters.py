@@ -1,9 +1,9 @@
 """The fp32 value behind each half weight: its master.
 
-A `Master` is read, written, and rounded into its weight. Other code may write the weight behind the
-optimizer's back (load_state_dict, init, copy_, clamp_, .data). The master notices this by the
-weight's version, or by a sum of its bits where no version tells, and takes the written value over
-before the next step. A weight has one master, whichever optimizers hold it.
+Other code may write the weight behind the optimizer's back (load_state_dict, init, copy_, clamp_,
+.data). The master notices this by the weight's version, or by a sum of its bits where no version
+tells, and takes the written value over before the next step. A weight has one master, whichever
+optimizers hold it.
 
 `Masters` are the parameters of one optimizer, each with the tensor that it steps: the master, or
 the parameter itself if it is fp32.
@@ -32,12 +32,8 @@ _MASTERS: MutableMapping[Tensor, "Master"] = WeakTensorKeyDictionary()
 class _Seen:
     """A half weight as its master last wrote it; at first none.
 
-    Attributes:
-        address: where its memory is.
-        version: its version counter.
-        words: a view of its bits. It keeps the memory, so that no other tensor gets this address.
-        bits: a copy of `words`, or the sums of its rows; None if values are not compared.
-        summed: which of the two it is.
+    `words` is a view of its bits; it keeps the memory, so that no other tensor gets this address.
+    `bits` is a copy of them, or the sums of their rows if `summed`; None: values are not compared.
     """
 
     address, version = -1, -1
@@ -47,22 +43,15 @@ class _Seen:
 
     @classmethod
     def at(cls, weight: Tensor) -> "_Seen":
-        seen, words = cls(), _words(weight)
+        seen, words = cls(), weight.detach()
+        rows = words.flatten(1) if weight.dim() > 1 else words.flatten()
+        if weight.is_contiguous() and not (rows.shape[-1] % 4 or rows.storage_offset() % 4):
+            words = rows.view(torch.int64)  # Over words of 16 bits sums take 60 times as long.
         seen.address, seen.words = weight.data_ptr(), words
         if _values_count(weight):
             large = words.dtype == torch.int64 and words.dim() > 1 and words.numel() >= _SUMMED
             seen.summed, seen.bits = large, torch.empty_like(words)
         return seen
-
-
-def _words(weight: Tensor) -> Tensor:
-    """Return a view of the weight's bits, 64 at a time if its rows allow it; else as it is.
-
-    The sums take 60 times as long over words of 16 bits.
-    """
-    rows = weight.detach().flatten(1) if weight.dim() > 1 else weight.detach().flatten()
-    whole = weight.is_contiguous() and not (rows.shape[-1] % 4 or rows.storage_offset() % 4)
-    return rows.view(torch.int64) if whole else weight.detach()
 
 
 def _values_count(weight: Tensor) -> bool:
@@ -74,9 +63,9 @@ def _sums(words: Tensor) -> Tensor:
 
 
 def sync_from_weights(pairs: Iterable[Pair], *, look: bool = False) -> list[Tensor | bool]:
-    """Let each master take over the values that others have written into its weight.
+    """Let masters take over what others wrote into their weights; return which values changed.
 
-    With `look` also where nothing tells of a write. Returns whether values have changed.
+    With `look` also where nothing tells of a write.
     """
     changed = []
     for weight, master in pairs:
@@ -138,9 +127,9 @@ class Master:
         return self.value
 
     def start_from(self, weight: Tensor, start: Tensor) -> None:
-        """Take another value; `copy_to_params` writes it into the weight."""
-        self.half = weight.dtype
+        """Take another value, and round it into the weight."""
         self.value.detach().copy_(start)
+        self.round_to_weights([(weight, self)])
 
     @torch.no_grad()
     def sync_from_weight(self, weight: Tensor, noticed: bool) -> Tensor | bool:
@@ -166,20 +155,6 @@ class Master:
             rounded.append((weight, master.value))
         round_into(rounded)
         mark_known(pairs)
-
-
-def by_kind(pairs: Iterable[Pair]) -> dict[type[Master], list[Pair]]:
-    """Group the pairs by the class of the master."""
-    kinds: dict[type[Master], list[Pair]] = {}
-    for weight, master in pairs:
-        kinds.setdefault(type(master), []).append((weight, master))
-    return kinds
-
-
-def copy_to_params(pairs: Iterable[Pair]) -> None:
-    """Round masters into their weights; beyond the format's range, to its end."""
-    for kind, alike in by_kind(pairs).items():
-        kind.round_to_weights(alike)
 
 
 @torch.no_grad()
@@ -218,7 +193,6 @@ def set_master(weight: Tensor, start: Tensor, kind: type[Master]) -> None:
         _MASTERS[weight] = kind(weight, start)
     else:
         master.start_from(weight, start)
-        mark_known([(weight, master)])
 
 
 def master_for(weight: Tensor, kind: type[Master] = Master) -> Master:
@@ -256,7 +230,6 @@ def rebind_master(weight: Tensor, master: Master) -> None:
     if weight.dtype not in HALF and master.half in HALF:  # Without its optimizer a copy is fp32.
         exact, weight.data = weight.data, weight.data.to(master.half)
         master.start_from(weight, exact)
-        copy_to_params([(weight, master)])
     _MASTERS[weight] = master
 
 
@@ -294,15 +267,6 @@ class Masters(dict[Tensor, Tensor]):
         master = self.half.get(parameter) or master_behind(parameter)
         return self[parameter] if master is None else master.current(parameter)
 
-    def write(self, parameter: Tensor, value: Tensor) -> None:
-        """Set the fp32 tensor behind a parameter, and the half weight to its rounding."""
-        master = self.half.get(parameter)
-        if master is None:
-            self[parameter].copy_(value)
-        else:
-            master.start_from(parameter, value)
-            copy_to_params([(parameter, master)])
-
     def by_name(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the fp32 tensor behind each parameter of `model`, by its name, if it has one."""
         masters: dict[str, Tensor] = {}
@@ -339,9 +303,13 @@ class Masters(dict[Tensor, Tensor]):
         """
         popped = {}
         for parameter, master in self.items():
-            gradient = parameter.grad
-            if master is not parameter and master.grad is not None:
-                gradient = _sum(gradient, master.grad)
+            gradient, of_master = parameter.grad, None if master is parameter else master.grad
+            if gradient is None:
+                gradient = of_master
+            elif of_master is not None:
+                wide = gradient.float()
+                # torch adds a sparse gradient to a dense one, and not the other way round.
+                gradient = wide + of_master if of_master.is_sparse else of_master + wide
             if gradient is not None:
                 popped[master] = part_of(gradient) if self._sharded else gradient
                 parameter.grad = master.grad = None
@@ -380,15 +348,6 @@ class Masters(dict[Tensor, Tensor]):
                 )
 
 
-def _sum(gradient: Tensor | None, of_master: Tensor) -> Tensor:
-    """Add a half gradient to its master's in fp32; if there is only the master's, return it."""
-    if gradient is None:
-        return of_master
-    wide = gradient.float()
-    # torch adds a sparse gradient to a dense one, and not the other way round.
-    return wide + of_master if of_master.is_sparse else of_master + wide
-
-
 def to_sharded(parameter: Tensor, value: Tensor) -> Tensor:
     """Return a part's state as a sharded tensor; a value of another shape as it is."""
     return sharded_as(parameter, value) if value.shape == part_of(parameter).shape else value
@@ -404,23 +363,6 @@ def load_weights(
 ) -> None:
     """Load a model's parameters and buffers by name; see `MasterWeights.load_masters`."""
     present = {**model.state_dict(), **masters}
-    _check_names_and_shapes(present, weights)
-    loaded = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        master = _MASTERS.get(parameter)  # Also of one that was widened to fp32.
-        if master is not None:
-            master.start_from(parameter, weights[name])
-            loaded[parameter] = master
-            present.pop(name, None)
-    for name, tensor in present.items():
-        source = weights[name]
-        if tensor.dtype in HALF:  # A buffer, if there are no op lists.
-            source = source.clamp(torch.finfo(tensor.dtype).min, torch.finfo(tensor.dtype).max)
-        part_of(tensor).copy_(part_for(tensor, source))
-    copy_to_params(loaded.items())
-
-
-def _check_names_and_shapes(present: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     for name in sorted(present.keys() ^ weights.keys()):
         what = "is missing from" if name in present else "is unknown to the model but in"
         raise CheckpointError(f"weights: {name!r} {what} the checkpoint; load the model it is of")
@@ -430,3 +372,13 @@ def _check_names_and_shapes(present: Mapping[str, Tensor], weights: Mapping[str,
                 f"weights: {name!r} has shape {tuple(weights[name].shape)} in the checkpoint and "
                 f"{tuple(tensor.shape)} in the model; load the model it is of"
             )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        master = _MASTERS.get(parameter)  # Also of one that was widened to fp32.
+        if master is not None:
+            master.start_from(parameter, weights[name])
+            present.pop(name, None)
+    for name, tensor in present.items():
+        source = weights[name]
+        if tensor.dtype in HALF:  # A buffer, if there are no op lists.
+            source = source.clamp(torch.finfo(tensor.dtype).min, torch.finfo(tensor.dtype).max)
+        part_of(tensor).copy_(part_for(tensor, source))
