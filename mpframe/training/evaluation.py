@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.checkpoint.folder import rank
-from mpframe.core.callback import Batch, Loader, call
+from mpframe.core.callback import Batch, call
 from mpframe.core.comm import SINGLE_PROCESS, Comm, weighted
 from mpframe.core.errors import UserCodeError
 from mpframe.core.gradients import as_count
@@ -30,7 +30,7 @@ from mpframe.core.user_code import InBatch, UserCode, described, name_of
 from mpframe.core.widening import fp32_weights
 
 if TYPE_CHECKING:
-    from mpframe.training.trainer import Trainer
+    from mpframe.training.trainer import Loader, Trainer
 
 LOSS = "loss"
 """The word for the validation loss in `monitor`; no metric has this name."""
@@ -241,7 +241,7 @@ class Evaluator:
             self.precision.attach(model)
 
     @torch.no_grad()
-    def __call__(self, trainer: "Trainer", loader: Loader, split: str) -> Evaluation:
+    def __call__(self, trainer: "Trainer", loader: "Loader", split: str) -> Evaluation:
         """The mean loss per sample and the metrics over one pass; the model is left as it was.
 
         Each batch's loss counts as often as its objective says (`StepOutput.count`). Of several

@@ -111,11 +111,11 @@ class MultiOptimizer:
             for name, part in self.parts.items()
         }
         amax = largest([gradients.amax for gradients in collected.values()])
-        for name, part in self.parts.items():
-            gradients = collected[name]
-            part.accumulate_grads(
-                gradients if self.skip == "each" else replace(gradients, amax=amax)
-            )
+        for name, gradients in collected.items():
+            if self.skip == "all":  # One part that overflowed drops the micro-batch of all.
+                of_all = torch.where(amax < torch.inf, gradients.amax, amax)
+                gradients = replace(gradients, amax=of_all, scaler_amax=gradients.amax)
+            self.parts[name].accumulate_grads(gradients)
         return amax
 
     def keep_means(
