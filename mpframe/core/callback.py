@@ -1,37 +1,24 @@
 """The interface `Callback`: it watches a run, and the trainer calls its methods.
 
-A run has its callbacks by name and in an order (conf/callbacks/default.yaml). A checkpoint keeps
-the state of each by that name.
+A run has its callbacks by name and in an order. A checkpoint keeps the state of each by that name.
 
     load_state_dict    if the run goes on from a checkpoint
     setup              once, before the training
     on_...             while it trains
     teardown           once, after it, the last callback first, however the training ended
-
-`Loader` is a data loader as the trainer uses it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from mpframe.core.step_result import StepResult
-from mpframe.core.user_code import UserCode
+from mpframe.core.user_code import blame
 
 Batch = Any
 """Any tree of tensors that the run's objective takes, e.g. (inputs, targets) or a dict."""
-
-
-class Loader(Protocol):
-    """Batches of a dataset in an order that depends on the epoch alone."""
-
-    def __len__(self) -> int:
-        """Batches per epoch."""
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from batch number `start` on."""
 
 
 class Callback:
@@ -49,12 +36,7 @@ class Callback:
         """The run is about to train; `load_state_dict` was called before, if it is resumed."""
 
     def teardown(self, trainer: Any, error: BaseException | None) -> None:
-        """The training has ended: close what `setup` opened.
-
-        Args:
-            trainer: as the training left it.
-            error: what ended the training; None if it came to its planned end.
-        """
+        """The training has ended, at its planned end or by an error: close what `setup` opened."""
 
     def on_step_begin(self, trainer: Any, batches: Sequence[Batch]) -> None:
         """A step is about to be tried on these micro-batches."""
@@ -99,7 +81,7 @@ class Algorithm(Callback):
     """
 
     def before_update(self, trainer: Any, losses: list[Tensor]) -> Tensor | None:
-        """The gradients of a step are there, and its optimizer is about to use them.
+        """The gradients are there, and the optimizer is about to use them.
 
         Args:
             trainer: of the step.
@@ -124,26 +106,18 @@ class Algorithm(Callback):
 Callbacks = Mapping[str, Callback]
 
 
-def call(callbacks: Callbacks, event: str, *arguments: Any) -> None:
-    """Call a method of each callback, in order.
+def call(callbacks: Callbacks, event: str, *arguments: Any) -> dict[str, Any]:
+    """Call a method of each callback, in order; return their results by name.
 
     Raises:
         UserCodeError: a user's callback raised; the error names it.
     """
+    results = {}
     for name, callback in callbacks.items():
         try:
-            getattr(callback, event)(*arguments)
+            results[name] = getattr(callback, event)(*arguments)
         except BaseException:
-            with naming(name, callback):
+            if type(callback).__module__.startswith("mpframe."):  # Ours name themselves.
                 raise
-
-
-def naming(name: str, callback: Callback) -> AbstractContextManager[None]:
-    """Within the block an error of a user's callback gets its name; our own name themselves.
-
-    Args:
-        name: the callback's entry in the group `callbacks`.
-        callback: whose method the block calls.
-    """
-    ours = type(callback).__module__.startswith("mpframe.")
-    return nullcontext() if ours else UserCode(f"callbacks.{name}:", callback)
+            blame(f"callbacks.{name}:", callback)
+    return results

@@ -2,11 +2,9 @@
 
     objective(model, batch) -> StepOutput(loss, outputs, targets, count)
 
-`supervised(loss)` is for batches of inputs and targets; `cross_entropy` and `mse` are made by it,
-with options that a YAML file can hold. `model_loss` is for models that return their own loss, as
-Hugging Face's do. The step calls an objective through `compute`, which checks the result, so that a
-mistake in it becomes one line. `NamedObjective` is one of a step's losses, with its scaler and the
-parameters that it moves.
+`supervised(loss)` is for batches of inputs and targets, `model_loss` for models that return their
+own loss, as Hugging Face's do. The step calls an objective through `compute`, which checks the
+result, so that a mistake in it becomes one line.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,12 +28,11 @@ class StepOutput:
 
     Attributes:
         loss: one floating-point number, 0-d, unscaled; the mean over `count` samples or labels.
-        outputs: what a metric is given, in fp32; None: nothing.
+        outputs: for metrics, in fp32; None: nothing.
         targets: what a metric compares the outputs with.
         count: how many samples (or tokens) the loss is the mean of: a whole number >= 0, or a 0-d
-            tensor >= 0 on the device. Micro-batches and ranks, and the batches of an evaluation,
-            are weighed by it; one that counts 0 is left out. None: the size of the batch's first
-            tensor along dimension 0.
+            tensor >= 0 on the device. Micro-batches, ranks, and the batches of an evaluation are
+            weighed by it. None: the size of the batch's first tensor along dimension 0.
     """
 
     loss: Tensor
@@ -48,12 +45,29 @@ class Objective(Protocol):
     """Computes the loss of a model on a batch."""
 
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Forward pass and loss. Runs inside the cast block of the run's precision.
+        """Forward pass and loss, inside the cast block of the run's precision.
 
         Args:
             model: on its device; the objective calls it, or parts of it, as it likes.
             batch: any pytree of tensors on the same device, as the loader gave it.
         """
+
+
+@dataclass(frozen=True)
+class NamedObjective:
+    """One of a step's losses, and what its backward pass needs.
+
+    Attributes:
+        name: of the loss; "" for the only one.
+        objective: computes it.
+        scaler: scales it.
+        parameters: receive its gradients; None: all.
+    """
+
+    name: str
+    objective: Objective
+    scaler: LossScaler = field(default_factory=NoScaling)
+    parameters: list[Tensor] | None = None
 
 
 _AS_IT_IS = nullcontext()
@@ -65,12 +79,10 @@ def compute(
     batch: Any,
     casts: AbstractContextManager[None] = _AS_IT_IS,
 ) -> StepOutput:
-    """The loss of `model` on `batch`, 0-d, in fp32 or wider, and what the metrics are given.
+    """Call an objective; its loss is 0-d, in fp32 or wider.
 
     Args:
-        objective: called here.
-        model: for the objective.
-        batch: for the objective, on the model's device.
+        objective, model, batch: on one device.
         casts: the cast block that the objective runs in, if this call is not in it already. The
             checks of the loss stay outside, where reading a tensor's format costs nothing.
 
@@ -99,7 +111,7 @@ def compute(
 
 
 def count_of(count: Tensor | int | None, batch: Any) -> Tensor | int:
-    """A `StepOutput.count`; of None the samples of its batch."""
+    """A `StepOutput.count`; for None the samples of its batch."""
     return samples_in(batch) if count is None else count
 
 
@@ -112,11 +124,7 @@ def samples_in(batch: Any) -> int:
 
 
 def require_objective(path: str, objective: Any) -> None:
-    """Refuse what is no objective, such as a loss that was given instead of one.
-
-    Raises:
-        UserCodeError: naming `path` and the way out.
-    """
+    """Raise UserCodeError, naming `path`, if this is no objective; a loss is none."""
     if isinstance(objective, nn.modules.loss._Loss):
         name = name_of(objective)
         raise UserCodeError(
@@ -161,7 +169,7 @@ def _without_gradient(objective: Objective, model: nn.Module, output: StepOutput
 
 
 def _source(objective: Objective) -> str:
-    """Whose loss it is, as an error names it; `supervised` names the loss within it."""
+    """What an error calls it; `supervised` names the loss within it."""
     return str(getattr(objective, "source", f"objective: {name_of(objective)}"))
 
 
@@ -172,9 +180,9 @@ class Supervised:
     """Batches are pairs (inputs, targets); the loss is computed in fp32, outside the casts.
 
     Args:
-        loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch. It is given the
-            model's outputs in fp32 or wider.
-        option: the option that chose the loss, for messages.
+        loss: loss(outputs, targets) -> 0-d tensor, the mean over the batch; outputs are in fp32
+            or wider.
+        option: that chose the loss, for messages.
     """
 
     def __init__(self, loss: Loss, option: str = "objective") -> None:
@@ -190,7 +198,7 @@ class Supervised:
         """The loss, the outputs in fp32, and the targets.
 
         Raises:
-            UserCodeError: the batch is no pair, or model or loss raised.
+            UserCodeError: the batch is no pair, or the model or the loss raised.
         """
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise UserCodeError(
@@ -222,7 +230,7 @@ def supervised(loss: Loss) -> Supervised:
 
 
 def outside_casts() -> AbstractContextManager[None]:
-    """Within the block no op is cast: for a loss whose inputs are in fp32 already."""
+    """Context manager in which no op is cast, for a loss whose inputs are in fp32 already."""
     return block(None)
 
 
@@ -302,20 +310,3 @@ def _outputs(result: Any) -> Any:
 
 def _named(result: Any, name: str) -> Any:
     return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
-
-
-@dataclass(frozen=True)
-class NamedObjective:
-    """An objective and what its backward pass needs.
-
-    Attributes:
-        name: of the loss; "" for the only one.
-        objective: computes it.
-        scaler: scales it.
-        parameters: receive its gradients; None: all.
-    """
-
-    name: str
-    objective: Objective
-    scaler: LossScaler = field(default_factory=NoScaling)
-    parameters: list[Tensor] | None = None

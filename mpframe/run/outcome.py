@@ -14,7 +14,6 @@ from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import best_in, step_of
 from mpframe.checkpoint.state import averages_of, extra_state_of, weights_of
 from mpframe.config.schema import Config
-from mpframe.core.callback import Loader
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.tracking.environment import peak_memory
 from mpframe.tracking.summary import Status, Summary
@@ -22,7 +21,7 @@ from mpframe.training.callbacks.results import Results
 from mpframe.training.ema import ema_of
 from mpframe.training.evaluation import Best, Evaluation
 from mpframe.training.plan import Progress
-from mpframe.training.trainer import Trainer
+from mpframe.training.trainer import Loader, Trainer
 
 
 def summary_of(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mpframe.checkpoint.folder import rank
-from mpframe.core.callback import Batch, Loader, call
+from mpframe.core.callback import Batch, call
 from mpframe.core.comm import SINGLE_PROCESS, Comm, weighted
 from mpframe.core.errors import UserCodeError
 from mpframe.core.gradients import as_count
@@ -28,7 +28,7 @@ from mpframe.core.tree import device_of, map_tensors
 from mpframe.core.user_code import InBatch, UserCode, described, name_of
 
 if TYPE_CHECKING:
-    from mpframe.training.trainer import Trainer
+    from mpframe.training.trainer import Loader, Trainer
 
 LOSS = "loss"
 """The word for the validation loss in `monitor`; no metric has this name."""
@@ -213,7 +213,7 @@ class Evaluator:
     monitor: str | None = None
 
     @torch.no_grad()
-    def __call__(self, trainer: "Trainer", loader: Loader, split: str) -> Evaluation:
+    def __call__(self, trainer: "Trainer", loader: "Loader", split: str) -> Evaluation:
         """The mean loss per sample and the metrics over one pass; the model is left as it was.
 
         Each batch's loss counts as often as its objective says (`StepOutput.count`). With several

@@ -103,8 +103,9 @@ class MultiOptimizer:
         }
         amax = largest([gradients.amax for gradients in collected.values()])
         for name, gradients in collected.items():
-            if self.skip == "all":
-                gradients.amax = amax
+            if self.skip == "all":  # One part that overflowed drops the micro-batch of all.
+                gradients.scaler_amax = gradients.amax
+                gradients.amax = torch.where(amax < torch.inf, gradients.amax, amax)
             self.parts[name].accumulate_grads(gradients)
         return amax
 

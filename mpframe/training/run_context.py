@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpframe.core.callback import Callback, Callbacks, naming
+from mpframe.core.callback import Callback, Callbacks, call
 from mpframe.data.loading import Loader
 from mpframe.tracking.tracker import Tracker
 
@@ -54,8 +54,7 @@ def set_up(trainer: "Trainer", context: Any) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for name, callback in trainer.callbacks.items():
-            with naming(name, callback):
-                callback.setup(trainer, context)
+            call({name: callback}, "setup", trainer, context)
             stack.push(partial(_tear_down, trainer, name, callback))
         yield
 
@@ -69,8 +68,7 @@ def _tear_down(
     trace: object,
 ) -> None:
     try:
-        with naming(name, callback):
-            callback.teardown(trainer, error)
+        call({name: callback}, "teardown", trainer, error)
     except Exception as further:
         if error is None:
             raise
@@ -79,12 +77,7 @@ def _tear_down(
 
 def states_of(callbacks: Callbacks) -> dict[str, dict[str, Any]]:
     """The state of each callback that has one, by its name."""
-    states: dict[str, dict[str, Any]] = {}
-    for name, callback in callbacks.items():
-        if has_state(callback):
-            with naming(name, callback):
-                states[name] = callback.state_dict()
-    return states
+    return call({n: one for n, one in callbacks.items() if has_state(one)}, "state_dict")
 
 
 def has_state(callback: Callback) -> bool:

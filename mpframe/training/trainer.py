@@ -7,11 +7,11 @@ trainers of several losses and of LBFGS are beside it, over the same step.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from mpframe.core.callback import Batch, Callbacks, Loader, call
+from mpframe.core.callback import Batch, Callbacks, call
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError
 from mpframe.core.loss_scaling.scaler import LossScaler, scalers_by_name, wants_probe
 from mpframe.core.objective import compute
@@ -24,6 +24,16 @@ from mpframe.training.plan import Plan, Progress
 from mpframe.training.probe import probe_amax
 
 _MOST_PENDING = 100  # So that a run that only skips steps is noticed.
+
+
+class Loader(Protocol):
+    """Batches of a dataset in an order that depends on the epoch alone."""
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from batch number `start` on."""
 
 
 @dataclass
