@@ -186,7 +186,7 @@ EXACT = [
 
 def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     own = {"PYTHONPATH": str(folder), "HYDRA_FULL_ERROR": ""}
-    return programs.run(["callbacks.progress_bar=null", *arguments], folder, own)
+    return programs.run(arguments, folder, own)
 
 
 @pytest.mark.parametrize(
