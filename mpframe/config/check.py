@@ -15,7 +15,8 @@ from typing import Any, TypeVar, cast, get_args
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mpframe.config import planned  # noqa: F401 - ${plan:...} is resolved here
+from mpframe.config import planned  # noqa: F401 - ${plan:...} and ${size:...} are resolved here
+from mpframe.config.redaction import values_of
 from mpframe.config.schema import (
     OPEN,
     RUN_OPTIONS,
@@ -39,6 +40,8 @@ from mpframe.core.errors import ConfigError, nearest
 from mpframe.core.ranges import Range
 
 T = TypeVar("T")
+SIZE = "size"
+"""`+size=small` takes the small values of an experiment that has two sizes."""
 
 
 def check(composed: DictConfig) -> Config:
@@ -48,7 +51,8 @@ def check(composed: DictConfig) -> Config:
         ConfigError: an option is unknown, missing, of the wrong type or out of its range.
     """
     tree = _resolved(composed)
-    _refuse_unknown("", tree, {*SECTIONS, *OPEN, *RUN_OPTIONS})
+    _refuse_unfit_size(composed)
+    _refuse_unknown("", tree, {*SECTIONS, *OPEN, *RUN_OPTIONS, SIZE})
     run = _load(RunOptions, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
     _refuse_leaving(run.run_name)
     _refuse_empty(run)
@@ -75,6 +79,18 @@ def check(composed: DictConfig) -> Config:
         metrics=_named(tree, "metrics"),
         flat=flatten(tree),
     )
+
+
+def _refuse_unfit_size(composed: DictConfig) -> None:
+    """Refuse a size that would change nothing."""
+    size = composed.get(SIZE)
+    if size not in (None, "small"):
+        raise ConfigError(f"{SIZE}={size}: must be small; leave it out for the full size")
+    if size and not any("${size:" in str(value) for value in values_of(composed)):
+        raise ConfigError(
+            f"{SIZE}={size}: nothing chosen here has two sizes; docs/workloads.md lists the "
+            "experiments that do"
+        )
 
 
 def _refuse_without_source(run: RunOptions) -> None:

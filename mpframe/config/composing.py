@@ -161,7 +161,20 @@ def _other_way(group: str, choice: str) -> str:
         return "Optuna, joblib and submitit come with pip install mpframe[sweep]"
     if group == "loss_scaling" and choice.replace(".", "", 1).isdigit():
         return f"use loss_scaling=static loss_scaling.scale={choice}"
+    if group == "experiment":
+        return _experiment_now(choice)
     return use_instead(choice) if group == "dtype" else ""
+
+
+def _experiment_now(name: str) -> str:
+    """What to write for an experiment that is now the small size of another, or has a new name."""
+    whole = name.removesuffix("_small")
+    file = CONF / "experiment" / f"{whole}.yaml"
+    if whole == name or not file.is_file():
+        return ""
+    if "${size:" in file.read_text("utf-8"):
+        return f"use experiment={whole} +size=small"
+    return f"use experiment={whole}_digits"
 
 
 def refuse_unknown_choice(group: str, choice: str, choices: list[str]) -> None:

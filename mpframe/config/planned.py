@@ -1,4 +1,6 @@
-"""How long the run is planned, in a configuration: `${plan:total_steps}`.
+"""Words in a configuration: `${size:768,128}`, and how long a run is planned.
+
+With `+size=small` each `${size:FULL,SMALL}` of an experiment is its second value.
 
 A schedule is made for a number of steps, whatever its argument for it is called:
 
@@ -36,7 +38,12 @@ def _kept(name: str, share: float | None = None) -> str:
     return f"${{plan:{name},{share}}}"
 
 
+def _sized(full: Any, small: Any, *, _root_: Any) -> Any:
+    return small if OmegaConf.select(_root_, "size") == "small" else full
+
+
 OmegaConf.register_new_resolver("plan", _kept, replace=True)
+OmegaConf.register_new_resolver("size", _sized, replace=True)
 
 
 def filled_in(node: Any, plan: Mapping[str, int]) -> Any:

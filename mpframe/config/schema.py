@@ -81,6 +81,7 @@ _FORMER = {
     "profile": "use callbacks.profile.enabled=true",
     "progress": "use callbacks.progress_bar.shown=CHOICE",
     "rank_timeout": "use trainer.timeout=SECONDS",
+    "size": "use +size=small",
     "worker_timeout": "use trainer.timeout=SECONDS",
     "worst": "use callbacks.ranges.worst=N",
 }

@@ -130,7 +130,7 @@ _DATA = {"dataset", "objective", "metrics"}
 _TARGETS = {f"{group}._target_" for group in OPEN}
 _UNUSED = {
     *("optimizer", "scheduler", "loss_scaling", "callbacks"),
-    *("resume", "init_from", "init_from_names", "init_from_except"),
+    *("resume", "init_from", "init_from_names", "init_from_except", "size"),
 }
 # What an evaluation needs none of, but a complete configuration holds.
 _OPTIMIZER = {"_target_": "torch.optim.SGD", "lr": 1.0}

@@ -298,7 +298,7 @@ def test_a_sweep_does_not_go_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_nor_does_an_experiment_that_is_a_sweep(tmp_path: Path) -> None:
-    done = torchrun("experiment=ladder_small", f"hydra.sweep.dir={tmp_path}/sweep")
+    done = torchrun("experiment=ladder_digits", f"hydra.sweep.dir={tmp_path}/sweep")
     assert refusals(done) == [
         "mpframe: hydra.mode=MULTIRUN: torchrun has started 2 processes for one run; start one "
         "torchrun for each job of the sweep"

@@ -6,6 +6,7 @@ import pytest
 from conftest import StartRun
 from sameness import assert_same_run
 from test_resume import cut
+from tiny_experiments import chosen
 
 SAVING = [
     "device=cpu",
@@ -32,7 +33,7 @@ def test_a_resumed_run_equals_the_undisturbed_one(
     start_run: StartRun, tmp_path: Path, experiment: str, dtype: str
 ) -> None:
     """Twelve steps are an epoch of eight and four more; the cut is in the first one."""
-    options = [f"experiment={experiment}", *SAVING, *TINY[experiment], f"dtype={dtype}"]
+    options = [*chosen(experiment), *SAVING, *TINY[experiment], f"dtype={dtype}"]
     done = start_run(tmp_path / "whole", *options)
     assert (done.status, done.metric) == ("finished", METRIC[experiment])
     resumed = cut(tmp_path / "whole", tmp_path / "resumed")

@@ -95,7 +95,7 @@ def test_an_export_is_the_same_model(run: Path, options: list[str], tmp_path: Pa
         outputs = graph(categorical=torch.ones(3, 7).long(), continuous=torch.zeros(3, 5))
         assert outputs.shape == (3, 1)
     else:
-        channels = 1 if "experiment=photographs_unet_small" in options else 3
+        channels = 1 if "experiment=photographs_unet" in options else 3
         assert graph(torch.zeros(3, channels, 16, 16)).shape[2:] == (16, 16)
 
 
@@ -109,7 +109,7 @@ def test_other_data_are_not_read_with_other_numbers(
         table.write_text(table.read_text().replace(".1428571", ".9"))
         with pytest.raises(DataError, match=r"^dataset: continuous, as measured on the training"):
             evaluate(run, [f"dataset.root={tmp_path}/bikes"])
-    elif "experiment=photographs_unet_small" in options:
+    elif "experiment=photographs_unet" in options:
         shutil.copytree(tiny_data / "mask_folder", tmp_path / "dark")
         for path in tmp_path.glob("dark/*/images/*"):
             Image.open(path).point(lambda value: value // 2).save(path)
@@ -125,7 +125,7 @@ def test_other_data_are_not_read_with_other_numbers(
 def test_training_photographs_are_predicted_in_tiles(
     run: Path, options: list[str], tmp_path: Path
 ) -> None:
-    if "experiment=photographs_unet_small" not in options:
+    if "experiment=photographs_unet" not in options:
         pytest.skip("the other datasets do not choose their samples at random")
     out = tmp_path / "out.csv"
     predict.main([f"checkpoint={run}", f"out={out}", "split=train"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import train
 from sameness import assert_same_run
-from tiny_experiments import skip_without_extras
+from tiny_experiments import chosen, skip_without_extras
 
 from mpframe import checkpoint
 from mpframe.cli.commands.evaluate import evaluate
@@ -42,7 +42,7 @@ def tweets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options_of(name: str, dtype: str, roots: dict[str, Path]) -> list[str]:
-    options = [f"experiment={name}", f"dtype={dtype}", *TINY[name].split(), *STEPS.split()]
+    options = [*chosen(name), f"dtype={dtype}", *TINY[name].split(), *STEPS.split()]
     return options + [f"dataset.root={root}" for own, root in roots.items() if own == name]
 
 

@@ -13,7 +13,7 @@ from mpframe.lab.autopsy import evidence
 from mpframe.lab.ranges import KINDS, read_ranges
 
 # The full sizes are of the same parts.
-ONE_SIZE = ("bikes", "digits_mlp", "fashion_mnist_cnn")
+ONE_SIZE = ("bikes", "digits_mlp", "fashion_mnist_cnn", "fine_tuning_digits", "ladder_digits")
 SMALL = [name for name in EXPERIMENTS if name.endswith("_small") or name in ONE_SIZE]
 SHORT = ["device=cpu", "dtype=mixed", "trainer.max_steps=2", "trainer.eval_every=2"]
 
@@ -36,7 +36,7 @@ def test_an_overflow_is_examined(
 ) -> None:
     """At a scale of 2^40 the gradient of the loss itself is beyond float16."""
     far = ["loss_scaling=static", f"loss_scaling.scale={2**40}", "trainer.max_consecutive_skips=2"]
-    if experiment == "fine_tuning_small":  # At first only its head learns, which is in fp32.
+    if experiment == "fine_tuning_digits":  # At first only its head learns, which is in fp32.
         far.append("callbacks.freeze=null")
     with pytest.raises(DivergedError):
         start_run(tmp_path, *tiny(experiment, tiny_data), *SHORT, *far)

@@ -16,7 +16,7 @@ from mpframe.config.locations import CONF
 
 RUNGS = sorted(path.stem for path in (CONF / "rung").glob("*.yaml"))
 TRAINED = [rung for rung in RUNGS if rung != "dynamic"]  # It is `masters` with another scaler.
-LADDER = ["experiment=ladder_small", "model.width=4", "trainer.max_steps=2", "trainer.log_every=1"]
+LADDER = ["experiment=ladder_digits", "model.width=4", "trainer.max_steps=2", "trainer.log_every=1"]
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -33,11 +33,11 @@ def rungs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tenso
 
 
 def test_the_command_runs_every_rung() -> None:
-    for name in ("ladder", "ladder_small"):
+    for name in ("ladder", "ladder_digits"):
         _, composed = compose_named([f"experiment={name}"])
         assert composed.hydra.mode.name == "MULTIRUN"
         assert sorted(composed.hydra.sweeper.params.rung.split(",")) == RUNGS
-    _, composed = compose_named(["experiment=ladder_small", "rung=dynamic"])
+    _, composed = compose_named(["experiment=ladder_digits", "rung=dynamic"])
     scaler = checked(without_hydra(composed)).loss_scaling
     assert (scaler["init_scale"], scaler["growth_interval"]) == (2.0**24, 500)
 
@@ -80,7 +80,7 @@ def backbone(folder: Path, data: Path) -> Path:
 
 def tuning(source: Path, dtype: str) -> list[str]:
     return [
-        *("experiment=fine_tuning_small", f"init_from={source}", f"dtype={dtype}"),
+        *("experiment=fine_tuning_digits", f"init_from={source}", f"dtype={dtype}"),
         *("dataset.batch_size=512", "trainer.epochs=2", "trainer.log_every=1"),
         *("trainer.checkpoint_every=1", "trainer.keep_last=100"),
     ]
@@ -106,7 +106,7 @@ def test_the_body_waits_for_the_head_and_the_run_resumes(
 
 @pytest.mark.parametrize(("dtype", "body"), [("mixed", "float16"), ("mixed_bf16", "bfloat16")])
 def test_the_head_is_pinned_and_the_body_goes_by_the_mode(dtype: str, body: str) -> None:
-    _, composed = compose_named(["experiment=fine_tuning_small", f"dtype={dtype}"])
+    _, composed = compose_named(["experiment=fine_tuning_digits", f"dtype={dtype}"])
     config = checked(without_hydra(composed))
     model = build_trainer(config, build_task(config), batches=4).model
     stored = {name: str(parameter.dtype)[6:] for name, parameter in model.named_parameters()}

@@ -6,7 +6,11 @@ import pytest
 
 from mpframe.config.locations import CONF
 
-EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+_TEXTS = {path.stem: path.read_text("utf-8") for path in (CONF / "experiment").glob("*.yaml")}
+EXPERIMENTS = sorted(
+    [*_TEXTS, *(f"{name}_small" for name, text in _TEXTS.items() if "${size:" in text)]
+)
+"""Each shipped experiment; the small size of one that has two has `_small` behind its name."""
 
 # DATA is the folder of the fixture `tiny_data`.
 _FILES = "dataset.root=DATA"
@@ -38,14 +42,14 @@ TINY = {
     "fine_tuning": f"{_FILES}/image_folder dataset.image_size=32 dataset.batch_size=8 "
     "dataset.workers=0 init_from=null init_from_except=[]",
     "fine_tuning_backbone": f"{_FILES}/fashion_mnist dataset.batch_size=8",
-    "fine_tuning_small": "init_from=null init_from_except=[]",
+    "fine_tuning_digits": "init_from=null init_from_except=[]",
     "gpt": "dataset.batch_size=2 dataset.context=8 dataset.workers=0 dataset.eval_windows=8 "
     "model.depth=1",
     "gpt_small": "dataset.batch_size=2 dataset.context=8 dataset.eval_windows=8",
     "image_folder_resnet18": f"{_FILES}/image_folder dataset.batch_size=8 dataset.workers=0 "
     "model.width=8",
     "ladder": f"{_JPEG} model.width=8",
-    "ladder_small": "",
+    "ladder_digits": "",
     "photographs_unet": f"{_FILES}/mask_folder {_UNET}",
     "photographs_unet_small": f"{_FILES}/mask_folder {_UNET}",
     "rossmann": f"{_FILES}/rossmann",
@@ -58,7 +62,7 @@ TINY = {
 
 def skip_without_extras(experiment: str) -> None:
     """Skips a test of an experiment whose YAML says that it needs packages that are not here."""
-    if "mpframe[text]" in (CONF / "experiment" / f"{experiment}.yaml").read_text():
+    if "mpframe[text]" in _TEXTS[chosen(experiment)[0].partition("=")[2]]:
         pytest.importorskip("transformers", reason="needs pip install mpframe[text]")
 
 
@@ -67,4 +71,11 @@ def tiny(experiment: str, data: Path) -> list[str]:
     if not experiment:
         return []
     skip_without_extras(experiment)
-    return [f"experiment={experiment}", *TINY[experiment].replace("DATA", str(data)).split()]
+    return [*chosen(experiment), *TINY[experiment].replace("DATA", str(data)).split()]
+
+
+def chosen(experiment: str) -> list[str]:
+    """The words that choose a shipped experiment in a size."""
+    if experiment in _TEXTS:
+        return [f"experiment={experiment}"]
+    return [f"experiment={experiment.removesuffix('_small')}", "+size=small"]

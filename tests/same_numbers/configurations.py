@@ -10,7 +10,7 @@ from itertools import product
 
 _SHORT = (
     *("trainer.max_steps=12", "trainer.eval_every=6", "trainer.checkpoint_every=6"),
-    *("trainer.log_every=1", "trainer.progress=off", "trainer.autopsy=off"),
+    *("trainer.log_every=1", "callbacks.progress_bar=null", "callbacks.autopsy=null"),
 )
 _DIGITS = ("model=mlp", "model.hidden=32", "dataset.batch_size=32")
 _MODES = {
@@ -32,7 +32,7 @@ _OPTIMIZERS = {
     "SGD": ("optimizer=sgd", "optimizer.momentum=0.9", "scheduler=poly"),
     "fused AdamW": ("+optimizer.fused=true",),
     "Muon": ("optimizer=muon_adamw",),
-    "groups": ("optimizer.groups={biases: {ndim: 1, weight_decay: 0, lr_scale: 2}}",),
+    "groups": ("optimizer.groups={biases: {ndim: 1, weight_decay: 0, lr: 0.006}}",),
     "LARC": ("optimizer=sgd", "callbacks=larc"),
 }
 _RECIPES = ("fp8_delayed", "fp8_rows", "mxfp8", "mxfp4", "nvfp4")
@@ -42,12 +42,12 @@ _MODELS = {
     "cnn recomputed": (*_BATCH_NORM, "trainer.recompute=['*']"),
     "cnn averaged": (*_BATCH_NORM, "trainer.ema_decay=0.9"),
     "gpt": (
-        *("experiment=gpt_small", "model.depth=1", "model.heads=2", "model.width=16"),
+        *("experiment=gpt", "+size=small", "model.depth=1", "model.heads=2", "model.width=16"),
         *("dataset.batch_size=4", "dataset.context=16", "dataset.eval_windows=8"),
     ),
-    "lstm": ("experiment=speech_lstm_small", "dataset.train=128", "model.hidden=8"),
+    "lstm": ("experiment=speech_lstm", "+size=small", "dataset.train=128", "model.hidden=8"),
     "unet": (
-        *("experiment=shapes_unet_small", "dataset.batch_size=4", "dataset.images=80"),
+        *("experiment=shapes_unet", "+size=small", "dataset.batch_size=4", "dataset.images=80"),
         *("dataset.image_size=16", "model.width=4"),
     ),
     "gan": ("experiment=digits_gan", "dataset.batch_size=32"),

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,21 @@ def main() -> None:
 
 def _train(checkout: Path, configuration: Configuration, folder: Path) -> None:
     """Train in forked processes, one for each rank; twice if the run is to be resumed."""
-    options = [*configuration.options, f"hydra.run.dir={folder}"]
+    options = [*_words_of(checkout, configuration.options), f"hydra.run.dir={folder}"]
     if configuration.resumed:
         # Without a schedule: a longer plan would change the learning rate.
         options.append("scheduler=none")
         _run_ranks(checkout, [*options, "trainer.max_steps=6"], configuration.ranks)
         options.append("resume=auto")
     _run_ranks(checkout, options, configuration.ranks)
+
+
+def _words_of(checkout: Path, options: Sequence[str]) -> list[str]:
+    """The options as a checkout takes them: a small size was an experiment of its own."""
+    if "+size=small" not in options or not list((checkout / "conf/experiment").glob("gpt_small*")):
+        return list(options)
+    words = (word for word in options if word != "+size=small")
+    return [f"{word}_small" if word.startswith("experiment=") else word for word in words]
 
 
 def _run_ranks(checkout: Path, options: list[str], size: int) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from omegaconf import OmegaConf
 
 from mpframe.cli.commands.options import options_page
 from mpframe.config.check import check, known_paths
-from mpframe.config.command_line import checked
+from mpframe.config.command_line import checked, compose_named
 from mpframe.config.locations import CONF
 from mpframe.config.schema import (
     RUN_OPTIONS,
@@ -307,6 +308,20 @@ def test_a_former_option_is_answered_with_what_to_write_now(option: str, line: s
     with pytest.raises(ConfigError) as refused:
         check(tree(numerics={}, **{option: 1}))
     assert str(refused.value).startswith(line)
+
+
+def test_an_experiment_comes_in_two_sizes() -> None:
+    whole, small = composed("experiment=gpt"), composed("experiment=gpt", "+size=small")
+    assert (whole.model["depth"], whole.trainer.max_steps) == (12, None)
+    assert (small.model["depth"], small.trainer.max_steps) == (4, 200)
+    assert composed("experiment=gpt", "+size=small", "model.depth=2").model["depth"] == 2
+
+
+@pytest.mark.parametrize("name", ["gpt", "ladder", "fine_tuning"])
+def test_an_experiment_that_has_another_name_is_answered_with_it(name: str) -> None:
+    now = f"{name} +size=small" if name == "gpt" else f"{name}_digits"
+    with pytest.raises(ConfigError, match=rf"; use experiment={re.escape(now)}$"):
+        compose_named([f"experiment={name}_small"])
 
 
 def test_the_scaling_that_fits_is_chosen() -> None:

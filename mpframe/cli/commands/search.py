@@ -6,7 +6,7 @@ Usage: mpframe search [GROUP=CHOICE] [option=value] ... [target=ERROR] [prove=ST
 
     mpframe search experiment=digits_mlp dtype=mixed
     mpframe search experiment=cifar10_small dtype=amp target=0.01 batches=2 prove=50
-    mpframe search experiment=gpt_small dtype=mixed_bf16 dtype/products=nvfp4 target=0.5
+    mpframe search experiment=gpt +size=small dtype=mixed_bf16 dtype/products=nvfp4 target=0.5
 
 Options:
     those of mpframe train

@@ -38,10 +38,10 @@ _FOLDER = (
 )
 WORKLOADS: dict[str, tuple[str, ...]] = {
     "digits_mlp": ("experiment=digits_mlp",),
-    "shapes_unet_small": ("experiment=shapes_unet_small",),
-    "speech_lstm_small": ("experiment=speech_lstm_small",),
-    "gpt_small": ("experiment=gpt_small",),
-    "detection_ssd_small": ("experiment=detection_ssd_small",),
+    "shapes_unet_small": ("experiment=shapes_unet", "+size=small"),
+    "speech_lstm_small": ("experiment=speech_lstm", "+size=small"),
+    "gpt_small": ("experiment=gpt", "+size=small"),
+    "detection_ssd_small": ("experiment=detection_ssd", "+size=small"),
     "image folder, kept in memory": _FOLDER,
     DECODED: (*_FOLDER, "dataset.cache_bytes=0"),
 }
