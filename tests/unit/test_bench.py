@@ -3,7 +3,7 @@
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bench import groups, machine, program, rivals
-from bench.groups import cuda, input, ranges, resnet18, startup, tiny_model
+from bench.groups import devices, overhead, programs
 from bench.hand_loop import HandLog, hand_loop
 from bench.measure import Competitor, Spread, Stopwatch, race, ratio, threads, timed
 from bench.step.parts import Parts
@@ -209,10 +209,10 @@ def without_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_rivals")
-def test_tiny_model_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overhead_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(tiny_model, "_has_compiler", lambda: True)
-    logged, silent, scalers, parts, calls = tiny_model.tables(1, tmp_path, steps=10)
+    monkeypatch.setattr(overhead, "_has_compiler", lambda: True)
+    logged, silent, scalers, parts, calls = overhead.tiny_tables(1, tmp_path, steps=10)
     counts = dict(note.split(": ") for note in calls.notes)
     assert list(counts) == ["fp32", "mixed"]
     assert 0 < int(counts["fp32"]) <= 53, counts
@@ -268,13 +268,13 @@ def test_all_train_the_same_weights(tmp_path: Path) -> None:
         parts.append(original())
         return parts[-1]
 
-    original, data = tiny_model._parts, tiny_model._data(10)
+    original, data = overhead._parts, overhead._data(10)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_model, "_parts", remembered)
-        patch.setattr(tiny_model, "LR", 1e-3)
+        patch.setattr(overhead, "_parts", remembered)
+        patch.setattr(overhead, "LR", 1e-3)
         hand_loop(*remembered(), data, None)()
         hand_loop(*remembered(), data, None, checked=True)()
-        tiny_model.trainer_loop(data)()
+        overhead.trainer_loop(data)()
     by_hand, checked, ours = [model.state_dict() for model, _ in parts]
     for name, weight in by_hand.items():
         assert torch.equal(weight, checked[name])
@@ -291,12 +291,12 @@ def scalars(folder: Path) -> dict[str, list[float]]:
 
 
 def test_by_hand_and_trainer_log_the_same_curves(tmp_path: Path) -> None:
-    data = tiny_model._data(20)
+    data = overhead._data(20)
     log, trackers = HandLog(tmp_path / "hand"), []
-    hand_loop(*tiny_model._parts(), data, log)()
+    hand_loop(*overhead._parts(), data, log)()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_model, "Tracker", lambda f: trackers.append(Tracker(f)) or trackers[0])
-        tiny_model.watched_loop(data, tmp_path / "ours")()
+        patch.setattr(overhead, "Tracker", lambda f: trackers.append(Tracker(f)) or trackers[0])
+        overhead.watched_loop(data, tmp_path / "ours")()
     log._writer.close()
     trackers[0].close()
     by_hand, ours = scalars(tmp_path / "hand"), scalars(tmp_path / "ours")
@@ -310,7 +310,7 @@ def test_by_hand_and_trainer_log_the_same_curves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_the_checked_loop_leaves_a_bad_step_out(bad: float) -> None:
-    model, optimizer = tiny_model._parts()
+    model, optimizer = overhead._parts()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     batch = (torch.full((64, 64), bad), torch.zeros(64, dtype=torch.int64))
     hand_loop(model, optimizer, [batch], None, checked=True)()
@@ -323,53 +323,23 @@ def test_rivals_run(name: str, tmp_path: Path) -> None:
     package, rival = rivals._RIVALS[name]
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    data = tiny_model._data(10)
-    loop = rival(*tiny_model._parts(), data, tmp_path)
+    data = overhead._data(10)
+    loop = rival(*overhead._parts(), data, tmp_path)
     for _ in range(2):
         loop()
         assert data.seconds > 0
 
 
-def test_resnet18_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resnet18, "THREADS", 1)
-    (measured, smaller) = resnet18.tables(rounds=1, folder=tmp_path, batches=(3, 2), width=4)
-    assert (measured.title, smaller.title) == ("ResNet-18, 3 images", "ResNet-18, 2 images")
-    modes = [f"mpframe {mode} {half}" for mode, half in _modes()]
-    plain = ["torch fp32", "torch.autocast bfloat16", "mpframe fp32"]
-    assert list(measured.times) == [*plain, *modes, "torch.autocast float16"]
-    limits = {claim.text: claim.limit for claim in measured.claims}
-    assert limits["mpframe mixed float16 / torch fp32"] == 1.4
-    assert limits["mpframe amp float16 / torch.autocast float16"] == 1 / 20
-
-
-def _modes() -> Iterator[tuple[str, str]]:
-    for mode in ("mixed", "amp"):
-        for half in ("float16", "bfloat16"):
-            yield mode, half
-
-
-@pytest.mark.parametrize(("native", "claims"), [(True, 6), (False, 4)])
-def test_bfloat16_is_claimed_where_the_cpu_has_it(
-    native: bool, claims: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resnet18, "has_native_half", lambda half: native)
-    names = [f"mpframe {mode} {half}" for mode, half in _modes()]
-    times = {name: [1.0] for name in [*names, resnet18.PLAIN, resnet18.SLOW]}
-    made = resnet18._claims(times)
-    assert len(made) == claims
-    assert any("bfloat16" in claim.text for claim in made) == native
-
-
 def test_ranges_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "THREADS", 1)
-    tiny, large = ranges.tables(rounds=1, folder=tmp_path, batch=2, width=4)
+    monkeypatch.setattr(overhead, "THREADS", 1)
+    tiny, large = overhead.range_tables(rounds=1, folder=tmp_path, batch=2, width=4)
     assert (tiny.title, large.title) == ("Ranges, MLP 64-128-128-10", "Ranges, ResNet-18")
     assert list(tiny.times) == list(large.times) == ["step", "step with a report"]
     assert len(read_ranges(tmp_path / "ResNet-18")) == 2  # one warm-up round and one that counts
 
 
 def test_a_report_is_spread_over_the_steps_between_two() -> None:
-    spread = ranges._spread_out({ranges.PLAIN: [1.0, 2.0], ranges.REPORT: [11.0, 22.0]})
+    spread = overhead._spread_out({overhead.PLAIN: [1.0, 2.0], overhead.REPORT: [11.0, 22.0]})
     assert (spread.median, spread.count) == (1.1, 2)
 
 
@@ -403,7 +373,7 @@ def test_a_slow_dataset_is_a_large_share_of_the_step(
     slow: Any = Clockwork(load)
     monkeypatch.setattr(loading, "perf_counter", slow)
     own = Loader(slow, batch_size=1, shuffle=True)
-    turn = input.Turn(slow, input._endless(own), own, 4, slow)
+    turn = programs.Turn(slow, programs._endless(own), own, 4, slow)
     assert [turn(), turn()] == [1.0 + load] * 2
     assert turn.shares == [share] * 2
 
@@ -411,43 +381,43 @@ def test_a_slow_dataset_is_a_large_share_of_the_step(
 def test_batches_that_were_ready_before_the_turn_do_not_count() -> None:
     slow: Any = Clockwork(0.0)
     batches = (slow[0] for _ in itertools.count())
-    turn = input.Turn(slow, itertools.chain([0] * input.SKIPPED, batches), None, 2, slow)
+    turn = programs.Turn(slow, itertools.chain([0] * programs.SKIPPED, batches), None, 2, slow)
     slow.load = 1.0
     assert turn() == 2.0
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_input_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input, "_PHOTOGRAPHS", 16)
-    options = (*input.WORKLOADS[input.DECODED], "dataset.batch_size=2", "model.width=2")
+    monkeypatch.setattr(programs, "_PHOTOGRAPHS", 16)
+    options = (*programs.INPUTS[programs.DECODED], "dataset.batch_size=2", "model.width=2")
     chosen = {"decoded": options}
-    (measured,) = input.tables(1, tmp_path, chosen, workers=(0, 1), steps=1)
+    (measured,) = programs.input_tables(1, tmp_path, chosen, workers=(0, 1), steps=1)
     assert measured.title == "Input, decoded"
     assert measured.setting == "Batch 2, fp32, one thread for the model."
-    assert list(measured.times) == [input.THERE, "workers=0", "workers=1"]
+    assert list(measured.times) == [programs.THERE, "workers=0", "workers=1"]
     rows = [(c.text, c.ratio.count, 0 < c.ratio.median < 1, c.limit) for c in measured.claims]
     assert rows == [(f"the input's share of a step, workers={n}", 1, True, 0.05) for n in (0, 1)]
 
 
-@pytest.mark.parametrize("name", input.WORKLOADS)
+@pytest.mark.parametrize("name", programs.INPUTS)
 def test_the_workloads_of_the_input_are_shipped_ones(name: str, tmp_path: Path) -> None:
-    assert input._config(input.WORKLOADS[name], tmp_path).data.workers == 0
+    assert programs._config(programs.INPUTS[name], tmp_path).data.workers == 0
 
 
-@pytest.mark.parametrize("name", [name for name in startup._COMMANDS if "torch" not in name])
+@pytest.mark.parametrize("name", [name for name in programs._COMMANDS if "torch" not in name])
 def test_startup_rows(name: str, tmp_path: Path) -> None:
-    assert startup._competitor(name, tmp_path).turn() > 0
+    assert programs._competitor(name, tmp_path).turn() > 0
 
 
 def test_startup_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "_COMMANDS", {startup.IMPORT_TORCH: (["-c", ""], 0)})
-    (measured,) = startup.tables(2, tmp_path, names=[startup.IMPORT_TORCH])
+    monkeypatch.setattr(programs, "_COMMANDS", {programs.IMPORT_TORCH: (["-c", ""], 0)})
+    (measured,) = programs.startup_tables(2, tmp_path, names=[programs.IMPORT_TORCH])
     assert [len(seconds) for seconds in measured.times.values()] == [2]
 
 
 def test_startup_claims() -> None:
-    times = {startup._STEP: [2.0], startup._RUN: [3.2], startup._TYPO: [0.2]}
-    assert [str(claim) for claim in startup._claims(times)] == [
+    times = {programs._STEP: [2.0], programs._RUN: [3.2], programs._TYPO: [0.2]}
+    assert [str(claim) for claim in programs._startup_claims(times)] == [
         "a refused typo, seconds: 0.200 (0.200 to 0.200), at most 0.3: holds",
         "default run, to the end of its first step / import torch, one step of AdamW: "
         "1.60 (1.60 to 1.60), at most 1.5: does not hold",
@@ -457,9 +427,9 @@ def test_startup_claims() -> None:
 def test_a_command_that_fails_is_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "_COMMANDS", {"broken": (["-c", "raise SystemExit('why')"], 0)})
+    monkeypatch.setattr(programs, "_COMMANDS", {"broken": (["-c", "raise SystemExit('why')"], 0)})
     with pytest.raises(MpframeError) as error:
-        startup._competitor("broken", tmp_path).turn()
+        programs._competitor("broken", tmp_path).turn()
     assert str(error.value) == (
         "startup: 'broken' ended with exit code 1, expected 0: why; run it by itself to see more"
     )
@@ -469,15 +439,15 @@ def test_without_a_gpu_its_rows_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (measured,) = cuda.tables(rounds=1, folder=tmp_path)
+    (measured,) = devices.cuda_tables(rounds=1, folder=tmp_path)
     assert measured.markdown().endswith("\n\n- skipped: no CUDA device\n")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_rows(tmp_path: Path) -> None:
-    (measured,) = cuda.tables(rounds=1, folder=tmp_path, batch=4, width=8, steps=2)
-    assert list(measured.times) == [cuda.HAND, "mpframe amp float16", "mpframe mixed float16"]
+    (measured,) = devices.cuda_tables(rounds=1, folder=tmp_path, batch=4, width=8, steps=2)
+    assert list(measured.times) == [devices.HAND, "mpframe amp float16", "mpframe mixed float16"]
     assert len(measured.notes) == 3
 
 

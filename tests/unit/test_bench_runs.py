@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench.groups import runs
+from bench.groups import programs
 from bench.whole import one_run, ours, trainers
 from bench.whole.loaders import cut, dataloaders
 from bench.whole.loop_time import LoopTime
@@ -138,8 +138,10 @@ def test_a_table_of_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         seconds = 2.0 if asked[-1]["trainer"] == one_run.OURS else 4.0
         return "epoch 1 ...\n" + json.dumps({"seconds": seconds, "cpu_seconds": 1.0}) + "\n"
 
-    monkeypatch.setattr(runs, "run_python", fake)
-    (table,) = runs.tables(2, tmp_path, {"digits_mlp": {"epochs": 3}}, [trainers.BY_HAND, "fastai"])
+    monkeypatch.setattr(programs, "run_python", fake)
+    (table,) = programs.run_tables(
+        2, tmp_path, {"digits_mlp": {"epochs": 3}}, [trainers.BY_HAND, "fastai"]
+    )
     assert table.title == "Digits, MLP"
     assert table.setting.startswith("Batch 64, 3 epochs, AdamW, fp32, one thread")
     assert table.times == {"mpframe": [2.0] * 2, "by hand": [4.0] * 2, "fastai": [4.0] * 2}
@@ -158,11 +160,11 @@ def test_a_table_of_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 def test_what_this_machine_lacks_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("bench.whole.workloads._FASHION", (str(tmp_path / "none"),))
-    (table,) = runs.tables(1, tmp_path, {"fashion_cnn": {}})
+    (table,) = programs.run_tables(1, tmp_path, {"fashion_cnn": {}})
     assert not table.times
     assert table.notes[0].startswith("skipped: dataset.root=")
 
 
 def test_a_run_in_a_process_of_its_own(tmp_path: Path) -> None:
-    run = runs.Runs("digits_mlp", {"epochs": 1}, one_run.OURS, tmp_path)
+    run = programs.Runs("digits_mlp", {"epochs": 1}, one_run.OURS, tmp_path)
     assert 0 < run() < run.whole[0]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from bench.groups import distributed, growth, large, options, products, small
-from bench.step import on_ranks, one_turn, turns
+from bench.groups import devices, steps
+from bench.groups.steps import BYTES, COMPARISONS, Comparison, claims_of, compare
+from bench.step import on_ranks, one_turn
 from bench.step.competitors import STEPS
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS, Workload
@@ -96,16 +97,24 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         arguments.append(json.loads(words[2]))
         return json.dumps(asdict(one_turn.measure(**arguments[-1])))
 
-    monkeypatch.setattr(turns, "run_python", in_this_process)
+    monkeypatch.setattr(steps, "run_python", in_this_process)
     monkeypatch.setattr(one_turn, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(one_turn, "status_bytes", {"VmRSS": 0, "VmHWM": 1000}.get)
     return arguments
 
 
-def test_large_rows(asked: list[dict[str, Any]], tmp_path: Path) -> None:
-    (measured,) = large.tables(1, tmp_path, {"linear": TINY["linear"]}, threads=1, steps=1)
+def small(comparison: Comparison, **more: Any) -> Comparison:
+    sizes = TINY[comparison.workload]
+    return replace(comparison, **{"sizes": sizes, "threads": 1, "steps": 1, **more})
+
+
+LINEAR = COMPARISONS["large"][0]
+
+
+def test_large_rows(asked: list[dict[str, Any]]) -> None:
+    measured = compare(small(LINEAR), 1)
     kept = {f"{own['name']}, {own.get('keep_memory', False)}" for own in asked}
-    assert len(kept) == len(large.ROWS) == 11
+    assert len(kept) == len(LINEAR.rows) == 11
     assert {"torch fp32, False", "torch fp32, True", "mpframe amp float16, True"} < kept
     assert {"mpframe mixed bfloat16, False", "torch.autocast bfloat16, False"} < kept
     assert "torch.autocast bfloat16, True" in kept
@@ -114,16 +123,16 @@ def test_large_rows(asked: list[dict[str, Any]], tmp_path: Path) -> None:
         "2 linear layers of 4, batch 3, fused AdamW, gradients clipped to 1.0, 1 thread; float16 "
         "with Backoff."
     )
-    assert measured.baseline == large.PLAIN
-    assert list(measured.times) == list(large.ROWS)
-    assert list(measured.details) == ["forward, ms", "backward, ms", "step, ms", turns.BYTES]
+    assert measured.baseline == "torch fp32"
+    assert list(measured.times) == list(LINEAR.rows)
+    assert list(measured.details) == ["forward, ms", "backward, ms", "step, ms", BYTES]
     assert "| forward, ms | backward, ms | step, ms |" in measured.markdown()
     assert len(measured.claims) >= 2
 
 
-def test_product_rows(asked: list[dict[str, Any]], tmp_path: Path) -> None:
-    tiny = {"linear": {"width": 32, "layers": 1, "batch": 32}}
-    (measured,) = products.tables(1, tmp_path, tiny, threads=1, steps=1)
+def test_product_rows(asked: list[dict[str, Any]]) -> None:
+    tiny = {"width": 32, "layers": 1, "batch": 32}
+    measured = compare(small(COMPARISONS["products"][0], sizes=tiny), 1)
     recipes = ["mpframe fp8_tensorwise", "mpframe mxfp8", "mpframe nvfp4"]
     torchao = ["torchao mxfp8"] if find_spec("torchao") else []
     assert list(measured.times) == ["mpframe mixed float16", *recipes, *torchao]
@@ -135,7 +144,8 @@ def test_product_rows(asked: list[dict[str, Any]], tmp_path: Path) -> None:
 
 def test_the_marks_of_products() -> None:
     times = {name: [4.0, 4.0] for name in ("mpframe mixed float16", "torchao mxfp8")}
-    claims = products.claims_of({**times, "mpframe mxfp8": [8.0, 8.0]})
+    comparison = steps._products("linear", "torchao mxfp8")
+    claims = claims_of(comparison, {**times, "mpframe mxfp8": [8.0, 8.0]})
     assert [str(claim) for claim in claims] == [
         "mpframe mxfp8 / mpframe mixed float16: 2.00 (2.00 to 2.00), at most 2: holds",
         "mpframe mxfp8 / torchao mxfp8: 2.00 (2.00 to 2.00), at most 1: does not hold",
@@ -143,30 +153,30 @@ def test_the_marks_of_products() -> None:
 
 
 def test_slow_rows_take_part_in_two_rounds(
-    asked: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(large, "has_native_half", lambda half: False)
+    monkeypatch.setattr(steps, "has_native_half", lambda half: False)
     rows = ("torch fp32", "torch.autocast bfloat16")
-    only = {"linear": TINY["linear"]}
-    (measured,) = large.tables(3, tmp_path, only, rows, threads=1, steps=1)
+    measured = compare(small(LINEAR, rows={row: LINEAR.rows[row] for row in rows}, memory=()), 3)
     assert [len(measured.times[row]) for row in rows] == [3, 2]
 
 
-@pytest.mark.parametrize("name", options.CHOICES)
-def test_options_rows(name: str, asked: list[dict[str, Any]], tmp_path: Path) -> None:
-    choice = options.CHOICES[name]
-    tiny = replace(choice, sizes=TINY[choice.workload], modes=("amp bfloat16",))
-    (measured,) = options.tables(1, tmp_path, {name: tiny}, threads=1, steps=1)
-    assert measured.title.startswith(f"{name}: ")
-    assert list(measured.times) == ["amp bfloat16", f"amp bfloat16, {name.split(',')[0]}"]
+@pytest.mark.parametrize("option", COMPARISONS["options"], ids=lambda option: option.title)
+def test_options_rows(option: Comparison, asked: list[dict[str, Any]]) -> None:
+    words = option.title.partition(",")[0].removesuffix(": ")
+    rows = ["amp bfloat16", f"amp bfloat16, {words}"]
+    measured = compare(small(option, rows={row: option.rows[row] for row in rows}), 1)
+    assert measured.title.startswith(option.title)
+    assert list(measured.times) == rows
     plain, chosen = sorted(asked, key=len)
-    assert chosen == {**plain, **choice.chosen}
-    assert set(options.CHOICES[name].sizes) <= set(TINY[choice.workload])
+    assert {**plain, **chosen} == chosen
+    assert set(chosen) - set(plain) <= {"channels_last", "recompute"}
+    assert set(option.sizes) <= set(TINY[option.workload])
 
 
 def test_a_turn_is_a_process_of_its_own() -> None:
     arguments = {"workload": "linear", "sizes": TINY["linear"], "name": "torch fp32"}
-    turn = turns.Turn("plain", {**arguments, "threads": 1, "steps": 1})
+    turn = steps.Turn("plain", {**arguments, "threads": 1, "steps": 1})
     assert [turn()] == [own.seconds for own in turn.turns]
 
 
@@ -174,11 +184,12 @@ ALL = {name: [1.0, 2.0] for name in STEPS}
 
 
 def limits(workload: str) -> dict[str, float]:
-    return {claim.text: claim.limit for claim in large.claims_of(workload, ALL, ALL)}
+    (found,) = (one for one in COMPARISONS["large"] if one.workload == workload)
+    return {claim.text: claim.limit for claim in claims_of(found, ALL, {BYTES: ALL})}
 
 
 def test_the_marks_of_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large, "has_native_half", lambda half: True)
+    monkeypatch.setattr(steps, "has_native_half", lambda half: True)
     amp = {"mpframe amp bfloat16 / torch.autocast bfloat16": 1.02}
     assert limits("recommender") == amp
     assert limits("linear") == {
@@ -188,29 +199,30 @@ def test_the_marks_of_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
         "bytes per parameter, mpframe mixed bfloat16 / torch.autocast bfloat16": 0.8,
         "bytes per parameter, mpframe mixed bfloat16, split masters / torch.autocast bfloat16": 0.7,
     }
-    monkeypatch.setattr(large, "has_native_half", lambda half: False)
+    monkeypatch.setattr(steps, "has_native_half", lambda half: False)
     assert list(limits("linear").values()) == [1.4, 0.8, 0.7]
     assert limits("transformer") == {}
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_small_rows(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small, "has_native_half", lambda half: native)
-    (measured,) = small.tables(1, tmp_path, {"unet": TINY["unet"]}, steps=1)
+def test_small_rows(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "has_native_half", lambda half: native)
+    bert, unet = COMPARISONS["small"]
+    measured = compare(small(unet), 1)
     assert measured.title == "U-Net"
-    assert list(measured.times) == list(small.NAMES)
+    names = ["torch.autocast bfloat16", "mpframe amp bfloat16", "mpframe mixed bfloat16"]
+    assert list(measured.times) == names
     assert [claim.limit for claim in measured.claims] == [1.1] * native
-    monkeypatch.setattr(small, "find_spec", lambda package: None)
-    (skipped,) = small.tables(1, tmp_path, {"tiny_bert": {}})
+    monkeypatch.setattr(steps, "find_spec", lambda package: None)
+    skipped = compare(bert, 1)
     assert skipped.markdown().endswith(
         "\n\n- skipped, transformers is not installed; pip install 'mpframe[text]'\n"
     )
 
 
-def test_growth_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "THREADS", 1)
-    deeper = growth.Growth("linear", "layers", (1, 2), {"width": 4, "batch": 3})
-    (measured,) = growth.tables(2, tmp_path, {"depth": deeper}, steps=1)
+def test_growth_rows() -> None:
+    deeper = steps._growth("depth", "linear", "layers", (1, 2), width=4, batch=3)
+    measured = compare(replace(deeper, threads=1, steps=1), 2)
     assert measured.title == "Growth with depth"
     assert list(measured.times) == ["layers 1", "layers 2"]
     assert measured.notes[0].startswith("slope: ")
@@ -218,16 +230,16 @@ def test_growth_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_slope_is_the_power_that_time_grows_with() -> None:
     times = {"a": [1.0, 5.0], "b": [4.0, 10.0], "c": [16.0, 20.0]}
-    found = growth.slope(times, [1, 2, 4])
+    found = steps.slope(times, [1, 2, 4])
     assert found.count == 2
     assert (found.low, found.high) == (pytest.approx(1.25), pytest.approx(1.75))
     assert found.median == pytest.approx(1.5)
 
 
 def test_growths_name_arguments_of_their_workloads() -> None:
-    for grown in growth.GROWTHS.values():
-        arguments = inspect.signature(WORKLOADS[grown.workload]).parameters
-        assert {grown.size, *grown.others} <= set(arguments)
+    for growth in COMPARISONS["growth"]:
+        arguments = inspect.signature(WORKLOADS[growth.workload]).parameters
+        assert all(set(row["sizes"]) <= set(arguments) for row in growth.rows.values())
 
 
 def test_rows_of_two_processes(two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +250,9 @@ def test_rows_of_two_processes(two: Ranks, tmp_path: Path, monkeypatch: pytest.M
         first, _ = two(_measured, json.loads(words[-1]))
         return json.dumps(first)
 
-    monkeypatch.setattr(distributed, "run_python", on_these_ranks)
-    monkeypatch.setattr(distributed, "has_native_half", lambda half: True)
-    (measured,) = distributed.tables(1, tmp_path, {"linear": TINY["linear"]}, steps=1)
+    monkeypatch.setattr(devices, "run_python", on_these_ranks)
+    monkeypatch.setattr(devices, "has_native_half", lambda half: True)
+    (measured,) = devices.distributed_tables(1, tmp_path, {"linear": TINY["linear"]}, steps=1)
     assert asked[0][1:4] == ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert list(measured.times) == list(on_ranks.STEPS)
     assert [claim.limit for claim in measured.claims] == [1.03] * 2
@@ -253,10 +265,10 @@ def _measured(arguments: dict[str, Any]) -> Any:
 
 def test_scaling_efficiency_is_the_time_of_one_process_over_that_of_two() -> None:
     times = {"a, one process": [1.0], "a": [1.25]}
-    assert distributed.efficiencies(times) == [
+    assert devices.efficiencies(times) == [
         "scaling efficiency, a: 0.80 (0.80 to 0.80)",
     ]
-    assert distributed.claims_of(times) == []
+    assert devices.claims_of(times) == []
 
 
 def test_details_are_columns_of_medians() -> None:
@@ -268,3 +280,29 @@ def test_details_are_columns_of_medians() -> None:
         "| a | 1.00 (1.00 to 1.00) | 1 | 1 | 17.0 |",
         "| b | 2.00 (2.00 to 2.00) | 2.00 (2.00 to 2.00) | 1 | |",
     ]
+
+
+def test_resnet18_rows() -> None:
+    measured = compare(replace(steps._resnet18(3, width=4), threads=1), 1)
+    assert measured.title == "ResNet-18, 3 images"
+    modes = [f"mpframe {mode} {half}" for mode, half in MODES]
+    plain = ["torch fp32", "torch.autocast bfloat16", "mpframe fp32"]
+    assert list(measured.times) == [*plain, *modes, "torch.autocast float16"]
+    limits = {claim.text: claim.limit for claim in measured.claims}
+    assert limits["mpframe mixed float16 / torch fp32"] == 1.4
+    assert limits["mpframe amp float16 / torch.autocast float16"] == 1 / 20
+
+
+MODES = [(mode, half) for mode in ("mixed", "amp") for half in ("float16", "bfloat16")]
+
+
+@pytest.mark.parametrize(("native", "claims"), [(True, 6), (False, 4)])
+def test_bfloat16_is_claimed_where_the_cpu_has_it(
+    native: bool, claims: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "has_native_half", lambda half: native)
+    names = [f"mpframe {mode} {half}" for mode, half in MODES]
+    times = {name: [1.0] for name in [*names, "torch fp32", "torch.autocast float16"]}
+    made = claims_of(steps._resnet18(128), times)
+    assert len(made) == claims
+    assert any("bfloat16" in claim.text for claim in made) == native

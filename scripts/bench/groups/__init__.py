@@ -1,4 +1,4 @@
-"""The groups of rows, a file each, and how they are measured and written."""
+"""The groups of rows, and how they are measured and written."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -6,52 +6,40 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.groups import (
-    cuda,
-    distributed,
-    growth,
-    input,
-    large,
-    options,
-    products,
-    ranges,
-    resnet18,
-    runs,
-    small,
-    startup,
-    tiny_model,
-)
+from bench.groups import devices, overhead, programs, steps
 from bench.machine import machine
 from bench.table import Table, as_json, as_markdown
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A file of rows.
+    """A group of rows."""
 
-    Attributes:
-        tables: measures; takes the rounds and a folder for what it writes.
-        rounds: the default.
-    """
+    tables: Callable[[int, Path], list[Table]]  # takes the rounds and a folder for its files
+    rounds: int  # the default
 
-    tables: Callable[[int, Path], list[Table]]
-    rounds: int
+
+def _steps(group: str, rounds: int) -> Benchmark:
+    def tables(rounds: int, folder: Path) -> list[Table]:
+        return [steps.compare(comparison, rounds) for comparison in steps.COMPARISONS[group]]
+
+    return Benchmark(tables, rounds)
 
 
 GROUPS = {
-    "tiny": Benchmark(tiny_model.tables, 60),
-    "resnet18": Benchmark(resnet18.tables, 10),
-    "large": Benchmark(large.tables, 10),
-    "small": Benchmark(small.tables, 30),
-    "options": Benchmark(options.tables, 5),
-    "products": Benchmark(products.tables, 7),
-    "growth": Benchmark(growth.tables, 10),
-    "ranges": Benchmark(ranges.tables, 10),
-    "input": Benchmark(input.tables, 10),
-    "runs": Benchmark(runs.tables, 5),
-    "startup": Benchmark(startup.tables, 7),
-    "distributed": Benchmark(distributed.tables, 8),
-    "cuda": Benchmark(cuda.tables, 20),
+    "tiny": Benchmark(overhead.tiny_tables, 60),
+    "resnet18": _steps("resnet18", 10),
+    "large": _steps("large", 10),
+    "small": _steps("small", 30),
+    "options": _steps("options", 5),
+    "products": _steps("products", 7),
+    "growth": _steps("growth", 10),
+    "ranges": Benchmark(overhead.range_tables, 10),
+    "input": Benchmark(programs.input_tables, 10),
+    "runs": Benchmark(programs.run_tables, 5),
+    "startup": Benchmark(programs.startup_tables, 7),
+    "distributed": Benchmark(devices.distributed_tables, 8),
+    "cuda": Benchmark(devices.cuda_tables, 20),
 }
 
 
@@ -77,7 +65,7 @@ def measure(names: Sequence[str], repeats: int | None, out: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block runs tell nothing but warnings."""
+    """Silence runs, but for warnings."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:

@@ -1,4 +1,4 @@
-"""A train step as written by hand, and as mpframe takes it: fused AdamW, gradients clipped.
+"""A train step as written by hand, and as mpframe takes it: fused AdamW, gradients clipped, or SGD.
 
 Both train the same model on the same batch, and tell their laps to the same watch.
 """
@@ -36,9 +36,10 @@ def by_hand(
     laps: Laps,
     half: torch.dtype | None = None,
     parallel: Callable[[nn.Module], nn.Module] | None = None,
+    sgd: bool = False,
 ) -> Step:
     """A step in plain torch; under torch.autocast if `half` is given, wrapped in `parallel`."""
-    model, optimizer = work.model, _adamw(work.model)
+    model, optimizer = work.model, _optimizer(work.model, sgd)
     if parallel is not None:
         model = parallel(model)
 
@@ -51,7 +52,8 @@ def by_hand(
         laps.end("forward")
         loss.backward()  # type: ignore[no-untyped-call]
         laps.end("backward")
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        if not sgd:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         laps.end("step")
 
@@ -67,10 +69,11 @@ def by_trainer(
     products: str = "none",
     comm: Comm = SINGLE_PROCESS,
     reduce: str = "in_backward",
+    sgd: bool = False,
 ) -> Step:
     """A step of the trainer; float16 with loss scaling."""
     precision = Precision(mode, half, master_weights=master_weights, products=products)
-    model, optimizer = precision.prepare(work.model, _adamw(work.model))
+    model, optimizer = precision.prepare(work.model, _optimizer(work.model, sgd))
     inner, update = supervised(work.loss), optimizer.step
 
     def objective(model: nn.Module, batch: Any) -> StepOutput:
@@ -84,7 +87,7 @@ def by_trainer(
 
     optimizer.step = timed_update  # type: ignore[method-assign]
     scaler = Backoff() if mode != "fp32" and half == "float16" else None
-    plan = Plan(clip_norm=MAX_NORM, reduce=reduce)
+    plan = Plan(clip_norm=None if sgd else MAX_NORM, reduce=reduce)
     trainer = Trainer(model, optimizer, objective, precision, scaler=scaler, plan=plan, comm=comm)
 
     def step() -> None:
@@ -131,5 +134,16 @@ RECIPE_STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
 """Who takes part below 16 bits; all of mpframe's in `mixed` and float16."""
 
 
-def _adamw(model: nn.Module) -> Optimizer:
+_AUTOCAST_FLOAT16 = partial(by_hand, half=torch.float16)
+_STEPS: dict[str, Callable[..., Step]] = {**STEPS, "torch.autocast float16": _AUTOCAST_FLOAT16}
+SGD_STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
+    f"{name}, SGD": partial(step, sgd=True) for name, step in _STEPS.items()
+}
+"""The same with SGD and momentum, and gradients that are not clipped."""
+
+
+def _optimizer(model: nn.Module, sgd: bool) -> Optimizer:
+    if sgd:
+        weights = model.parameters()
+        return torch.optim.SGD(weights, lr=1e-3, momentum=0.9, weight_decay=5e-4, fused=True)
     return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)

@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 
 from bench import measure as measuring
-from bench.step.competitors import RECIPE_STEPS, STEPS
+from bench.step.competitors import RECIPE_STEPS, SGD_STEPS, STEPS
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS
 from mpframe.training.memory import keep_freed_memory, to_channels_last
 from mpframe.training.memory import recompute as recompute_modules
 
+ALL_STEPS = {**STEPS, **RECIPE_STEPS, **SGD_STEPS}
 WARMUP = 2  # steps: the first one makes the optimizer's state
 
 _STATUS = Path("/proc/self/status")
@@ -58,7 +59,7 @@ def measure(
     Args:
         workload: one of `WORKLOADS`.
         sizes: its arguments.
-        name: one of `STEPS` or `RECIPE_STEPS`.
+        name: one of ALL_STEPS.
         threads: that torch computes with.
         steps: that count, >= 1; `WARMUP` before them do not.
         keep_memory: what is freed, as `mpframe train` does.
@@ -72,7 +73,7 @@ def measure(
     if channels_last:
         to_channels_last(work.model)
     recompute_modules(work.model, recompute)
-    step = (STEPS | RECIPE_STEPS)[name](work, laps)
+    step = ALL_STEPS[name](work, laps)
     with measuring.threads(threads):
         for _ in range(WARMUP):
             step()

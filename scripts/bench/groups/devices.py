@@ -1,35 +1,105 @@
-"""A train step on a GPU beside a hand-written torch.amp loop: time, memory, waits for the device.
+"""Several processes, and a GPU.
 
-Both train ResNet-18 in float16 with fused AdamW, loss scaling and clipping. A step should queue its
-work and go on; each wait for the device (`.item()`, `bool(tensor)`, a copy to the host) leaves it
-idle. They are counted with `torch.cuda.set_sync_debug_mode`.
+distributed: two processes with one core each, beside DistributedDataParallel by hand and beside
+one process. Scaling efficiency is the step of one process with its batch over the step of two with
+such a batch each: 1 if the second process cost no time at all.
+
+cuda: a train step beside a hand-written torch.amp loop. Both train ResNet-18 in float16 with fused
+AdamW, loss scaling and clipping. A step should queue its work and go on; each wait for the device
+(`.item()`, `bool(tensor)`, a copy to the host) leaves it idle. They are counted with
+`torch.cuda.set_sync_debug_mode`.
 """
 
+import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.measure import Competitor, race, timed
-from bench.table import Table
+from bench.child import run_python
+from bench.measure import Competitor, Times, race, ratio, timed
+from bench.step.competitors import MAX_NORM
+from bench.step.on_ranks import BY_HAND, SINGLE_PROCESS, STEPS
+from bench.step.workloads import WORKLOADS
+from bench.table import Claim, Table
 from mpframe.core.loss_scaling import Backoff
 from mpframe.core.objective import supervised
+from mpframe.core.policy import has_native_half
 from mpframe.core.precision import Precision
 from mpframe.models import resnet18
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 
+PROCESSES = 2
+MOST = 1.03  # times the step by hand
+
+SIZES: dict[str, dict[str, int]] = {
+    "resnet18": {"width": 16},
+    "transformer": {"vocab_size": 4096, "depth": 4, "width": 256},
+}
+"""The models, each with the sizes of one process."""
+
+_BESIDE = {"mpframe fp32": BY_HAND["fp32"], "mpframe amp bfloat16": BY_HAND["bfloat16"]}
+
+
+def distributed_tables(
+    rounds: int, folder: Path, workloads: Mapping[str, Mapping[str, int]] = SIZES, steps: int = 5
+) -> list[Table]:
+    """A table for each workload.
+
+    Args:
+        rounds: measured rounds, >= 1.
+        folder: where the processes run.
+        workloads: the sizes of each, by its name.
+        steps: per turn.
+    """
+    return [_of_workload(name, sizes, rounds, folder, steps) for name, sizes in workloads.items()]
+
+
+def _of_workload(
+    name: str, sizes: Mapping[str, int], rounds: int, folder: Path, steps: int
+) -> Table:
+    native = has_native_half("bfloat16")  # Where it is emulated, torch's own kernels are slow.
+    names = [row for row in STEPS if native or "bfloat16" not in row]
+    wanted = {"workload": name, "sizes": sizes, "names": names, "rounds": rounds, "steps": steps}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
+    words = [*torchrun, "-m", "bench.step.on_ranks", json.dumps(wanted)]
+    times = json.loads(run_python(words, folder, f"distributed: {name!r}"))
+    work = WORKLOADS[name](**sizes)
+    setting = (
+        f"{PROCESSES} processes, one thread each; {work.sizes} in each process, fused AdamW, "
+        f"gradients clipped to {MAX_NORM}; all keep freed memory."
+    )
+    notes = efficiencies(times)
+    return Table(work.title, setting, BY_HAND["fp32"], times, claims_of(times), notes)
+
+
+def claims_of(times: Times) -> list[Claim]:
+    """How the step is to compare with that by hand."""
+    return [Claim.between(times, own, hand, MOST) for own, hand in _BESIDE.items() if hand in times]
+
+
+def efficiencies(times: Times) -> list[str]:
+    """A line for each step that one process takes alone, too."""
+    lines = []
+    for alone in (name for name in times if name.endswith(SINGLE_PROCESS)):
+        own = alone.removesuffix(SINGLE_PROCESS)
+        found = ratio(times, alone, own)
+        spread = f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
+        lines.append(f"scaling efficiency, {own}: {spread}")
+    return lines
+
+
 HAND = "torch.amp by hand"
-MAX_NORM = 1.0
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[], Any]
 
 
-def tables(
+def cuda_tables(
     rounds: int, folder: Path, batch: int = 256, width: int = 64, steps: int = 20
 ) -> list[Table]:
     """The step in float16, or a table that says that there is no GPU.
