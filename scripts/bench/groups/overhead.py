@@ -37,7 +37,6 @@ from mpframe.core.loss_scaling import Backoff, LogMax, Static
 from mpframe.core.loss_scaling.scaler import Scaling
 from mpframe.core.objective import supervised
 from mpframe.core.precision import Precision
-from mpframe.core.trainer import Trainer
 from mpframe.lab.range_watch import RangeWatch
 from mpframe.models import mlp, resnet18
 from mpframe.tracking.tracker import Tracker

@@ -40,8 +40,8 @@ from mpframe.assembly import build_loaders, build_task, build_trainer
 from mpframe.config.command_line import checked, compose_named
 from mpframe.config.schema import Config
 from mpframe.core.errors import MpframeError, first_line
-from mpframe.core.trainer import Trainer
 from mpframe.data.loading import Loader
+from mpframe.training.trainer import Trainer
 
 MOST_OF_RUN = 1.03  # times a loop by hand
 SIZES: dict[str, dict[str, int]] = {name: {} for name in WORKLOADS}
