@@ -88,7 +88,7 @@ class Casts:
 
 
 class CastMode(TorchFunctionMode):
-    """Casts the inputs of every op of one block, on one thread.
+    """A function mode that casts the inputs of every op of one block, on one thread.
 
     Attributes:
         enabled: False while a block inside this one decides.

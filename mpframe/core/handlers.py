@@ -115,7 +115,7 @@ def handler_name(op: str, compute: Compute) -> str:
 
 
 def choose(policy: Policy, func: Any, pin: str | None) -> tuple[str, bool, str, str | None]:
-    """The name of the lists' handler, whether torch.autocast may stay on, the op and the recipe."""
+    """Return a handler's name, whether torch.autocast may stay on, the op and the recipe."""
     op, fp32 = op_name(func), policy.mode == "fp32"
     name = AS_IS if fp32 else handler_name(op, policy.compute_of(op, pin))
     unlisted = _choose_unlisted(func) if name == AS_IS else None

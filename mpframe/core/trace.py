@@ -159,7 +159,7 @@ def _same_random_numbers() -> Iterator[None]:
 
 
 class _Watch(TorchFunctionMode):
-    """Notes every op that is given a weight's values, by the memory that they lie in."""
+    """A function mode that notes every op that is given a weight's values, by their memory."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

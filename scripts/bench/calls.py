@@ -17,7 +17,7 @@ _PACKAGE = str(Path(mpframe.__file__).parent)
 _CASTS = (
     *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("cast", "emulation", "handlers")),
     *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("op_lists", "policy", "precision")),
-    *(str(Path(_PACKAGE, "core", f"{name}.py")) for name in ("torch_functions", "trace")),
+    str(Path(_PACKAGE, "core", "trace.py")),
     str(Path(_PACKAGE, "lowbit")),
 )
 
