@@ -1,4 +1,4 @@
-"""What runs beside the step: evaluation, averages, schedules, other trainers, callbacks.
+"""The parts that run beside the step: evaluation, averages, schedules, other trainers, callbacks.
 
     evaluation, prediction             the loss and metrics of a validation; outputs as a table
     ema, schedules, loss_spike         algorithms: they follow each step of the trainer

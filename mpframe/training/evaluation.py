@@ -58,7 +58,7 @@ class Evaluation:
 
     @property
     def watched(self) -> float:
-        """What shows progress: the monitored metric if it has a direction, else the loss."""
+        """The measure of progress: the monitored metric if it has a direction, else the loss."""
         return self.loss if self.direction(self.monitor) is None else self.value
 
     def direction(self, name: str) -> bool | None:
@@ -217,7 +217,7 @@ class Evaluator:
     precision: Precision | None = None
 
     def attach(self, model: nn.Module) -> None:
-        """Let the mode know the model that will be evaluated."""
+        """Tell the mode which model will be evaluated."""
         if self.precision is not None:
             self.precision.attach(model)
 

@@ -88,7 +88,7 @@ class LossSpikes(Algorithm):
 
 
 def spikes_of(trainer: Trainer) -> LossSpikes | None:
-    """What judges a trainer's losses; None if nothing does."""
+    """The judge of a trainer's losses; None if it has none."""
     return next((a for a in trainer.algorithms.values() if isinstance(a, LossSpikes)), None)
 
 

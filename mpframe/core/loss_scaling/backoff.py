@@ -55,7 +55,7 @@ def _half_format(value: Half) -> torch.dtype:
 class AdaptiveScaler(Scaler, ABC):
     """A scaler that moves within [min_scale, max_scale] and can start from a probe.
 
-    Its arguments are those of `Backoff`; a scaled gradient must not pass the largest number of
+    It takes its arguments as `Backoff` does. No scaled gradient must pass the largest number of
     `half`.
     """
 

@@ -27,7 +27,7 @@ from mpframe.tracking.tags import Tag
 from mpframe.training.run_context import RunContext
 
 MARK = "module: "
-"""What the name of a mark begins with; the module's qualified name follows, empty for the model."""
+"""The beginning of a mark's name; the module's qualified name follows, empty for the model."""
 
 
 @contextmanager
@@ -212,14 +212,14 @@ _NUMBERS = (2, 3, 4)  # the columns of numbers
 
 @dataclass(frozen=True)
 class Costs:
-    """What the ops of some steps cost: all ops, and how many steps (>= 1) they are of."""
+    """The costs of some steps: all their ops, and how many steps (>= 1) these are."""
 
     ops: Sequence[Op]
     steps: int
 
     @property
     def milliseconds(self) -> float:
-        """Of all ops, a step."""
+        """The time of all ops, per step."""
         return _total(self.ops) / self.steps
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -233,7 +233,7 @@ class Costs:
         return rows
 
     def formats(self) -> str:
-        """The share of each format above 0.05 %, the largest first, and that of all casts."""
+        """The share of each format above 0.05 %, the largest first, then of all casts."""
         shares = {form: self._share(ops) for form, ops in _ranked(self.ops, lambda op: op.format)}
         words = [f"{form} {share}" for form, share in shares.items() if share != "0.0%"]
         casts = self._share([op for op in self.ops if op.is_cast])
