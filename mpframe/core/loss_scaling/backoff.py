@@ -176,3 +176,8 @@ def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | NoScaling
     """
     float16 = mode != "fp32" and _half_format(half) == torch.float16
     return Backoff(half=half) if float16 else NoScaling()
+
+
+def none() -> NoScaling:
+    """No scaling. A step whose gradients are not finite is skipped all the same."""
+    return NoScaling()
