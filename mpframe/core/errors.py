@@ -7,14 +7,14 @@ from collections.abc import Iterable
 _NEAR = 0.5  # The least likeness of a name that is offered.
 _AS_NEAR = 0.85  # The least likeness beside the nearest name, as a share of that one's.
 _LONGEST = 1000  # characters; comparing takes their number squared
-_PART = 0.75  # The likeness of a name that contains the word, about that of a typing error.
+_PART = 0.75  # The likeness of a name that contains the word, about as for a typing error.
 
 
 class MpframeError(Exception):
     """Something the user can fix. Its text is one line and names the way out."""
 
     exit_code = 1
-    """What the program ends with."""
+    """The program ends with it."""
 
 
 class ConfigError(MpframeError):

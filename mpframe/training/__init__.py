@@ -1,4 +1,4 @@
-"""What runs around the step: the loop, evaluation, averages, schedules, callbacks.
+"""The parts that run around the step: the loop, evaluation, averages, schedules, callbacks.
 
     trainer, plan, extra_state         `fit`, its length and progress, all that a checkpoint has
     evaluation, prediction             the loss and metrics of a validation; outputs as a table
@@ -6,7 +6,7 @@
     objectives, probe                  losses for YAML files; the first loss scale, measured
     multi_optimizer, multi_objective   several optimizers that make one step; several losses
     lbfgs                              the step and the trainer of LBFGS and its like
-    larc, selection                    gradients scaled by their weights; a parameter's group
+    selection                          which parameter belongs to which optimizer, or group
     memory                             channels last, recomputation, memory kept for the next step
     interruption, ranks, run_context   signals that stop a run; ranks that differ; what a run tells
     callbacks/                         what watches a run

@@ -56,7 +56,7 @@ class Evaluation:
 
     @property
     def watched(self) -> float:
-        """What shows progress: the monitored metric if it has a direction, else the loss."""
+        """The measure of progress: the monitored metric if it has a direction, else the loss."""
         return self.loss if self.direction(self.monitor) is None else self.value
 
     def direction(self, name: str) -> bool | None:

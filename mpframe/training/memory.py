@@ -1,4 +1,4 @@
-"""What saves memory or orders it: channels last, activation checkpointing, memory kept for a step.
+"""Saving memory and ordering it: channels last, activation checkpointing, memory kept for a step.
 
 `to_channels_last` puts the channels of 2-d convolution weights last. Only the order in
 memory changes: shapes, names and values stay. What a convolution makes of such a weight has that
@@ -58,7 +58,7 @@ def _damages_memory(convolution: nn.Conv2d) -> bool:
 
 
 def recompute(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let modules of `model` run again in the backward pass, while they are trained.
+    """Make modules of `model` run again in the backward pass, while they are trained.
 
     Changes them in place; the names of modules and weights stay as they are.
 
@@ -118,7 +118,7 @@ _MMAP_MAX, _NONE = -4, 0
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep the memory it frees to its end; False if the C library cannot.
+    """Make this process keep the memory it frees to its end; False if the C library cannot.
 
     The process takes more memory, as what is kept does not always fit what is asked for next:
     before glibc 2.38 an aligned request, as all of torch's are, seldom fits into a like space.

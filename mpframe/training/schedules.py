@@ -257,7 +257,7 @@ class PlannedSchedule:
 
     Args:
         make: makes the schedule for the optimizer, from the learning rates of its groups.
-        arguments: those of the schedule, as text by name.
+        arguments: of the schedule, as text by name.
         steps_per_epoch: >= 1.
     """
 

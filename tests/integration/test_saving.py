@@ -252,7 +252,7 @@ def test_a_run_that_saves_nothing_says_so_if_it_is_stopped(
     def stop(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Checkpoints, "on_evaluate", stop)
+    monkeypatch.setattr(Checkpoints, "on_optimizer_step", stop)
     with pytest.raises(RunInterrupted) as stopped:
         start_run(tmp_path, *OPTIONS, "trainer.keep_last=0", "trainer.eval_every=3")
     assert str(stopped.value) == (

@@ -12,11 +12,8 @@ Each is a small state machine on the device, with no optimizer and no model insi
 scaler.py; a scaler of your own derives from its `Scaler` (docs/loss_scaling/own.md).
 """
 
-from mpframe.core.loss_scaling.backoff import Backoff, auto
+from mpframe.core.loss_scaling.backoff import Backoff, auto, none
 from mpframe.core.loss_scaling.logmax import LogMax
 from mpframe.core.loss_scaling.scaler import NoScaling, Scaler, Static
-
-none = NoScaling
-"""As `loss_scaling=none` calls it."""
 
 __all__ = ["Backoff", "LogMax", "NoScaling", "Scaler", "Static", "auto", "none"]

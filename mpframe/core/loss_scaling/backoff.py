@@ -55,7 +55,7 @@ def _half_format(value: Half) -> torch.dtype:
 class AdaptiveScaler(Scaler, ABC):
     """A scaler that moves within [min_scale, max_scale] and can start from a probe.
 
-    Its arguments are those of `Backoff`; a scaled gradient must not pass the largest number of
+    It takes its arguments as `Backoff` does. No scaled gradient must pass the largest number of
     `half`.
     """
 
@@ -176,3 +176,8 @@ def auto(mode: str = "mixed", half: Half = torch.float16) -> Backoff | NoScaling
     """
     float16 = mode != "fp32" and _half_format(half) == torch.float16
     return Backoff(half=half) if float16 else NoScaling()
+
+
+def none() -> NoScaling:
+    """No scaling. A step whose gradients are not finite is skipped all the same."""
+    return NoScaling()

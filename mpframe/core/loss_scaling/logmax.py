@@ -1,7 +1,7 @@
 """LogMax: the scale follows from a model of the gradients instead of trial and error.
 
-Let a be the largest |unscaled gradient| of a step, s = 2^e the scale, T = log2 of the half format's
-largest number. All that matters is where the scaled gradients lie, in octaves:
+With a the largest |unscaled gradient| of a step, s = 2^e the scale, and T = log2 of the half
+format's largest number, all that matters is where the scaled gradients lie, in octaves:
 
     x = log2(s a)                               on overflow x = max(T, μ)
     r = x - μ                                   the surprise, around the mean in use
@@ -20,7 +20,7 @@ from there by d octaves on overflows:
 
 Why it is so:
 
-- The equations use s a and never a alone, and s moves by whole octaves: gradients 2^k times as
+- The equations use s a and never a by itself, and s moves by whole octaves: gradients 2^k times as
   large give a scale 2^k times as small, bit for bit.
 - The averages begin as plain averages and turn into moving averages with decays β₁ and β₂. σ is the
   spread of the errors that μ really made, so it also covers a mean that lags. At first ν

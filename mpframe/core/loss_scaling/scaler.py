@@ -22,7 +22,7 @@ from mpframe.core.ranges import Range, require
 _FLOAT32 = torch.finfo(torch.float32)
 _BIAS, _MANTISSA_BITS = 127, 23  # of float32
 SCALES = Range(low=_FLOAT32.tiny, high=_FLOAT32.max)
-"""What a loss scale may be: a normal, finite float32. A subnormal one may be flushed to zero."""
+"""The range of a loss scale: a normal, finite float32. A subnormal one may be flushed to zero."""
 DEFAULT = "leave it out for the default"
 
 
@@ -69,7 +69,7 @@ def wants_probe(scaler: object) -> TypeGuard[Any]:
 
 
 def scale_of(scaler: LossScaler | None) -> Tensor | float:
-    """What gradients are divided by; the number 1 if the loss is not scaled: no kernel runs."""
+    """The divisor of gradients; the number 1 if the loss is not scaled: no kernel runs."""
     return 1.0 if scaler is None or isinstance(scaler, NoScaling) else scaler.scale
 
 
@@ -94,7 +94,7 @@ class Scaler:
     """
 
     kind: ClassVar[str]
-    """Its name in summaries and saved states: that of the class, unless the class sets another."""
+    """Its name in summaries and saved states: the class's name, unless the class sets another."""
 
     def __init_subclass__(cls) -> None:
         """Give the class its `kind`."""
@@ -150,7 +150,7 @@ class Scaler:
 
 
 def _damage(name: str, saved: object, present: Tensor) -> str:
-    """What is wrong with a saved entry of the state; empty if nothing is."""
+    """The damage of a saved entry of the state; empty if there is none."""
     if not isinstance(saved, Tensor):
         return "is missing"
     if (saved.dtype, saved.shape) != (present.dtype, present.shape):

@@ -9,7 +9,7 @@ Begin with core/callback.py, the interface, and conf/callbacks/default.yaml, the
     checkpoints           saves the run
     guards                end a run, or warn
     freeze                freezes layers for a while
-    step_hooks            change gradients: a penalty on the weights; larc.py is another one
+    step_hooks, larc      change gradients right before a step: a penalty; LARC
 
 The autopsy and the ranges are callbacks as well, and are in lab/. A configuration names each by
 `_target_`, and nothing is exported here. This package may import what training may import.

@@ -30,7 +30,7 @@ from mpframe.core.errors import CheckpointError, RunInterrupted
 from mpframe.core.tree import device_of
 from mpframe.tracking import record_sizes
 from mpframe.tracking.environment import arithmetic
-from mpframe.training.evaluation import LOSS, Evaluation
+from mpframe.training.evaluation import LOSS
 from mpframe.training.ranks import refuse_drift
 from mpframe.training.run_context import RunContext, states_of
 from mpframe.training.trainer import Trainer
@@ -68,7 +68,6 @@ class Checkpoints(Callback):
     def __init__(self, plan: SavePlan) -> None:
         self._plan = plan
         self._background = Background()
-        self._validation: tuple[int, dict[str, Any]] | None = None
         self._saved: tuple[int, int] | None = None
         self._saved_at = time.monotonic()
         self._said = False
@@ -76,10 +75,6 @@ class Checkpoints(Callback):
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Take the folder to save into, and the options and name of the run."""
         self._context = context
-
-    def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Keep the validation's value: a checkpoint of this step is ranked by it."""
-        self._validation = trainer.progress.global_step, self._facts_of(evaluation)
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Save if it is due.
@@ -93,17 +88,6 @@ class Checkpoints(Callback):
             good = not progress.skipped_in_a_row
             if good or (progress.steps and self._among_the_best(trainer)):
                 self.save(trainer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The last validation: a resumed run may save its step again."""
-        return {"validation": self._validation}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved one."""
-        if state["validation"] is not None:
-            global_step, validation = state["validation"]
-            rank_of(validation)  # Raises if it is none.
-            self._validation = int(global_step), dict(validation)
 
     def save(self, trainer: Trainer) -> None:
         """Save the run as it stands, unless this state is saved already.
@@ -171,8 +155,8 @@ class Checkpoints(Callback):
         return self._among_the_best(trainer)
 
     def _among_the_best(self, trainer: Trainer) -> bool:
-        validation = self._validation_at(trainer.progress.global_step)
-        place = rank_of(validation) if self._plan.keep_best and validation else None
+        validation = self._validation(trainer) if self._plan.keep_best else None
+        place = None if validation is None else rank_of(validation)
         if place is None:
             return False
         if not trainer.comm.is_main:  # The others have no checkpoints to compare with.
@@ -196,7 +180,7 @@ class Checkpoints(Callback):
             },
             self._context.config,
             {
-                "validation": self._validation_at(global_step),
+                "validation": self._validation(trainer),
                 "made_on": arithmetic(device_of(trainer.model), trainer.comm),
                 "run": self._context.identity,
                 "records": record_sizes(self._context.folder),
@@ -224,11 +208,11 @@ class Checkpoints(Callback):
                 raise
             log.warning("warning: %s", error)
 
-    def _validation_at(self, global_step: int) -> dict[str, Any] | None:
-        known = self._validation
-        return known[1] if known is not None and known[0] == global_step else None
-
-    def _facts_of(self, evaluation: Evaluation) -> dict[str, Any]:
+    def _validation(self, trainer: Trainer) -> dict[str, Any] | None:
+        """The facts by which a checkpoint of this step is ranked, if the step was validated."""
+        evaluation, progress = self._context.results.evaluation, trainer.progress
+        if evaluation is None or progress.validated != progress.global_step:
+            return None
         name, value = evaluation.monitor, evaluation.watched
         higher = evaluation.direction(name)
         if higher is None:

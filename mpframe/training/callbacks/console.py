@@ -139,7 +139,7 @@ class ProgressBar(Callback):
         self._redirected = ExitStack()
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        """Draw the bar; that of a resumed run begins at its step."""
+        """Draw the bar; in a resumed run it begins at its step."""
         self._results, self._batches = context.results, len(context.train)
         self._bar = tqdm(disable=True)
         with self._disabled_on_error():
@@ -186,7 +186,7 @@ class ProgressBar(Callback):
 
     @contextmanager
     def _disabled_on_error(self) -> Iterator[None]:
-        """Draw no more if whoever read stderr has gone, or its terminal; the run goes on."""
+        """Draw no more if whoever read stderr has gone, or its terminal; the run continues."""
         try:
             yield
         except OSError:

@@ -65,7 +65,7 @@ class Curves(Callback):
         self._tracker.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was written at the last step, by any callback."""
+        """The scalars of the last step, written by any callback."""
         return {"last_step": self._tracker.last_step()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

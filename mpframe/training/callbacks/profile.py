@@ -27,7 +27,7 @@ from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
 MARK = "module: "
-"""What the name of a mark begins with; the module's qualified name follows, empty for the model."""
+"""The beginning of a mark's name; the module's qualified name follows, empty for the model."""
 
 
 @contextmanager
@@ -148,13 +148,11 @@ def read_ops(path: Path) -> list[Op]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     roots = _nested(event for event in events if event.get("cat") in ("cpu_op", "user_annotation"))
-    modules: dict[int, str] = {}
-    for root in roots:
-        _note_forward(root, OUTSIDE, modules)
     kernels: dict[int, float] = defaultdict(float)  # microseconds, by the op that started them
     for event in events:
         if event.get("cat") in _ON_DEVICE:
             kernels[event.get("args", {}).get("External id", -1)] += event["dur"]
+    modules: dict[int, str] = {}
     return [op for root in roots for op in _ops(root, OUTSIDE, False, modules, kernels)]
 
 
@@ -171,27 +169,21 @@ def _nested(events: Iterable[Event]) -> list[_Range]:
     return roots
 
 
-def _note_forward(node: _Range, module: str, modules: dict[int, str]) -> None:
-    """Note the module of each sequence number; of several ops with one the last made the node."""
-    module = node.module(module)
-    number = node.arguments.get("Sequence number")
-    if number is not None and not node.arguments.get("Fwd thread id"):
-        modules[number] = module
-    for child in node.children:
-        _note_forward(child, module, modules)
-
-
 def _ops(
     node: _Range,
     module: str,
     backward: bool,
-    modules: Mapping[int, str],
+    modules: dict[int, str],
     kernels: Mapping[int, float],
 ) -> Iterator[Op]:
+    """The ops of a range; `modules` learns the module of each forward op's sequence number."""
     module = node.module(module)
     if node.name.startswith(_NODE):
         backward, number = True, node.arguments.get("Sequence number", -1)
         module = modules.get(number, OUTSIDE)
+    if not backward:  # Of several ops with one number the last made the node.
+        given = [op.arguments for op in (node.all() if node.is_op else [node])]
+        modules |= {a["Sequence number"]: module for a in given if "Sequence number" in a}
     if node.is_op:
         time = node.duration
         if kernels:
@@ -220,14 +212,14 @@ _NUMBERS = (2, 3, 4)  # the columns of numbers
 
 @dataclass(frozen=True)
 class Costs:
-    """What the ops of some steps cost: all ops, and how many steps (>= 1) they are of."""
+    """The costs of some steps: all their ops, and how many steps (>= 1) these are."""
 
     ops: Sequence[Op]
     steps: int
 
     @property
     def milliseconds(self) -> float:
-        """Of all ops, a step."""
+        """The time of all ops, per step."""
         return _total(self.ops) / self.steps
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -241,7 +233,7 @@ class Costs:
         return rows
 
     def formats(self) -> str:
-        """The share of each format above 0.05 %, the largest first, and that of all casts."""
+        """The share of each format above 0.05 %, the largest first, then of all casts."""
         shares = {form: self._share(ops) for form, ops in _ranked(self.ops, lambda op: op.format)}
         words = [f"{form} {share}" for form, share in shares.items() if share != "0.0%"]
         casts = self._share([op for op in self.ops if op.is_cast])

@@ -57,7 +57,7 @@ class CsvLog(Callback):
             self._note(trainer, **_numbers(self._of_step))
 
     def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Put the validation's numbers into a row, with those of the step before it."""
+        """Put the validation's numbers into a row, with the numbers of its step."""
         metrics = {f"val_{name}": value for name, value in evaluation.metrics.items()}
         self._note(trainer, **_numbers(self._of_step), val_loss=evaluation.loss, **metrics)
 

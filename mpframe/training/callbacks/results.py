@@ -33,7 +33,7 @@ class Results(Callback):
 
     @property
     def worsening(self) -> str | None:
-        """What to say if the last validation is much worse than the best one; None otherwise."""
+        """A line if the last validation is much worse than the best one; None otherwise."""
         best, last = self.best.value, self.evaluation
         if best is None or last is None or not much_worse(best, self._recent):
             return None

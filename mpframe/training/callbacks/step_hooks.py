@@ -1,4 +1,4 @@
-"""What changes gradients right before a step: the base of such callbacks, and a penalty on weights.
+"""Callbacks that change gradients right before a step: their base, and a penalty on the weights.
 
 There the weights are masters, and their gradients fp32, unscaled, checked and clipped.
 """

@@ -98,12 +98,12 @@ class Throughput(Callback):
         self._pause()
 
     def on_evaluate(self, trainer: Trainer, evaluation: object) -> None:
-        """Let the clock run again."""
+        """Start the clock again."""
         self._go_on()
         self._idle = False
 
     def on_test(self, trainer: Trainer, evaluation: object) -> None:
-        """Let it go on; a finished run that is only tested once more keeps its time."""
+        """Start it again; a finished run that is only tested once more keeps its time."""
         self._go_on()
 
     @contextmanager
