@@ -29,19 +29,12 @@ from mpframe.lowbit.scaling import Axes, Quantization, rounded, scaled, transfor
 
 @dataclass(frozen=True)
 class Parts:
-    """An operand of a matrix product; whichever side it is on, each row is summed over.
-
-    Attributes:
-        how: it was quantised.
-        elements: float32 [rows, summed], numbers that the format holds.
-        scales: float32 [rows, blocks of a row]; 1 x 1 for a tensor. nan beside inf and nan.
-        whole: 0-d float32, the factor of the tensor in each scale that is held in e4m3.
-    """
+    """An operand of a matrix product; whichever side it is on, each row is summed over."""
 
     how: Quantization
-    elements: Tensor
-    scales: Tensor
-    whole: Tensor | None = None
+    elements: Tensor  # float32 [rows, summed], numbers that the format holds
+    scales: Tensor  # float32 [rows, blocks of a row]; 1 x 1 for a tensor; nan beside inf and nan
+    whole: Tensor | None = None  # 0-d float32, the tensor's factor in scales that are in e4m3
 
     def values(self, free: int = 0) -> Tensor:
         """Return what `quantize` gives: float32, of 2 axes; the rows are along the axis `free`."""

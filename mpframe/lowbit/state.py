@@ -24,18 +24,14 @@ class AmaxHistory:
     What is seen between two steps counts as one: the micro-batches of an accumulated step, and the
     forward pass that a checkpointed module runs again, have one scale. A step in which nothing was
     seen, or nothing but zeros and what is not finite, does not count.
-
-    Attributes:
-        past: float32, of each step, the latest first; 0: not there yet.
-        present: 0-d float32, of the step that is running; 0: nothing was seen.
-        not_agreed: whether something was seen since the ranks agreed.
     """
 
     def __init__(self, past: Tensor, present: Tensor | None = None) -> None:
-        self.past = past
+        self.past = past  # float32, of each step, the latest first; 0: not there yet
+        # 0-d float32, of the step that is running; 0: nothing was seen.
         self.present = past.new_zeros(()) if present is None else present
         self._step = -1
-        self.not_agreed = False
+        self.not_agreed = False  # whether something was seen since the ranks agreed
 
     def amax(self, now: Tensor, record: bool) -> Tensor:
         """Return the largest of the past; `now`, the tensor's amax, as long as there is none."""

@@ -17,7 +17,7 @@ from torchvision.ops import box_iou
 
 from mpframe.core.errors import ConfigError
 from mpframe.data.facts import require_facts, require_whole
-from mpframe.data.samples import Generated, Kept
+from mpframe.data.samples import Generated
 from mpframe.data.task import Task
 from mpframe.workloads.detection.model import detection
 
@@ -125,7 +125,7 @@ def scenes(
     if not 0 <= noise < math.inf:
         raise ConfigError(f"dataset.noise={noise}: must be >= 0 and finite")
     parts = [
-        Kept(Scenes(count, image_size, max_objects, noise, (data_seed, part)), cache_bytes)
+        Scenes(image_size, max_objects, count, (data_seed, part), noise, cache_bytes)
         for part, count in enumerate(counts.values())
     ]
     rest: dict[str, Any] = {"test": parts[2], "class_names": CLASSES}
@@ -141,10 +141,8 @@ class Scenes(Generated):
 
     things = "scenes"
 
-    def __init__(
-        self, count: int, side: int, max_objects: int, noise: float, key: tuple[int, ...]
-    ) -> None:
-        super().__init__(count, key, noise)
+    def __init__(self, side: int, max_objects: int, *generated: Any) -> None:
+        super().__init__(*generated)
         self._side, self._max_objects = side, max_objects
 
     def drawn(self, index: int) -> tuple[Tensor, Target]:

@@ -23,7 +23,7 @@ from mpframe.data.image_files import decode, list_unlabelled, opened
 from mpframe.data.images import Normalize, spread
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.metrics import Dice, IoU
-from mpframe.data.samples import Generated, Kept
+from mpframe.data.samples import Generated
 from mpframe.data.task import Task
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 
@@ -327,7 +327,7 @@ def shapes(
     require_whole("dataset.images", images, least=1)
     require_whole("dataset.most_shapes", most_shapes, least=1)
     train, val, test = (
-        Kept(Shapes(count, (channels, image_size), most_shapes, key), cache_bytes)
+        Shapes(count, (channels, image_size), most_shapes, key, cache_bytes)
         for key, count in enumerate((images, max(1, images // 10), max(1, images // 10)))
     )
     return segmentation(train, val, test, class_names=NAMES)
@@ -336,8 +336,10 @@ def shapes(
 class Shapes(Generated):
     """Pictures [channels, side, side], float32, about -1 to 1, and classes [side, side], int64."""
 
-    def __init__(self, count: int, shape: tuple[int, int], most_shapes: int, key: int) -> None:
-        super().__init__(count, (key,), _NOISE)
+    def __init__(
+        self, count: int, shape: tuple[int, int], most_shapes: int, key: int, cache_bytes: int
+    ) -> None:
+        super().__init__(count, (key,), _NOISE, cache_bytes)
         self._shape, self._most_shapes = shape, most_shapes
 
     def drawn(self, index: int) -> tuple[Tensor, Tensor]:
