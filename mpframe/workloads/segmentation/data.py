@@ -349,9 +349,13 @@ class Shapes(Generated):
         background, rows, noise = np.split(self.uniforms(sum(sizes), index), np.cumsum(sizes)[:2])
         image = np.broadcast_to(background[:, None, None], (channels, side, side)).copy()
         classes = np.zeros((side, side), dtype=np.int64)
+        middles = np.arange(side) + 0.5
         for there, kind, down, right, size, *colour in rows.reshape(-1, each):
             number = 1 + int(kind * len(_INSIDE))
-            inside = _INSIDE[number - 1](*_distances(side, down, right), (0.1 + 0.15 * size) * side)
+            radius = (0.1 + 0.15 * size) * side
+            inside = _INSIDE[number - 1](
+                middles[:, None] - down * side, middles - right * side, radius
+            )
             inside &= there < 0.75
             image[:, inside] = np.array(colour)[:, None]
             classes[inside] = number
@@ -359,12 +363,7 @@ class Shapes(Generated):
         return torch.from_numpy((2 * image - 1).astype(np.float32)), torch.from_numpy(classes)
 
 
-def _distances(side: int, down: float, right: float) -> tuple[Array, Array]:
-    """Return pixels from a point to each pixel's middle, down [side, 1] and right [side]."""
-    middles = np.arange(side) + 0.5
-    return middles[:, None] - down * side, middles - right * side
-
-
+# By the pixels from a shape's middle to each pixel's, down [side, 1] and right [side].
 _INSIDE: tuple[Callable[[Array, Array, float], NDArray[np.bool_]], ...] = (
     lambda down, right, radius: down**2 + right**2 < radius**2,  # a disc
     lambda down, right, radius: np.maximum(abs(down), abs(right)) < radius,  # a square
