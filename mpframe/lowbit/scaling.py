@@ -156,14 +156,15 @@ def scaled(
     return Scaled(blocks, amax, *_scale(amax, how, known_amax))
 
 
-def rounded(own: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
+def rounded(split: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
     """Divide the values by their scales, round, and multiply again, in the shape of blocks."""
-    blocks, format, draw = own.blocks, how.format, how.draws(draw)
+    blocks, format, draw = split.blocks, how.format, how.draws(draw)
     if not blocks.is_cpu or blocks.numel() < 2 * _PIECE:
-        return round_finite_(blocks * own.inverse, format, draw).mul_(own.scale)
+        return round_finite_(blocks * split.inverse, format, draw).mul_(split.scale)
     elements = torch.empty_like(blocks, memory_format=torch.contiguous_format)
     pieces = -(-blocks.numel() // _PIECE)
-    shared = (t.expand(len(blocks), *t.shape[1:]).chunk(pieces) for t in (own.inverse, own.scale))
+    factors = split.inverse, split.scale
+    shared = (t.expand(len(blocks), *t.shape[1:]).chunk(pieces) for t in factors)
     for values, inverse, scale, out in zip(
         blocks.chunk(pieces), *shared, elements.chunk(pieces), strict=True
     ):
