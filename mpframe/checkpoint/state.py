@@ -1,4 +1,4 @@
-"""What a checkpoint contains: a `Snapshot` of the run's state, which the run can no longer change.
+"""The content of a checkpoint: a `Snapshot` of a run's state, which the run can no longer change.
 
 If ranks divide the weights, each writes its parts, and readers put them together. The rest of each
 rank's state, such as its random generators, is in the checkpoint that rank 0 writes. The weights

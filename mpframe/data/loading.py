@@ -481,7 +481,7 @@ def _batch_or_raise(answer: Any) -> Any:
         try:
             raise answer
         finally:
-            del answer  # It would be such a cycle, too: error, traceback, this frame, error.
+            del answer  # It would be such a cycle as well: error, traceback, this frame.
     return answer
 
 

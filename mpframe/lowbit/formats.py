@@ -132,7 +132,7 @@ def _exponents(values: Tensor, format: ElementFormat) -> Tensor:
 
 
 def _round_to_nearest_(values: Tensor, format: ElementFormat) -> Tensor:
-    """Let fp32 round: 1.5 * 2^23 units, added and taken away, leave whole units, ties to even."""
+    """Round by fp32's addition: 1.5 * 2^23 units, added and taken away, leave whole units."""
     shift = (_MANTISSA - format.mantissa_bits) << _MANTISSA
     large = _exponents(values, format).add_(shift | _HALF_MANTISSA).view(torch.float32)
     return values.add_(large).sub_(large)

@@ -55,7 +55,7 @@ class Quantizer:
     def matmul(
         self, product: str, left: Operand, right: Operand, site: str, record: bool
     ) -> Tensor:
-        """Return left @ right, both quantised; the arguments are those of `pair`."""
+        """Return left @ right, both quantised; takes the arguments of `pair`."""
         if self._why_emulated(product, left, right):
             return torch.matmul(*self.pair(product, left, right, site, record))
         rest = product, site, record, take_apart

@@ -50,7 +50,7 @@ def take_apart(
     draw: Draw | None = None,
     known_amax: Tensor | None = None,
 ) -> Parts:
-    """Quantise `values`, float32 of 2 axes; all arguments are those of `quantize`."""
+    """Quantise `values`, float32 of 2 axes; takes the arguments of `quantize`."""
     if values.stride(0) < values.stride(1):
         values, axes = values.t(), axes.permuted((1, 0))
     split = scaled(transformed(values, axes, how), axes, how, known_amax)

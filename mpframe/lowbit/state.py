@@ -1,4 +1,4 @@
-"""What the products of a run carry from step to step: random numbers, and the amax of steps before.
+"""The state of a run's products from step to step: random numbers, and the amax of steps before.
 
 Both are part of a checkpoint, so a resumed run rounds as the run it goes on with.
 """
@@ -74,7 +74,7 @@ class ProductState:
         self._generators: dict[str, torch.Generator] = {}
         self._histories: dict[str, AmaxHistory] = {}
         self._names: dict[int, str] = {}  # by the id of a weight that lives
-        self._matrices: dict[str, None] = {}  # the names of those of several axes
+        self._matrices: dict[str, None] = {}  # the names of weights of several axes
         self._step, self._device = -1, torch.device("cpu")  # of what was recorded last
 
     def learn_names(self, model: nn.Module) -> None:
@@ -115,7 +115,7 @@ class ProductState:
         return history.amax(now, record)
 
     def agree(self, comm: Comm, length: int) -> None:
-        """Let all ranks have the histories of one process that sees the samples of all.
+        """Give all ranks the histories of one process that sees the samples of all.
 
         All ranks of `comm` call it once in each step, behind the backward pass. A weight that only
         one rank has used gets a history on the others.

@@ -133,7 +133,7 @@ def scenes(
 
 
 class Scenes(Generated):
-    """Images [3, side, side] float32 and their targets; the arguments are those of `scenes`.
+    """Images [3, side, side] float32 and their targets; the arguments are explained in `scenes`.
 
     A target has `boxes` [n, 4] float32, (left, top, right, bottom) in pixels, and `labels` [n]
     int64, 1 to 3; n >= 1.
