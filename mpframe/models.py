@@ -126,7 +126,11 @@ def resnet18(
     # cost nothing and draw no random numbers, and are then all replaced.
     with torch.device("meta"):
         net: Any = ResNet(BasicBlock, _BLOCKS, num_classes=classes)
-    _replace_stem(net, channels, width, small_stem)
+    size, stride = (3, 1) if small_stem else (7, 2)
+    net.conv1 = nn.Conv2d(channels, width, size, stride, padding=size // 2, bias=False)
+    net.bn1 = nn.BatchNorm2d(width)
+    if small_stem:
+        net.maxpool = nn.Identity()
     net.inplanes = width
     for stage, blocks in enumerate(_BLOCKS):
         layer = net._make_layer(BasicBlock, width * 2**stage, blocks, stride=1 + (stage > 0))
@@ -137,12 +141,3 @@ def resnet18(
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     resnet: nn.Module = net
     return resnet
-
-
-def _replace_stem(net: nn.Module, channels: int, width: int, small: bool) -> None:
-    if small:
-        net.conv1 = nn.Conv2d(channels, width, kernel_size=3, padding=1, bias=False)
-        net.maxpool = nn.Identity()
-    else:
-        net.conv1 = nn.Conv2d(channels, width, kernel_size=7, stride=2, padding=3, bias=False)
-    net.bn1 = nn.BatchNorm2d(width)

@@ -98,7 +98,10 @@ def traced(
     """
     _load(model.to(DTYPES[dtype]), weights)
     model.register_forward_hook(lambda module, given, output: _plain_output(output))
-    examples = {one["name"]: _example(one) for one in inputs}
+    # Two samples of zeros: a valid index of any table as well.
+    examples = {
+        one["name"]: torch.zeros(_sizes(one), dtype=getattr(torch, one["dtype"])) for one in inputs
+    }
     batch = torch.export.Dim("batch")
     sizes = {
         name: ({0: batch} if held.dim() else {}) | _lengths(held) for name, held in examples.items()
@@ -223,7 +226,7 @@ def _quiet() -> Iterator[None]:
 def _is_plain(described: Any) -> bool:
     """Whether this, from anybody, is an input whose example takes little memory."""
     try:
-        sizes = [2 if size is None else size for size in described["shape"]]
+        sizes = _sizes(described)
         dtype = getattr(torch, described["dtype"])
         named = described["name"].isidentifier()
     except (TypeError, KeyError, AttributeError):
@@ -258,10 +261,8 @@ def _plain_output(output: Any) -> Any:
     return output
 
 
-def _example(described: Mapping[str, Any]) -> Tensor:
-    """Return two samples of zeros: a valid index of any table as well."""
-    shape = [2 if size is None else size for size in described["shape"]]
-    return torch.zeros(shape, dtype=getattr(torch, described["dtype"]))
+def _sizes(described: Mapping[str, Any]) -> list[Any]:
+    return [2 if size is None else size for size in described["shape"]]
 
 
 def _load(model: nn.Module, weights: Exported) -> None:

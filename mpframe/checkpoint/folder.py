@@ -22,6 +22,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
@@ -226,22 +227,15 @@ def refuse_mixed(folder: Path) -> None:
     """Refuse a run's folder with checkpoints of two runs, naming one of each."""
     first: dict[str, Path] = {}
     for path in all_in(folder):
-        identity = _of(path)
-        if identity is not None:
-            first.setdefault(identity, path)
+        with suppress(CheckpointError):  # Damaged: skipped or refused when it is read.
+            if identity := identity_of(Manifest.read(path).facts):
+                first.setdefault(identity, path)
     if len(first) > 1:
         one, other, *_ = first.values()
         raise CheckpointError(
             f"{folder}: holds checkpoints of two runs, {one.name} of one and {other.name} of "
             "another; move those of one run to another folder"
         )
-
-
-def _of(path: Path) -> str | None:
-    try:
-        return identity_of(Manifest.read(path).facts)
-    except CheckpointError:
-        return None  # Damaged: skipped or refused when it is read.
 
 
 def prune(folder: Path, keep_last: int, keep_best: int) -> None:

@@ -29,15 +29,15 @@ _WRAPPERS = ("module.", "_orig_mod.")  # Of DistributedDataParallel, and of torc
 
 
 def renamed(
-    saved: Mapping[str, Tensor], names: Mapping[str, str], own: Set[str], source: str
+    saved: Mapping[str, Tensor], names: Mapping[str, str], model: Set[str], source: str
 ) -> dict[str, Tensor]:
     """Return saved weights under new names; a wrapper's prefix that all have is taken off first.
 
     `names` maps pattern to pattern, as in `backbone.*` -> `encoder.*`: each `*` on the right stands
     for what the one in its place on the left matched, and the first that matches a name counts.
-    `own` are the model's names, `source` is the value of `init_from`.
+    `model` are the model's names, `source` is the value of `init_from`.
     """
-    saved = _unwrapped(saved, own)
+    saved = _unwrapped(saved, model)
     rules = {old: _rule(old, new) for old, new in names.items()}
     used, result = set(), {}
     for name, tensor in saved.items():
@@ -87,11 +87,11 @@ def _rule(old: str, new: str) -> Callable[[str], str | None]:
     return applied
 
 
-def _unwrapped(saved: Mapping[str, Tensor], own: Set[str]) -> Mapping[str, Tensor]:
+def _unwrapped(saved: Mapping[str, Tensor], model: Set[str]) -> Mapping[str, Tensor]:
     for prefix in _WRAPPERS:
         wrapped = all(name.startswith(prefix) for name in saved)
-        if wrapped and not any(name.startswith(prefix) for name in own):
-            return _unwrapped({n.removeprefix(prefix): t for n, t in saved.items()}, own)
+        if wrapped and not any(name.startswith(prefix) for name in model):
+            return _unwrapped({n.removeprefix(prefix): t for n, t in saved.items()}, model)
     return saved
 
 
@@ -129,40 +129,40 @@ class Fitted:
         return lines
 
 
-def fitted(saved: Weights, own: Weights, left_out: Sequence[str], source: str) -> Fitted:
-    """Return the saved weights for a model with the weights `own`, except those that may differ.
+def fitted(saved: Weights, model: Weights, left_out: Sequence[str], source: str) -> Fitted:
+    """Return the saved weights for a model with the weights `model`, except those that may differ.
 
     A name that the model ties to another one, and that was not saved, takes the other's weight.
     `left_out` are name patterns as in `head.*`, whose weights keep the model's values. A
     CheckpointError lists all names that are missing or unexpected, or whose shapes or kinds differ.
     """
-    _refuse_idle(left_out, {*saved, *own})
+    _refuse_idle(left_out, {*saved, *model})
 
     def wanted(name: str) -> bool:
         return not any(fnmatchcase(name, pattern) for pattern in left_out)
 
-    saved = {**saved, **_tied(saved, own)}
-    missing = [name for name in own if wanted(name) and name not in saved]
-    unexpected = [name for name in saved if wanted(name) and name not in own]
-    taken = [name for name in own if wanted(name) and name in saved]
+    saved = {**saved, **_tied(saved, model)}
+    missing = [name for name in model if wanted(name) and name not in saved]
+    unexpected = [name for name in saved if wanted(name) and name not in model]
+    taken = [name for name in model if wanted(name) and name in saved]
     lists = {
         "missing": missing,
         "unexpected": unexpected,
-        "of another shape": _differing(taken, saved, own, lambda tensor: tuple(tensor.shape)),
-        "of another kind": _differing(taken, saved, own, _kind),
-        "tied, and of different values": list(_of_other_value(taken, saved, own)),
+        "of another shape": _differing(taken, saved, model, lambda tensor: tuple(tensor.shape)),
+        "of another kind": _differing(taken, saved, model, _kind),
+        "tied, and of different values": list(_of_other_value(taken, saved, model)),
     }
     if any(lists.values()) or not taken:
         found = "; ".join(f"{what}: {few(names)}" for what, names in lists.items() if names)
         first = next((name for names in lists.values() for name in names), "head.weight")
         raise CheckpointError(
             f"init_from={source}: {found or 'nothing is left to take'}; use the model it was made "
-            f"with,{_renaming(saved, own, missing, unexpected)} or name what may differ: "
+            f"with,{_renaming(saved, model, missing, unexpected)} or name what may differ: "
             f"init_from_except=[{first.split()[0].rpartition('.')[0] or first.split()[0]}.*]"
         )
     return Fitted(
-        {**own, **{name: _wide(saved[name]) for name in taken}},
-        [name for name in own if name not in taken],
+        {**model, **{name: _wide(saved[name]) for name in taken}},
+        [name for name in model if name not in taken],
         [name for name in saved if name not in taken],
         Counter(saved[name].dtype for name in taken if saved[name].is_floating_point()),
     )
@@ -183,9 +183,9 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _differing(
-    names: Sequence[str], saved: Weights, own: Weights, fact: Callable[[Tensor], object]
+    names: Sequence[str], saved: Weights, model: Weights, fact: Callable[[Tensor], object]
 ) -> list[str]:
-    pairs = ((name, fact(saved[name]), fact(own[name])) for name in names)
+    pairs = ((name, fact(saved[name]), fact(model[name])) for name in names)
     return [f"{name} {one} for {other}" for name, one, other in pairs if one != other]
 
 
@@ -198,20 +198,20 @@ def _kind(tensor: Tensor) -> str:
     return "floating" if tensor.is_floating_point() else dtype_name(tensor.dtype)
 
 
-def _of_other_value(names: Sequence[str], saved: Weights, own: Weights) -> Iterator[str]:
+def _of_other_value(names: Sequence[str], saved: Weights, model: Weights) -> Iterator[str]:
     """Yield two names of one weight of the model, for which two values were saved."""
     first: dict[tuple[object, ...], str] = {}
     for name in names:
-        if own[name].numel():
-            other = first.setdefault(_place(own[name]), name)
+        if model[name].numel():
+            other = first.setdefault(_place(model[name]), name)
             if other != name and not torch.equal(saved[name], saved[other]):
                 yield f"{other} and {name}"
 
 
-def _tied(saved: Weights, own: Weights) -> dict[str, Tensor]:
+def _tied(saved: Weights, model: Weights) -> dict[str, Tensor]:
     """Return what was not saved because the model has the same memory under another name."""
-    places = {_place(own[name]): name for name in own if name in saved and own[name].numel()}
-    left = {name: _place(tensor) for name, tensor in own.items() if name not in saved}
+    places = {_place(model[name]): name for name in model if name in saved and model[name].numel()}
+    left = {name: _place(tensor) for name, tensor in model.items() if name not in saved}
     return {name: saved[places[place]] for name, place in left.items() if place in places}
 
 
@@ -220,7 +220,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _renaming(
-    saved: Weights, own: Weights, missing: Sequence[str], unexpected: Sequence[str]
+    saved: Weights, model: Weights, missing: Sequence[str], unexpected: Sequence[str]
 ) -> str:
     """Return the pattern that would name most unexpected weights as the model does, as a clause."""
     counts: Counter[tuple[str, str]] = Counter()
@@ -229,7 +229,7 @@ def _renaming(
         by_last.setdefault(name.rpartition(".")[2], []).append(name)
     for old in unexpected:
         for new in by_last.get(old.rpartition(".")[2], []):
-            if saved[old].shape == own[new].shape:
+            if saved[old].shape == model[new].shape:
                 counts[_prefixes(old, new)] += 1
     if not counts:
         return ""

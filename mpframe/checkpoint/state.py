@@ -1,4 +1,4 @@
-"""What a checkpoint contains: a `Snapshot` of the run's state, which the run can no longer change.
+"""The content of a checkpoint: a `Snapshot` of a run's state, which the run can no longer change.
 
 If ranks divide the weights, each writes its parts, and readers put them together. The rest of each
 rank's state, such as its random generators, is in the checkpoint that rank 0 writes. The weights
@@ -26,19 +26,12 @@ from mpframe.core.tree import HALF, dtype_name
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run between two steps.
+    """A run between two steps."""
 
-    Attributes:
-        global_step: names the checkpoint.
-        state: tensors, numbers, strings, and lists, tuples and dicts of them.
-        config: the resolved options as YAML.
-        facts: what can be read without the state, as JSON: `validation`, `made_on`, `run`.
-    """
-
-    global_step: int
-    state: dict[str, Any]
-    config: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    global_step: int  # names the checkpoint
+    state: dict[str, Any]  # tensors, numbers, strings, and lists, tuples and dicts of them
+    config: str = ""  # the resolved options as YAML
+    facts: dict[str, Any] = field(default_factory=dict)  # JSON: `validation`, `made_on`, `run`
 
     def detached(self) -> Self:
         """Return a copy with all tensors on the CPU, which training does not change."""

@@ -6,7 +6,7 @@ on, what to minimise, and the metrics. A batch is any tree of tensors.
     task         what a dataset returns
     loading      which batch comes when, and why a resumed run sees the same ones: begin here
     workers      watches the processes that load
-    samples      samples that are held out, kept in memory, or drawn when they are read
+    samples      samples that are held out, or drawn when they are read
     facts        compares the values that a dataset is given with the files
     metrics      accuracy and others, counted on the device
     images       small images a batch at a time: digits and Fashion-MNIST; cifar: CIFAR-10

@@ -312,11 +312,9 @@ def _without_graph(batch: Any) -> Any:
     """Return the tensors without their graph: it cannot leave a worker, and trains nothing."""
     if not any(tensor.grad_fn for tensor in tensors_in(batch)):
         return batch
-    return map_tensors(_detached, batch)
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad) if tensor.grad_fn else tensor
+    return map_tensors(
+        lambda t: t.detach().requires_grad_(t.requires_grad) if t.grad_fn else t, batch
+    )
 
 
 class Loader:
@@ -363,7 +361,11 @@ class Loader:
         option: str = "dataset.batch_size",
     ) -> None:
         self.size = _size_of(dataset)
-        _refuse_two_collates(dataset, collate)
+        if collate is not None and hasattr(dataset, "fetch_batch"):
+            raise DataError(
+                f"dataset: {type(dataset).__name__} makes whole batches by its fetch_batch, and "
+                f"its Task has the collate {name_of(collate)}; give one of the two"
+            )
         require_whole(option, batch_size, least=1)
         require_whole("dataset.workers", workers, least=0)
         if drop_last and self.size < batch_size:
@@ -479,7 +481,7 @@ def _batch_or_raise(answer: Any) -> Any:
         try:
             raise answer
         finally:
-            del answer  # It would be such a cycle, too: error, traceback, this frame, error.
+            del answer  # It would be such a cycle as well: error, traceback, this frame.
     return answer
 
 
@@ -498,11 +500,3 @@ def _size_of(dataset: Any) -> int:
     if size == 0:
         raise DataError(f"dataset: {type(dataset).__name__} has no samples; give at least one")
     return size
-
-
-def _refuse_two_collates(dataset: Any, collate: Collate | None) -> None:
-    if collate is not None and hasattr(dataset, "fetch_batch"):
-        raise DataError(
-            f"dataset: {type(dataset).__name__} makes whole batches by its fetch_batch, and its "
-            f"Task has the collate {name_of(collate)}; give one of the two"
-        )

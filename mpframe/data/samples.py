@@ -1,4 +1,4 @@
-"""Samples that are held out of the training, kept in memory, or drawn when they are read."""
+"""Samples that are held out of the training, and samples that are drawn when they are read."""
 
 import math
 from abc import ABC, abstractmethod
@@ -28,53 +28,40 @@ def hold_out(targets: Tensor, one_in: int, parts: int = 1) -> list[Tensor]:
     return [left.nonzero().flatten(), *(held[part::parts].sort().values for part in range(parts))]
 
 
-class Kept(Dataset[Any]):
-    """Keeps samples from their first use on, up to `cache_bytes` in each process that loads.
+class Generated(Dataset[Any], ABC):
+    """Samples that are drawn when they are first read: pure functions of the key and the index.
 
-    Samples depend on their index only. What is returned is a copy, so that whoever writes into a
-    batch changes no later epoch. Raises ConfigError if `cache_bytes` is out of its range.
+    They are kept up to `cache_bytes` in each process that loads. What is returned is a copy, so
+    that whoever writes into a batch changes no later epoch.
+
+    Args:
+        count: how many.
+        key: whole numbers; another key gives other samples.
+        noise: standard deviation of the noise.
+        cache_bytes: a whole number >= 0.
     """
 
-    def __init__(self, samples: Any, cache_bytes: int) -> None:
+    things = "samples"
+
+    def __init__(self, count: int, key: tuple[int, ...], noise: float, cache_bytes: int) -> None:
         require_whole("dataset.cache_bytes", cache_bytes, least=0)
-        self._samples, self._free = samples, cache_bytes
+        self._count, self._key, self._noise, self._free = count, key, noise, cache_bytes
         self._kept: dict[int, Any] = {}
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return self._count
 
     def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self._count:
+            raise IndexError(f"{index}: there are {self._count} {self.things}")
         if index not in self._kept:
-            sample = self._samples[index]
+            sample = self.drawn(index)
             size = sum(tensor.nbytes for tensor in tensors_in(sample))
             if size > self._free:
                 return sample
             self._kept[index] = sample
             self._free -= size
         return map_tensors(Tensor.clone, self._kept[index])
-
-
-class Generated(Dataset[Any], ABC):
-    """Samples that are drawn when they are read: pure functions of the key and the index.
-
-    Args:
-        count: how many.
-        key: whole numbers; another key gives other samples.
-        noise: standard deviation of the noise.
-    """
-
-    things = "samples"
-
-    def __init__(self, count: int, key: tuple[int, ...], noise: float) -> None:
-        self._count, self._key, self._noise = count, key, noise
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        if not 0 <= index < self._count:
-            raise IndexError(f"{index}: there are {self._count} {self.things}")
-        return self.drawn(index)
 
     @abstractmethod
     def drawn(self, index: int) -> tuple[Tensor, Any]:

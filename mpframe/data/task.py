@@ -1,4 +1,4 @@
-"""What a dataset hands to a trainer: the samples, the objective and the metrics."""
+"""The samples, the objective and the metrics that a dataset hands to a trainer."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -43,9 +43,9 @@ class Task:
         val: map-style samples to measure on while training; never augmented. What is chosen (the
             best checkpoint, the end of the training) is chosen by them.
         objective: objective(model, batch) -> StepOutput; several by name for several optimizers.
-            None: it is that of the group `objective`.
+            None: the group `objective` gives it.
         metric: makes a fresh `Metric` for each validation pass; several by name. A torchmetrics
-            object stands as it is, by name. None: the loss alone is measured.
+            object stands as it is, by name. None: only the loss is measured.
         collate: makes a batch, any tree of tensors, of a list of samples; None: torch's
             default_collate. It is sent to the workers.
         loss: in the place of an objective: loss(outputs, targets) -> 0-d tensor, the mean over the

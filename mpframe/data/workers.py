@@ -51,7 +51,9 @@ def require_workers(workers: int) -> None:
     `workers` load the training data, and validation has as many of its own.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = _memory()
+    memory = math.inf  # if it is unknown
+    if hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if 2 * workers * WORKER_BYTES > memory:
         raise ConfigError(
             f"dataset.workers={workers}: this machine's memory holds "
@@ -64,13 +66,6 @@ def require_workers(workers: int) -> None:
             "other",
             *(workers, cores),
         )
-
-
-def _memory() -> float:
-    """Return the machine's memory in bytes; infinite if it is unknown."""
-    if not hasattr(os, "sysconf"):
-        return math.inf
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class CurrentSamples:
@@ -205,8 +200,11 @@ class WorkerPool:
                     if code == _SIGKILLED
                     else "dataset.workers=0 may show the error itself"
                 )
+                ending = f"ended with exit code {code}"
+                if code < 0:
+                    ending = f"was killed by {signal.Signals(-code).name}"
                 return (
-                    f"dataset.workers={len(self._current)}: worker {number} {_ending(code)} at "
+                    f"dataset.workers={len(self._current)}: worker {number} {ending} at "
                     f"{order.locate(self._current.of(number))}; {hint}"
                 )
         return None
@@ -291,12 +289,6 @@ def _kill(processes: list[Any], done: Any) -> None:
             process.join()
     if done is not None:
         done._cond = threading.Condition()
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
 
 
 @contextmanager

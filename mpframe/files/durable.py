@@ -112,7 +112,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Let an OSError in the block name the file: a full disk's error does not."""
+    """Name the file in an OSError of the block: a full disk's error does not."""
     try:
         yield
     except OSError as error:

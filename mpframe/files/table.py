@@ -54,7 +54,9 @@ def _csv(file: IO[bytes]) -> Iterator[Callable[[Rows], None]]:
         if not names:
             names.extend(rows)
             writer.writerow(names)
-        writer.writerows(zip(*map(_texts, rows.values()), strict=True))
+        # Of float32 the shortest text that reads back the same.
+        texts = ([str(value) for value in column] for column in rows.values())
+        writer.writerows(zip(*texts, strict=True))
 
     yield write
     text.detach()
@@ -78,7 +80,3 @@ def _parquet(file: IO[bytes]) -> Iterator[Callable[[Rows], None]]:
     finally:
         for writer in opened:
             writer.close()
-
-
-def _texts(column: Column) -> list[str]:
-    return [str(value) for value in column]  # Of float32 the shortest that reads back the same.

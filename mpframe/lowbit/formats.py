@@ -25,20 +25,13 @@ _HALF_MANTISSA = 1 << (_MANTISSA - 1)
 class ElementFormat:
     """A floating-point format of one sign bit, some exponent bits and some mantissa bits.
 
-    Args:
-        name: as recipes call it.
-        exponent_bits: 1 to 8.
-        mantissa_bits: 1 to 10, without the leading one.
-        specials: what the highest codes are: `inf`: the highest exponent holds inf and nan (IEEE
-            754); `nan`: the highest code alone is nan; `none`: all codes are finite numbers.
-
-    Raises:
-        ConfigError: a value is not one of those named here.
+    `specials` says what the highest codes are: `inf`: the highest exponent holds inf and nan (IEEE
+    754); `nan`: only the highest code is nan; `none`: all codes are finite numbers.
     """
 
-    name: str
-    exponent_bits: int
-    mantissa_bits: int
+    name: str  # as recipes call it
+    exponent_bits: int  # 1 to 8
+    mantissa_bits: int  # 1 to 10, without the leading one
     specials: str = "none"
 
     def __post_init__(self) -> None:
@@ -139,7 +132,7 @@ def _exponents(values: Tensor, format: ElementFormat) -> Tensor:
 
 
 def _round_to_nearest_(values: Tensor, format: ElementFormat) -> Tensor:
-    """Let fp32 round: 1.5 * 2^23 units, added and taken away, leave whole units, ties to even."""
+    """Round by fp32's addition: 1.5 * 2^23 units, added and taken away, leave whole units."""
     shift = (_MANTISSA - format.mantissa_bits) << _MANTISSA
     large = _exponents(values, format).add_(shift | _HALF_MANTISSA).view(torch.float32)
     return values.add_(large).sub_(large)

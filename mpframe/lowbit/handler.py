@@ -54,7 +54,7 @@ class ProductHandler(OpHandler):
         return products_of(name, module, op, readers, self._policy)
 
     def sync(self, comm: Comm) -> None:
-        """Make the histories of delayed scaling those of all ranks' samples."""
+        """Make the histories of delayed scaling cover all ranks' samples."""
         length = max(recipe.history for recipe in self._policy.recipes.values())
         if comm.size > 1 and length:
             self.state.agree(comm, length)

@@ -55,7 +55,7 @@ class Quantizer:
     def matmul(
         self, product: str, left: Operand, right: Operand, site: str, record: bool
     ) -> Tensor:
-        """Return left @ right, both quantised; the arguments are those of `pair`."""
+        """Return left @ right, both quantised; takes the arguments of `pair`."""
         if self._why_emulated(product, left, right):
             return torch.matmul(*self.pair(product, left, right, site, record))
         rest = product, site, record, take_apart
@@ -155,26 +155,27 @@ def _(left: Tensor, right: Tensor, *_: Any) -> Tensor:
     return torch.matmul(left, right)
 
 
-def _remember_matmul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    left, right, _, ctx.roles, *ctx.rest = inputs
-    ctx.save_for_backward(left, right)
-    ctx.quantizer = _quantizers.get(ctx.rest[0])  # It lives as long as the graph.
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    first, second, *ctx.rest = inputs
+    ctx.save_for_backward(first, second)
+    ctx.quantizer = _quantizers.get(inputs[-3])  # It lives as long as the graph.
 
 
 def _matmul_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     left, right = ctx.saved_tensors
-    of_left, of_right = ctx.roles.split()
+    _, roles, *rest = ctx.rest
+    of_left, of_right = roles.split()
     dleft = dright = None
     if ctx.needs_input_grad[0]:
         product = "dw" if of_left == "w" else "dx"
-        dleft = matmul_gradient(dy, right.mT, product, f"dy {of_right}", *ctx.rest)
+        dleft = matmul_gradient(dy, right.mT, product, f"dy {of_right}", *rest)
     if ctx.needs_input_grad[1]:
         product = "dw" if of_right == "w" else "dx"
-        dright = matmul_gradient(left.mT, dy, product, f"{of_left} dy", *ctx.rest)
+        dright = matmul_gradient(left.mT, dy, product, f"{of_left} dy", *rest)
     return dleft, dright, None, None, None, None, None
 
 
-matmul.register_autograd(_matmul_backward, setup_context=_remember_matmul)
+matmul.register_autograd(_matmul_backward, setup_context=_remember)
 
 
 def _channels(values: Tensor, role: str, groups: int) -> Operand:
@@ -255,12 +256,6 @@ def _(dy: Tensor, other: Tensor, product: str, shape: Sequence[int], *_: Any) ->
     return dy.new_empty(shape)
 
 
-def _remember_convolution(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, *ctx.rest = inputs
-    ctx.save_for_backward(x, w)
-    ctx.quantizer = _quantizers.get(inputs[8])
-
-
 def _convolution_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     dx = dw = None
@@ -271,4 +266,4 @@ def _convolution_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return (dx, dw, *[None] * len(ctx.rest))
 
 
-convolution.register_autograd(_convolution_backward, setup_context=_remember_convolution)
+convolution.register_autograd(_convolution_backward, setup_context=_remember)

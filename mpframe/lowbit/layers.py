@@ -1,4 +1,4 @@
-"""What the products of a layer are computed in, in words: for the dtype map."""
+"""The words for what a layer's products are computed in, for the dtype map."""
 
 from collections.abc import Iterable, Iterator
 

@@ -29,19 +29,12 @@ from mpframe.lowbit.scaling import Axes, Quantization, rounded, scaled, transfor
 
 @dataclass(frozen=True)
 class Parts:
-    """An operand of a matrix product; whichever side it is on, each row is summed over.
-
-    Attributes:
-        how: it was quantised.
-        elements: float32 [rows, summed], numbers that the format holds.
-        scales: float32 [rows, blocks of a row]; 1 x 1 for a tensor. nan beside inf and nan.
-        whole: 0-d float32, the factor of the tensor in each scale that is held in e4m3.
-    """
+    """An operand of a matrix product; whichever side it is on, each row is summed over."""
 
     how: Quantization
-    elements: Tensor
-    scales: Tensor
-    whole: Tensor | None = None
+    elements: Tensor  # float32 [rows, summed], numbers that the format holds
+    scales: Tensor  # float32 [rows, blocks of a row]; 1 x 1 for a tensor; nan beside inf and nan
+    whole: Tensor | None = None  # 0-d float32, the tensor's factor in scales that are in e4m3
 
     def values(self, free: int = 0) -> Tensor:
         """Return what `quantize` gives: float32, of 2 axes; the rows are along the axis `free`."""
@@ -57,20 +50,20 @@ def take_apart(
     draw: Draw | None = None,
     known_amax: Tensor | None = None,
 ) -> Parts:
-    """Quantise `values`, float32 of 2 axes; all arguments are those of `quantize`."""
+    """Quantise `values`, float32 of 2 axes; takes the arguments of `quantize`."""
     if values.stride(0) < values.stride(1):
         values, axes = values.t(), axes.permuted((1, 0))
-    own = scaled(transformed(values, axes, how), axes, how, known_amax)
-    elements = rounded(replace(own, scale=torch.ones_like(own.scale)), how, draw)
+    split = scaled(transformed(values, axes, how), axes, how, known_amax)
+    elements = rounded(replace(split, scale=torch.ones_like(split.scale)), how, draw)
     elements = elements.view(values.shape)
     blocks = values.shape[axes.contracted[0]] // how.block if how.per == "block" else 1
     if axes.free == 0:
-        scales = own.scale.reshape(-1, blocks)
+        scales = split.scale.reshape(-1, blocks)
     else:
-        elements, scales = elements.t(), own.scale.reshape(blocks, -1).t()
+        elements, scales = elements.t(), split.scale.reshape(blocks, -1).t()
     if how.per == "block":
         scales = scales.repeat_interleave(how.across, 0)
-    return Parts(how, elements, scales, own.whole)
+    return Parts(how, elements, scales, split.whole)
 
 
 TENSOR, ROW = ScalingType.TensorWise, ScalingType.RowWise
@@ -117,17 +110,17 @@ def multiply(left: Parts, right: Parts) -> Tensor:
     return y[: len(left.elements), : len(right.elements)].contiguous()
 
 
-def codes_of(own: Parts) -> Tensor:
+def codes_of(parts: Parts) -> Tensor:
     """Return the elements as they are stored, two of e2m1 in a byte, with zeros behind and below.
 
     Rows, and bytes in a row, are multiples of 16.
     """
-    if own.how.format == _E2M1:
+    if parts.how.format == _E2M1:
         dtype = torch.float4_e2m1fn_x2
-        stored = _packed(own.elements)
+        stored = _packed(parts.elements)
     else:
-        dtype = _FP8[own.how.format]
-        stored = own.elements.to(dtype).contiguous().view(torch.uint8)
+        dtype = _FP8[parts.how.format]
+        stored = parts.elements.to(dtype).contiguous().view(torch.uint8)
     rows, length = stored.shape
     return F.pad(stored, (0, -length % _ALIGNED, 0, -rows % _ALIGNED)).view(dtype)
 
@@ -140,18 +133,18 @@ def _packed(elements: Tensor) -> Tensor:
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def scales_of(own: Parts, kind: ScalingType) -> list[Tensor]:
+def scales_of(parts: Parts, kind: ScalingType) -> list[Tensor]:
     """Return the scales as a product of this kind takes them, for rows padded as by `codes_of`."""
     if kind is TENSOR:
-        return [own.scales.reshape(())]
+        return [parts.scales.reshape(())]
     if kind is ROW:
         # A column with strides of 1: kernels look at both, though the second is never used.
-        return [F.pad(own.scales.flatten(), (0, -len(own.scales) % _ALIGNED))[:, None]]
-    scales = own.scales.repeat_interleave(own.how.block // _LENGTH[kind], 1)
-    if own.whole is None:
+        return [F.pad(parts.scales.flatten(), (0, -len(parts.scales) % _ALIGNED))[:, None]]
+    scales = parts.scales.repeat_interleave(parts.how.block // _LENGTH[kind], 1)
+    if parts.whole is None:
         return [swizzled(scales.to(torch.float8_e8m0fnu))]
     # e4m3 has few enough numbers for the quotient, though rounded, to be nearest to the right one.
-    return [swizzled((scales / own.whole).to(torch.float8_e4m3fn)), own.whole]
+    return [swizzled((scales / parts.whole).to(torch.float8_e4m3fn)), parts.whole]
 
 
 def swizzled(scales: Tensor) -> Tensor:

@@ -29,12 +29,12 @@ def count_noise(
         beyond = values.abs() > how.format.max
         highest = lowest = values.new_zeros((), dtype=torch.float64)
     else:
-        own = scaled(values, axes, how, known_amax)
-        beyond = (own.blocks * own.inverse).abs() > how.format.max
-        octaves = own.scale.double().log2()
+        split = scaled(values, axes, how, known_amax)
+        beyond = (split.blocks * split.inverse).abs() > how.format.max
+        octaves = split.scale.double().log2()
         # A block of zeros has the smallest scale that there is, and says nothing.
-        highest = octaves.where(own.amax > 0, -math.inf).amax()
-        lowest = octaves.where(own.amax > 0, math.inf).amin()
+        highest = octaves.where(split.amax > 0, -math.inf).amax()
+        lowest = octaves.where(split.amax > 0, math.inf).amin()
     signal, noise = (t.square().sum(dtype=torch.float64) for t in (values, quantized - values))
     count = torch.full_like(signal, values.numel())
     return torch.stack([count, signal, noise, beyond.sum(), lost.sum(), highest, lowest])

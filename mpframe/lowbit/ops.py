@@ -353,8 +353,8 @@ class ProductOp:
         run: Callable[..., Any] = partial(self._run, self._call(given, (args, kwargs)))
         if not torch.compiler.is_compiling():
             run = shown(func, run)
-        y = run(*args, **kwargs)
-        return y if self.half is None else map_tensors(self._result, y)
+        y, half = run(*args, **kwargs), self.half
+        return y if half is None else map_tensors(lambda tensor: rounded(tensor, half), y)
 
     def _call(self, given: tuple[Args, Kwargs], made: tuple[Args, Kwargs]) -> Call:
         if self._first is None:
@@ -376,9 +376,6 @@ class ProductOp:
         if self.half is None or tensor.dtype not in CASTABLE:
             return tensor
         return half_values(tensor, self.half)
-
-    def _result(self, tensor: Tensor) -> Tensor:
-        return tensor if self.half is None else rounded(tensor, self.half)
 
 
 def shown(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -98,8 +98,8 @@ def _layers(
     for layer in range(num_layers):
         outputs = []
         for way in range(ways):
-            own = params[count * len(last) :][:count]
-            direction = _Direction(linear, _GATES[kind], own, has_biases)
+            weights = params[count * len(last) :][:count]
+            direction = _Direction(linear, _GATES[kind], weights, has_biases)
             output, state = direction.run(rows, sizes, states[len(last)], way == 1)
             outputs.append(output)
             last.append(state)

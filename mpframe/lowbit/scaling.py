@@ -40,34 +40,23 @@ _PIECE = 2**20
 class Quantization:
     """How one operand of a product is quantised. `recipe.py` reads and checks it.
 
-    Args:
-        format: of the elements.
-        per: what shares a scale: `tensor`, `row` or `block`.
-        block: values in a block, along the axis that is summed over.
-        across: values in a block along the other axis.
-        scale: what holds the scales: `fp32`, `e8m0`, `e4m3` or `none`.
-        rule: how e8m0 rounds the exponent. With amax the largest magnitude of the block: `floor`:
-            that of amax less that of the format's largest number, so that the largest values may
-            saturate (the MX specification); `ceil`: that of amax rounded up, less the same;
-            `even`: as floor, of amax rounded to the format's mantissa; `rceil`: that of amax /
-            the largest number, rounded up, so that nothing saturates.
-        rounding: `nearest`, or `stochastic`, whose mean is the value.
-        hadamard: size of the blocks of a random Hadamard transform before all this; 0: none.
-        history: the fp32 scale of a tensor comes from the largest amax of so many optimizer steps
-            before this one; 0: from the tensor itself.
-        margin: octaves that are left free above the largest value of the history.
+    The rules of e8m0 round the exponent of a scale. With amax the largest magnitude of the block:
+    `floor` takes the exponent of amax less that of the format's largest number, so that the largest
+    values may saturate (the MX specification); `ceil` rounds that of amax up first; `even` is as
+    floor, of amax rounded to the format's mantissa; `rceil` rounds up that of amax / the largest
+    number, so that nothing saturates.
     """
 
-    format: ElementFormat
-    per: str = "tensor"
-    block: int = 32
-    across: int = 1
-    scale: str = "fp32"
+    format: ElementFormat  # of the elements
+    per: str = "tensor"  # what shares a scale
+    block: int = 32  # values in a block, along the axis that is summed over
+    across: int = 1  # values in a block along the other axis
+    scale: str = "fp32"  # what holds the scales
     rule: str = "rceil"
-    rounding: str = "nearest"
-    hadamard: int = 0
-    history: int = 0
-    margin: int = 0
+    rounding: str = "nearest"  # or `stochastic`, whose mean is the value
+    hadamard: int = 0  # size of the blocks of a random transform before all this; 0: none
+    history: int = 0  # take the largest amax of so many optimizer steps before; 0: its own
+    margin: int = 0  # octaves that are left free above the largest value of the history
 
     def draws(self, draw: Draw | None) -> Draw | None:
         """Return `draw` if the rounding is stochastic."""
@@ -149,21 +138,13 @@ def transformed(values: Tensor, axes: Axes, how: Quantization) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Values, and the scales that some of them share.
+    """Values, and the scales that some of them share; nan beside inf and nan."""
 
-    Attributes:
-        blocks: the values, in a shape with axes for what is shared.
-        amax: the largest magnitude among those that share a scale; it broadcasts to `blocks`.
-        scale: likewise; nan beside inf and nan, as the following.
-        inverse: what the values are multiplied by before they are rounded.
-        whole: 0-d, the fp32 factor of the tensor in each scale, if they are held in e4m3.
-    """
-
-    blocks: Tensor
-    amax: Tensor
-    scale: Tensor
-    inverse: Tensor
-    whole: Tensor | None
+    blocks: Tensor  # the values, in a shape with axes for what is shared
+    amax: Tensor  # the largest magnitude among those that share a scale; broadcasts to `blocks`
+    scale: Tensor  # likewise
+    inverse: Tensor  # what the values are multiplied by before they are rounded
+    whole: Tensor | None  # 0-d, the fp32 factor of the tensor in each scale, if they are in e4m3
 
 
 def scaled(
@@ -175,14 +156,15 @@ def scaled(
     return Scaled(blocks, amax, *_scale(amax, how, known_amax))
 
 
-def rounded(own: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
+def rounded(split: Scaled, how: Quantization, draw: Draw | None) -> Tensor:
     """Divide the values by their scales, round, and multiply again, in the shape of blocks."""
-    blocks, format, draw = own.blocks, how.format, how.draws(draw)
+    blocks, format, draw = split.blocks, how.format, how.draws(draw)
     if not blocks.is_cpu or blocks.numel() < 2 * _PIECE:
-        return round_finite_(blocks * own.inverse, format, draw).mul_(own.scale)
+        return round_finite_(blocks * split.inverse, format, draw).mul_(split.scale)
     elements = torch.empty_like(blocks, memory_format=torch.contiguous_format)
     pieces = -(-blocks.numel() // _PIECE)
-    shared = (t.expand(len(blocks), *t.shape[1:]).chunk(pieces) for t in (own.inverse, own.scale))
+    factors = split.inverse, split.scale
+    shared = (t.expand(len(blocks), *t.shape[1:]).chunk(pieces) for t in factors)
     for values, inverse, scale, out in zip(
         blocks.chunk(pieces), *shared, elements.chunk(pieces), strict=True
     ):

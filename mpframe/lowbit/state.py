@@ -1,4 +1,4 @@
-"""What the products of a run carry from step to step: random numbers, and the amax of steps before.
+"""The state of a run's products from step to step: random numbers, and the amax of steps before.
 
 Both are part of a checkpoint, so a resumed run rounds as the run it goes on with.
 """
@@ -24,18 +24,14 @@ class AmaxHistory:
     What is seen between two steps counts as one: the micro-batches of an accumulated step, and the
     forward pass that a checkpointed module runs again, have one scale. A step in which nothing was
     seen, or nothing but zeros and what is not finite, does not count.
-
-    Attributes:
-        past: float32, of each step, the latest first; 0: not there yet.
-        present: 0-d float32, of the step that is running; 0: nothing was seen.
-        not_agreed: whether something was seen since the ranks agreed.
     """
 
     def __init__(self, past: Tensor, present: Tensor | None = None) -> None:
-        self.past = past
+        self.past = past  # float32, of each step, the latest first; 0: not there yet
+        # 0-d float32, of the step that is running; 0: nothing was seen.
         self.present = past.new_zeros(()) if present is None else present
         self._step = -1
-        self.not_agreed = False
+        self.not_agreed = False  # whether something was seen since the ranks agreed
 
     def amax(self, now: Tensor, record: bool) -> Tensor:
         """Return the largest of the past; `now`, the tensor's amax, as long as there is none."""
@@ -78,7 +74,7 @@ class ProductState:
         self._generators: dict[str, torch.Generator] = {}
         self._histories: dict[str, AmaxHistory] = {}
         self._names: dict[int, str] = {}  # by the id of a weight that lives
-        self._matrices: dict[str, None] = {}  # the names of those of several axes
+        self._matrices: dict[str, None] = {}  # the names of weights of several axes
         self._step, self._device = -1, torch.device("cpu")  # of what was recorded last
 
     def learn_names(self, model: nn.Module) -> None:
@@ -119,7 +115,7 @@ class ProductState:
         return history.amax(now, record)
 
     def agree(self, comm: Comm, length: int) -> None:
-        """Let all ranks have the histories of one process that sees the samples of all.
+        """Give all ranks the histories of one process that sees the samples of all.
 
         All ranks of `comm` call it once in each step, behind the backward pass. A weight that only
         one rank has used gets a history on the others.

@@ -1,4 +1,4 @@
-"""What a run writes down: curves, tables, its summary and where it happened.
+"""The records of a run: curves, tables, its summary and where it happened.
 
 Begin with tracker.py, which writes TensorBoard's event file, and summary.py.
 

@@ -4,7 +4,7 @@
     10,0,2.1840832,...,,
     22,1,1.7345678,...,1.7234567,0.61388888
 
-The columns are those of the first start and, behind them, those that a later start added.
+The columns are the first start's and, behind them, the ones that a later start added.
 """
 
 import csv

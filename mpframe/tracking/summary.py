@@ -32,68 +32,37 @@ class Status(StrEnum):
 
 @dataclass(kw_only=True)
 class Summary:
-    """How a run ended. None: the run never measured it.
-
-    Attributes:
-        status: how the run ended; `reason` says why in one line if that is not `finished`, if most
-            steps were skipped, or if a callback ended the run early.
-        steps: optimizer steps that moved the weights.
-        skipped_steps: steps whose gradients were not finite; they are not among `steps`.
-        epochs: whole passes over the training data.
-        train_loss: unscaled mean loss of the last logged step.
-        val_loss: mean loss of the last validation.
-        monitor: what shows progress: the name of a metric, or `loss`.
-        metric: name of the monitored metric, e.g. `accuracy`, or else of the first one; the file
-            calls the value `val_<metric>`.
-        val_metric: its value at the last validation.
-        best: the best value of the monitored metric; None if the metric has no direction.
-        best_step: `global_step` of its validation, skipped steps counted.
-        other_metrics: the values of the others, by name; `val_<name>` in the file.
-        test_loss: mean loss of the test samples, measured once when the run is finished; None if
-            the dataset has none.
-        test_metrics: the metrics of the test, by name; `test_<name>` in the file.
-        tested: whose weights were tested: `best`, those of the best checkpoint that was kept, or
-            `last`.
-        seconds: wall time of the run, validation and test included, over all its starts.
-        samples: training samples in the steps tried, over all starts.
-        train_seconds: what those steps took, without validating and saving; `samples_per_second`
-            is `samples` over it, `median_step_seconds` the median over the steps tried.
-        peak_memory_bytes: the most memory in use at once.
-        dtype: `fp32`, `mixed` or `amp`; `half` is its 16-bit format, None for `fp32`.
-        loss_scaling: name of the scaling; `final_scale` is its last scale, None for `none`;
-            by name if each of several losses has a scaler.
-        seed, device, torch: needed to repeat the run.
-    """
+    """How a run ended. None: the run never measured it."""
 
     status: Status
-    steps: int
-    skipped_steps: int
-    epochs: int
-    train_loss: float | None = None
-    val_loss: float | None = None
-    monitor: str | None = None
-    metric: str | None = None
-    val_metric: float | None = None
-    best: float | None = None
-    best_step: int | None = None
-    other_metrics: dict[str, float] = field(default_factory=dict)
-    test_loss: float | None = None
-    test_metrics: dict[str, float] = field(default_factory=dict)
-    tested: str | None = None
-    seconds: float
-    samples: int | None = None
-    train_seconds: float | None = None
-    samples_per_second: float | None = None
-    median_step_seconds: float | None = None
-    peak_memory_bytes: int | None = None
-    dtype: str
-    half: str | None = None
-    loss_scaling: str
-    final_scale: float | dict[str, float] | None = None
+    steps: int  # optimizer steps that moved the weights
+    skipped_steps: int  # Their gradients were not finite; they are not among `steps`.
+    epochs: int  # whole passes over the training data
+    train_loss: float | None = None  # unscaled mean loss of the last logged step
+    val_loss: float | None = None  # mean loss of the last validation
+    monitor: str | None = None  # what shows progress: the name of a metric, or `loss`
+    metric: str | None = None  # the monitored metric, e.g. `accuracy`, or else the first one
+    val_metric: float | None = None  # its value at the last validation; `val_<metric>` in the file
+    best: float | None = None  # the monitored metric's best value; None if it has no direction
+    best_step: int | None = None  # `global_step` of its validation, skipped steps counted
+    other_metrics: dict[str, float] = field(default_factory=dict)  # `val_<name>` in the file
+    test_loss: float | None = None  # mean loss of the test samples, measured once at the end
+    test_metrics: dict[str, float] = field(default_factory=dict)  # `test_<name>` in the file
+    tested: str | None = None  # whose weights: `best`, of the best kept checkpoint, or `last`
+    seconds: float  # wall time of the run, validation and test included, over all its starts
+    samples: int | None = None  # training samples in the steps tried, over all starts
+    train_seconds: float | None = None  # what these took, without validating and saving
+    samples_per_second: float | None = None  # `samples` over `train_seconds`
+    median_step_seconds: float | None = None  # over the steps tried
+    peak_memory_bytes: int | None = None  # the most memory in use at once
+    dtype: str  # `fp32`, `mixed` or `amp`
+    half: str | None = None  # its 16-bit format, None for `fp32`
+    loss_scaling: str  # name of the scaling
+    final_scale: float | dict[str, float] | None = None  # the last scale, or one for each loss
     seed: int
     device: str
     torch: str
-    reason: str | None = None
+    reason: str | None = None  # if not finished, mostly skipped, or ended by a callback
 
     @property
     def monitored(self) -> float | None:

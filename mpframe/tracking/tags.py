@@ -18,7 +18,7 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a tag shows: a title, a sentence without a full stop, and a unit, or `none`."""
+    """The meaning of a tag: a title, a sentence without a full stop, and a unit, or `none`."""
 
     title: str
     text: str
@@ -157,7 +157,7 @@ class Tag(StrEnum):
 
     @property
     def meaning(self) -> Meaning:
-        """What the tag shows."""
+        """The title, the sentence and the unit of the tag."""
         return _MEANINGS[self]
 
     def of(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""What TensorBoard sees of a run: curves, texts, hyperparameters, and a page of charts.
+"""TensorBoard's view of a run: curves, texts, hyperparameters, and a page of charts.
 
 Everything of a run goes into one event file, an append-only list of records
 

@@ -22,7 +22,7 @@ from mpframe.core.ranges import NOT_NEGATIVE, require, require_whole
 from mpframe.core.tree import to_fp32
 from mpframe.core.user_code import UserCode, described
 from mpframe.data.loading import keyed_uniform
-from mpframe.data.samples import Generated, Kept
+from mpframe.data.samples import Generated
 from mpframe.data.task import Task
 from mpframe.models import require_dropout, require_sizes
 
@@ -141,7 +141,7 @@ def phonemes(
     require("dataset.noise", noise, NOT_NEGATIVE)
     spectra = _spectra(classes, features, data_seed)
     parts = [
-        Kept(Phonemes(count, spectra, max_labels, noise, (data_seed, part)), cache_bytes)
+        Phonemes(spectra, max_labels, count, (data_seed, part), noise, cache_bytes)
         for part, count in enumerate(counts.values())
     ]
     return Task(parts[0], parts[1], ctc, LabelErrorRate, padded, test=parts[2])
@@ -155,10 +155,8 @@ class Phonemes(Generated):
 
     things = "sequences"
 
-    def __init__(
-        self, count: int, spectra: Array, max_labels: int, noise: float, key: tuple[int, ...]
-    ) -> None:
-        super().__init__(count, key, noise)
+    def __init__(self, spectra: Array, max_labels: int, *generated: Any) -> None:
+        super().__init__(*generated)
         self._spectra, self._max_labels = spectra, max_labels
 
     def drawn(self, index: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import tensors_in
 from mpframe.data import Task
-from mpframe.data.samples import Kept
+from mpframe.data.samples import Generated
 from mpframe.workloads.detection.data import scenes
 from mpframe.workloads.segmentation.data import shapes
 from mpframe.workloads.speech import phonemes
@@ -21,35 +21,32 @@ SMALL: dict[Any, dict[str, Any]] = {
 }
 
 
-class Made:
+class Made(Generated):
     """Samples of 12 bytes, with a note of each that was made."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache_bytes: int) -> None:
+        super().__init__(4, (0,), 0.0, cache_bytes)
         self.made: list[int] = []
 
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def drawn(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         self.made.append(index)
         return torch.full((2,), float(index)), {"label": torch.tensor(index, dtype=torch.int32)}
 
 
 @pytest.mark.parametrize(("cache_bytes", "again"), [(48, []), (47, [3]), (11, [0, 1, 2, 3])])
 def test_samples_are_made_once_as_long_as_they_fit(cache_bytes: int, again: list[int]) -> None:
-    made = Made()
-    kept = Kept(made, cache_bytes)
+    kept = Made(cache_bytes)
     assert len(kept) == 4
     for epoch in (0, 1):
         for index in range(4):
             values, rest = kept[index]
             assert torch.equal(values, torch.full((2,), float(index)))
             assert int(rest["label"]) == index
-        assert made.made == list(range(4)) + again * epoch
+        assert kept.made == list(range(4)) + again * epoch
 
 
 def test_writing_into_a_sample_changes_no_later_one() -> None:
-    kept = Kept(Made(), 48)
+    kept = Made(48)
     for _ in range(2):
         values, rest = kept[2]
         assert (values.tolist(), int(rest["label"])) == ([2.0, 2.0], 2)

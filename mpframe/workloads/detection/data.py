@@ -16,7 +16,7 @@ from torchvision.ops import box_iou
 
 from mpframe.core.ranges import NOT_NEGATIVE, require, require_whole
 from mpframe.data.facts import require_facts
-from mpframe.data.samples import Generated, Kept
+from mpframe.data.samples import Generated
 from mpframe.data.task import Task
 from mpframe.workloads.detection.model import detection
 
@@ -123,7 +123,7 @@ def scenes(
         require_whole(f"dataset.{name}", size, least.get(name, 1))
     require("dataset.noise", noise, NOT_NEGATIVE)
     parts = [
-        Kept(Scenes(count, image_size, max_objects, noise, (data_seed, part)), cache_bytes)
+        Scenes(image_size, max_objects, count, (data_seed, part), noise, cache_bytes)
         for part, count in enumerate(counts.values())
     ]
     rest: dict[str, Any] = {"test": parts[2], "class_names": CLASSES}
@@ -131,7 +131,7 @@ def scenes(
 
 
 class Scenes(Generated):
-    """Images [3, side, side] float32 and their targets; the arguments are those of `scenes`.
+    """Images [3, side, side] float32 and their targets; the arguments are explained in `scenes`.
 
     A target has `boxes` [n, 4] float32, (left, top, right, bottom) in pixels, and `labels` [n]
     int64, 1 to 3; n >= 1.
@@ -139,10 +139,8 @@ class Scenes(Generated):
 
     things = "scenes"
 
-    def __init__(
-        self, count: int, side: int, max_objects: int, noise: float, key: tuple[int, ...]
-    ) -> None:
-        super().__init__(count, key, noise)
+    def __init__(self, side: int, max_objects: int, *generated: Any) -> None:
+        super().__init__(*generated)
         self._side, self._max_objects = side, max_objects
 
     def drawn(self, index: int) -> tuple[Tensor, Target]:

@@ -24,7 +24,7 @@ from mpframe.data.image_files import decode, list_unlabelled, opened
 from mpframe.data.images import Normalize, spread
 from mpframe.data.loading import keyed_uniform
 from mpframe.data.metrics import Dice, IoU
-from mpframe.data.samples import Generated, Kept
+from mpframe.data.samples import Generated
 from mpframe.data.task import Task
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 
@@ -328,7 +328,7 @@ def shapes(
     require_whole("dataset.images", images, least=1)
     require_whole("dataset.most_shapes", most_shapes, least=1)
     train, val, test = (
-        Kept(Shapes(count, (channels, image_size), most_shapes, key), cache_bytes)
+        Shapes(count, (channels, image_size), most_shapes, key, cache_bytes)
         for key, count in enumerate((images, max(1, images // 10), max(1, images // 10)))
     )
     return segmentation(train, val, test, class_names=NAMES)
@@ -337,8 +337,10 @@ def shapes(
 class Shapes(Generated):
     """Pictures [channels, side, side], float32, about -1 to 1, and classes [side, side], int64."""
 
-    def __init__(self, count: int, shape: tuple[int, int], most_shapes: int, key: int) -> None:
-        super().__init__(count, (key,), _NOISE)
+    def __init__(
+        self, count: int, shape: tuple[int, int], most_shapes: int, key: int, cache_bytes: int
+    ) -> None:
+        super().__init__(count, (key,), _NOISE, cache_bytes)
         self._shape, self._most_shapes = shape, most_shapes
 
     def drawn(self, index: int) -> tuple[Tensor, Tensor]:
@@ -348,9 +350,13 @@ class Shapes(Generated):
         background, rows, noise = np.split(self.uniforms(sum(sizes), index), np.cumsum(sizes)[:2])
         image = np.broadcast_to(background[:, None, None], (channels, side, side)).copy()
         classes = np.zeros((side, side), dtype=np.int64)
+        middles = np.arange(side) + 0.5
         for there, kind, down, right, size, *colour in rows.reshape(-1, each):
             number = 1 + int(kind * len(_INSIDE))
-            inside = _INSIDE[number - 1](*_distances(side, down, right), (0.1 + 0.15 * size) * side)
+            radius = (0.1 + 0.15 * size) * side
+            inside = _INSIDE[number - 1](
+                middles[:, None] - down * side, middles - right * side, radius
+            )
             inside &= there < 0.75
             image[:, inside] = np.array(colour)[:, None]
             classes[inside] = number
@@ -358,12 +364,7 @@ class Shapes(Generated):
         return torch.from_numpy((2 * image - 1).astype(np.float32)), torch.from_numpy(classes)
 
 
-def _distances(side: int, down: float, right: float) -> tuple[Array, Array]:
-    """Return pixels from a point to each pixel's middle, down [side, 1] and right [side]."""
-    middles = np.arange(side) + 0.5
-    return middles[:, None] - down * side, middles - right * side
-
-
+# By the pixels from a shape's middle to each pixel's, down [side, 1] and right [side].
 _INSIDE: tuple[Callable[[Array, Array, float], NDArray[np.bool_]], ...] = (
     lambda down, right, radius: down**2 + right**2 < radius**2,  # a disc
     lambda down, right, radius: np.maximum(abs(down), abs(right)) < radius,  # a square

@@ -230,7 +230,10 @@ def split_rows(name: str, when: NDArray[np.int64]) -> list[Tensor]:
     `name` is `hold_out`, for rows at random places, or `time`, for the last ones by `when` [rows]
     int64; rows of one time are in one part.
     """
-    splits = {"hold_out": _hold_out, "time": _by_time}
+    splits = {
+        "hold_out": lambda when: hold_out(torch.zeros_like(when), one_in=5, parts=2),
+        "time": _by_time,
+    }
     if name not in splits:
         hint = nearest(str(name), splits)
         raise ConfigError(
@@ -243,10 +246,6 @@ def split_rows(name: str, when: NDArray[np.int64]) -> list[Tensor]:
             f"validation and test part; give at least {_FEWEST_ROWS} rows"
         )
     return parts
-
-
-def _hold_out(when: Tensor) -> list[Tensor]:
-    return hold_out(torch.zeros_like(when), one_in=5, parts=2)
 
 
 def _by_time(when: Tensor) -> list[Tensor]:

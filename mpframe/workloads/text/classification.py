@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from mpframe.data.metrics import Accuracy
 from mpframe.data.samples import hold_out
 from mpframe.data.task import Task
 from mpframe.files import read_regular
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 def padded(samples: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, Tensor]:
@@ -116,7 +113,8 @@ def _trained(texts: Sequence[str], vocab_size: int) -> list[str]:
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     # Single characters are given, because tokenizers numbers those within a word by chance.
-    characters = _characters(texts, tokenizer)
+    letters = set().union(*(tokenizer.normalizer.normalize_str(text) for text in texts))
+    characters = sorted(letter for letter in letters if not letter.isspace())
     given = [*_SPECIAL, *characters, *(f"##{character}" for character in characters)]
     if len(given) > vocab_size:
         raise ConfigError(
@@ -129,12 +127,6 @@ def _trained(texts: Sequence[str], vocab_size: int) -> list[str]:
     tokenizer.train_from_iterator(texts, trainer)
     numbers = tokenizer.get_vocab()
     return sorted(numbers, key=numbers.__getitem__)
-
-
-def _characters(texts: Sequence[str], tokenizer: "Tokenizer") -> list[str]:
-    normalizer = tokenizer.normalizer
-    found = set().union(*(normalizer.normalize_str(text) for text in texts))
-    return sorted(character for character in found if not character.isspace())
 
 
 def read_text(option: str, path: Path, most: int, way_out: str) -> str:

@@ -202,7 +202,7 @@ class RandomWindows(_Windows):
     seed, epoch = 0, 0
 
     def set_epoch(self, seed: int, epoch: int) -> None:
-        """Let sample i begin where (seed, epoch, i) says, from now on."""
+        """Begin sample i where (seed, epoch, i) says, from now on."""
         self.seed, self.epoch = seed, epoch
 
     def starts(self, indices: Numbers) -> Numbers:
