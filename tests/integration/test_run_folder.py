@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,15 @@ def test_a_record_alone_is_one_too(start_run: StartRun, done: Path, lost: str) -
     """Its checkpoints deleted to save space, or its curves."""
     for path in done.glob(lost):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = content(done)
+    with pytest.raises(MpframeError):
+        start_run(done, *OPTIONS, "resume=auto", "model._target_=noisy.nothing")
+    assert content(done) == before
+
+
+def test_a_record_of_skipped_steps_is_one_too(start_run: StartRun, done: Path) -> None:
+    shutil.rmtree(done / "checkpoints")
+    replace(Summary.read(done), steps=0, skipped_steps=8).write(done)
     before = content(done)
     with pytest.raises(MpframeError):
         start_run(done, *OPTIONS, "resume=auto", "model._target_=noisy.nothing")

@@ -877,6 +877,17 @@ class TestSaturation:
             "ops.modules=...:fp32"
         )
 
+    def test_the_layers_with_most_of_them_come_first(self) -> None:
+        model = nn.Sequential(*(nn.Linear(4, 1, bias=False) for _ in range(4)))
+        with torch.no_grad():
+            for count, layer in enumerate(model, start=1):
+                layer.weight[0, :count] = 1e5
+        _, wrapped = Precision("mixed").prepare(model, torch.optim.SGD(model.parameters()))
+        said = saturation_warning(wrapped, model)
+        assert said is not None
+        assert "10 weights" in said
+        assert "(3.weight, 2.weight, 1.weight, ...)" in said
+
     def test_silent_otherwise(self) -> None:
         for mode in ("fp32", "mixed", "amp"):
             model = nn.Linear(2, 2)

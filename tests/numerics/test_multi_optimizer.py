@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from mpframe import Backoff, LogMax, Precision, Static, Trainer
 from mpframe.core.callback import Batch
-from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.errors import CheckpointError, ConfigError, DivergedError
 from mpframe.core.objective import Objective, StepOutput, supervised
-from mpframe.training.callbacks.guards import saturation_warning
+from mpframe.training.callbacks.guards import SkipGuard, saturation_warning
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
@@ -325,6 +325,19 @@ def broken(objective: Objective) -> Objective:
         return replace(output, loss=output.loss * INF)
 
     return spoiled
+
+
+def test_a_run_that_only_skips_names_the_part_that_did() -> None:
+    objectives = {**OBJECTIVES, "generator": broken(OBJECTIVES["generator"])}
+    trainer = gan_trainer(objectives=objectives)
+    trainer.callbacks = {"guard": SkipGuard(3)}
+    part = r"optimizer\.parts\.generator"
+    said = rf"^trainer\.max_consecutive_skips=3 reached by {part}: the loss itself"
+    first, second, third = images(3)
+    trainer.train_step(first)
+    trainer.train_step(second)
+    with pytest.raises(DivergedError, match=said):
+        trainer.train_step(third)
 
 
 def state_of(trainer: Trainer, name: str) -> Any:

@@ -362,6 +362,15 @@ def test_evaluation_in_fp32_is_that_of_the_masters(mode: str, half: str) -> None
     assert measured == float((losses[0] * 8 + losses[1] * 8) / 16)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_leaves_the_mode_of_the_model(training: bool) -> None:
+    trainer = make_trainer("fp32")
+    trainer.evaluator = Evaluator()
+    trainer.model.train(training)
+    trainer.evaluate(TwoBatches())
+    assert trainer.model.training is training
+
+
 @pytest.mark.parametrize("eval_half", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("mode", "half"), MODES)
 def test_evaluation_has_a_precision_of_its_own(mode: str, half: str, eval_half: str) -> None:

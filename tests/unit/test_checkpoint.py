@@ -68,6 +68,12 @@ def test_the_best_stay_besides_the_newest(tmp_path: Path, higher: bool, kept: li
     assert names(tmp_path) == [f"step_{n:08d}" for n in kept]
 
 
+def test_of_two_equal_ones_the_older_is_the_best(tmp_path: Path) -> None:
+    for global_step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.9)):
+        save(tmp_path, global_step, accuracy)
+    assert [path.name for path in best_in(tmp_path, 1)] == ["step_00000002"]
+
+
 def test_what_was_never_validated_or_is_nan_is_no_best(tmp_path: Path) -> None:
     facts = {"validation": {"metric": "m", "value": None, "higher_is_better": True}}
     checkpoint.save(tmp_path, Snapshot(1, STATE, facts=facts))

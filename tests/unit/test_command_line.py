@@ -16,6 +16,7 @@ from time_limit import time_limit
 
 from mpframe.cli import job as job_module
 from mpframe.cli.commands import train
+from mpframe.config import command_line
 from mpframe.config.command_line import jobs, prepare
 from mpframe.config.locations import CONF
 from mpframe.config.overrides import parsed, stand_ins, word_of
@@ -174,6 +175,17 @@ def own_folder(tmp_path: Path) -> Path:
     shutil.copy(CONF / "dtype" / "amp.yaml", tmp_path / "dtype" / "special.yaml")
     (tmp_path / "recipe" / "short.yaml").write_text("# @package _global_\ntrainer: {epochs: 1}\n")
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "rate"), [([], 1.0), (["hydra.sweeper.max_failure_rate=0.5"], 0.5)]
+)
+def test_a_search_goes_on_after_a_trial_that_fails(given: list[str], rate: float) -> None:
+    """As Optuna's sweeper has it: 0.0 unless it is given."""
+    sweeper = {"max_failure_rate": 0.5 if given else 0.0}
+    config = OmegaConf.create({"hydra": {"overrides": {"hydra": given}, "sweeper": sweeper}})
+    command_line._let_trials_fail(config)
+    assert config.hydra.sweeper.max_failure_rate == rate
 
 
 @pytest.mark.parametrize("place", ["--config-dir={}", "hydra.searchpath=[file://{}]"])

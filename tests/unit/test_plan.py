@@ -60,3 +60,9 @@ def test_the_steps_left_are_those_that_follow(accumulate: int, max_steps: int | 
 def test_a_run_past_its_end_has_none_left() -> None:
     assert Plan(epochs=2).steps_left(Progress(epoch=3), 7) == 0
     assert Plan(epochs=2, max_steps=4).steps_left(Progress(steps=6), 7) == 0
+
+
+def test_the_numbers_of_a_plan_count_a_pass_in_part() -> None:
+    numbers = Plan(epochs=9, max_steps=5, accumulate=2).numbers(7)
+    assert numbers == {"total_steps": 5, "epochs": 2, "steps_per_epoch": 4}
+    assert Plan(max_steps=0).numbers(7) == {"total_steps": 1, "epochs": 1, "steps_per_epoch": 7}
