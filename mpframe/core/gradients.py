@@ -5,8 +5,7 @@
 
 Both are read without a copy. The update widens half gradients a few parameters at a time: first to
 fp32, then times one factor that unscales and clips. In half 2^-14 / 2^14 is 0; in fp32 it is exact.
-If there are only a few half gradients they become fp32 at once, because two passes would cost more
-calls than they save memory. fp32 gradients are unscaled and clipped in place.
+If there are only a few half gradients they become fp32 at once. fp32 ones are changed in place.
 
 The gradients of several micro-batches are summed in fp32 and averaged over the good ones,
 

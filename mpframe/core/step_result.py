@@ -9,15 +9,10 @@ from torch import Tensor
 
 
 class Verdict(NamedTuple):
-    """What the host knows of a step of one optimizer.
+    """What the host knows of a step of one optimizer."""
 
-    Attributes:
-        skipped: nothing was changed.
-        dropped: micro-batches that were left out.
-    """
-
-    skipped: bool
-    dropped: int
+    skipped: bool  # Nothing was changed.
+    dropped: int  # micro-batches that were left out
 
 
 def read(steps: Sequence[tuple[Tensor, Tensor | None]]) -> list[Verdict]:
@@ -67,11 +62,7 @@ class StepResult:
 
     @property
     def known(self) -> Verdict:
-        """The verdict, if it was read; of a step that a callback is called with, it was.
-
-        Raises:
-            RuntimeError: it was not read.
-        """
+        """The verdict; RuntimeError if it was not read. Before callbacks are called, it was."""
         if self.verdict is None:
             raise RuntimeError("the verdict on this step was not read yet: Trainer.read_verdicts")
         return self.verdict
