@@ -75,10 +75,9 @@ class StepResult:
         """Return whether any part was skipped: a bool if the host knows it, else 0-d bool."""
         if self.parts is None:
             return self.skipped if self.verdict is None else self.verdict.skipped
-        verdicts = [part.verdict for part in self.parts.values()]
-        if None not in verdicts:
-            return any(verdict and verdict.skipped for verdict in verdicts)
-        return any_of([part.skipped for part in self.parts.values()])
+        if self.verdict is None:
+            return any_of([part.skipped for part in self.parts.values()])
+        return any(part.known.skipped for part in self.parts.values())
 
 
 def any_of(verdicts: list[Tensor]) -> Tensor:
