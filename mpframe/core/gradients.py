@@ -40,7 +40,7 @@ class Gradients:
     """The gradients of a micro-batch or a step, sparse ones coalesced.
 
     Attributes:
-        by_master: those not popped yet: half ones still scaled, the others unscaled.
+        by_master: the ones not popped yet: half gradients still scaled, the others unscaled.
         values: their dense values in the same memory, without empty ones.
         half: the float16 and bfloat16 tensors in `values`.
         scale: what the half ones are divided by, 0-d on their device; 1.0: nothing.

@@ -25,7 +25,7 @@ _MASTERS: MutableMapping[Tensor, "Master"] = WeakTensorKeyDictionary()
 
 
 class _Seen:
-    """A half weight as its master last wrote it; at first none.
+    """A half weight as its master last wrote it; before that, no weight.
 
     `words` is a view of its bits; it keeps the memory, so that no other tensor gets this address.
     `bits` is a copy of them, or the sums of their rows if `summed`; None: values are not compared.

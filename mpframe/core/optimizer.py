@@ -1,8 +1,8 @@
 """A torch optimizer over fp32 masters, as the rest of torch sees it: groups, state, checkpoints.
 
 The optimizer steps one tensor for each parameter: its master if it is half, the rows that this rank
-holds if it is sharded, else the parameter itself. Schedulers and hooks meet the model's parameters,
-and all else that is the wrapped optimizer's, not copies. `MasterWeights` adds the step.
+holds if it is sharded, else the parameter itself. Schedulers see the model's own parameters in the
+groups, and share options and hooks with the wrapped optimizer. `MasterWeights` adds the step.
 """
 
 from collections import UserDict

@@ -135,7 +135,7 @@ class _CopyHook:
 
 
 def update_from_masters(update: Callable[..., None], averaged: nn.Module, model: nn.Module) -> None:
-    """Run torch's `AveragedModel.update_parameters` on the masters, but for averages in half."""
+    """Run torch's `AveragedModel.update_parameters` on masters; a half average gets the weight."""
     pairs = zip(averaged.parameters(), model.parameters(), strict=False)
     with fp32_weights(model, {weight for average, weight in pairs if average.dtype in HALF}):
         update(averaged, model)
