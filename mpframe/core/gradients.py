@@ -5,8 +5,7 @@
 
 Both are read without a copy. The update widens half gradients a few parameters at a time: first to
 fp32, then times one factor that unscales and clips. In half 2^-14 / 2^14 is 0; in fp32 it is exact.
-If there are only a few half gradients they become fp32 at once, because two passes would cost more
-calls than they save memory. fp32 gradients are unscaled and clipped in place.
+If there are only a few half gradients they become fp32 at once. fp32 ones are changed in place.
 
 The gradients of several micro-batches are summed in fp32 and averaged over the good ones,
 
@@ -41,7 +40,7 @@ class Gradients:
     """The gradients of a micro-batch or a step, sparse ones coalesced.
 
     Attributes:
-        by_master: those not popped yet: half ones still scaled, the others unscaled.
+        by_master: the ones not popped yet: half gradients still scaled, the others unscaled.
         values: their dense values in the same memory, without empty ones.
         half: the float16 and bfloat16 tensors in `values`.
         scale: what the half ones are divided by, 0-d on their device; 1.0: nothing.
@@ -224,7 +223,8 @@ class Accumulator:
             self._only = None
         if len(self._counts) == 1:  # As the only one a bad first micro-batch skips the step.
             bad = self._counts[0] == 0
-            self._sums = {master: _zero_where(bad, grad) for master, grad in self._sums.items()}
+            for gradient in self._sums.values():
+                _zero_if(bad, gradient)
             self._unit = torch.where(self._unit > 0, self._unit, 1.0)
         self._sum(gradients)
 
@@ -257,10 +257,11 @@ class Accumulator:
         if not self._amaxes:
             self._unit = count
         weight = (count / self._unit).float()
+        bad = added == 0
         for master in list(gradients.by_master):
             (gradient,) = gradients.pop_fp32([master])
             if self._amaxes:
-                gradient = _zero_where(added == 0, gradient)
+                _zero_if(bad, gradient)
                 gradient = _plus(self._sums.get(master), gradient, weight)
             self._sums[master] = gradient
         self._amaxes.append(gradients.amax)
@@ -303,14 +304,9 @@ def _plus(kept: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:
     return torch.addcmul(kept, gradient, weight)  # One pass over the memory, not two.
 
 
-def _zero_where(bad: Tensor, gradient: Tensor) -> Tensor:
-    """Return `gradient`, or zeros of its kind if `bad`."""
-    if not gradient.is_sparse:
-        return torch.where(bad, 0.0, gradient)
-    values = torch.where(bad, 0.0, gradient.values())
-    return torch.sparse_coo_tensor(
-        gradient.indices(), values, gradient.shape, is_coalesced=True, check_invariants=False
-    )
+def _zero_if(bad: Tensor, gradient: Tensor) -> None:
+    """Set a gradient to zeros, in place, if `bad`, 0-d."""
+    (gradient._values() if gradient.is_sparse else gradient).masked_fill_(bad, 0.0)
 
 
 def check_takes_sparse(optimizer: Optimizer, master: Tensor) -> None:

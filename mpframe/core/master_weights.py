@@ -11,19 +11,17 @@ goes over a bucket of parameters at a time, so few fp32 gradients exist at once.
 """
 
 import inspect
-from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from mpframe.core.comm import SINGLE_PROCESS, Comm
-from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.errors import ConfigError
 from mpframe.core.gradients import (
     Accumulator,
     Gradients,
@@ -34,15 +32,8 @@ from mpframe.core.gradients import (
     not_finite,
 )
 from mpframe.core.loss_scaling.scaler import LossScaler
-from mpframe.core.masters import (
-    Master,
-    Masters,
-    Pair,
-    load_weights,
-    master_class,
-    to_part,
-    to_sharded,
-)
+from mpframe.core.masters import Master, Pair, master_class
+from mpframe.core.optimizer import OptimizerWrapper
 from mpframe.core.step_result import StepResult, Verdict, read
 from mpframe.core.tree import HALF, is_waited_for
 from mpframe.core.widening import Frozen, frozen_beside, widen_turned, widen_written
@@ -58,14 +49,10 @@ _BY_PARAMETER = (
     "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
 )
 _STEPS_BY_PARAMETER = {getattr(torch.optim, name) for name in _BY_PARAMETER.split()}
-_WRAPPED: WeakSet[Optimizer] = WeakSet()  # Their parameters are masters.
 
 
-class MasterWeights(Optimizer):
+class MasterWeights(OptimizerWrapper):
     """Wraps a torch optimizer so that it updates fp32 masters of half parameters.
-
-    Schedulers and hooks meet it as an `Optimizer`. Its groups, state, defaults and hooks are the
-    wrapped optimizer's, not copies.
 
     Args:
         optimizer: any torch optimizer, over parameters of any mix of float32, float16, bfloat16,
@@ -98,18 +85,9 @@ class MasterWeights(Optimizer):
         *,
         keep_masters: bool | type[Master] = True,
     ) -> None:
-        if optimizer in _WRAPPED:
-            raise ConfigError(
-                f"optimizer={type(optimizer).__name__}: has its masters already; use what the "
-                "first call returned, or make a new optimizer"
-            )
-        self.optimizer = optimizer
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
-        self.skips_on_device: bool | None = None
         self.comm: Comm = SINGLE_PROCESS
-        self._masters = Masters(masters or {}, master_class(keep_masters))
-        self._registered = 0  # groups
         self._buckets: list[Bucket] = [[]]
         self._frozen: list[Frozen] = []
         self._steps = 0  # that have looked at the frozen weights
@@ -117,48 +95,7 @@ class MasterWeights(Optimizer):
         self._means: Gradients | None = None
         self._consumed = False
         self._tried_sparse: set[Tensor] = set()
-        self._share_with_wrapped()
-        self._register_groups()
-
-    @property
-    def param_groups(self) -> list[Any]:  # type: ignore[override]
-        """The wrapped optimizer's groups; their `params` are the model's own parameters."""
-        of = {master: parameter for parameter, master in self._masters.items()}
-        return [
-            ParamGroup(group, [of.get(master, master) for master in group["params"]])
-            for group in self.optimizer.param_groups
-        ]
-
-    @property
-    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """The wrapped optimizer's state, by the model's own parameters."""
-        of = {master: parameter for parameter, master in self._masters.items()}
-        return {of.get(master, master): state for master, state in self.optimizer.state.items()}
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters that require gradients, in the order of the groups."""
-        return [parameter for parameter in self._masters if parameter.requires_grad]
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Return whether `parameter` is in one of the groups."""
-        return parameter in self._masters
-
-    def master_of(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 tensor the update acts on: `parameter` itself if it is fp32.
-
-        For masters that have no memory between updates, return a copy.
-        """
-        return self._masters.fp32(parameter)
-
-    def optimizer_param(self, parameter: Tensor) -> Tensor:
-        """Return the tensor in the wrapped optimizer's groups, and state, for `parameter`."""
-        return self._masters[parameter]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer; its half parameters get masters."""
-        self.optimizer.add_param_group(param_group)
-        self._register_groups()
+        super().__init__(optimizer, masters or {}, master_class(keep_masters))
 
     def set_comm(self, comm: Comm) -> None:
         """Step together with other ranks; see `comm`."""
@@ -169,7 +106,7 @@ class MasterWeights(Optimizer):
         if len(self.optimizer.param_groups) > self._registered:
             self._register_groups()
         self.optimizer.zero_grad(set_to_none)
-        for parameter in self._masters.half:
+        for parameter in self._masters:
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -201,7 +138,7 @@ class MasterWeights(Optimizer):
         """Return a micro-batch's gradients, measured; parameters and masters are left without."""
         if len(self.optimizer.param_groups) > self._registered:  # No call: every step asks.
             self._register_groups()
-        gradients = measure_grads(self._masters.pop_grads(), scale, self._masters.device)
+        gradients = measure_grads(self._pop_grads(), scale, self._device)
         amax, sharding = gradients.amax, self.comm.sharding
         if sharding is not None:  # The ranks have summed the gradients, and average the count.
             count = self.comm.mean(as_count(count, amax.device))
@@ -232,8 +169,8 @@ class MasterWeights(Optimizer):
             amax: 0-d fp32, the largest magnitude on any rank; None: computed.
             before: 0-d fp32, the same before they were averaged, for the scaler; None without one.
         """
-        grads = {master: means[p] for p, master in self._masters.items() if p in means}
-        self._means = measure_grads(grads, 1.0, self._masters.device, amax)
+        grads = {master: means[p] for p, master in self._stepped.items() if p in means}
+        self._means = measure_grads(grads, 1.0, self._device, amax)
         if amax is None:
             self._means.amax = self.comm.max(self._means.amax)
         self._means.scaler_amax = before
@@ -314,13 +251,13 @@ class MasterWeights(Optimizer):
         for frozen in self._frozen:
             widen_written(frozen, self._steps)
         self._steps += 1
-        grads, device = self._masters.pop_grads(), self._masters.device
+        grads, device = self._pop_grads(), self._device
         if self._means is not None:
             gradients = self._means
         elif self._accumulator is not None:
             if grads:
                 self._accumulator.add(measure_grads(grads, scale, device))
-            gradients = self._accumulator.mean(self._masters.values(), self.comm)
+            gradients = self._accumulator.mean(self._stepped.values(), self.comm)
         else:
             gradients = measure_grads(grads, scale, device)
             gradients.no_new = self._consumed and not grads
@@ -354,92 +291,17 @@ class MasterWeights(Optimizer):
         # Fused kernels do not raise the counters that tell a kept cast that it is old.
         torch.autograd.graph.increment_version(moved)
         if verdict is not None and self.skips_on_device is None:
-            on_device = is_waited_for(self._masters.device) and _takes_found_inf(self.optimizer)
+            on_device = is_waited_for(self._device) and _takes_found_inf(self.optimizer)
             self.skips_on_device = on_device
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, in its own layout, and the `masters`.
-
-        They are listed in the groups' order, with None for a parameter that is its own.
-        """
-        self._register_groups()
-        masters = [self.master_of(p) if p in self._masters.half else None for p in self._masters]
-        return {**self.inner_state_dict(), "masters": masters}
-
-    def inner_state_dict(self) -> dict[str, Any]:
-        """Return only the wrapped optimizer's state, for masters that are kept by name."""
-        return self._masters.map_state(to_sharded, self.optimizer.state_dict())
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, also a plain optimizer's: without `masters` they stay as they are.
-
-        Raises:
-            CheckpointError: the state was made over other parameters; nothing is loaded.
-        """
-        self._register_groups()
-        state = dict(state_dict)
-        saved = state.pop("masters", [None for _ in self._masters])
-        stepped = self._masters.values()
-        if len(saved) != len(stepped) or any(
-            value is not None and value.shape != tensor.shape
-            for value, tensor in zip(saved, stepped, strict=True)
-        ):
-            raise CheckpointError(
-                f"optimizer state holds {len(saved)} masters, and not the shapes of the model's "
-                f"{len(stepped)}: load it into the model it was made with"
-            )
-        _check_group_names(state.get("param_groups", ()), self.optimizer.param_groups)
-        try:
-            self.optimizer.load_state_dict(self._masters.map_state(to_part, state))
-        except ValueError as error:
-            raise CheckpointError(
-                f"optimizer state: {error}; load it into the model it was made with"
-            ) from None
-        for (parameter, tensor), value in zip(self._masters.items(), saved, strict=True):
-            if value is not None and parameter in self._masters.half:
-                self._masters.half[parameter].start_from(parameter, value)
-            elif value is not None:
-                tensor.copy_(value)
-        self.skips_on_device = None
-
-    def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the fp32 tensor behind each parameter of `model`, by its name, if it has one."""
-        self._register_groups()
-        return self._masters.by_name(model)
-
-    @torch.no_grad()
-    def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Load parameters and buffers by name: masters exactly, half weights as their rounding.
-
-        Raises:
-            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is loaded.
-        """
-        load_weights(model, self.masters_by_name(model), weights)
-
     def _register_groups(self) -> None:
-        for group in self.optimizer.param_groups[self._registered :]:
-            self._masters.register(self.optimizer, group)
-            self._registered += 1
-            self.skips_on_device = None  # The new parameters have no state yet.
-            self._buckets = _in_buckets(self._masters.half.items(), self._masters.device)
-            beside = {id(frozen): frozen for frozen in map(frozen_beside, self._masters) if frozen}
-            self._frozen = list(beside.values())
-
-    def _share_with_wrapped(self) -> None:
-        """Hooks registered here are the wrapped optimizer's: they see the steps it takes."""
-        _WRAPPED.add(self.optimizer)
-        self.defaults = self.optimizer.defaults
-        vars(self).update({k: v for k, v in vars(self.optimizer).items() if k.endswith("_hooks")})
+        if len(self.optimizer.param_groups) > self._registered:
+            super()._register_groups()
+            self._buckets = _in_buckets(self._masters.items(), self._device)
+            self._frozen = frozen_beside(self._stepped)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Schedulers put a function of their own in the place of `step`.
-        kept = {k: v for k, v in vars(self).items() if k != "step" and not k.endswith("_hooks")}
-        return {**kept, "_frozen": []}  # A copy's frozen weights are fp32.
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._share_with_wrapped()
+        return {**super().__getstate__(), "_frozen": []}  # A copy's frozen weights are fp32.
 
     def _update(
         self,
@@ -452,7 +314,7 @@ class MasterWeights(Optimizer):
         for kind, pairs in bucket:
             kind.materialize(pairs)
         for master, gradient in zip(masters, gradients.pop_fp32(masters), strict=True):
-            if master.dtype in HALF and self._masters.kind is not None:
+            if master.dtype in HALF and self._kind is not None:
                 widen_turned(master)
             master.grad = gradient.to(master.dtype)
         fused: Any = self.optimizer
@@ -467,34 +329,6 @@ class MasterWeights(Optimizer):
             master.grad = None
         for kind, pairs in bucket:
             kind.round_to_weights(pairs)
-
-
-class ParamGroup(UserDict[str, Any]):
-    """A wrapped optimizer's group, with the model's own `params` in the place of the masters."""
-
-    def __init__(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        self.data = group
-        self._params = params
-
-    def __getitem__(self, key: str) -> Any:
-        return self._params if key == "params" else self.data[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._options(key)[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._options(key)[key]
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-    def _options(self, key: str) -> dict[str, Any]:
-        if key == "params":
-            raise ConfigError(
-                "optimizer.param_groups: params stay as they are; add some with add_param_group, "
-                "or make a new optimizer"
-            )
-        return self.data
 
 
 def is_closure(scaler: Any) -> bool:
@@ -543,16 +377,3 @@ def _steps_by_parameter(stepped: Optimizer) -> bool:
 def _takes_found_inf(optimizer: Optimizer) -> bool:
     takes = getattr(optimizer, "_step_supports_amp_scaling", False)
     return takes and all(group.get("fused") for group in optimizer.param_groups)
-
-
-def _check_group_names(saved: Iterable[Any], groups: Iterable[Any]) -> None:
-    """Raise CheckpointError if the groups of a saved state have other names, or another order.
-
-    torch compares only their sizes, and would give one group the settings of another.
-    """
-    then, now = ([str(g["name"]) for g in some if "name" in g] for some in (saved, groups))
-    if then != now:
-        raise CheckpointError(
-            f"optimizer.groups: the checkpoint has {', '.join(then) or 'none'}, this run "
-            f"{', '.join(now) or 'none'}; resume with the groups it was made with"
-        )

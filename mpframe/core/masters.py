@@ -4,23 +4,18 @@ Other code may write the weight behind the optimizer's back (load_state_dict, in
 .data). The master notices this by the weight's version, or by a sum of its bits where no version
 tells, and takes the written value over before the next step. A weight has one master, whichever
 optimizers hold it.
-
-`Masters` are the parameters of one optimizer, each with the tensor that it steps: the master, or
-the parameter itself if it is fp32.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mpframe.core.comm import is_sharded, part_for, part_of, sharded_as
-from mpframe.core.errors import CheckpointError, ConfigError
-from mpframe.core.tree import HALF, map_tensors, to_fp32
+from mpframe.core.comm import part_for, part_of
+from mpframe.core.errors import CheckpointError
+from mpframe.core.tree import HALF
 
 _SUMMED = 2**14  # words; a copy of fewer costs no more than their sums
 _CHECKED = 2**14  # values; clamping fewer is cheaper than checking them
@@ -30,7 +25,7 @@ _MASTERS: MutableMapping[Tensor, "Master"] = WeakTensorKeyDictionary()
 
 
 class _Seen:
-    """A half weight as its master last wrote it; at first none.
+    """A half weight as its master last wrote it; before that, no weight.
 
     `words` is a view of its bits; it keeps the memory, so that no other tensor gets this address.
     `bits` is a copy of them, or the sums of their rows if `summed`; None: values are not compared.
@@ -204,6 +199,12 @@ def master_for(weight: Tensor, kind: type[Master] = Master) -> Master:
     return master
 
 
+def clear_master(weight: Tensor) -> None:
+    """Let a half weight have no master."""
+    if weight.dtype in HALF:
+        _MASTERS.pop(weight, None)
+
+
 def master_behind(weight: Tensor) -> Master | None:
     """Return the master of a weight that is half now, if it has one."""
     return _MASTERS.get(weight) if weight.dtype in HALF else None
@@ -231,131 +232,6 @@ def rebind_master(weight: Tensor, master: Master) -> None:
         exact, weight.data = weight.data, weight.data.to(master.half)
         master.start_from(weight, exact)
     _MASTERS[weight] = master
-
-
-class Masters(dict[Tensor, Tensor]):
-    """Each parameter of an optimizer with the tensor in its groups that stands for it, in order.
-
-    Args:
-        starts: fp32 values from before the rounding, by half parameter. They may include
-            parameters that no group has yet: a group that is added later starts from them.
-        kind: of the masters that are made; None makes every parameter its own master.
-
-    Attributes:
-        kind: see above.
-        half: the half parameters that have a master, each with it.
-        device: of all parameters.
-    """
-
-    def __init__(self, starts: Mapping[Tensor, Tensor], kind: type[Master] | None) -> None:
-        super().__init__()
-        for parameter, start in starts.items():
-            if parameter.dtype in HALF:
-                set_master(parameter, start.clone(), kind or Master)
-        self.kind = kind
-        self._sharded = False  # Asked once for all parameters, not for each in every step.
-        self.half: dict[Tensor, Master] = {}
-        self.device = torch.device("cpu")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        for parameter, master in self.half.items():
-            rebind_master(parameter, master)
-
-    def fp32(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 tensor behind a parameter; `parameter` if it is fp32 itself."""
-        master = self.half.get(parameter) or master_behind(parameter)
-        return self[parameter] if master is None else master.current(parameter)
-
-    def by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the fp32 tensor behind each parameter of `model`, by its name, if it has one."""
-        masters: dict[str, Tensor] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if is_sharded(parameter):
-                masters[name] = parameter.detach()
-            elif parameter in self or master_behind(parameter) is not None:
-                masters[name] = self.fp32(parameter).detach()
-        return masters
-
-    def register(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Put masters in the place of a group's half parameters, state and all."""
-        self._check(group["params"])
-        for index, parameter in enumerate(group["params"]):
-            self[parameter] = stepped = part_of(parameter)
-            self._sharded |= stepped is not parameter
-            half = parameter.dtype in HALF
-            if half and self.kind is None:
-                _MASTERS.pop(parameter, None)
-            elif half and self.kind is not None:
-                master = self.half[parameter] = master_for(parameter, self.kind)
-                sync_from_weights([(parameter, master)])
-                self[parameter] = stepped = master.value
-                stepped.requires_grad_(parameter.requires_grad)
-                if parameter in optimizer.state:
-                    state = optimizer.state.pop(parameter)
-                    optimizer.state[stepped] = {k: to_fp32(v) for k, v in state.items()}
-            group["params"][index] = stepped
-
-    def pop_grads(self) -> dict[Tensor, Tensor]:
-        """Take the gradients, by master, from parameters and masters.
-
-        A gradient that a user's backward pass left at a master is added in fp32.
-        """
-        popped = {}
-        for parameter, master in self.items():
-            gradient, of_master = parameter.grad, None if master is parameter else master.grad
-            if gradient is None:
-                gradient = of_master
-            elif of_master is not None:
-                wide = gradient.float()
-                # torch adds a sparse gradient to a dense one, and not the other way round.
-                gradient = wide + of_master if of_master.is_sparse else of_master + wide
-            if gradient is not None:
-                popped[master] = part_of(gradient) if self._sharded else gradient
-                parameter.grad = master.grad = None
-        return popped
-
-    def map_state(
-        self, change: Callable[[Tensor, Tensor], Tensor], state: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return an optimizer's `state_dict` with the tensors of sharded parameters changed."""
-        mapped = dict(state["state"])
-        for index, parameter in enumerate(self):
-            if is_sharded(parameter) and index in mapped:
-                mapped[index] = map_tensors(partial(change, parameter), mapped[index])
-        return {**state, "state": mapped}
-
-    def _check(self, parameters: list[Tensor]) -> None:
-        if not self and parameters:
-            self.device = parameters[0].device
-        for index, parameter in enumerate(parameters):
-            what = f"optimizer: parameter {index} of shape {tuple(parameter.shape)} is"
-            if parameter.is_complex():
-                raise ConfigError(
-                    f"{what} {parameter.dtype}; masters hold real numbers: store it as two real "
-                    "parameters"
-                )
-            half = self.kind is not None and parameter.dtype in HALF
-            if half and parameter.layout != torch.strided:
-                raise ConfigError(
-                    f"{what} sparse and {parameter.dtype}; a half weight is dense: store it in "
-                    "fp32 (ops.modules=...:fp32), or dense"
-                )
-            if parameter.device != self.device:
-                raise ConfigError(
-                    f"optimizer: parameters on {self.device} and {parameter.device}; one verdict "
-                    "covers a step, so give each device an optimizer of its own"
-                )
-
-
-def to_sharded(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return a part's state as a sharded tensor; a value of another shape as it is."""
-    return sharded_as(parameter, value) if value.shape == part_of(parameter).shape else value
-
-
-def to_part(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return the part of a state that is sharded or whole; a value of another shape as it is."""
-    return part_for(parameter, value) if value.shape == parameter.shape else value
 
 
 def load_weights(

@@ -9,15 +9,10 @@ from torch import Tensor
 
 
 class Verdict(NamedTuple):
-    """What the host knows of a step of one optimizer.
+    """What the host knows of a step of one optimizer."""
 
-    Attributes:
-        skipped: nothing was changed.
-        dropped: micro-batches that were left out.
-    """
-
-    skipped: bool
-    dropped: int
+    skipped: bool  # Nothing was changed.
+    dropped: int  # micro-batches that were left out
 
 
 def read(steps: Sequence[tuple[Tensor, Tensor | None]]) -> list[Verdict]:
@@ -67,11 +62,7 @@ class StepResult:
 
     @property
     def known(self) -> Verdict:
-        """The verdict, if it was read; of a step that a callback is called with, it was.
-
-        Raises:
-            RuntimeError: it was not read.
-        """
+        """The verdict; RuntimeError if it was not read. Before callbacks are called, it was."""
         if self.verdict is None:
             raise RuntimeError("the verdict on this step was not read yet: Trainer.read_verdicts")
         return self.verdict
@@ -84,10 +75,9 @@ class StepResult:
         """Return whether any part was skipped: a bool if the host knows it, else 0-d bool."""
         if self.parts is None:
             return self.skipped if self.verdict is None else self.verdict.skipped
-        verdicts = [part.verdict for part in self.parts.values()]
-        if None not in verdicts:
-            return any(verdict and verdict.skipped for verdict in verdicts)
-        return any_of([part.skipped for part in self.parts.values()])
+        if self.verdict is None:
+            return any_of([part.skipped for part in self.parts.values()])
+        return any(part.known.skipped for part in self.parts.values())
 
 
 def any_of(verdicts: list[Tensor]) -> Tensor:

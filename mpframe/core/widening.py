@@ -11,7 +11,7 @@ and while there are blocks that cast, torch's AveragedModel averages the masters
 """
 
 import logging
-from collections.abc import Callable, Collection, Container, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -25,10 +25,9 @@ from mpframe.core.tree import HALF
 
 log = logging.getLogger(__name__)
 
+Frozen = MutableMapping[Tensor, None]  # the half weights of a model that were prepared frozen
 _LOOKS = 4  # Steps at which the values on an accelerator are compared, though the host waits.
 _NAMES: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
-# The weights of a model that are frozen when it is prepared: the keys of a weak mapping.
-Frozen = MutableMapping[Tensor, None]
 _FROZEN: MutableMapping[Tensor, Frozen] = WeakTensorKeyDictionary()  # by each weight of the model
 
 
@@ -45,9 +44,10 @@ def watch(model: nn.Module, *, widens: bool) -> None:
             vars(module)["_fp32_in_copies"] = _CopyHook(module)
 
 
-def frozen_beside(weight: Tensor) -> Frozen | None:
-    """Return the frozen weights of the model of a weight, if it was prepared to widen them."""
-    return _FROZEN.get(weight)
+def frozen_beside(weights: Iterable[Tensor]) -> list[Frozen]:
+    """Return the frozen weights of the weights' models, if these were prepared to widen them."""
+    known = {id(frozen): frozen for frozen in map(_FROZEN.get, weights) if frozen}
+    return list(known.values())
 
 
 @torch.no_grad()
@@ -135,7 +135,7 @@ class _CopyHook:
 
 
 def update_from_masters(update: Callable[..., None], averaged: nn.Module, model: nn.Module) -> None:
-    """Run torch's `AveragedModel.update_parameters` on the masters, but for averages in half."""
+    """Run torch's `AveragedModel.update_parameters` on masters; a half average gets the weight."""
     pairs = zip(averaged.parameters(), model.parameters(), strict=False)
     with fp32_weights(model, {weight for average, weight in pairs if average.dtype in HALF}):
         update(averaged, model)
