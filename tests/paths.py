@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from mpframe.core import gradients, master_weights
+from mpframe.core import gradients, master_weights, masters, precision
 from mpframe.core.masters import Master
-from mpframe.core.split_master import KINDS, SplitMaster
 from mpframe.training.plan import Plan
+from mpframe.training.split_master import SplitMaster
 
 
 def _buckets(patch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,9 @@ def _split(patch: pytest.MonkeyPatch) -> None:
     def master(weight: torch.Tensor, start: torch.Tensor) -> Master:
         return (SplitMaster if weight.dtype == torch.bfloat16 else Master)(weight, start)
 
-    patch.setitem(KINDS, True, master)
+    plain = masters.master_class
+    for module in (master_weights, precision):
+        patch.setattr(module, "master_class", lambda kind: master if kind is True else plain(kind))
 
 
 def _compiled(patch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, UserCodeError, nearest
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, Scaling
 from mpframe.core.loss_scaling.scaler import name_of as name_of_scaler
+from mpframe.core.masters import Master
 from mpframe.core.objective import Objective, Supervised, require_objective
 from mpframe.core.op_lists import OpLists
 from mpframe.core.policy import lowbit
@@ -286,12 +287,20 @@ def build_precision(config: Config) -> Precision:
         dtype.half,
         ops=lists,
         compute=dtype.compute,
-        master_weights={"on": True, "off": False}.get(str(dtype.master_weights), "split"),
+        master_weights=_masters(str(dtype.master_weights)),
         products=dtype.products,
         recipes={
             name: lowbit().Recipe.from_mapping(name, node) for name, node in dtype.recipes.items()
         },
     )
+
+
+def _masters(word: str) -> bool | type[Master]:
+    if word == "split":
+        from mpframe.training.split_master import SplitMaster
+
+        return SplitMaster
+    return word == "on"
 
 
 def build_eval_precision(config: Config) -> Precision | None:

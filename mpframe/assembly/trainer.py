@@ -201,7 +201,7 @@ def _kind_of(task: Task, optimizer: StepOptimizer) -> type[Trainer]:
 
         return MultiObjectiveTrainer
     if optimizer.needs_closure:
-        from mpframe.training.closure_trainer import ClosureTrainer
+        from mpframe.training.lbfgs import ClosureTrainer
 
         return ClosureTrainer
     return Trainer

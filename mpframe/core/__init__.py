@@ -32,10 +32,9 @@ The gradients arrive in half. They are measured, widened to fp32, then unscaled:
 Then the update happens as a whole, or not at all:
 
     masters          the fp32 value behind each half weight, and the watch over that weight
-    split_master     the same in the 16 bits that a bfloat16 weight lacks
     widening         half weights that other code moves, and that go back to fp32
+    optimizer        a torch optimizer over masters: its groups, state, checkpoints
     master_weights   collect, check, clip, update or skip, round into the weights
-    closure          the step of LBFGS, which evaluates the loss itself
     step_result      what was done; the one place where the host reads a skip
     buffers          BatchNorm's statistics, put back after a skip
 

@@ -1,17 +1,13 @@
-"""From scaled half gradients to what the optimizer may use: measured first, then fp32.
-
-There are two passes over the half gradients. The first reads them where they lie, without a copy:
+"""From scaled half gradients to fp32 ones: measured where they lie, then widened, then unscaled.
 
     amax = max |g| / scale         inf or nan if the step overflowed
     norm = sqrt(sum g^2) / scale   over all parameters, summed in fp32
 
-The second comes with the update, a few parameters at a time: first to fp32, then times one factor
-that unscales and clips. In half 2^-14 / 2^14 is 0; in fp32 it is exact.
+Both are read without a copy. The update widens half gradients a few parameters at a time: first to
+fp32, then times one factor that unscales and clips. In half 2^-14 / 2^14 is 0; in fp32 it is exact.
+If there are only a few half gradients they become fp32 at once. fp32 ones are changed in place.
 
-fp32 gradients are unscaled and clipped in place. If there are only a few half ones they become fp32
-at once: the two passes would cost more calls than they save memory.
-
-Those of several micro-batches are summed in fp32 and averaged over the good ones,
+The gradients of several micro-batches are summed in fp32 and averaged over the good ones,
 
     g = sum_i n_i g_i / sum_i n_i      over the micro-batches i whose gradients are finite
 
@@ -24,7 +20,8 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,21 +35,18 @@ from mpframe.core.tree import HALF
 _FEW = 2**20  # values: 4 MB in fp32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Gradients:
-    """The gradients of a step or a micro-batch, sparse ones coalesced.
+    """The gradients of a micro-batch or a step, sparse ones coalesced.
 
     Attributes:
-        by_master: those not popped yet: half ones as the backward pass left them, the others fp32
-            (or wider) and unscaled.
-        values: their dense values, sharing memory with them; empty ones are left out.
+        by_master: those not popped yet: half ones still scaled, the others unscaled.
+        values: their dense values in the same memory, without empty ones.
         half: the float16 and bfloat16 tensors in `values`.
-        wide: the others.
-        sparse: the masters whose gradient is sparse.
         scale: what the half ones are divided by, 0-d on their device; 1.0: nothing.
         amax: 0-d float32, the largest unscaled magnitude; inf or nan if any is; 0 if there is none.
-        clip_factor: 0-d, what clipping multiplies the half ones by; None: nothing.
         count: how many samples the loss of a micro-batch is the mean of, >= 0; a tensor is 0-d.
+        clip_factor: 0-d, what clipping multiplies the half ones by; None: nothing.
         max_value: `pop_fp32` clamps each value to this magnitude; None: it does not clamp.
         scaler_amax: 0-d float32, the amax for the scaler if it is not `amax`: the largest of the
             micro-batches, as each of them was computed in half by itself.
@@ -63,41 +57,46 @@ class Gradients:
     by_master: dict[Tensor, Tensor]
     values: list[Tensor]
     half: list[Tensor]
-    wide: list[Tensor]
-    sparse: list[Tensor]
     scale: Tensor | float
     amax: Tensor
-    clip_factor: Tensor | None = None
     count: Tensor | float = 1
+    clip_factor: Tensor | None = None
     max_value: float | None = None
     scaler_amax: Tensor | None = None
     dropped: Tensor | None = None
     no_new: bool = False
 
     def worst(self) -> Tensor:
-        """0-d: inf or nan if a micro-batch was left out, or if the mean is not finite."""
+        """Return 0-d inf or nan if a micro-batch was left out, or if the mean is not finite."""
         if self.dropped is None or self.scaler_amax is None:
             return self.amax
         # Finite gradients may have a sum that is not.
         return torch.maximum(self.scaler_amax, self.amax)
 
     def norm(self) -> Tensor:
-        """The global 2-norm as 0-d fp32, by the rule of torch's clipping; 0 without a value."""
-        norms = list(torch._foreach_norm(self.wide)) if self.wide else []
+        """Return the global 2-norm as 0-d fp32, by the rule of torch's clipping; 0 if empty."""
+        wide = self._wide() if self.half else self.values
+        norms = list(torch._foreach_norm(wide)) if wide else []
         if self.half:
             of_half = iter(_unscale(torch.stack(_norms_of_half(self.half)), self.scale).unbind())
             of_wide = iter(norms)
-            # In their own order, so that the sum is rounded as it is in the other dtype modes.
+            # In one order, so that the sum is rounded as it is in the other dtype modes.
             norms = [next(of_half if v.dtype in HALF else of_wide) for v in self.values]
         if not norms:
             return torch.zeros_like(self.amax)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm.float()
 
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Multiply by min(1, max_norm / (norm + 1e-6)), the rule of torch's clipping."""
+        self.clip_factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if wide := self._wide() if self.half else self.values:
+            torch._foreach_mul_(wide, self.clip_factor)
+
     def pop_fp32(self, masters: Iterable[Tensor]) -> list[Tensor]:
         """Pop the gradients of these masters as unscaled, clipped fp32 tensors."""
-        for values in (self.values, self.half, self.wide):
-            values.clear()  # So that nothing else holds what is used up here.
+        for views in (self.values, self.half):
+            views.clear()  # So that nothing else holds what is used up here.
         popped, widened = [], []
         for master in masters:
             gradient = self.by_master.pop(master)
@@ -111,10 +110,13 @@ class Gradients:
         elif widened and isinstance(self.scale, Tensor):
             torch._foreach_div_(widened, self.scale)
         if popped and self.max_value is not None:
-            values = [grad._values() if grad.is_sparse else grad for grad in popped]
-            torch._foreach_clamp_min_(values, -self.max_value)
-            torch._foreach_clamp_max_(values, self.max_value)
+            dense = [grad._values() if grad.is_sparse else grad for grad in popped]
+            torch._foreach_clamp_min_(dense, -self.max_value)
+            torch._foreach_clamp_max_(dense, self.max_value)
         return popped
+
+    def _wide(self) -> list[Tensor]:
+        return [value for value in self.values if value.dtype not in HALF]
 
 
 def measure_grads(
@@ -123,52 +125,29 @@ def measure_grads(
     device: torch.device,
     amax: Tensor | None = None,
 ) -> Gradients:
-    """Return the gradients (by master) with their amax; fp32 ones are unscaled, half ones kept."""
-    count = sum(map(Tensor.numel, scaled.values()))
+    """Return gradients (by master) with their amax; fp32 ones are unscaled, half ones kept."""
+    few = sum(map(Tensor.numel, scaled.values())) <= _FEW
     by_master: dict[Tensor, Tensor] = {}
     values: list[Tensor] = []
     half: list[Tensor] = []
     wide: list[Tensor] = []
-    sparse: list[Tensor] = []
     for master, gradient in scaled.items():
-        if gradient.dtype in HALF and (count <= _FEW or gradient.is_sparse):
+        if gradient.dtype in HALF and (few or gradient.is_sparse):
             gradient = gradient.float()
-        dense = gradient
-        if gradient.is_sparse:
-            # Coalesced in fp32: in half the sum of duplicates could overflow.
+        if gradient.is_sparse:  # Coalesced in fp32: in half the sum of duplicates could overflow.
             gradient = gradient.coalesce()
-            dense = gradient.values()
-            sparse.append(master)
         by_master[master] = gradient
-        if dense.numel():
-            values.append(dense)
-            (half if dense.dtype in HALF else wide).append(dense)
+        value = gradient.values() if gradient.is_sparse else gradient
+        if value.numel():
+            values.append(value)
+            (half if value.dtype in HALF else wide).append(value)
     if isinstance(scale, Tensor) or scale != 1.0:
         scale = torch.as_tensor(scale, device=device)
     if wide and isinstance(scale, Tensor):
         torch._foreach_div_(wide, scale)
     if amax is None:
         amax = _amax(half, wide, scale, device)
-    return Gradients(by_master, values, half, wide, sparse, scale, amax)
-
-
-def all_reduce_amax(gradients: Gradients, comm: Comm) -> Gradients:
-    """Return them with the largest amax of all ranks: an overflow on one is one on all."""
-    if comm.size == 1:
-        return gradients
-    return replace(gradients, amax=comm.max(gradients.amax))
-
-
-def pre_reduction_amax(gradients: Gradients, comm: Comm) -> Gradients:
-    """Return sharded gradients with the amax from before the ranks summed them.
-
-    That is the number that had to fit into half. A sum that is not finite also is an overflow.
-    """
-    if comm.sharding is None:
-        return gradients
-    amax = comm.sharding.take_amax(gradients.amax.device)
-    amax = torch.where(gradients.amax < torch.inf, _unscale(amax, gradients.scale), torch.inf)
-    return replace(gradients, amax=amax)
+    return Gradients(by_master, values, half, scale, amax)
 
 
 def as_count(count: Tensor | float, device: torch.device) -> Tensor:
@@ -191,19 +170,8 @@ def check_clipping(**bounds: float | None) -> None:
         raise ConfigError(f"{' and '.join(given)}: do not go together; give one of them")
 
 
-def clip(gradients: Gradients, norm: Tensor, max_norm: float) -> Gradients:
-    """Scale to a global norm of at most `max_norm`; the rule of torch's clipping.
-
-    factor = min(1, max_norm / (norm + 1e-6))
-    """
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if gradients.wide:
-        torch._foreach_mul_(gradients.wide, factor)
-    return replace(gradients, clip_factor=factor)
-
-
 def not_finite(magnitude: Tensor) -> Tensor:
-    """True if a magnitude (>= 0, or nan) is inf or nan, in two kernels."""
+    """Return whether a magnitude (>= 0, or nan) is inf or nan, in two kernels."""
     return ~(magnitude < torch.inf)
 
 
@@ -212,15 +180,12 @@ def _amax(
 ) -> Tensor:
     """Return the largest magnitude, 0-d float32; different half formats are compared in fp32."""
     found: list[Tensor] = []
-    ends: list[Tensor]
     for values, divisor in ((half, scale), (wide, 1.0)):
         if not values:
             continue
         if values[0].is_cpu:
             # There the infinity norm takes 9 to 20 times as long as finding both ends.
-            ends = []
-            for value in values:
-                ends += torch.aminmax(value)
+            ends = list(chain.from_iterable(map(torch.aminmax, values)))
         else:
             ends = list(torch._foreach_norm(values, torch.inf))
         largest = torch.stack(ends).abs().max().float()
@@ -242,49 +207,10 @@ def _unscale(value: Tensor, scale: Tensor | float) -> Tensor:
     return value / scale if isinstance(scale, Tensor) else value
 
 
-def refuse_untaken(optimizer: Optimizer, masters: Iterable[Tensor]) -> None:
-    """Raise ConfigError if the optimizer does not take sparse gradients of these masters."""
-    for master in masters:
-        try:
-            _try(optimizer, master)
-        except Exception as error:  # Any other error comes again in the step itself.
-            if not isinstance(error, RuntimeError) or "sparse" not in str(error).lower():
-                continue
-            raise ConfigError(
-                f"optimizer={type(optimizer).__name__}: the parameter of shape "
-                f"{tuple(master.shape)} has a sparse gradient: {str(error).splitlines()[0]}; use "
-                "optimizer._target_=torch.optim.SGD, Adagrad or SparseAdam, or sparse=False in "
-                "the embedding"
-            ) from None
-
-
-def _try(optimizer: Optimizer, master: Tensor) -> None:
-    stand_in = torch.zeros_like(master if master.is_sparse else master[:1])
-    stand_in.grad = stand_in.clone() if master.is_sparse else stand_in.to_sparse(1)
-    group = next(g for g in optimizer.param_groups if any(p is master for p in g["params"]))
-    options = {name: value for name, value in group.items() if name != "params"}
-    state = {name: _row(value, master) for name, value in optimizer.state.get(master, {}).items()}
-    trial: Any = object.__new__(type(optimizer))
-    vars(trial).update(vars(optimizer))
-    vars(trial).update({name: {} for name in vars(optimizer) if name.endswith("_hooks")})
-    trial.param_groups = [{**copy.deepcopy(options), "params": [stand_in]}]
-    trial.state = defaultdict(dict, {stand_in: state})
-    with warnings.catch_warnings(action="ignore"):  # The step itself will warn.
-        # A schedule replaces the `step` of the object, by a function that moves the original.
-        type(optimizer).step(trial)
-
-
-def _row(value: Any, master: Tensor) -> Any:
-    """Return a copy of a value of the state; only the first row of a tensor like the parameter."""
-    like = isinstance(value, Tensor) and value.shape == master.shape and not value.is_sparse
-    return value[:1].clone() if like else copy.deepcopy(value)
-
-
 class Accumulator:
     """Sums of the gradients of the micro-batches of one optimizer step, in fp32."""
 
-    def __init__(self, reduced: Gradients | None = None) -> None:
-        self._reduced = reduced  # The mean, if the ranks computed it during the backward pass.
+    def __init__(self) -> None:
         self._only: Gradients | None = None
         self._sums: dict[Tensor, Tensor] = {}
         self._amaxes: list[Tensor] = []
@@ -299,8 +225,11 @@ class Accumulator:
         if self._only is not None:
             self._sum(self._only)
             self._only = None
-        if len(self._counts) == 1:
-            self._clean_first()
+        if len(self._counts) == 1:  # As the only one a bad first micro-batch skips the step.
+            bad = self._counts[0] == 0
+            for gradient in self._sums.values():
+                _zero_if(bad, gradient)
+            self._unit = torch.where(self._unit > 0, self._unit, 1.0)
         self._sum(gradients)
 
     def mean(self, masters: Iterable[Tensor], comm: Comm) -> Gradients:
@@ -308,8 +237,6 @@ class Accumulator:
 
         Computed in the memory of the sums. `masters` are in the order of the other ranks.
         """
-        if self._reduced is not None:
-            return self._reduced
         if self._only is not None:
             if comm.size == 1:
                 return _mean_of_one(self._only)
@@ -323,10 +250,10 @@ class Accumulator:
         divisor = comm.size * torch.where(count > 0, count / unit, 1.0).float()
         mean = measure_grads(self._sums, divisor, bad.device)
         # Reduced once more: what one of the ranks was sent may be damaged.
-        amax = torch.where(count > 0, mean.amax, torch.inf)
-        mean = all_reduce_amax(replace(mean, amax=amax), comm)
-        dropped = None if len(amaxes) == 1 else bad.sum()
-        return replace(mean, scaler_amax=amaxes.max(), dropped=dropped)
+        mean.amax = comm.max(torch.where(count > 0, mean.amax, torch.inf))
+        mean.dropped = None if len(amaxes) == 1 else bad.sum()
+        mean.scaler_amax = amaxes.max()
+        return mean
 
     def _sum(self, gradients: Gradients) -> None:
         count = as_count(gradients.count, gradients.amax.device)
@@ -334,35 +261,31 @@ class Accumulator:
         if not self._amaxes:
             self._unit = count
         weight = (count / self._unit).float()
+        bad = added == 0
         for master in list(gradients.by_master):
             (gradient,) = gradients.pop_fp32([master])
             if self._amaxes:
-                gradient = _zero_where(added == 0, gradient)
+                _zero_if(bad, gradient)
                 gradient = _plus(self._sums.get(master), gradient, weight)
             self._sums[master] = gradient
         self._amaxes.append(gradients.amax)
         self._counts.append(added)
 
-    def _clean_first(self) -> None:
-        """Drop the first micro-batch if it is bad; as the only one it would skip the step."""
-        bad = self._counts[0] == 0
-        self._sums = {master: _zero_where(bad, grad) for master, grad in self._sums.items()}
-        self._unit = torch.where(self._unit > 0, self._unit, 1.0)
-
     def _sum_over(self, comm: Comm, masters: list[Tensor], weight: Tensor) -> None:
         """Add the sums of all ranks, with zeros for parameters that only other ranks used."""
         used = comm.max_of([master in self._sums for master in masters])
-        for master, anywhere in zip(masters, used, strict=True):
-            if anywhere and master not in self._sums:
-                self._sums[master] = torch.zeros_like(master)
         # In one order on all ranks.
-        self._sums = {master: self._sums[master] for master in masters if master in self._sums}
-        if any(gradient.is_sparse for gradient in self._sums.values()):
+        self._sums = {
+            master: self._sums[master] if master in self._sums else torch.zeros_like(master)
+            for master, anywhere in zip(masters, used, strict=True)
+            if anywhere
+        }
+        sums = list(self._sums.values())
+        if any(gradient.is_sparse for gradient in sums):
             raise ConfigError(
                 "trainer.parallel=ddp: a gradient is sparse, and ranks sum dense ones; make the "
                 "layer with sparse=False"
             )
-        sums = list(self._sums.values())
         weigh_(sums, weight)
         comm.sum_(sums)
 
@@ -371,8 +294,8 @@ def _mean_of_one(gradients: Gradients) -> Gradients:
     """Return the only micro-batch as it is; its amax is inf if it counts 0."""
     count, amax = gradients.count, gradients.amax
     if isinstance(count, Tensor) or not count:
-        counts = as_count(count, amax.device) > 0
-        return replace(gradients, amax=torch.where(counts, amax, torch.inf), scaler_amax=amax)
+        gradients.scaler_amax = amax
+        gradients.amax = torch.where(as_count(count, amax.device) > 0, amax, torch.inf)
     return gradients
 
 
@@ -385,11 +308,40 @@ def _plus(kept: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:
     return torch.addcmul(kept, gradient, weight)  # One pass over the memory, not two.
 
 
-def _zero_where(bad: Tensor, gradient: Tensor) -> Tensor:
-    """Return `gradient`, or zeros of its kind if `bad`."""
-    if not gradient.is_sparse:
-        return torch.where(bad, 0.0, gradient)
-    values = torch.where(bad, 0.0, gradient.values())
-    return torch.sparse_coo_tensor(
-        gradient.indices(), values, gradient.shape, is_coalesced=True, check_invariants=False
-    )
+def _zero_if(bad: Tensor, gradient: Tensor) -> None:
+    """Set a gradient to zeros, in place, if `bad`, 0-d."""
+    (gradient._values() if gradient.is_sparse else gradient).masked_fill_(bad, 0.0)
+
+
+def check_takes_sparse(optimizer: Optimizer, master: Tensor) -> None:
+    """Raise ConfigError if the optimizer does not take a sparse gradient of this master."""
+    try:
+        _try_step(optimizer, master)
+    except Exception as error:  # Any other error comes again in the step itself.
+        if isinstance(error, RuntimeError) and "sparse" in str(error).lower():
+            raise ConfigError(
+                f"optimizer={type(optimizer).__name__}: the parameter of shape "
+                f"{tuple(master.shape)} has a sparse gradient: {str(error).splitlines()[0]}; use "
+                "optimizer._target_=torch.optim.SGD, Adagrad or SparseAdam, or sparse=False in "
+                "the embedding"
+            ) from None
+
+
+def _try_step(optimizer: Optimizer, master: Tensor) -> None:
+    """Step a copy of the optimizer over one sparse row of zeros, with that row of its state."""
+    row = torch.zeros_like(master if master.is_sparse else master[:1])
+    row.grad = row.clone() if master.is_sparse else row.to_sparse(1)
+    group = next(g for g in optimizer.param_groups if any(p is master for p in g["params"]))
+    options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    state = {}
+    for name, value in optimizer.state.get(master, {}).items():
+        like = isinstance(value, Tensor) and value.shape == master.shape and not value.is_sparse
+        state[name] = value[:1].clone() if like else copy.deepcopy(value)
+    trial: Any = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        vars(trial)[name] = {} if name.endswith("_hooks") else value
+    trial.param_groups = [{**options, "params": [row]}]
+    trial.state = defaultdict(dict, {row: state})
+    with warnings.catch_warnings(action="ignore"):  # The step itself will warn.
+        # A schedule replaces the `step` of the object, by a function that moves the original.
+        type(optimizer).step(trial)

@@ -6,49 +6,39 @@ master m in fp32 that the wrapped optimizer updates in the parameter's place,
     m <- optimizer(m, fp32(g) / scale),    w <- round_to_half(m)
 
 and weight decay, momentum and second moments act on, and live beside, fp32 values. An fp32
-parameter is its own master: the wrapper adds nothing to it but the check of its gradient.
-
-A step consumes the gradients, whether it is skipped or not: afterwards no parameter and no master
-has one. The wrapped optimizer stays the same object: schedules may be built on either of the two.
-
-An update goes over a bucket of parameters at a time, so few fp32 gradients exist at once.
-`ParamGroup` is a group of parameters as schedules and gradient clipping see it.
+parameter is its own master. A step consumes the gradients, whether it is skipped or not. An update
+goes over a bucket of parameters at a time, so few fp32 gradients exist at once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import replace
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from mpframe.core.closure import is_closure, needs_closure, step_with_closure
 from mpframe.core.comm import SINGLE_PROCESS, Comm
-from mpframe.core.errors import CheckpointError, ConfigError
+from mpframe.core.errors import ConfigError
 from mpframe.core.gradients import (
     Accumulator,
     Gradients,
-    all_reduce_amax,
     as_count,
     check_clipping,
-    clip,
+    check_takes_sparse,
     measure_grads,
     not_finite,
-    pre_reduction_amax,
-    refuse_untaken,
 )
 from mpframe.core.loss_scaling.scaler import LossScaler
-from mpframe.core.masters import Master, Masters, Pair, by_kind, load_weights, to_part, to_sharded
-from mpframe.core.split_master import KINDS
+from mpframe.core.masters import Master, Pair, master_class
+from mpframe.core.optimizer import OptimizerWrapper
 from mpframe.core.step_result import StepResult, Verdict, read
 from mpframe.core.tree import HALF, is_waited_for
 from mpframe.core.widening import Frozen, frozen_beside, widen_turned, widen_written
 
-# Half weights with their masters, by the masters' kind.
+# Half weights with their masters, by the masters' class.
 Bucket = list[tuple[type[Master], list[Pair]]]
 
 # 16 MB of fp32 gradients, as much as a CPU's cache holds. On an accelerator launches count more.
@@ -61,90 +51,8 @@ _BY_PARAMETER = (
 _STEPS_BY_PARAMETER = {getattr(torch.optim, name) for name in _BY_PARAMETER.split()}
 
 
-def in_buckets(pairs: Iterable[Pair], device: torch.device) -> list[Bucket]:
-    """Return the pairs in their order, cut where a bucket would have too many values."""
-    size = _SIZE_ON_CPU if device.type == "cpu" else _SIZE
-    buckets: list[list[Pair]] = [[]]
-    held = 0
-    for weight, master in pairs:
-        if held and held + weight.numel() > size:
-            buckets.append([])
-            held = 0
-        buckets[-1].append((weight, master))
-        held += weight.numel()
-    return [list(by_kind(bucket).items()) for bucket in buckets]
-
-
-def steps_by_parameter(stepped: Optimizer) -> bool:
-    """Whether steps with parts of the gradients equal one with all; hooks expect a single step."""
-    optimizer: Any = stepped
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    every = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
-    foreign = [hook for hook in every if not str(hook.__module__).startswith("mpframe.")]
-    return type(stepped) in _STEPS_BY_PARAMETER and not hooked and not foreign
-
-
-class ParamGroup(MutableMapping[str, Any]):
-    """A wrapped optimizer's group, with the model's own `params` in the place of the masters."""
-
-    def __init__(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        self._group = group
-        self._params = params
-
-    def __getitem__(self, key: str) -> Any:
-        return self._params if key == "params" else self._group[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        _refuse_params(key)
-        self._group[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        _refuse_params(key)
-        del self._group[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._group)
-
-    def __len__(self) -> int:
-        return len(self._group)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-
-def refuse_other_groups(saved: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Raise CheckpointError if the groups of a saved state have other names, or another order.
-
-    torch compares only their sizes, and would give one group the settings of another.
-    """
-    then, now = _names(saved.get("param_groups", ())), _names(groups)
-    if then != now:
-        raise CheckpointError(
-            f"optimizer.groups: the checkpoint has {', '.join(then) or 'none'}, this run "
-            f"{', '.join(now) or 'none'}; resume with the groups it was made with"
-        )
-
-
-def _names(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    return [str(group["name"]) for group in groups if "name" in group]
-
-
-def _refuse_params(key: str) -> None:
-    if key == "params":
-        raise ConfigError(
-            "optimizer.param_groups: params stay as they are; add some with add_param_group, or "
-            "make a new optimizer"
-        )
-
-
-_WRAPPED: WeakSet[Optimizer] = WeakSet()  # Their parameters are masters.
-
-
-class MasterWeights(Optimizer):
+class MasterWeights(OptimizerWrapper):
     """Wraps a torch optimizer so that it updates fp32 masters of half parameters.
-
-    Schedulers and hooks meet it as an `Optimizer`. Its groups, state, defaults and hooks are those
-    of the wrapped optimizer; it keeps no copies of them.
 
     Args:
         optimizer: any torch optimizer, over parameters of any mix of float32, float16, bfloat16,
@@ -152,8 +60,8 @@ class MasterWeights(Optimizer):
         masters: fp32 values to start from, by parameter; copied. They may include parameters of
             groups that are added later. A half parameter without a value here keeps the master
             that it has; if it has none, its master starts from the half value.
-        keep_masters: False updates the half weights themselves, to study what masters are for;
-            "split" keeps of each master only the bits that a bfloat16 weight lacks.
+        keep_masters: False updates the half weights themselves, to study what masters are for; a
+            subclass of `Master` keeps the fp32 values in another way.
 
     Raises:
         ConfigError: a parameter is complex or sparse in half, the parameters are on several
@@ -161,7 +69,7 @@ class MasterWeights(Optimizer):
 
     Attributes:
         optimizer: the wrapped one, the same object.
-        needs_closure: the optimizer evaluates the loss itself, as LBFGS does.
+        needs_closure: the optimizer evaluates the loss itself, as LBFGS does; `step` refuses it.
         skips_on_device: the optimizer's kernels skip on the device (torch's fused ones do) and the
             host would wait for that device, as for any but a CPU. None before the first step, which
             makes the optimizer's state: a skip on the device would leave that state behind, with
@@ -175,89 +83,19 @@ class MasterWeights(Optimizer):
         optimizer: Optimizer,
         masters: Mapping[Tensor, Tensor] | None = None,
         *,
-        keep_masters: bool | str = True,
+        keep_masters: bool | type[Master] = True,
     ) -> None:
-        if optimizer in _WRAPPED:
-            raise ConfigError(
-                f"optimizer={type(optimizer).__name__}: has its masters already; use what the "
-                "first call returned, or make a new optimizer"
-            )
-        self.optimizer = optimizer
-        self.needs_closure = needs_closure(optimizer)
-        self.skips_on_device: bool | None = None
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        self.needs_closure = closure is not None and closure.default is closure.empty
         self.comm: Comm = SINGLE_PROCESS
-        self._masters = Masters({} if masters is None else masters, KINDS[keep_masters])
-        self._registered = 0  # groups
-        self._keeps_masters = bool(keep_masters)
         self._buckets: list[Bucket] = [[]]
         self._frozen: list[Frozen] = []
         self._steps = 0  # that have looked at the frozen weights
         self._accumulator: Accumulator | None = None
+        self._means: Gradients | None = None
         self._consumed = False
         self._tried_sparse: set[Tensor] = set()
-        self._share_with_wrapped()
-        self._register_groups()
-
-    @property
-    def param_groups(self) -> list[Any]:  # type: ignore[override]
-        """The wrapped optimizer's groups; their `params` are the model's own parameters."""
-        of = {master: parameter for parameter, master in self._masters.items()}
-        return [
-            ParamGroup(group, [of.get(master, master) for master in group["params"]])
-            for group in self.optimizer.param_groups
-        ]
-
-    @property
-    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """The wrapped optimizer's state, by the model's own parameters."""
-        of = {master: parameter for parameter, master in self._masters.items()}
-        return {of.get(master, master): state for master, state in self.optimizer.state.items()}
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's default options for groups."""
-        return self.optimizer.defaults
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters that require gradients, in the order of the groups."""
-        return [parameter for parameter in self._masters if parameter.requires_grad]
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether `parameter` is in one of the groups."""
-        return parameter in self._masters
-
-    def master_of(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 tensor the update acts on: `parameter` itself if it is fp32.
-
-        For a split master, return a copy.
-        """
-        return self._masters.fp32(parameter)
-
-    def optimizer_param(self, parameter: Tensor) -> Tensor:
-        """Return the tensor in the wrapped optimizer's groups, and state, for `parameter`.
-
-        A split master's has memory only during the step.
-        """
-        return self._masters[parameter]
-
-    def set_requires_grad(self, parameters: Iterable[Tensor], requires_grad: bool) -> None:
-        """Freeze some of the parameters, or train them from the next step on.
-
-        A frozen one gets no gradient: the optimizer leaves it, its master and its state alone.
-        """
-        masters = []
-        for parameter in parameters:
-            masters.append(self.optimizer_param(parameter).requires_grad_(requires_grad))
-            parameter.requires_grad_(requires_grad)
-        if requires_grad:
-            _fill_momentum(self.optimizer, masters)
-        self.skips_on_device = None  # Parameters that are trained again may have no state yet.
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer; its half parameters get masters."""
-        self.optimizer.add_param_group(param_group)
-        self._register_groups()
+        super().__init__(optimizer, masters or {}, master_class(keep_masters))
 
     def set_comm(self, comm: Comm) -> None:
         """Step together with other ranks; see `comm`."""
@@ -268,25 +106,25 @@ class MasterWeights(Optimizer):
         if len(self.optimizer.param_groups) > self._registered:
             self._register_groups()
         self.optimizer.zero_grad(set_to_none)
-        for parameter in self._masters.half:
+        for parameter in self._masters:
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
-        self._accumulator = None
+        self._accumulator = self._means = None
         self._consumed = False
 
     def accumulate(self, scale: Tensor | float = 1.0, count: Tensor | float = 1) -> Tensor:
         """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
 
         A micro-batch whose gradients are not finite, or whose count is 0, is left out of the mean.
-        If none is left, `step` skips. It does not wait for the device.
+        If none is left, `step` skips.
 
         Args:
             scale: the loss scale of the backward pass, > 0.
             count: how many samples (or tokens) the loss is the mean of, >= 0: a number, or 0-d on
-                the device. It is the weight of the micro-batch in the mean over all of them and
-                all ranks. Gradients that only `step` finds count 1.
+                the device. The mean over all micro-batches and ranks is weighed by it. Gradients
+                that only `step` finds count 1.
 
         Returns:
             0-d fp32, the micro-batch's amax; inf or nan if it was dropped, 0 if it counts 0.
@@ -298,14 +136,21 @@ class MasterWeights(Optimizer):
     @torch.no_grad()
     def collect_grads(self, scale: Tensor | float, count: Tensor | float = 1) -> Gradients:
         """Return a micro-batch's gradients, measured; parameters and masters are left without."""
-        self._register_groups()
-        gradients = pre_reduction_amax(self._masters.collect_grads(scale), self.comm)
-        if self.comm.sharding is not None:  # The ranks have averaged them.
-            count = self.comm.mean(as_count(count, gradients.amax.device))
-        amax = gradients.amax
+        if len(self.optimizer.param_groups) > self._registered:  # No call: every step asks.
+            self._register_groups()
+        gradients = measure_grads(self._pop_grads(), scale, self._device)
+        amax, sharding = gradients.amax, self.comm.sharding
+        if sharding is not None:  # The ranks have summed the gradients, and average the count.
+            count = self.comm.mean(as_count(count, amax.device))
+            # The amax is from before the sum, which had to fit into half; the sum may overflow too.
+            before = sharding.take_amax(amax.device)
+            if isinstance(gradients.scale, Tensor):
+                before = before / gradients.scale
+            amax = torch.where(amax < torch.inf, before, torch.inf)
         if isinstance(count, Tensor) or not count:  # Of no sample, whatever the gradients are.
             amax = torch.where(as_count(count, amax.device) == 0, 0.0, amax)
-        return all_reduce_amax(replace(gradients, count=count, amax=amax), self.comm)
+        gradients.count, gradients.amax = count, self.comm.max(amax)
+        return gradients
 
     @torch.no_grad()
     def accumulate_grads(self, gradients: Gradients) -> None:
@@ -324,11 +169,11 @@ class MasterWeights(Optimizer):
             amax: 0-d fp32, the largest magnitude on any rank; None: computed.
             before: 0-d fp32, the same before they were averaged, for the scaler; None without one.
         """
-        grads = {master: means[p] for p, master in self._masters.items() if p in means}
-        reduced = measure_grads(grads, 1.0, self._masters.device, amax)
+        grads = {master: means[p] for p, master in self._stepped.items() if p in means}
+        self._means = measure_grads(grads, 1.0, self._device, amax)
         if amax is None:
-            reduced = all_reduce_amax(reduced, self.comm)
-        self._accumulator = Accumulator(replace(reduced, scaler_amax=before))
+            self._means.amax = self.comm.max(self._means.amax)
+        self._means.scaler_amax = before
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -343,9 +188,8 @@ class MasterWeights(Optimizer):
     ) -> StepResult:
         """Unscale, check, clip, update or skip, and tell the scaler: one step, all or nothing.
 
-        It consumes the gradients: afterwards every parameter's is None. Without any gradient
-        nothing is updated and amax is 0. After a skip no parameter, master or optimizer state has
-        changed.
+        Afterwards every parameter's gradient is None. Without any gradient nothing is updated and
+        amax is 0. After a skip no parameter, master or optimizer state has changed.
 
         Args:
             scaler: of this step's loss; None: not scaled. A closure may stand here, as in torch.
@@ -355,69 +199,75 @@ class MasterWeights(Optimizer):
             skip_mask: 0-d bool on the device; True skips the step whatever its gradients are.
             skip_if_dropped: skip the step if any of its micro-batches was dropped, not only if all
                 were.
-            closure: computes the loss and calls backward. The optimizers of torch.optim call it
-                once, before the step. LBFGS and optimizers from elsewhere call it themselves: that
-                takes fp32 weights, no scaler and no clipping, and no such step is ever skipped.
+            closure: computes the loss and calls backward; called once, before the step.
 
         Raises:
             ConfigError: there are no new gradients; a bound is out of its range, or both are given;
-                a closure is missing, or meets half weights, a scaler, clipping or a skip_mask; the
-                optimizer does not take a sparse gradient. Nothing has changed.
+                the optimizer needs a closure (see training/lbfgs.py), or does not take a sparse
+                gradient. Nothing has changed.
         """
         if max_norm is not None or max_value is not None:
             check_clipping(max_norm=max_norm, max_value=max_value)
-        if closure is not None or self.needs_closure or (callable(scaler) and is_closure(scaler)):
-            options = {"max_norm": max_norm, "max_value": max_value, "skip_mask": skip_mask}
-            return step_with_closure(
-                self, closure, scaler, **options, skip_if_dropped=skip_if_dropped
-            )
         scaling: Any = scaler
+        loss = None
+        if closure is not None or self.needs_closure or (callable(scaler) and is_closure(scaler)):
+            scaling, loss = self._run_closure(scaler, closure)
         scale = 1.0 if scaling is None else scaling.scale
         gradients = self.collect_step_grads(scale)
         if gradients.no_new:
             raise no_new_gradients()
-        skipped = not_finite(gradients.worst() if skip_if_dropped else gradients.amax)
-        # With shards this rank has a part of the gradients.
-        parts, norm = self.comm.sharding is not None, gradients.norm()
-        norm = self.comm.norm(norm) if parts else norm
+        amax, dropped = gradients.amax, gradients.dropped
+        skipped = not_finite(gradients.worst() if skip_if_dropped else amax)
+        norm = gradients.norm()
+        if self.comm.sharding is not None:  # This rank has a part of the gradients.
+            norm = self.comm.norm(norm)
         if max_norm is not None:
             # A norm beyond fp32's range would clip every gradient to zero: such a step is skipped.
             skipped = skipped | not_finite(norm)
-            gradients = clip(gradients, norm, max_norm)
+            gradients.clip(norm, max_norm)
         if skip_mask is not None:
             skipped = skipped | skip_mask
-        dropped, amax = gradients.dropped, gradients.amax
         verdict = None if self.skips_on_device else read([(skipped, dropped)])[0]
-        if max_value is not None:
-            gradients = replace(gradients, max_value=max_value)
+        gradients.max_value = max_value
         self.apply(gradients, skipped, verdict)
         if scaling is not None:
             scaling.update(amax if gradients.scaler_amax is None else gradients.scaler_amax)
         used = scale if isinstance(scale, Tensor) else torch.ones_like(norm)
-        return StepResult(skipped, amax, norm, used, dropped, None, verdict)
+        return StepResult(skipped, amax, norm, used, dropped, loss, verdict)
+
+    def _run_closure(self, scaler: Any, closure: Any) -> tuple[Any, Tensor | None]:
+        """Evaluate a closure before the step; return the scaler and the loss."""
+        if self.needs_closure:
+            raise ConfigError(
+                f"optimizer={type(self.optimizer).__name__}: evaluates the loss itself; step it "
+                "with mpframe.training.lbfgs, or use an optimizer without a closure"
+            )
+        return (None, evaluate(scaler)) if closure is None else (scaler, evaluate(closure))
 
     def collect_step_grads(self, scale: Tensor | float) -> Gradients:
         """Return the step's gradients: the accumulated ones, or those of a pass with this scale."""
-        if len(self.optimizer.param_groups) > self._registered:  # No call: every step asks.
+        if len(self.optimizer.param_groups) > self._registered:
             self._register_groups()
         for frozen in self._frozen:
             widen_written(frozen, self._steps)
         self._steps += 1
-        gradients = self._masters.collect_grads(scale)
-        if self._accumulator is not None:
-            if gradients.by_master:
-                self._accumulator.add(gradients)
-            gradients = self._accumulator.mean(self._masters.values(), self.comm)
-            self._accumulator = None
+        grads, device = self._pop_grads(), self._device
+        if self._means is not None:
+            gradients = self._means
+        elif self._accumulator is not None:
+            if grads:
+                self._accumulator.add(measure_grads(grads, scale, device))
+            gradients = self._accumulator.mean(self._stepped.values(), self.comm)
         else:
-            if self.comm.size > 1:
-                gradients = all_reduce_amax(gradients, self.comm)
-            if self._consumed and not gradients.by_master:
-                gradients = replace(gradients, no_new=True)
-        if gradients.sparse:
-            new = [master for master in gradients.sparse if master not in self._tried_sparse]
-            refuse_untaken(self.optimizer, new)
-            self._tried_sparse.update(new)
+            gradients = measure_grads(grads, scale, device)
+            gradients.no_new = self._consumed and not grads
+            amax = gradients.amax
+            gradients.amax = self.comm.max(amax) if self.comm.size > 1 else amax
+        self._accumulator = self._means = None
+        for master, gradient in gradients.by_master.items():
+            if gradient.is_sparse and master not in self._tried_sparse:
+                check_takes_sparse(self.optimizer, master)
+                self._tried_sparse.add(master)
         return gradients
 
     @torch.no_grad()
@@ -429,90 +279,29 @@ class MasterWeights(Optimizer):
         self._consumed = bool(gradients.by_master)
         if verdict is not None and verdict.skipped:
             return
-        by_master = gradients.by_master
+        buckets, by_master = self._buckets, gradients.by_master
         moved = list(by_master)
-        in_parts = len(self._buckets) > 1 and steps_by_parameter(self.optimizer)
-        for bucket in self._buckets[:-1] if in_parts else ():
+        if len(buckets) > 1 and not _steps_by_parameter(self.optimizer):
+            buckets = [[*chain(*buckets)]]
+        for bucket in buckets[:-1]:
             values = [master.value for _, pairs in bucket for _, master in pairs]
             masters = [master for master in values if master in by_master]
             self._update(bucket, masters, gradients, skipped, verdict)
-        last = self._buckets[-1] if in_parts else [*chain(*self._buckets)]
-        self._update(last, list(by_master), gradients, skipped, verdict)
+        self._update(buckets[-1], list(by_master), gradients, skipped, verdict)
         # Fused kernels do not raise the counters that tell a kept cast that it is old.
         torch.autograd.graph.increment_version(moved)
         if verdict is not None and self.skips_on_device is None:
-            on_device = is_waited_for(self._masters.device) and _takes_found_inf(self.optimizer)
+            on_device = is_waited_for(self._device) and _takes_found_inf(self.optimizer)
             self.skips_on_device = on_device
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, in its own layout, and the `masters`.
-
-        They are listed in the groups' order, with None for a parameter that is its own.
-        """
-        self._register_groups()
-        return {**self.inner_state_dict(), "masters": self._masters.listed()}
-
-    def inner_state_dict(self) -> dict[str, Any]:
-        """Return only the wrapped optimizer's state, for masters that are kept by name."""
-        return self._masters.map_state(to_sharded, self.optimizer.state_dict())
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, also a plain optimizer's: without `masters` they stay as they are.
-
-        Raises:
-            CheckpointError: the state was made over other parameters; nothing is loaded.
-        """
-        self._register_groups()
-        state = dict(state_dict)
-        masters = state.pop("masters", [None for _ in self._masters])
-        self._masters.check_listed(masters)
-        refuse_other_groups(state, self.optimizer.param_groups)
-        try:
-            self.optimizer.load_state_dict(self._masters.map_state(to_part, state))
-        except ValueError as error:
-            raise CheckpointError(
-                f"optimizer state: {error}; load it into the model it was made with"
-            ) from None
-        self._masters.load_listed(masters)
-        self.skips_on_device = None
-
-    def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the fp32 tensor behind each parameter of `model`, by its name, if it has one."""
-        self._register_groups()
-        return self._masters.by_name(model)
-
-    @torch.no_grad()
-    def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Load parameters and buffers by name: masters exactly, half weights as their rounding.
-
-        Raises:
-            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is loaded.
-        """
-        load_weights(model, self.masters_by_name(model), weights)
-
     def _register_groups(self) -> None:
-        for group in self.optimizer.param_groups[self._registered :]:
-            self._masters.register(self.optimizer, group)
-            self._registered += 1
-            self.skips_on_device = None  # The new parameters have no state yet.
-            self._buckets = in_buckets(self._masters.half.items(), self._masters.device)
-            beside = {id(frozen): frozen for frozen in map(frozen_beside, self._masters) if frozen}
-            self._frozen = list(beside.values())
-
-    def _share_with_wrapped(self) -> None:
-        """Hooks registered here are the wrapped optimizer's: they see the steps it takes."""
-        _WRAPPED.add(self.optimizer)
-        vars(self).update({k: v for k, v in vars(self.optimizer).items() if k.endswith("_hooks")})
+        if len(self.optimizer.param_groups) > self._registered:
+            super()._register_groups()
+            self._buckets = _in_buckets(self._masters.items(), self._device)
+            self._frozen = frozen_beside(self._stepped)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Schedulers put a function of their own in the place of `step`.
-        kept = {k: v for k, v in vars(self).items() if k != "step" and not k.endswith("_hooks")}
-        return {**kept, "_frozen": []}  # A copy's frozen weights are fp32.
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._share_with_wrapped()
+        return {**super().__getstate__(), "_frozen": []}  # A copy's frozen weights are fp32.
 
     def _update(
         self,
@@ -525,25 +314,33 @@ class MasterWeights(Optimizer):
         for kind, pairs in bucket:
             kind.materialize(pairs)
         for master, gradient in zip(masters, gradients.pop_fp32(masters), strict=True):
-            if master.dtype in HALF and self._keeps_masters:
+            if master.dtype in HALF and self._kind is not None:
                 widen_turned(master)
             master.grad = gradient.to(master.dtype)
-        if verdict is None:
-            self._step_on_device(skipped)
-        else:
-            self.optimizer.step()
+        fused: Any = self.optimizer
+        try:
+            if verdict is None:  # The kernels skip by themselves.
+                fused.grad_scale, fused.found_inf = None, skipped.float()
+            fused.step()
+        finally:
+            if verdict is None:
+                del fused.grad_scale, fused.found_inf
         for master in masters:
             master.grad = None
         for kind, pairs in bucket:
             kind.round_to_weights(pairs)
 
-    def _step_on_device(self, skipped: Tensor) -> None:
-        fused: Any = self.optimizer
-        fused.grad_scale, fused.found_inf = None, skipped.float()
-        try:
-            self.optimizer.step()
-        finally:
-            del fused.grad_scale, fused.found_inf
+
+def is_closure(scaler: Any) -> bool:
+    """Return whether a closure stands in the scaler's place: torch's callers give it first."""
+    return callable(scaler) and not hasattr(scaler, "scale")
+
+
+def evaluate(closure: Any) -> Tensor | None:
+    """Run a closure once, as torch's optimizers do before they step; return its loss, detached."""
+    with torch.enable_grad():
+        loss = closure()
+    return None if loss is None else torch.as_tensor(loss).detach()
 
 
 def no_new_gradients() -> ConfigError:
@@ -554,17 +351,27 @@ def no_new_gradients() -> ConfigError:
     )
 
 
-def _fill_momentum(optimizer: Optimizer, masters: list[Tensor]) -> None:
-    """Give masters without momentum a buffer of zeros, if others of their group have one.
+def _in_buckets(pairs: Iterable[Pair], device: torch.device) -> list[Bucket]:
+    """Return the pairs in their order, cut where a bucket would have too many values."""
+    size = _SIZE_ON_CPU if device.type == "cpu" else _SIZE
+    buckets: list[dict[type[Master], list[Pair]]] = [{}]
+    held = 0
+    for weight, master in pairs:
+        if held and held + weight.numel() > size:
+            buckets.append({})
+            held = 0
+        buckets[-1].setdefault(type(master), []).append((weight, master))
+        held += weight.numel()
+    return [list(bucket.items()) for bucket in buckets]
 
-    Fused SGD takes the buffers of all parameters of a group, or of none. From zeros the first step
-    gives momentum * 0 + g = g, which is what SGD starts with. Other optimizers begin by themselves.
-    """
-    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
-        started = any("momentum_buffer" in optimizer.state.get(m, ()) for m in group["params"])
-        if group["fused"] and started and not group["dampening"]:
-            for master in set(masters).intersection(group["params"]):
-                optimizer.state[master].setdefault("momentum_buffer", torch.zeros_like(master))
+
+def _steps_by_parameter(stepped: Optimizer) -> bool:
+    """Return whether steps with parts of the gradients equal one; hooks expect a single step."""
+    optimizer: Any = stepped
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    every = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    foreign = [hook for hook in every if not str(hook.__module__).startswith("mpframe.")]
+    return type(stepped) in _STEPS_BY_PARAMETER and not hooked and not foreign
 
 
 def _takes_found_inf(optimizer: Optimizer) -> bool:

@@ -24,11 +24,10 @@ from mpframe.core.cast import Casts
 from mpframe.core.comm import Comm
 from mpframe.core.handlers import OpHandler
 from mpframe.core.master_weights import MasterWeights
-from mpframe.core.masters import Master, remember
+from mpframe.core.masters import Master, master_class, set_master
 from mpframe.core.op_lists import OpLists
 from mpframe.core.policy import Policy, lowbit
 from mpframe.core.recomputation import follow_backward_passes, release
-from mpframe.core.split_master import KINDS, refuse_split
 from mpframe.core.storage import WeightUses, check_not_lazy, store
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.core.widening import watch
@@ -43,8 +42,8 @@ class Precision:
         ops: the op lists and module pins; the shipped default lists if None.
         compute: half on a CPU: `native`, `emulated`, or `auto` (native if the CPU can). Also for
             products below 16 bits, but there `auto` is native only on GPUs.
-        master_weights: False leaves the masters out, to study what they are for. "split", for
-            bfloat16: 2 bytes beside each weight hold the bits that it lacks, instead of 4.
+        master_weights: False leaves the masters out, to study what they are for. A subclass of
+            `Master` keeps the fp32 values in another way, such as training's `SplitMaster`.
         products: the recipe by which matrix products and convolutions are computed below 16 bits,
             a name or a `Recipe`; `none`: they stay in half.
         recipes: a user's recipes, by the names that `products` and pins call them.
@@ -61,7 +60,7 @@ class Precision:
         *,
         ops: OpLists | None = None,
         compute: str = "auto",
-        master_weights: bool | str = True,
+        master_weights: bool | type[Master] = True,
         products: Any = "none",
         recipes: Mapping[str, Any] | None = None,
         op_handlers: Sequence[OpHandler] = (),
@@ -71,8 +70,8 @@ class Precision:
             products = products.name
         lists = OpLists.named() if ops is None else ops
         self.policy = Policy(mode, half, lists, compute, products, recipes or {})
-        if mode == "mixed" and master_weights == "split":
-            refuse_split(self.policy.half_dtype)
+        if mode == "mixed" and isinstance(master_weights, type):
+            master_weights.check_format(self.policy.half_dtype)
         self.master_weights = master_weights
         by_recipes = [lowbit().ProductHandler(self.policy)] if self.policy.recipes else []
         self.op_handlers = (*op_handlers, *by_recipes)
@@ -118,7 +117,7 @@ class Precision:
         wanted = {p for group in optimizer.param_groups for p in group["params"]}
         for parameter, value in store(model, self.policy, self.uses(model)).items():
             if keep_frozen or parameter.requires_grad or parameter in wanted:
-                remember(parameter, value, KINDS[self.master_weights] or Master)
+                set_master(parameter, value, master_class(self.master_weights) or Master)
         watch(model, widens=self.policy.stores_by_op)
         self.attach(model)
         kept = self.master_weights if self.policy.mode == "mixed" else True

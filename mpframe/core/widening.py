@@ -1,18 +1,17 @@
 """Half weights that go back to fp32, because code other than an optimizer's step writes them.
 
-Momentum teachers and moving averages move a little after each step, by 0.001 * (a - b), say. In
-half that is less than half a unit in the last place of b, and lost. So these are stored in fp32:
+Momentum teachers and moving averages move so little after each step that half would lose it. So
+these are stored in fp32:
 
     a frozen weight that is written    from the first time that its model's optimizer notices it
     a deep copy of a model             at once, with the values of the masters
     a weight that turns half           before each step, if a forward pass has set its `.data`
 
-and torch's AveragedModel averages the masters: `update_from_masters` stands for its method while
-there are blocks that cast (recomputation.py).
+and while there are blocks that cast, torch's AveragedModel averages the masters.
 """
 
 import logging
-from collections.abc import Callable, Collection, Container, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -26,10 +25,9 @@ from mpframe.core.tree import HALF
 
 log = logging.getLogger(__name__)
 
+Frozen = MutableMapping[Tensor, None]  # the half weights of a model that were prepared frozen
 _LOOKS = 4  # Steps at which the values on an accelerator are compared, though the host waits.
 _NAMES: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
-# The weights of a model that are frozen when it is prepared: the keys of a weak mapping.
-Frozen = MutableMapping[Tensor, None]
 _FROZEN: MutableMapping[Tensor, Frozen] = WeakTensorKeyDictionary()  # by each weight of the model
 
 
@@ -38,18 +36,18 @@ def watch(model: nn.Module, *, widens: bool) -> None:
     _NAMES.update({weight: name for name, weight in model.named_parameters()})
     if widens:
         weights = list(model.parameters())
-        known = (frozen_beside(weight) for weight in weights)
-        frozen = next((one for one in known if one is not None), WeakTensorKeyDictionary())
-        kept = [w for w in weights if not w.requires_grad and master_behind(w) is not None]
-        frozen.update(dict.fromkeys(kept))
+        frozen = next((_FROZEN[w] for w in weights if w in _FROZEN), WeakTensorKeyDictionary())
+        half = [w for w in weights if not w.requires_grad and master_behind(w) is not None]
+        frozen.update(dict.fromkeys(half))
         _FROZEN.update(dict.fromkeys(weights, frozen))
         for module in model.modules():
             vars(module)["_fp32_in_copies"] = _CopyHook(module)
 
 
-def frozen_beside(weight: Tensor) -> Frozen | None:
-    """Return the frozen weights of the model of a weight, if it was prepared to widen them."""
-    return _FROZEN.get(weight)
+def frozen_beside(weights: Iterable[Tensor]) -> list[Frozen]:
+    """Return the frozen weights of the weights' models, if these were prepared to widen them."""
+    known = {id(frozen): frozen for frozen in map(_FROZEN.get, weights) if frozen}
+    return list(known.values())
 
 
 @torch.no_grad()
@@ -61,12 +59,12 @@ def widen_written(frozen: Frozen, steps: int) -> None:
     names = []
     for weight in list(frozen):
         master = master_behind(weight)
-        if master is not None and not weight.requires_grad:
-            look = steps < _LOOKS and master.bits is None
-            changed = sync_from_weights([(weight, master)], look=look)
-            if steps and any(changed):
-                widen(weight)
-                names.append(_NAMES[weight])
+        if master is None or weight.requires_grad:
+            continue
+        changed = sync_from_weights([(weight, master)], look=steps < _LOOKS)
+        if steps and any(changed):
+            widen(weight)
+            names.append(_NAMES[weight])
     if names:
         log.warning(
             "%s: frozen, and written outside of the step: stored in float32 from now on",
@@ -82,20 +80,20 @@ def widen_turned(weight: Tensor) -> None:
     widen(weight)
 
 
+def _frozen_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n: w for n, w in model.named_parameters() if w in _FROZEN.get(w, ())}
+
+
 def widened(model: nn.Module) -> list[str]:
     """Return the names of the frozen weights that are stored in fp32 since they were written."""
-    return [n for n, w in model.named_parameters() if _is_frozen(w) and w.dtype not in HALF]
+    return [name for name, weight in _frozen_of(model).items() if weight.dtype not in HALF]
 
 
 def widen_named(model: nn.Module, names: Collection[str]) -> None:
     """Store in fp32 the weights that `widened` named when a checkpoint was made."""
-    for name, weight in model.named_parameters():
-        if name in names and _is_frozen(weight) and weight.dtype in HALF:
+    for name, weight in _frozen_of(model).items():
+        if name in names and weight.dtype in HALF:
             widen(weight)
-
-
-def _is_frozen(weight: Tensor) -> bool:
-    return weight in _FROZEN.get(weight, ())
 
 
 @contextmanager
@@ -137,10 +135,7 @@ class _CopyHook:
 
 
 def update_from_masters(update: Callable[..., None], averaged: nn.Module, model: nn.Module) -> None:
-    """Run torch's `AveragedModel.update_parameters` on the masters of a model.
-
-    Where an average is half itself, it is given the half weight.
-    """
+    """Run torch's `AveragedModel.update_parameters` on the masters, but for averages in half."""
     pairs = zip(averaged.parameters(), model.parameters(), strict=False)
     with fp32_weights(model, {weight for average, weight in pairs if average.dtype in HALF}):
         update(averaged, model)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from mpframe.core.masters import Master
 from mpframe.core.op_lists import WITH_STATISTICS
 from mpframe.core.policy import Compute, Policy, lowbit
 from mpframe.core.storage import Use, WeightUses, formats_of, op_of, wanted_by
@@ -89,12 +90,12 @@ def describe(model: nn.Module, policy: Policy, uses: WeightUses) -> str:
     return "\n".join(lines)
 
 
-def warnings(policy: Policy, master_weights: bool | str) -> list[str]:
+def warnings(policy: Policy, master_weights: bool | type[Master]) -> list[str]:
     """The accuracy that settings cost, a line each."""
     mode, half = policy.mode, policy.half
     lines = []
-    masters = "false" if master_weights is False else master_weights
-    if masters is not True and mode != "mixed":
+    masters = getattr(master_weights, "option", str(master_weights).lower())
+    if masters != "true" and mode != "mixed":
         lines.append(
             f"dtype.master_weights={masters} changes nothing with dtype={mode}, whose weights "
             "are fp32"

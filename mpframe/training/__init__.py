@@ -5,7 +5,7 @@
     ema, schedules, loss_spike         algorithms: they follow each step of the trainer
     objectives, probe                  losses for YAML files; the first loss scale, measured
     multi_optimizer, multi_objective   several optimizers that make one step; several losses
-    closure_trainer                    the trainer of LBFGS and its like
+    lbfgs                              the step and the trainer of LBFGS and its like
     larc, selection                    gradients scaled by their weights; a parameter's group
     memory                             channels last, recomputation, memory kept for the next step
     interruption, ranks, run_context   signals that stop a run; ranks that differ; what a run tells

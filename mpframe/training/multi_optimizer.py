@@ -1,6 +1,6 @@
 """Several optimizers that make one step: Muon beside AdamW, a generator's beside a discriminator's.
 
-Each part is a `MasterWeights` over parameters of its own. What they share is the verdict:
+Each part is a `MasterWeights` over parameters of its own. They share the verdict:
 
     skip="all"     no part moves unless the gradients of all are finite
     skip="each"    a part with finite gradients moves, even if others have none
@@ -10,7 +10,7 @@ have one scale, and are clipped together by the norm of all their gradients. Par
 their own are scaled and clipped apart; one scaler they share is told the largest gradient of any.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpframe.core.closure import evaluate, is_closure
 from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, ConfigError, nearest
-from mpframe.core.gradients import Gradients, check_clipping, clip, not_finite
+from mpframe.core.gradients import Gradients, check_clipping, not_finite
 from mpframe.core.loss_scaling.scaler import Scaling, scale_of
-from mpframe.core.master_weights import MasterWeights, no_new_gradients
+from mpframe.core.master_weights import MasterWeights, evaluate, is_closure, no_new_gradients
 from mpframe.core.masters import load_weights
 from mpframe.core.step_result import StepResult, Verdict, any_of, joined_verdict, largest, read
 
@@ -54,7 +53,7 @@ class MultiOptimizer:
             raise ConfigError(
                 f"optimizer.skip={skip}: must be all or each" + f"; {hint}" * bool(hint)
             )
-        _refuse_misfits(parts)
+        _check_parts(parts)
         self.parts = dict(parts)
         self.skip = skip
         self.own_losses = own_losses
@@ -76,14 +75,6 @@ class MultiOptimizer:
                 return part.master_of(parameter)
         raise KeyError(parameter)
 
-    def set_requires_grad(self, parameters: Iterable[Tensor], requires_grad: bool) -> None:
-        """Freeze some of the parameters, or train them from the next step on."""
-        parameters = list(parameters)
-        for part in self.parts.values():
-            held = [parameter for parameter in parameters if part.holds(parameter)]
-            if held:
-                part.set_requires_grad(held, requires_grad)
-
     def set_comm(self, comm: Comm) -> None:
         """Step together with other ranks; see `MasterWeights.comm`."""
         for part in self.parts.values():
@@ -99,7 +90,7 @@ class MultiOptimizer:
         """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
 
         Args:
-            scale: the loss scale of the backward pass, or of each part's.
+            scale: the loss scale of the backward pass, or each part's.
             count: how many samples the loss is the mean of, or each part's; see `MasterWeights`.
 
         Returns:
@@ -113,8 +104,8 @@ class MultiOptimizer:
         amax = largest([gradients.amax for gradients in collected.values()])
         for name, gradients in collected.items():
             if self.skip == "all":  # One part that overflowed drops the micro-batch of all.
-                of_all = torch.where(amax < torch.inf, gradients.amax, amax)
-                gradients = replace(gradients, amax=of_all, scaler_amax=gradients.amax)
+                gradients.scaler_amax = gradients.amax
+                gradients.amax = torch.where(amax < torch.inf, gradients.amax, amax)
             self.parts[name].accumulate_grads(gradients)
         return amax
 
@@ -149,16 +140,15 @@ class MultiOptimizer:
             skip_mask: 0-d bool; True skips every part whatever its gradients are.
 
         Returns:
-            What was done, also by part. Afterwards no parameter has a gradient.
+            The step of all, and by part. Afterwards no parameter has a gradient.
 
         Raises:
             ConfigError: a second step without new gradients in any part; `max_norm` or
                 `max_value` out of its range, or both given.
         """
         check_clipping(max_norm=max_norm, max_value=max_value)
-        given: Any = scaler
-        loss = evaluate(given) if is_closure(given) else None
-        scaling = None if is_closure(given) else given
+        scaling: Any = None if is_closure(scaler) else scaler
+        loss = evaluate(scaler) if is_closure(scaler) else None
         scales = {name: scale_of(_of(scaling, name)) for name in self.parts}
         grads = {name: part.collect_step_grads(scales[name]) for name, part in self.parts.items()}
         if all(gradients.no_new for gradients in grads.values()):
@@ -168,34 +158,29 @@ class MultiOptimizer:
         if skip_mask is not None:
             skips = {name: skipped | skip_mask for name, skipped in skips.items()}
         if max_norm is not None:
-            grads = self._clipped(grads, norms, skips, max_norm)
+            self._clip(grads, norms, skips, max_norm)
         verdicts: dict[str, Verdict | None] = dict.fromkeys(self.parts)
         if not all(part.skips_on_device for part in self.parts.values()):
             known = read([(skips[name], gradients.dropped) for name, gradients in grads.items()])
             verdicts = dict(zip(self.parts, known, strict=True))
+        results = {}
         for name, part in self.parts.items():
-            clipped = replace(grads[name], max_value=max_value)
-            part.apply(clipped, skips[name], verdicts[name])
-        results = {
-            name: StepResult(
-                skips[name],
-                gradients.amax,
-                norms[name],
-                torch.ones_like(norms[name]) * scales[name],
-                dropped=gradients.dropped,
-                verdict=verdicts[name],
+            gradients, norm, skipped = grads[name], norms[name], skips[name]
+            gradients.max_value = max_value
+            part.apply(gradients, skipped, verdicts[name])
+            used = torch.ones_like(norm) * scales[name]
+            results[name] = StepResult(
+                skipped, gradients.amax, norm, used, gradients.dropped, None, verdicts[name]
             )
-            for name, gradients in grads.items()
-        }
         _update_scalers(scaling, grads)
         return replace(joined(results), loss=loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every part, by name."""
+        """Return the state of every part, by name."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def inner_state_dict(self) -> dict[str, Any]:
-        """The same without masters, which are kept by name beside it."""
+        """Return the state without masters, which are kept by name beside it."""
         return {name: part.inner_state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -213,50 +198,46 @@ class MultiOptimizer:
             part.load_state_dict(state[name])
 
     def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        """The fp32 tensor behind each parameter of `model`, by its name, if there is one."""
+        """Return the fp32 tensor behind each parameter of `model`, by its name, if it has one."""
         named: dict[str, Tensor] = {}
         for part in self.parts.values():
             named |= part.masters_by_name(model)
         return named
 
     def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Take parameters and buffers by name: masters exactly, half weights as their rounding.
+        """Load parameters and buffers by name: masters exactly, half weights as their rounding.
 
         Raises:
-            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is taken.
+            CheckpointError: a name is missing or unexpected, or a shape differs; nothing is loaded.
         """
         load_weights(model, self.masters_by_name(model), weights)
 
     def _skips(
         self, grads: Mapping[str, Gradients], norms: Mapping[str, Tensor], skip_if_dropped: bool
     ) -> dict[str, Tensor]:
-        """Which parts skip. A norm beyond fp32's range would clip every gradient to zero."""
-        amaxes = {
-            name: gradients.worst() if skip_if_dropped else gradients.amax
-            for name, gradients in grads.items()
-        }
-        bad = {name: not_finite(amax) for name, amax in amaxes.items()}
+        """Return which parts skip. A norm beyond fp32's range would clip each gradient to zero."""
+        bad = {}
+        for name, gradients in grads.items():
+            bad[name] = not_finite(gradients.worst() if skip_if_dropped else gradients.amax)
         bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
         return bad if self.skip == "each" else dict.fromkeys(bad, any_of(list(bad.values())))
 
-    def _clipped(
+    def _clip(
         self,
         grads: Mapping[str, Gradients],
         norms: Mapping[str, Tensor],
         skips: Mapping[str, Tensor],
         max_norm: float,
-    ) -> dict[str, Gradients]:
+    ) -> None:
         # A part that skips must not spoil the others' norm with its inf.
         clean = {name: torch.where(skips[name], 0.0, norm) for name, norm in norms.items()}
         together = torch.linalg.vector_norm(torch.stack(list(clean.values())))
-        return {
-            name: clip(gradients, clean[name] if self.own_losses else together, max_norm)
-            for name, gradients in grads.items()
-        }
+        for name, gradients in grads.items():
+            gradients.clip(clean[name] if self.own_losses else together, max_norm)
 
 
 def joined(results: Mapping[str, StepResult]) -> StepResult:
-    """The result of a step over all its parts."""
+    """Return the result of a step over all its parts."""
     parts = list(results.values())
     dropped = [part.dropped for part in parts if part.dropped is not None]
     losses = [part.loss for part in parts if part.loss is not None]
@@ -287,7 +268,7 @@ def _update_scalers(scaler: Any, grads: Mapping[str, Gradients]) -> None:
         scaler.update(largest(list(amax.values())))
 
 
-def _refuse_misfits(parts: Mapping[str, MasterWeights]) -> None:
+def _check_parts(parts: Mapping[str, MasterWeights]) -> None:
     for name, part in parts.items():
         if part.needs_closure:
             raise ConfigError(
@@ -314,5 +295,5 @@ def _device(part: MasterWeights) -> torch.device:
 
 
 def parts_of(optimizer: Any) -> dict[str, MasterWeights]:
-    """The optimizers that make one step, by name; a single one is named ""."""
+    """Return the optimizers that make one step, by name; a single one is named ""."""
     return optimizer.parts if isinstance(optimizer, MultiOptimizer) else {"": optimizer}

@@ -66,7 +66,7 @@ def test_a_default_run_imports_few_modules(default_run: set[str]) -> None:
         "mpframe.checkpoint.export_graph",
         "mpframe.checkpoint.init_from",
         "mpframe.training.larc",
-        "mpframe.training.closure_trainer",
+        "mpframe.training.lbfgs",
         "mpframe.training.multi_objective",
         "mpframe.training.callbacks.profile",
     ],

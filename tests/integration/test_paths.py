@@ -11,8 +11,8 @@ from torch import nn
 
 from mpframe import Precision
 from mpframe.core.masters import master_for
-from mpframe.core.split_master import SplitMaster
 from mpframe.training.plan import Plan
+from mpframe.training.split_master import SplitMaster
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITES = ("torch_grad_scaler", "trainers", "openseq2seq")

@@ -29,6 +29,7 @@ from mpframe.parallel.launch import joined
 from mpframe.training.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.plan import Plan
+from mpframe.training.split_master import SplitMaster
 from mpframe.training.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -77,7 +78,7 @@ def setup(mode: str, comm: Comm, options: dict[str, Any]) -> tuple[Trainer, Load
     split = mode == "split"  # Its masters have memory only while they are updated.
     products = Recipe.from_mapping("own", options["recipe"]) if "recipe" in options else "none"
     if split:
-        precision = Precision("mixed", "bfloat16", master_weights="split")
+        precision = Precision("mixed", "bfloat16", master_weights=SplitMaster)
     else:
         precision = Precision(mode, products=products)
     model = Net(options.get("norm", False), options.get("whole", False))

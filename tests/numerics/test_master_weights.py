@@ -16,6 +16,7 @@ from mpframe import Backoff, LogMax, MasterWeights, Precision, Static
 from mpframe.core import gradients as optim_gradients
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.training.callbacks.guards import saturation_warning
+from mpframe.training.lbfgs import step_with_closure
 from mpframe.training.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
 
@@ -115,7 +116,7 @@ class TestFp32:
         plain, wrapped = cls(plain_params, lr=0.5), MasterWeights(cls(params, lr=0.5))
         for _ in range(3):
             loss = plain.step(quadratic(plain_params))
-            result = wrapped.step(closure=quadratic(params))
+            result = step_with_closure(wrapped, quadratic(params))
             assert torch.equal(result.loss, loss)  # type: ignore[arg-type]
         assert same_bits(params, plain_params)
 
@@ -763,7 +764,7 @@ class TestConsumed:
         params = parameters()
         wrapped = MasterWeights(torch.optim.LBFGS(params, lr=0.5))
         for _ in range(2):
-            wrapped.step(closure=quadratic(params))
+            step_with_closure(wrapped, quadratic(params))
             assert [p.grad for p in params] == [None] * 3
 
 
@@ -1067,43 +1068,34 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=r"^optimizer=SGD: has its masters already; use what"):
             precision.prepare(model, optimizer)
 
-    def test_a_missing_closure(self) -> None:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {},
+            {"closure": lambda: None},
+            {"closure": lambda: None, "scaler": Static(2.0)},
+            {"closure": lambda: None, "max_norm": 1.0},
+            {"closure": lambda: None, "max_value": 1.0},
+            {"scaler": lambda: None},
+        ],
+    )
+    def test_an_optimizer_that_evaluates_the_loss_itself(self, arguments: dict[str, Any]) -> None:
         wrapped = MasterWeights(torch.optim.LBFGS(parameters()))
         assert wrapped.needs_closure
         with pytest.raises(ConfigError) as error:
-            wrapped.step()
+            wrapped.step(**arguments)
         assert str(error.value) == (
-            "optimizer=LBFGS: evaluates the loss itself; give step(closure=...) a function that "
-            "does, or use an optimizer without a closure"
+            "optimizer=LBFGS: evaluates the loss itself; step it with mpframe.training.lbfgs, or "
+            "use an optimizer without a closure"
         )
 
-    @pytest.mark.parametrize(
-        ("dtype", "keep", "options", "text"),
-        [
-            (HALF, True, {}, "half weights; use dtype=fp32"),
-            (HALF, False, {}, "half weights; use dtype=fp32"),
-            (FP32, True, {"scaler": Static(2.0)}, "loss scaling; use loss_scaling=none"),
-            (
-                FP32,
-                True,
-                {"max_norm": 1.0},
-                "clipping; use trainer.clip_norm=null trainer.clip_value=null",
-            ),
-            (
-                FP32,
-                True,
-                {"max_value": 1.0},
-                "clipping; use trainer.clip_norm=null trainer.clip_value=null",
-            ),
-        ],
-    )
-    def test_what_does_not_go_with_a_closure(
-        self, dtype: torch.dtype, keep: bool, options: dict[str, Any], text: str
-    ) -> None:
-        params = parameters(dtype)
+    @pytest.mark.parametrize("keep", [True, False])
+    def test_half_weights_beside_a_closure(self, keep: bool) -> None:
+        params = parameters(HALF)
         wrapped = MasterWeights(torch.optim.LBFGS(params), keep_masters=keep)
-        with pytest.raises(ConfigError, match=f"optimizer=LBFGS: a closure goes without {text} or"):
-            wrapped.step(closure=quadratic(params), **options)
+        text = "optimizer=LBFGS: a closure goes without half weights; use dtype=fp32 or"
+        with pytest.raises(ConfigError, match=text):
+            step_with_closure(wrapped, quadratic(params))
 
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
     def test_a_sparse_parameter_steps_as_in_torch(self, momentum: float) -> None:

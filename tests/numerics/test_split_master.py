@@ -12,8 +12,9 @@ from mpframe import Backoff, MasterWeights, Precision, Static, Trainer
 from mpframe.core import master_weights
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
-from mpframe.core.split_master import SplitMaster
+from mpframe.training.callbacks.freeze import set_requires_grad
 from mpframe.training.ema import Ema
+from mpframe.training.split_master import SplitMaster
 
 BF16 = torch.bfloat16
 END = torch.finfo(BF16).max
@@ -46,7 +47,9 @@ def set_gradients(params: list[nn.Parameter], step: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
-def wrapped(kind: bool | str, cls: Any = torch.optim.AdamW) -> tuple[list[nn.Parameter], Any]:
+def wrapped(
+    kind: bool | type[SplitMaster], cls: Any = torch.optim.AdamW
+) -> tuple[list[nn.Parameter], Any]:
     params = parameters()
     return params, MasterWeights(cls(params, lr=0.05), keep_masters=kind)
 
@@ -99,7 +102,7 @@ def test_masters_and_state_are_those_of_whole_masters(
     """Bit for bit, through a skipped step, with one bucket and with several."""
     monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", size)
     runs = []
-    for kind in (True, "split"):
+    for kind in (True, SplitMaster):
         params, optimizer = wrapped(kind, cls)
         scaler = Backoff(half="bfloat16", init_scale=1.0)
         for step in range(4):
@@ -115,7 +118,7 @@ def test_fp32_masters_have_memory_for_one_bucket_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(master_weights, "_SIZE_ON_CPU", 12)
-    params, optimizer = wrapped("split")
+    params, optimizer = wrapped(SplitMaster)
     stepped = [optimizer.optimizer_param(p) for p in params]
     with_memory = []
     step: Any = optimizer.optimizer.step
@@ -143,7 +146,7 @@ WRITES: dict[str, Any] = {
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_into_the_weight_reaches_its_master(write: str) -> None:
     """The master rounds to what was written: half a unit in the weight's last place is left."""
-    params, optimizer = wrapped("split")
+    params, optimizer = wrapped(SplitMaster)
     for step in range(3):  # So that the low bits are not zero.
         set_gradients(params, step)
         optimizer.step()
@@ -164,7 +167,7 @@ def test_a_write_into_the_weight_reaches_its_master(write: str) -> None:
 
 
 def test_a_weight_that_is_replaced_and_put_back_keeps_its_master() -> None:
-    params, optimizer = wrapped("split")
+    params, optimizer = wrapped(SplitMaster)
     set_gradients(params, 0)
     optimizer.step()
     before, kept = optimizer.master_of(params[0]), params[0].data
@@ -173,8 +176,10 @@ def test_a_weight_that_is_replaced_and_put_back_keeps_its_master() -> None:
     assert torch.equal(optimizer.master_of(params[0]), before)
 
 
-@pytest.mark.parametrize("kinds", [("split", "split"), ("split", True), (True, "split")])
-def test_a_state_goes_on_in_either_kind(kinds: tuple[bool | str, bool | str]) -> None:
+@pytest.mark.parametrize(
+    "kinds", [(SplitMaster, SplitMaster), (SplitMaster, True), (True, SplitMaster)]
+)
+def test_a_state_goes_on_in_either_kind(kinds: tuple[Any, Any]) -> None:
     params, optimizer = wrapped(kinds[0])
     set_gradients(params, 0)
     optimizer.step()
@@ -190,7 +195,7 @@ def test_a_state_goes_on_in_either_kind(kinds: tuple[bool | str, bool | str]) ->
 
 
 def test_a_copy_goes_on_as_the_original() -> None:
-    params, optimizer = wrapped("split")
+    params, optimizer = wrapped(SplitMaster)
     set_gradients(params, 0)
     optimizer.step()
     others, twin = copy.deepcopy((params, optimizer))
@@ -202,13 +207,13 @@ def test_a_copy_goes_on_as_the_original() -> None:
 
 
 def test_a_group_is_frozen_and_thawed() -> None:
-    params, optimizer = wrapped("split")
-    optimizer.set_requires_grad(params[:1], requires_grad=False)
+    params, optimizer = wrapped(SplitMaster)
+    set_requires_grad(optimizer, params[:1], requires_grad=False)
     before = optimizer.master_of(params[0])
     set_gradients(params[1:], 0)
     optimizer.step()
     assert torch.equal(optimizer.master_of(params[0]), before)
-    optimizer.set_requires_grad(params[:1], requires_grad=True)
+    set_requires_grad(optimizer, params[:1], requires_grad=True)
     set_gradients(params, 1)
     optimizer.step()
     assert not torch.equal(optimizer.master_of(params[0]), before)
@@ -218,7 +223,7 @@ def test_channels_last_weights_keep_their_order() -> None:
     values = torch.randn(4, 3, 2, 2)
     weight = weight_like(values.to(memory_format=torch.channels_last))
     optimizer = MasterWeights(
-        torch.optim.AdamW([weight], fused=True), {weight: values}, keep_masters="split"
+        torch.optim.AdamW([weight], fused=True), {weight: values}, keep_masters=SplitMaster
     )
     assert torch.equal(optimizer.master_of(weight), values)
     weight.grad = torch.zeros_like(weight)
@@ -226,7 +231,7 @@ def test_channels_last_weights_keep_their_order() -> None:
     assert optimizer.optimizer_param(weight).stride() == weight.stride()
 
 
-def trained(master_weights: bool | str, **extra: Any) -> Trainer:
+def trained(master_weights: bool | type[SplitMaster], **extra: Any) -> Trainer:
     torch.manual_seed(0)
     precision = Precision("mixed", "bfloat16", master_weights=master_weights)
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
@@ -240,17 +245,17 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_a_prepared_model_starts_from_the_values_before_the_rounding() -> None:
-    split, whole = trained("split"), trained(True)
+    split, whole = trained(SplitMaster), trained(True)
     assert same_bits(split.weights().values(), whole.weights().values())
 
 
 def test_a_checkpoint_resumes_bit_for_bit() -> None:
     data = batches(6)
-    first = trained("split", scaler=Static(2.0**4))
+    first = trained(SplitMaster, scaler=Static(2.0**4))
     for batch in data[:3]:
         first.train_step(batch)
     saved = copy.deepcopy(first.state_dict())
-    second = trained("split", scaler=Static(2.0**4))
+    second = trained(SplitMaster, scaler=Static(2.0**4))
     second.load_state_dict(saved)
     for batch in data[3:]:
         first.train_step(batch)
@@ -260,7 +265,7 @@ def test_a_checkpoint_resumes_bit_for_bit() -> None:
 
 
 def test_the_average_follows_split_masters() -> None:
-    params, optimizer = wrapped("split")
+    params, optimizer = wrapped(SplitMaster)
     twins, whole = wrapped(True)
     averages = []
     for own, taken in ((params, optimizer), (twins, whole)):
@@ -279,14 +284,14 @@ def test_float16_is_refused() -> None:
         r"fp32; use dtype\.half=bfloat16, or dtype\.master_weights=on$"
     )
     with pytest.raises(ConfigError, match=line):
-        Precision("mixed", "float16", master_weights="split")
+        Precision("mixed", "float16", master_weights=SplitMaster)
     with pytest.raises(ConfigError, match=line):
         MasterWeights(
-            torch.optim.SGD([nn.Parameter(torch.ones(2).half())], lr=0.1), keep_masters="split"
+            torch.optim.SGD([nn.Parameter(torch.ones(2).half())], lr=0.1), keep_masters=SplitMaster
         )
 
 
 def test_where_weights_are_fp32_a_line_says_that_it_changes_nothing() -> None:
-    assert Precision("amp", "bfloat16", master_weights="split").warnings() == [
+    assert Precision("amp", "bfloat16", master_weights=SplitMaster).warnings() == [
         "dtype.master_weights=split changes nothing with dtype=amp, whose weights are fp32"
     ]

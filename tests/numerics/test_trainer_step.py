@@ -14,9 +14,9 @@ from mpframe.core.callback import Batch
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import supervised
 from mpframe.data import Loader
-from mpframe.training.closure_trainer import ClosureTrainer
 from mpframe.training.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
+from mpframe.training.lbfgs import ClosureTrainer
 from mpframe.training.plan import Plan
 from mpframe.training.schedules import Schedules, warmup_cosine
 

@@ -20,6 +20,7 @@ from mpframe.core.objective import StepOutput
 from mpframe.core.widening import fp32_weights
 from mpframe.training.ema import AverageWeights, Ema, ema_of
 from mpframe.training.multi_optimizer import MultiOptimizer
+from mpframe.training.split_master import SplitMaster
 
 IN_HALF = [(mode, half) for mode in ("amp", "mixed") for half in HALVES]
 in_half = pytest.mark.parametrize(("mode", "half"), IN_HALF)
@@ -251,13 +252,13 @@ class TestTeachers:
     """A frozen copy that follows the weights by a thousandth in each step."""
 
     @moves
-    @pytest.mark.parametrize("kept", [True, "split"])
+    @pytest.mark.parametrize("kept", [True, SplitMaster])
     @pytest.mark.parametrize("half", HALVES)
     def test_a_copy_made_after_prepare_moves_in_fp32(
         self, half: str, kept: Any, moved: Callable[..., None]
     ) -> None:
         """Beside a copy of the masters that is moved by the same half weights."""
-        if kept == "split" and half == "float16":
+        if kept is SplitMaster and half == "float16":
             pytest.skip("split masters are for bfloat16")
         precision, online = Precision("mixed", half, master_weights=kept), Student().online
         _, optimizer = precision.prepare(online, adamw(online.parameters()))
@@ -278,7 +279,7 @@ class TestTeachers:
 
     @moves
     @pytest.mark.parametrize("grouped", [True, False])
-    @pytest.mark.parametrize("kept", [True, "split"])
+    @pytest.mark.parametrize("kept", [True, SplitMaster])
     @pytest.mark.parametrize("half", HALVES)
     def test_one_inside_the_model_turns_fp32_where_it_is_moved(
         self,
@@ -288,7 +289,7 @@ class TestTeachers:
         moved: Callable[..., None],
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        if kept == "split" and half == "float16":
+        if kept is SplitMaster and half == "float16":
             pytest.skip("split masters are for bfloat16")
         precision, model = Precision("mixed", half, master_weights=kept), Student()
         plain = adamw((model if grouped else model.online).parameters())
@@ -356,7 +357,7 @@ class TestTeachers:
         assert weight.unique().tolist() == [0.5]
 
     @pytest.mark.parametrize("grouped", [True, False])
-    @pytest.mark.parametrize("kept", [True, "split"])
+    @pytest.mark.parametrize("kept", [True, SplitMaster])
     def test_a_resumed_run_moves_it_in_fp32_at_once(self, kept: Any, grouped: bool) -> None:
         def trainer() -> Trainer:
             precision, model = Precision("mixed", "bfloat16", master_weights=kept), Student()
@@ -424,7 +425,7 @@ def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
 class TestCopies:
     """A copy without its optimizer is fp32, one with it is as it was."""
 
-    @pytest.mark.parametrize("kept", [True, "split"])
+    @pytest.mark.parametrize("kept", [True, SplitMaster])
     @pytest.mark.parametrize("turned", [False, True])
     def test_a_pair_in_any_order_stays_half(self, turned: bool, kept: Any) -> None:
         model, optimizer = Precision("mixed", "bfloat16", master_weights=kept).prepare(*pair())

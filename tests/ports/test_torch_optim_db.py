@@ -16,6 +16,7 @@ from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
 from mpframe import Precision, Static
 from mpframe.core.errors import ConfigError
+from mpframe.training.lbfgs import step_with_closure
 
 STEPS = 4
 SCALE = 2.0**10  # a power of two: scaling and unscaling take no bit
@@ -112,7 +113,7 @@ def test_closures(info: OptimizerInfo, kwargs: dict[str, Any]) -> None:
     )
     for _ in range(STEPS):
         reference.step(distance_to_one(twin))
-        wrapped.step(closure=distance_to_one(model))
+        step_with_closure(wrapped, distance_to_one(model))
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
     )
@@ -127,7 +128,7 @@ def test_closures_over_half_weights(kept: str) -> None:
     model = nn.Linear(3, 5)
     _, wrapped = PRECISIONS[kept].prepare(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ConfigError, match="half weights"):
-        wrapped.step(closure=distance_to_one(model))
+        step_with_closure(wrapped, distance_to_one(model))
 
 
 def distance_to_one(model: nn.Linear) -> Callable[[], Tensor]:

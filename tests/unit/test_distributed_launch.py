@@ -13,7 +13,7 @@ from mpframe.core.objective import supervised
 from mpframe.core.precision import Precision
 from mpframe.parallel import launch
 from mpframe.parallel.launch import Place, place, refuse_misfit
-from mpframe.training.closure_trainer import ClosureTrainer
+from mpframe.training.lbfgs import ClosureTrainer
 from mpframe.training.trainer import Trainer
 
 

@@ -6,11 +6,14 @@ is frozen follows from the step and the epoch alone, so a resumed run needs no s
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import ConfigError
@@ -85,7 +88,7 @@ class Freeze(Callback):
         chosen = self._chosen(trainer.model)
         self._frozen = [own for own in chosen if not own.is_over(trainer.progress)]
         for own in self._frozen:
-            trainer.optimizer.set_requires_grad(own.parameters, False)
+            set_requires_grad(trainer.optimizer, own.parameters, False)
             log.info("frozen for %d %s: %s", own.count, own.unit, own)
         optimizer = trainer.optimizer
         parts = parts_of(optimizer).values()
@@ -100,7 +103,7 @@ class Freeze(Callback):
         over = [own for own in self._frozen if own.is_over(trainer.progress)]
         for own in over:
             self._frozen.remove(own)
-            trainer.optimizer.set_requires_grad(own.parameters, True)
+            set_requires_grad(trainer.optimizer, own.parameters, True)
             log.info("trained from step %d on: %s", trainer.progress.global_step + 1, own)
         if over:
             trainer.model.train()
@@ -125,6 +128,40 @@ class Freeze(Callback):
 
     def _find_modules(self, model: nn.Module) -> None:
         self._modules = list(_all_frozen(model)) if self._eval_mode else []
+
+
+def set_requires_grad(optimizer: Any, parameters: Iterable[Tensor], requires_grad: bool) -> None:
+    """Freeze some of an optimizer's parameters, or train them from the next step on.
+
+    Args:
+        optimizer: a `MasterWeights`, or a `MultiOptimizer`.
+        parameters: of the model.
+        requires_grad: False: they get no gradient, so the optimizer leaves them, their masters and
+            their state alone.
+    """
+    chosen = list(parameters)
+    for part in parts_of(optimizer).values():
+        held = [parameter for parameter in chosen if part.holds(parameter)]
+        stepped = [part.optimizer_param(parameter) for parameter in held]
+        for tensor in (*held, *stepped):
+            tensor.requires_grad_(requires_grad)
+        if held:
+            part.skips_on_device = None  # What is trained again may have no state yet.
+        if requires_grad:
+            _fill_momentum(part.optimizer, stepped)
+
+
+def _fill_momentum(optimizer: Optimizer, masters: list[Tensor]) -> None:
+    """Give masters without momentum a buffer of zeros, if others of their group have one.
+
+    Fused SGD takes the buffers of all parameters of a group, or of none. From zeros the first step
+    gives momentum * 0 + g = g, which is what SGD starts with. Other optimizers begin by themselves.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        started = any("momentum_buffer" in optimizer.state.get(m, ()) for m in group["params"])
+        if group["fused"] and started and not group["dampening"]:
+            for master in set(masters).intersection(group["params"]):
+                optimizer.state[master].setdefault("momentum_buffer", torch.zeros_like(master))
 
 
 def _all_frozen(module: nn.Module) -> Iterator[nn.Module]:

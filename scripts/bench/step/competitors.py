@@ -17,9 +17,11 @@ from bench.step.laps import Laps
 from bench.step.workloads import Workload
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.loss_scaling import Backoff
+from mpframe.core.masters import Master
 from mpframe.core.objective import StepOutput, supervised
 from mpframe.core.precision import Precision
 from mpframe.training.plan import Plan
+from mpframe.training.split_master import SplitMaster
 from mpframe.training.trainer import Trainer
 
 MAX_NORM = 1.0
@@ -60,7 +62,7 @@ def by_trainer(
     laps: Laps,
     mode: str,
     half: str = "float16",
-    master_weights: bool | str = True,
+    master_weights: bool | type[Master] = True,
     products: str = "none",
     comm: Comm = SINGLE_PROCESS,
     reduce: str = "in_backward",
@@ -111,7 +113,7 @@ STEPS: dict[str, Callable[[Workload, Laps], Step]] = {
     "mpframe amp bfloat16": partial(by_trainer, mode="amp", half="bfloat16"),
     "mpframe mixed bfloat16": partial(by_trainer, mode="mixed", half="bfloat16"),
     "mpframe mixed bfloat16, split masters": partial(
-        by_trainer, mode="mixed", half="bfloat16", master_weights="split"
+        by_trainer, mode="mixed", half="bfloat16", master_weights=SplitMaster
     ),
     "mpframe amp float16": partial(by_trainer, mode="amp", half="float16"),
     "mpframe mixed float16": partial(by_trainer, mode="mixed", half="float16"),

@@ -39,13 +39,24 @@ class SplitMaster(Master):
         ConfigError: the weight is float16, whose bits are no part of fp32's.
     """
 
+    option = "split"
+
     def __init__(self, weight: Tensor, start: Tensor) -> None:
-        refuse_split(weight.dtype)
+        self.check_format(weight.dtype)
         self.half = weight.dtype
         self.value = torch.empty_like(weight, dtype=torch.float32, requires_grad=False)
         self._drop_value()
         self.low = torch.zeros_like(weight, dtype=torch.int16, requires_grad=False)
         self.start_from(weight, start)
+
+    @classmethod
+    def check_format(cls, half: torch.dtype) -> None:
+        """Raise ConfigError unless the weights are bfloat16."""
+        if half != torch.bfloat16:
+            raise ConfigError(
+                f"dtype.master_weights=split: the weights are {str(half)[6:]}, and only bfloat16 "
+                "is a part of fp32; use dtype.half=bfloat16, or dtype.master_weights=on"
+            )
 
     def current(self, weight: Tensor) -> Tensor:
         """Return a new tensor with the fp32 value: writing to it does not reach the master."""
@@ -129,20 +140,3 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     size = _PIECE if tensor.is_cpu else max(1, tensor.numel())
     row = max(1, tensor.numel() // max(1, len(tensor)))
     return torch.split(tensor, max(1, size // row))
-
-
-def refuse_split(half: torch.dtype) -> None:
-    """Check that masters of this format can be split.
-
-    Raises:
-        ConfigError: it is not bfloat16.
-    """
-    if half != torch.bfloat16:
-        raise ConfigError(
-            f"dtype.master_weights=split: the weights are {str(half)[6:]}, and only bfloat16 is a "
-            "part of fp32; use dtype.half=bfloat16, or dtype.master_weights=on"
-        )
-
-
-# By what `dtype.master_weights` is: False leaves masters out.
-KINDS: dict[bool | str, type[Master] | None] = {True: Master, False: None, "split": SplitMaster}
