@@ -3,7 +3,7 @@
 All ranks call its methods in the same order, so there is one code path for one process and for
 many. A step calls
 
-    begin_step    if there is one loss: how many backward passes follow
+    begin_step    says how many backward passes follow
     backward      once for each loss of each micro-batch
     accumulate    after each micro-batch
     reduce        once, when all gradients are there
