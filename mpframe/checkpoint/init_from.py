@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mpframe.checkpoint.state import address_of
 from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
-from mpframe.core.comm import address_of
 from mpframe.core.errors import CheckpointError, ConfigError, nearest
 from mpframe.core.tree import HALF, dtype_name
 from mpframe.files.plain_file import open_regular, read_regular

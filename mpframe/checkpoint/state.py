@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.checkpoint.untrusted import damaged_if_raising, load_untrusted
-from mpframe.core.comm import Comm, address_of, is_sharded, part_of
+from mpframe.core.comm import Comm, is_sharded, part_of
 from mpframe.core.errors import CheckpointError, ConfigError
 from mpframe.core.tree import HALF, dtype_name
 
@@ -292,3 +292,10 @@ def _is_entry(item: tuple[Any, Any]) -> bool:
 
 def _not_of_a_run(path: Path, name: str) -> CheckpointError:
     return CheckpointError(f"{path}: holds no {name} of a run; use a checkpoint of mpframe")
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; 0: nowhere."""
+    if is_sharded(tensor):  # The memory of an empty part is there as well.
+        return part_of(tensor).untyped_storage().data_ptr()
+    return tensor.data_ptr()

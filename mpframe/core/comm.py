@@ -1,14 +1,14 @@
 """The processes of a run, and all that they agree on. `Comm` itself is a single process.
 
-Whoever takes part in a step calls these methods on every rank, in the same order, and has one code
-path for one process and for many. In a step they come in this order:
+All ranks call its methods in the same order, so there is one code path for one process and for
+many. A step calls
 
-    begin_step    if there is one loss: how many backward passes follow
+    begin_step    says how many backward passes follow
     backward      once for each loss of each micro-batch
     accumulate    after each micro-batch
     reduce        once, when all gradients are there
 
-The functions on parts are for tensors of which each rank holds some rows, as torch's DTensor.
+The functions on parts are for tensors of which each rank holds some rows, such as DTensors.
 """
 
 import sys
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from mpframe.core.buffers import Buffers
 
 T = TypeVar("T")
+Scale = Tensor | float
+Count = Tensor | int
 
 
 class Loss(NamedTuple):
@@ -35,8 +37,8 @@ class Loss(NamedTuple):
 
     name: str
     value: Tensor
-    scale: Tensor | float
-    samples: Tensor | int
+    scale: Scale
+    samples: Count
 
 
 MicroBatch = tuple[Sequence[Loss], Tensor]
@@ -62,29 +64,22 @@ class Comm:
         return self.rank == 0
 
     def begin_step(self, optimizer: Any, passes: int, reduce: str) -> None:
-        """Begin a step.
+        """Begin a step whose gradients `optimizer` takes.
 
         Args:
-            optimizer: takes its gradients.
-            passes: how many backward passes the step has.
-            reduce: when to average gradients: `in_backward`, if there is one pass, or
-                `after_backward`.
+            optimizer: as a trainer has it.
+            passes: how many backward passes follow.
+            reduce: when to average gradients: `in_backward` (if `passes` is 1) or `after_backward`.
         """
 
-    def backward(
-        self,
-        loss: Tensor,
-        scale: Tensor | float,
-        count: Tensor | int,
-        inputs: Sequence[Tensor] | None,
-    ) -> None:
+    def backward(self, loss: Tensor, scale: Scale, count: Count, inputs: Any) -> None:
         """Run the backward pass of loss * scale.
 
         Args:
-            loss: 0-d.
-            scale: 0-d fp32; the number 1: the loss is not scaled.
-            count: how many samples the loss is the mean of.
-            inputs: the parameters that get gradients; None: all.
+            loss: 0-d, the mean over `count` samples.
+            scale: 0-d fp32, or the number 1: the loss is not scaled.
+            count: 0-d, or a number.
+            inputs: the parameters that get gradients, a list; None: all.
         """
         start = scale.clone() if isinstance(scale, Tensor) else None
         loss.backward(start, inputs=inputs)  # type: ignore[no-untyped-call]
@@ -132,10 +127,7 @@ class Comm:
         return self.mean(weighted(mean, self.weight(counts.sum())))
 
     def max(self, magnitude: Tensor) -> Tensor:
-        """The largest of all ranks' values >= 0, each by itself, on the device.
-
-        inf where one is inf or nan.
-        """
+        """The largest of all ranks' values >= 0, elementwise; inf where one is inf or nan."""
         return magnitude
 
     def mean(self, value: Tensor) -> Tensor:
@@ -216,7 +208,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """The rows that this rank holds, in the memory they have; of any other tensor all."""
+    """The rows that this rank holds, sharing their memory; an unsharded tensor itself."""
     if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor.detach()
@@ -225,12 +217,7 @@ def part_of(tensor: Tensor) -> Tensor:
 
 
 def part_for(place: Tensor, values: Tensor) -> Tensor:
-    """The rows of `values` that belong into the memory of `place`.
-
-    Args:
-        place: sharded or not.
-        values: of its shape; whole, or sharded as `place` is.
-    """
+    """The rows of `values` (whole, or sharded as `place` is) that belong into `place`'s memory."""
     if is_sharded(values) or not is_sharded(place):
         return part_of(values)
     sharded: Any = place
@@ -246,21 +233,10 @@ def sharded_as(place: Tensor, part: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     like: Any = place
+    shape, stride = place.shape, place.stride()
     return DTensor.from_local(
-        part,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=place.shape,
-        stride=place.stride(),
+        part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
-
-
-def address_of(tensor: Tensor) -> int:
-    """Where a tensor's memory begins: the same for one that several names share; 0: nowhere."""
-    if is_sharded(tensor):  # The memory of an empty part is there as well.
-        return part_of(tensor).untyped_storage().data_ptr()
-    return tensor.data_ptr()
 
 
 def rows_of_a_part(rows: int, ranks: int) -> int:

@@ -111,12 +111,9 @@ def compute(
 
 
 def count_of(count: Tensor | int | None, batch: Any) -> Tensor | int:
-    """A `StepOutput.count`; for None the samples of its batch."""
-    return samples_in(batch) if count is None else count
-
-
-def samples_in(batch: Any) -> int:
-    """How many samples a batch holds: the size of its first tensor along dimension 0, else 1."""
+    """A `StepOutput.count`; for None the size of the batch's first tensor along dimension 0."""
+    if count is not None:
+        return count
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if isinstance(first, Tensor) and first.dim():  # Without a further call: every step asks.
         return len(first)

@@ -147,12 +147,6 @@ class StepTrainer:
         # The objective is called with it; the model itself if it is not compiled.
         self.compiled_model: Any = torch.compile(self.model) if self.plan.compile else self.model
 
-    @property
-    def objectives(self) -> list[NamedObjective]:
-        """Every loss of a step, in their order, with its scaler and the parameters it moves."""
-        scaler: Any = self.scaler  # One loss has one scaler.
-        return [NamedObjective("", self.objective, scaler)]
-
     def train_step(self, *micro_batches: Batch) -> StepResult:
         """One optimizer step on one batch, or on the micro-batches of an accumulation window.
 
@@ -236,6 +230,12 @@ class StepTrainer:
         if self._device.type == "cpu":
             return batch
         return map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)
+
+    @property
+    def objectives(self) -> list[NamedObjective]:
+        """Every loss of a step, in their order, with its scaler and the parameters it moves."""
+        scaler: Any = self.scaler  # One loss has one scaler.
+        return [NamedObjective("", self.objective, scaler)]
 
     def check_fit(self) -> None:
         """Raise ConfigError or UserCodeError if the parts do not fit together."""

@@ -6,7 +6,7 @@
     model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Byte and Float)
     at net.py:12, given inputs uint8 [64, 8] of 0 to 255; ...
 
-mpframe's errors pass unchanged. SystemExit is an error like any other: a layer may call it.
+mpframe's errors pass unchanged. A SystemExit of a layer is an error like any other.
 """
 
 import functools
@@ -35,13 +35,13 @@ class UserCode:
     """
 
     def __init__(self, option: str, code: Any, **given: Any) -> None:
-        self._option, self._code, self._given = option, code, given
+        self._blame = functools.partial(blame, option, code, **given)
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            blame(self._option, self._code, **self._given)
+            self._blame()
 
 
 def blame(option: str, code: Any, **given: Any) -> NoReturn:
@@ -138,11 +138,10 @@ def described(value: Any) -> str:
         return "None"
     noun = type(value).__name__
     kind = f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
-    if isinstance(value, dict):
-        return f"{kind} of {', '.join(map(str, list(value)[:3])) or 'nothing'}"
-    if isinstance(value, list | tuple):
-        return f"{kind} of {', '.join(map(described, value[:3])) or 'nothing'}"
-    return kind
+    if not isinstance(value, dict | list | tuple):
+        return kind
+    few = map(str, list(value)[:3]) if isinstance(value, dict) else map(described, value[:3])
+    return f"{kind} of {', '.join(few) or 'nothing'}"
 
 
 def _range(value: Any) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """Several processes: how the ranks of a run find each other, and what they send.
 
-    launch          what torchrun tells a process of its place, read without torch; errors said once
-    joining         joins the ranks for one run, and leaves cleanly however it ends
+    launch          what torchrun tells a process of its place; joins the ranks for one run
     process_group   `Comm` (core/comm.py) for many processes, over torch.distributed
     data_parallel   averages gradients while the backward pass runs, on torch's DDP
     sharding        divides a model's weights among the ranks, by torch's FSDP2

@@ -4,16 +4,25 @@
     LOCAL_RANK                   which one on this machine: its CUDA device
     MASTER_ADDR, MASTER_PORT     where the ranks find each other
 
-Without them, or with a world size of 1, there is one process. It is read without torch.
+Without them, or with a world size of 1, there is one process. It is read without torch. `joined`
+joins the ranks for one run.
 
 An error that many ranks meet is printed once, by rank 0, or else by the only rank that met it.
 """
 
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mpframe.core.errors import ConfigError, LostRankError, MpframeError
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpframe.core.comm import Comm
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 START = "torchrun --nproc-per-node 2 scripts/train.py ..."
@@ -113,3 +122,38 @@ def _said(text: str, line: str, wait: bool) -> bool:
         time.sleep(0.1)
     # By both names: rank 0 may come to the same error after all, later than anybody waits.
     return max(store.add(own, 1) for own in {line, text}) > 1
+
+
+@contextmanager
+def joined(
+    parallel: str | None, device: "Callable[[], torch.device]", timeout: float
+) -> "Iterator[Comm]":
+    """Context manager in which the ranks that torchrun started are one comm.
+
+    At its end each waits for all others: a rank that left first could abort one that still works.
+    After an error it does not wait.
+
+    Args:
+        parallel: `none`, `ddp`, `fsdp`, or None for the one that fits. Several ranks check it
+            later, when it is known to be the same on all of them.
+        device: returns what this rank computes on; called if there are several.
+        timeout: seconds without an answer of another rank that end the run, > 0.
+
+    Raises:
+        ConfigError: `parallel` does not fit a single process.
+        LostRankError: a rank does not come.
+    """
+    if place().size == 1:
+        refuse_misfit(parallel)
+        from mpframe.core.comm import SINGLE_PROCESS  # It loads torch.
+
+        yield SINGLE_PROCESS
+        return
+    from mpframe.parallel.process_group import ProcessGroup
+
+    group = ProcessGroup(place(), device(), timeout)
+    try:
+        yield group
+        group.barrier()
+    finally:
+        group.leave()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from mpframe.core.buffers import Buffers
-from mpframe.core.comm import Comm, Loss, MicroBatch
+from mpframe.core.comm import Comm, Count, Loss, MicroBatch, Scale
 from mpframe.core.errors import LostRankError
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.launch import Place
@@ -224,23 +224,17 @@ class ProcessGroup(Comm):
                 self._reducers[optimizer] = self.in_backward()
             self._optimizer, self._reducer = optimizer, self._reducers[optimizer]
 
-    def backward(
-        self,
-        loss: Tensor,
-        scale: Tensor | float,
-        count: Tensor | int,
-        inputs: Sequence[Tensor] | None,
-    ) -> None:
+    def backward(self, loss: Tensor, scale: Scale, count: Count, inputs: Any) -> None:
         """Run the backward pass of loss * scale; divided weights are summed within it."""
         known = (torch.ones((), dtype=torch.float64, device=loss.device) * count).detach()
         if self._reducer is not None:
             self._reducer.backward(loss, scale, known, self._optimizer.parameters)
-        elif self.sharding is not None:
+            return
+        if self.sharding is not None:
             self.sharding.weight = self.weight(known)
-            super().backward(loss, scale, count, inputs)
+        super().backward(loss, scale, count, inputs)
+        if self.sharding is not None:
             self.sharding.refuse_unused()
-        else:
-            super().backward(loss, scale, count, inputs)
 
     def accumulate(self, optimizer: Any, losses: Sequence[Loss]) -> Tensor:
         """Let the optimizer take a micro-batch's gradients, unless they are averaged already."""

@@ -41,8 +41,7 @@ from mpframe.core.user_code import raised
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.stored_yaml import parsed
-from mpframe.parallel.joining import joined
-from mpframe.parallel.launch import place, refuse_misfit
+from mpframe.parallel.launch import joined, place, refuse_misfit
 from mpframe.run.callbacks import RunCallbacks
 from mpframe.run.description import announce, describe, usage_of
 from mpframe.run.folder import RunFolder, RunLock, unwritable_in_one_line

@@ -38,28 +38,24 @@ class MultiObjectiveTrainer(Trainer):
         ConfigError: names of objectives, optimizers and scalers do not match, or spikes are judged.
     """
 
+    optimizer: MultiOptimizer
     objective: Mapping[str, Objective]  # type: ignore[assignment]
 
     @property
     def objectives(self) -> list[NamedObjective]:
         """Every loss of a step, in their order, with its scaler and the parameters it moves."""
-        each = isinstance(self.scaler, Mapping)
+        each, parts = isinstance(self.scaler, Mapping), self.optimizer.parts
         scaler: Any = self.scaler
         return [
-            NamedObjective(
-                name, own, scaler[name] if each else scaler, self._parts.parts[name].parameters
-            )
-            for name, own in self.objective.items()
+            NamedObjective(name, one, scaler[name] if each else scaler, parts[name].parameters)
+            for name, one in self.objective.items()
         ]
-
-    @property
-    def _parts(self) -> MultiOptimizer:
-        optimizer: Any = self.optimizer
-        return optimizer  # type: ignore[no-any-return]
 
     def train_step(self, *batches: Batch) -> StepResult:
         """One step of every optimizer on one batch, or on the micro-batches of a window."""
-        take = self._take_turns if self._parts.skip == "each" else self._step_together
+        passes = len(batches) * len(self.objective)
+        self.comm.begin_step(self.optimizer, passes, self.plan.reduce)
+        take = self._take_turns if self.optimizer.skip == "each" else self._step_together
         return self.finish_step(take(batches))
 
     def _take_turns(self, batches: Sequence[Batch]) -> StepResult:
@@ -67,7 +63,7 @@ class MultiObjectiveTrainer(Trainer):
         shared = _SharedScaler(self.scaler) if "" in self.scalers else None
         results = {}
         for part in self.objectives:
-            optimizer, scaler = self._parts.parts[part.name], shared or part.scaler
+            optimizer, scaler = self.optimizer.parts[part.name], shared or part.scaler
             losses = self.accumulate_losses(optimizer, [part], batches)
             result = self.update(optimizer, scaler, losses)  # type: ignore[arg-type]
             results[part.name] = replace(result, loss=losses[0])
@@ -77,18 +73,18 @@ class MultiObjectiveTrainer(Trainer):
 
     def _step_together(self, batches: Sequence[Batch]) -> StepResult:
         """All losses with the same weights, then one step of all optimizers."""
-        losses = self.accumulate_losses(self._parts, self.objectives, batches)
-        result = self.update(self._parts, self.scaler, losses)
+        losses = self.accumulate_losses(self.optimizer, self.objectives, batches)
+        result = self.update(self.optimizer, self.scaler, losses)
         parts = zip(result.each().items(), losses, strict=True)
         return joined({name: replace(part, loss=loss) for (name, part), loss in parts})
 
     def check_fit(self) -> None:
         """Raise ConfigError unless each loss has its optimizer, and its scaler if any has one."""
         names = ", ".join(self.objective)
-        for name, own in self.objective.items():
-            require_objective(f"objective.{name}", own)
+        for name, objective in self.objective.items():
+            require_objective(f"objective.{name}", objective)
         parts = self.optimizer.parts if isinstance(self.optimizer, MultiOptimizer) else {}
-        if list(parts) != list(self.objective) or not self.optimizer.own_losses:  # type: ignore[attr-defined]
+        if list(parts) != list(self.objective) or not self.optimizer.own_losses:
             raise ConfigError(
                 f"optimizer.parts={', '.join(parts) or 'none'}: the losses are {names}; give each "
                 "an optimizer by its name, in this order"

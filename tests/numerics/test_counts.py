@@ -18,7 +18,7 @@ from mpframe import MasterWeights, Precision, Static
 from mpframe.assembly.trainer import shard
 from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded
 from mpframe.core.objective import StepOutput, compute, count_of, model_loss, supervised
-from mpframe.parallel.joining import joined
+from mpframe.parallel.launch import joined
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.multi_objective import MultiObjectiveTrainer
 from mpframe.training.multi_optimizer import MultiOptimizer

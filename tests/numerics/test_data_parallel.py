@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from mpframe import Precision
 from mpframe.parallel import data_parallel
 from mpframe.parallel.data_parallel import DataParallel
-from mpframe.parallel.joining import joined
+from mpframe.parallel.launch import joined
 
 SCALE = 2.0**10
 STEPS = 4

@@ -15,7 +15,7 @@ from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.objective import supervised
 from mpframe.data import Loader
 from mpframe.models import resnet18
-from mpframe.parallel.joining import joined
+from mpframe.parallel.launch import joined
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 from mpframe.workloads.text.language_model import gpt

@@ -15,7 +15,7 @@ from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.objective import supervised
 from mpframe.lab.product_noise import ProductProbe
 from mpframe.lab.ranges import RangeProbe
-from mpframe.parallel.joining import joined
+from mpframe.parallel.launch import joined
 from mpframe.training.trainer import Trainer
 
 

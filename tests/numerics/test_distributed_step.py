@@ -25,7 +25,7 @@ from mpframe.data.metrics import Accuracy
 from mpframe.lowbit.recipe import Recipe
 from mpframe.parallel import data_parallel, process_group
 from mpframe.parallel.data_parallel import DataParallel
-from mpframe.parallel.joining import joined
+from mpframe.parallel.launch import joined
 from mpframe.training.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.plan import Plan

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpframe.core.comm import SINGLE_PROCESS
 from mpframe.core.tree import HALF, tensors_in
 from mpframe.data import Loader
-from mpframe.parallel.joining import joined
+from mpframe.parallel.launch import joined
 
 KINDS = {
     "allreduce_": ("all_reduce", 0),

@@ -24,7 +24,7 @@ from mpframe.core.errors import ConfigError, MpframeError, UserCodeError
 from mpframe.core.objective import StepOutput, supervised
 from mpframe.core.tree import map_tensors
 from mpframe.data import Loader
-from mpframe.parallel.joining import joined
+from mpframe.parallel.launch import joined
 from mpframe.training.ema import AverageWeights, Ema
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.plan import Plan

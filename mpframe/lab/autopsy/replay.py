@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mpframe.checkpoint.state import RandomState
 from mpframe.core.buffers import State
-from mpframe.core.objective import NamedObjective, compute, samples_in
+from mpframe.core.objective import NamedObjective, compute, count_of
 from mpframe.core.op_lists import OpLists
 from mpframe.core.precision import Precision
 from mpframe.core.storage import formats_of
@@ -64,7 +64,7 @@ class Case:
     def count(self, number: int) -> int:
         """How many samples a micro-batch holds."""
         known = self.samples[number] if number < len(self.samples) else ()
-        return len(known) or samples_in(self.batches[number])
+        return len(known) or int(count_of(None, self.batches[number]))
 
     @property
     def half(self) -> torch.dtype:
