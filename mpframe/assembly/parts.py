@@ -71,9 +71,6 @@ def resolve_device(name: str) -> torch.device:
     """The device an option names; `auto` takes CUDA, then MPS, then the CPU.
 
     Of several ranks each has a CUDA device of its own, that of its number on this machine.
-
-    Raises:
-        ConfigError: there is no such device; no other device is taken instead.
     """
     if place().size > 1:
         return _of_this_rank(name)
@@ -178,13 +175,7 @@ class Loaders(NamedTuple):
 
 
 def build_loaders(config: Config, task: Task, comm: Comm = SINGLE_PROCESS) -> Loaders:
-    """The loaders: training data shuffled and in whole batches only, the others as they are.
-
-    Args:
-        config: the options.
-        task: the dataset.
-        comm: the ranks that share each batch.
-    """
+    """The loaders: training data shuffled and in whole batches only, the others as they are."""
     require_workers(config.data.workers)
     size = config.data.batch_size
     train = Loader(task.train, size, shuffle=True, drop_last=True, **_common(config, task, comm))
@@ -217,12 +208,7 @@ def _common(config: Config, task: Task, comm: Comm) -> dict[str, Any]:
 
 
 def build_metrics(config: Config, task: Task) -> dict[str, Any]:
-    """What makes each metric, by name, the dataset's first; one of the group may replace it.
-
-    Raises:
-        ConfigError: a metric is named loss, or `trainer.monitor` names no metric.
-        UserCodeError: a metric cannot be made, is not a metric, or has no name.
-    """
+    """What makes each metric, by name, the dataset's first; one of the group may replace it."""
     group = {name: partial(make, f"metrics.{name}", node) for name, node in config.metrics.items()}
     metrics = {**_of_dataset(task), **group}
     if LOSS in metrics:
@@ -304,11 +290,7 @@ _PAGE = "docs/loss_scaling/own.md"
 
 
 def build_scaler(config: Config) -> LossScaler:
-    """The loss scaler that `loss_scaling._target_` makes; `NoScaling` if the loss is not scaled.
-
-    Raises:
-        ConfigError: an argument is not allowed, or what is made is not a loss scaler.
-    """
+    """The loss scaler that `loss_scaling._target_` makes; `NoScaling` if the loss is not scaled."""
     scaler: LossScaler = make("loss_scaling", config.loss_scaling) or NoScaling()
     _refuse_unfit(f"loss_scaling._target_={config.loss_scaling['_target_']}", scaler)
     return scaler
@@ -327,11 +309,7 @@ def _refuse_unfit(option: str, scaler: LossScaler) -> None:
 
 
 def scaling_name(config: Config) -> str:
-    """What the loss scaling is called: `static`, `Backoff`, `LogMax`, `none`, or a user's class.
-
-    Raises:
-        ConfigError: as for `build_scaler`.
-    """
+    """What the loss scaling is called: `static`, `Backoff`, `LogMax`, `none`, or a user's class."""
     return name_of_scaler(build_scaler(config))
 
 
@@ -345,16 +323,7 @@ def build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
 
 
 def build_callbacks(config: Config, *, algorithms: bool = False) -> dict[str, Callback]:
-    """Make the group's callbacks, in the order of the configuration; one that is null is left out.
-
-    Args:
-        config: the options.
-        algorithms: only those entries that name an `Algorithm`, which the trainer takes; False:
-            only the others.
-
-    Raises:
-        ConfigError: an entry cannot be made, or is not a callback.
-    """
+    """Make the group's callbacks in their order: those that are an `Algorithm`, or the others."""
     nodes = {
         name: node
         for name, node in config.callbacks.items()

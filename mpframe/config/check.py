@@ -23,9 +23,7 @@ from mpframe.config.schema import (
     SECTIONS,
     Config,
     Dtype,
-    Group,
     GroupOptions,
-    Joint,
     JointOptions,
     NumericsOptions,
     Ops,
@@ -45,11 +43,7 @@ SIZE = "size"
 
 
 def check(composed: DictConfig) -> Config:
-    """The typed configuration behind a composed one.
-
-    Raises:
-        ConfigError: an option is unknown, missing, of the wrong type or out of its range.
-    """
+    """The typed configuration behind a composed one."""
     tree = _resolved(composed)
     _refuse_unfit_size(composed)
     _refuse_unknown("", tree, {*SECTIONS, *OPEN, *RUN_OPTIONS, SIZE})
@@ -60,6 +54,9 @@ def check(composed: DictConfig) -> Config:
     optimizer = _section(tree, "optimizer")
     joint = _joint(optimizer) if "parts" in optimizer else None
     _own_options("optimizer", optimizer)
+    groups = optimizer.get("groups") or {}
+    if joint is None:
+        optimizer = {k: v for k, v in _open(tree, "optimizer").items() if k != "groups"}
     return Config(
         run=run,
         dtype=_load(Dtype, "dtype", _section(tree, "dtype")),
@@ -71,8 +68,8 @@ def check(composed: DictConfig) -> Config:
         model=_open(tree, "model"),
         dataset=_arguments("dataset", _open(tree, "dataset")),
         objective=_optional(tree, "objective"),
-        optimizer=_without_groups(_open(tree, "optimizer")) if joint is None else optimizer,
-        groups=_groups(optimizer.get("groups") or {}),
+        optimizer=optimizer,
+        groups={str(k): _group(str(k), node) for k, node in groups.items() if node is not None},
         joint=joint,
         scheduler=_optional(tree, "scheduler"),
         callbacks=_named(tree, "callbacks"),
@@ -104,17 +101,7 @@ def _refuse_without_source(run: RunOptions) -> None:
             raise ConfigError(f"init_from_names={{{old}: {new}}}: must map a word to a word")
 
 
-def _without_groups(node: Mapping[str, Any]) -> dict[str, Any]:
-    """What the optimizer is made with."""
-    return {key: value for key, value in node.items() if key != "groups"}
-
-
-def _groups(nodes: Mapping[str, Any]) -> dict[str, Group]:
-    """The groups of parameters of one optimizer; one that is null is left out."""
-    return {str(name): _group(str(name), node) for name, node in nodes.items() if node is not None}
-
-
-def _group(name: str, node: Any) -> Group:
+def _group(name: str, node: Any) -> Part:
     path = f"optimizer.groups.{name}"
     if not isinstance(node, dict):
         raise ConfigError(f"{path}={_shown(node)}: must be a mapping; give it parameters")
@@ -128,16 +115,16 @@ def _group(name: str, node: Any) -> Group:
             f"{path}.{given[0]}={_shown(node[given[0]])}: has no meaning with frozen=true; leave "
             "out one of them"
         )
-    return Group(options, settings)
+    return Part(options, settings)
 
 
-def _joint(node: Mapping[str, Any]) -> Joint:
+def _joint(node: Mapping[str, Any]) -> JointOptions:
     """Several optimizers, each with its own target and arguments."""
     options = _load(JointOptions, "optimizer", node)
     if not options.parts:
         raise ConfigError("optimizer.parts={}: must name at least one optimizer")
-    parts = {str(name): _part(str(name), options.parts) for name in options.parts}
-    return Joint(options.skip, options.scalers, parts)
+    options.parts = {str(name): _part(str(name), options.parts) for name in options.parts}
+    return options
 
 
 def _part(name: str, parts: Mapping[str, Any]) -> Part:
@@ -185,11 +172,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def refuse_bad_value(path: str, value: Any) -> None:
-    """Refuse a value of the option at `path`, if that is an option of a closed section.
-
-    Raises:
-        ConfigError: it is of the wrong type or out of its range.
-    """
+    """Refuse a value of the option at `path`, if that is an option of a closed section."""
     section, dot, name = path.rpartition(".")
     holder: Any = SECTIONS.get(section) if dot else RunOptions
     options = {f.name: f for f in dataclasses.fields(holder)} if holder is not None else {}

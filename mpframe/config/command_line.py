@@ -51,14 +51,7 @@ _JOBS = 512
 
 
 def prepare(arguments: list[str]) -> list[str]:
-    """The arguments as Hydra takes them.
-
-    Args:
-        arguments: the command line without the program's name.
-
-    Raises:
-        ConfigError: a flag is none of Hydra's, or a word is not of the form option=value.
-    """
+    """The arguments as Hydra takes them."""
     flags, words = parsed_flags(arguments)
     if flags.shell_completion:
         return arguments
@@ -89,15 +82,7 @@ class Job:
 
 
 def jobs(arguments: list[str]) -> Iterator[Job]:
-    """Each job that training would run.
-
-    Args:
-        arguments: the command line, as training takes it; of its flags only `-m` and those that
-            name a source.
-
-    Raises:
-        ConfigError: an option or a value is not allowed.
-    """
+    """Each job that training would run."""
     multirun = not {"-m", "--multirun"}.isdisjoint(arguments)
     given = [argument for argument in arguments if argument not in ("-m", "--multirun")]
     source, words = take_source(given, "give option=value, and -m for a sweep")
@@ -109,14 +94,7 @@ def jobs(arguments: list[str]) -> Iterator[Job]:
 
 
 def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
-    """What `option=value` words compose for one job.
-
-    Args:
-        given: the words, and flags that name a source.
-
-    Raises:
-        ConfigError: a word names no choice or option of this program, or is malformed.
-    """
+    """What `option=value` words compose for one job."""
     source, typed = take_source(given)
     words = rewritten(typed)
     overrides = parsed(words)
@@ -144,12 +122,7 @@ def _is_rewritten(word: str) -> bool:
 
 
 class JobCheck(Callback):
-    """Refuses a run, or a whole sweep, before it starts.
-
-    Raises:
-        SystemExit: with the `ConfigError` as its cause. Hydra only warns of other errors in a
-            callback.
-    """
+    """Refuses a run, or a whole sweep, before it starts."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         with _ended():
@@ -210,11 +183,7 @@ def _check(config: DictConfig, option: str) -> None:
 
 
 def _refuse_to_write_elsewhere(path: Path) -> None:
-    """Refuse a link or a FIFO in the place of a file: Hydra writes through one, and waits for it.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Refuse a link or a FIFO in the place of a file: Hydra writes through it, or waits for it."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ConfigError(
             f"hydra.sweep.dir={path.parent}: its {path.name} is no regular file; delete it, or "

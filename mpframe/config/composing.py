@@ -40,15 +40,7 @@ _MERGING = "Error merging override "  # Hydra's; what is wrong with it stands in
 
 
 def composed(words: list[str], name: str = PRIMARY) -> DictConfig:
-    """What the words of one job compose, Hydra's own section with it; Hydra is initialised.
-
-    Args:
-        words: as Hydra takes them.
-        name: of the primary configuration.
-
-    Raises:
-        ConfigError: Hydra refuses them, or a value among them is not allowed.
-    """
+    """What the words of one job compose, Hydra's own section with it; Hydra is initialised."""
     overrides = parsed(words)
     for override in overrides:
         refuse_bad_override(override)
@@ -228,13 +220,7 @@ def _walked(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def refusal_of(error: Exception, flags: argparse.Namespace, words: list[str]) -> ConfigError:
-    """Look the words of a command line through for what Hydra could not compose.
-
-    Args:
-        error: what Hydra raised.
-        flags: of the command line; they say where Hydra composes from.
-        words: as they were typed.
-    """
+    """Look the words of a command line through for what Hydra could not compose."""
     source = source_of(flags, words)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == source.name:
         return ConfigError(

@@ -36,13 +36,7 @@ _ESCAPED = {"\n": "(?:\n|n)", "\t": "(?:\t|t)", "\r": "(?:\r|r)"}
 
 
 def secrets_of(texts: Iterable[object], environment: Mapping[str, str]) -> list[str]:
-    """The values to keep out, the longest first.
-
-    Args:
-        texts: the configuration's values before they are resolved, or a command line's words;
-            those of earlier calls count, too.
-        environment: variables by name.
-    """
+    """The values to keep out, the longest first."""
     _referred.update(name for text in texts for name in _REFERENCE.findall(str(text)))
     found = {
         value
@@ -83,13 +77,7 @@ def redacted(value: Any, secrets: Sequence[str]) -> Any:
 
 
 def as_yaml(config: Any, secrets: Sequence[str], resolve: bool = False) -> str:
-    """A configuration as YAML without its secrets.
-
-    Args:
-        config: of omegaconf.
-        secrets: what is hidden.
-        resolve: write values for interpolations; those from the environment stay as they are.
-    """
+    """A configuration as YAML without its secrets."""
     tree: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
     if resolve:
         resolved: Any = OmegaConf.to_container(config, resolve=True, enum_to_str=True)

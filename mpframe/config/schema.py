@@ -340,11 +340,11 @@ class GroupOptions(PartOptions):
 
 
 @dataclass
-class Group:
-    """A checked group: its options, and its settings of the optimizer, as `weight_decay`."""
+class Part:
+    """A checked part or group: its options, and its arguments of the optimizer."""
 
-    options: GroupOptions
-    settings: dict[str, Any]
+    options: PartOptions
+    node: dict[str, Any]
 
 
 @dataclass
@@ -360,23 +360,7 @@ class JointOptions:
         "shared", "One loss scaler for all losses, or one for each.", choices=("shared", "each")
     )
     parts: dict[str, Any] = option({}, "The optimizers by name; named as the losses, if several.")
-
-
-@dataclass
-class Part:
-    """A checked part: its options, and the node with `_target_` and its arguments."""
-
-    options: PartOptions
-    node: dict[str, Any]
-
-
-@dataclass
-class Joint:
-    """Several checked optimizers."""
-
-    skip: str
-    scalers: str
-    parts: dict[str, Part]
+    """Checked ones are a `Part` each."""
 
 
 @dataclass
@@ -489,8 +473,8 @@ class Config:
     dataset: dict[str, Any]
     objective: dict[str, Any] | None
     optimizer: dict[str, Any]
-    groups: dict[str, Group]
-    joint: Joint | None
+    groups: dict[str, Part]
+    joint: JointOptions | None
     scheduler: dict[str, Any] | None
     callbacks: dict[str, dict[str, Any]]
     metrics: dict[str, dict[str, Any]]

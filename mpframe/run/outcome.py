@@ -35,17 +35,7 @@ def summary_of(
     reason: str | None,
     tested: str | None = None,
 ) -> Summary:
-    """The summary of a run.
-
-    Args:
-        config: the options.
-        scaling: the name of the loss scaling.
-        trainer, callbacks: None if the run ended before they were made.
-        began: when the run began, as `time.perf_counter` says it.
-        status: how it ended.
-        reason: why it ended, in one line, or None.
-        tested: whose weights were tested, `best` or `last`; None if the run was not tested.
-    """
+    """The summary of a run."""
     progress = trainer.progress if trainer else Progress()
     results = callbacks.results if callbacks else Results()
     throughput = callbacks.throughput if callbacks else None
@@ -120,20 +110,7 @@ log = logging.getLogger(__name__)
 
 
 def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
-    """Test the weights of a checkpoint, or the present ones; the callbacks are told.
-
-    Args:
-        trainer: has come to its end. Afterwards its weights are bit for bit as before.
-        loader: the test samples.
-        best: the checkpoint of the best validation; None tests the present weights.
-
-    Returns:
-        Whose weights were tested: `best` or `last`.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
-        RunInterrupted: a signal came; the callbacks were not told.
-    """
+    """Test the weights of a checkpoint, or the present ones; the callbacks are told."""
     if best is None:
         _log("the last weights", trainer, loader)
         return "last"
@@ -143,13 +120,7 @@ def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
 
 
 def best_checkpoint(folder: Path, keep_best: int, best: Best) -> Path | None:
-    """The checkpoint of a run's best validation; if it is not there, None, and a warning says so.
-
-    Args:
-        folder: the run's.
-        keep_best: `trainer.keep_best`; with 0 there is none, and nothing is said.
-        best: the best validation.
-    """
+    """The checkpoint of a run's best validation; if it is missing, None, and a warning says so."""
     kept = best_in(folder, min(1, keep_best))
     if not keep_best or best.step is None or best.step in map(step_of, kept):
         return kept[0] if kept else None

@@ -21,12 +21,7 @@ _LOAD = Path("/proc/loadavg")
 
 
 def advice_on_threads(threads: int, environment: Mapping[str, str]) -> str | None:
-    """A line with the way out where threads are likely to fight for cores; None elsewhere.
-
-    Args:
-        threads: that torch computes with.
-        environment: of the process.
-    """
+    """A line with the way out where threads are likely to fight for cores; None elsewhere."""
     if threads == 1 or environment.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
         return None
     usable = _usable_cores()
