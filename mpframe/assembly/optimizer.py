@@ -17,7 +17,7 @@ from mpframe.assembly.target import found, make
 from mpframe.config.check import flatten
 from mpframe.config.planned import filled_in
 from mpframe.config.redaction import hide, secrets_of
-from mpframe.config.schema import Config, Part, PartOptions, measured
+from mpframe.config.schema import Config, GroupOptions, Part, measured
 from mpframe.core.errors import ConfigError
 from mpframe.core.master_weights import MasterWeights
 from mpframe.core.trainer import StepOptimizer
@@ -45,7 +45,7 @@ def build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
     }
 
 
-def _selection(options: PartOptions) -> Selection:
+def _selection(options: GroupOptions) -> Selection:
     return Selection(options.parameters, options.without, options.ndim)
 
 

@@ -110,13 +110,6 @@ def _of_this_rank(name: str) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def with_objective(task: Task, config: Config) -> Task:
-    """The task with the objective of the configuration; the task itself if it names none."""
-    if config.objective is None:
-        return task
-    return replace(task, objective=build_objective(config.objective))
-
-
 def build_objective(node: dict[str, Any]) -> Objective:
     """What `objective._target_` names.
 
@@ -163,7 +156,9 @@ def build_task(config: Config) -> Task:
             f"dataset._target_={config.dataset['_target_']}: must return a mpframe.data.Task, "
             f"got {type(task).__name__}"
         )
-    return with_objective(task, config)
+    if config.objective is None:
+        return task
+    return replace(task, objective=build_objective(config.objective))
 
 
 class Loaders(NamedTuple):

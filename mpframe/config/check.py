@@ -28,7 +28,6 @@ from mpframe.config.schema import (
     NumericsOptions,
     Ops,
     Part,
-    PartOptions,
     RunOptions,
     TrainerOptions,
     measured,
@@ -133,8 +132,10 @@ def _part(name: str, parts: Mapping[str, Any]) -> Part:
         raise ConfigError(f"{path}={_shown(parts[name])}: must be a mapping with a _target_")
     node = dict(parts[name])
     _require_target(path, node)
-    own, rest = _split(PartOptions, node)
-    options = _load(PartOptions, path, own)
+    own, rest = _split(GroupOptions, node)
+    options = _load(GroupOptions, path, own)
+    if options.frozen:
+        raise ConfigError(f"{path}.frozen=true: is for a group; leave the parameters to no part")
     if isinstance(options.lr, str):
         raise ConfigError(f"{path}.lr={options.lr}: must be a number > 0; a factor is for a group")
     return Part(options, rest if options.lr is None else {**rest, "lr": options.lr})

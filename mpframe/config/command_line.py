@@ -35,7 +35,6 @@ from mpframe.config.redaction import SECRET_NAME, hide, secrets_of
 from mpframe.config.schema import Config
 from mpframe.config.sweep import (
     axes,
-    first_job,
     holds_this_run,
     leave_out,
     refuse_unfit_choices,
@@ -112,13 +111,9 @@ def _typed(given: list[str], multirun: bool, source: Source) -> list[list[str]]:
     swept = [[word] for word in given]
     with hydra_over(source):
         for place, word in enumerate(given):
-            if not _is_rewritten(word):
+            if rewritten([word]) == [word]:
                 swept[place] = axes([word], name=source.name)[0]
     return [list(job) for job in itertools.islice(itertools.product(*swept), _JOBS)]
-
-
-def _is_rewritten(word: str) -> bool:
-    return rewritten([word]) != [word]
 
 
 class JobCheck(Callback):
@@ -157,7 +152,7 @@ def _check_sweep(config: DictConfig, name: str) -> None:
     leave_out(config, [o.key_or_group for o in parsed(words) if not o.is_sweep_override()])
     given = _words(config, "hydra")
     swept = axes(words, given, draws=not _is_basic(config, "sweeper"), name=name)
-    first = composed([*given, *first_job(swept)], name)
+    first = composed([*given, *(words[0] for words in swept)], name)
     _check(first, "hydra.sweep.dir")
     refuse_unfit_choices(swept, given, name)
 

@@ -41,15 +41,15 @@ def secrets_of(texts: Iterable[object], environment: Mapping[str, str]) -> list[
     found = {
         value
         for name, value in environment.items()
-        if (name in _referred and len(value) >= _SHORTEST_REFERRED and not _is_folder(value))
+        # The path of a folder, such as a cluster's scratch space, is no secret.
+        if (
+            name in _referred
+            and len(value) >= _SHORTEST_REFERRED
+            and not (os.path.isabs(value) and os.path.isdir(value))
+        )
         or (SECRET_NAME.search(name) and len(value) >= _SHORTEST_NAMED)
     }
     return sorted(found, key=len, reverse=True)
-
-
-def _is_folder(value: str) -> bool:
-    """Whether it is the path of a folder, such as a cluster's scratch space, which is no secret."""
-    return os.path.isabs(value) and os.path.isdir(value)
 
 
 def hide(text: str, secrets: Sequence[str]) -> str:

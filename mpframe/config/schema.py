@@ -313,8 +313,11 @@ class OptimizerOptions:
 
 
 @dataclass
-class PartOptions:
-    """`optimizer.parts.NAME`: one of several optimizers, beside its own arguments."""
+class GroupOptions:
+    """`optimizer.groups.NAME`: some of the parameters, beside any setting of the optimizer.
+
+    `optimizer.parts.NAME` takes the same options except `frozen`.
+    """
 
     parameters: list[str] = option(["*"], "Patterns of the parameter names it takes.")
     without: list[str] = option([], "Patterns of names it leaves to later groups.")
@@ -328,14 +331,6 @@ class PartOptions:
         measure="x",
     )
 
-
-@dataclass
-class GroupOptions(PartOptions):
-    """`optimizer.groups.NAME`: some of the parameters, beside any setting of the optimizer.
-
-    `optimizer.parts.NAME` takes the same options except `frozen`.
-    """
-
     frozen: bool = option(False, "Its parameters are not trained.")
 
 
@@ -343,7 +338,7 @@ class GroupOptions(PartOptions):
 class Part:
     """A checked part or group: its options, and its arguments of the optimizer."""
 
-    options: PartOptions
+    options: GroupOptions
     node: dict[str, Any]
 
 

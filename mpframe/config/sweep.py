@@ -50,16 +50,11 @@ def axes(
     return swept
 
 
-def first_job(swept: list[list[str]]) -> list[str]:
-    """The words of a sweep's first job."""
-    return [words[0] for words in swept]
-
-
 def refuse_unfit_choices(swept: list[list[str]], given: Sequence[str], name: str = PRIMARY) -> None:
     """Refuse an option that not every choice of its group takes, as in
     `loss_scaling=Backoff,LogMax loss_scaling.growth_interval=5`.
     """
-    first = first_job(swept)
+    first = [words[0] for words in swept]
     for place, words in enumerate(swept):
         group = words[0].partition("=")[0]
         own = [word for word in first if word.startswith(f"++{group}.")]

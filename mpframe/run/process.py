@@ -77,7 +77,11 @@ def console(verbosity: str, rank: int = 0) -> Iterator[None]:
 
     Of several ranks only rank 0 says anything, since all of them would say the same.
     """
-    shown = _nothing if rank else _is_loud
+
+    def shown(record: logging.LogRecord) -> bool:
+        loud = record.levelno >= logging.WARNING or hasattr(record, "result")
+        return loud and not rank
+
     quiet = rank or verbosity == "quiet"
     own, handlers = logging.getLogger("mpframe"), _of_console() if quiet else []
     before = own.level
@@ -97,14 +101,6 @@ def _of_console() -> list[logging.Handler]:
     """The root logger's handlers that do not write to a file."""
     known = logging.getLogger().handlers
     return [handler for handler in known if not isinstance(handler, logging.FileHandler)]
-
-
-def _is_loud(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING or hasattr(record, "result")
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
 
 
 def requeue(received: signal.Signals) -> None:
