@@ -22,11 +22,13 @@ from mpframe.config.schema import (
     RUN_OPTIONS,
     SECTIONS,
     Config,
+    DatasetOptions,
     Dtype,
     GroupOptions,
     JointOptions,
     NumericsOptions,
     Ops,
+    OptimizerOptions,
     Part,
     RunOptions,
     TrainerOptions,
@@ -52,7 +54,8 @@ def check(composed: DictConfig) -> Config:
     _refuse_without_source(run)
     optimizer = _section(tree, "optimizer")
     joint = _joint(optimizer) if "parts" in optimizer else None
-    _own_options("optimizer", optimizer)
+    _load(OptimizerOptions, "optimizer", _split(OptimizerOptions, optimizer)[0])
+    own, arguments = _split(DatasetOptions, _open(tree, "dataset"))
     groups = optimizer.get("groups") or {}
     if joint is None:
         optimizer = {k: v for k, v in _open(tree, "optimizer").items() if k != "groups"}
@@ -63,9 +66,9 @@ def check(composed: DictConfig) -> Config:
         ops=_load(Ops, "ops", _section(tree, "ops")),
         trainer=_load(TrainerOptions, "trainer", _section(tree, "trainer")),
         numerics=_load(NumericsOptions, "numerics", _section({"numerics": {}, **tree}, "numerics")),
-        data=_own_options("dataset", _section(tree, "dataset")),
+        data=_load(DatasetOptions, "dataset", own),
         model=_open(tree, "model"),
-        dataset=_arguments("dataset", _open(tree, "dataset")),
+        dataset=arguments,
         objective=_optional(tree, "objective"),
         optimizer=optimizer,
         groups={str(k): _group(str(k), node) for k, node in groups.items() if node is not None},
@@ -138,7 +141,8 @@ def _part(name: str, parts: Mapping[str, Any]) -> Part:
         raise ConfigError(f"{path}.frozen=true: is for a group; leave the parameters to no part")
     if isinstance(options.lr, str):
         raise ConfigError(f"{path}.lr={options.lr}: must be a number > 0; a factor is for a group")
-    return Part(options, rest if options.lr is None else {**rest, "lr": options.lr})
+    kept = {k: v for k, v in node.items() if k in rest or (k == "lr" and v is not None)}
+    return Part(options, kept)
 
 
 def _refuse_leaving(run_name: str) -> None:
@@ -296,17 +300,6 @@ def _named(tree: Mapping[str, Any], section: str) -> dict[str, dict[str, Any]]:
         if node is not None:
             _require_target(f"{section}.{name}", node)
     return {str(name): node for name, node in nodes.items() if node is not None}
-
-
-def _own_options(section: str, node: Mapping[str, Any]) -> Any:
-    """The options that belong to an open section whatever its target, checked."""
-    options: Any = OPEN[section].options
-    return _load(options, section, _split(options, node)[0])
-
-
-def _arguments(section: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """What an open section passes to its target."""
-    return _split(OPEN[section].options, node)[1]
 
 
 def _split(options: Any, node: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

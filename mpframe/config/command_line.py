@@ -67,17 +67,11 @@ def prepare(arguments: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that training would run.
+    """A job that training would run."""
 
-    Attributes:
-        typed: the words of the command line that are its own, as they were typed.
-        overrides: the same as Hydra is given them.
-        config: the checked configuration they make.
-    """
-
-    typed: list[str]
-    overrides: list[str]
-    config: Config
+    typed: list[str]  # Its words of the command line.
+    overrides: list[str]  # The same as Hydra is given them.
+    config: Config  # What they make, checked.
 
 
 def jobs(arguments: list[str]) -> Iterator[Job]:

@@ -225,19 +225,12 @@ _SEARCHED = "hydra.searchpath"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a configuration is composed from.
+    """Where a configuration is composed from."""
 
-    Attributes:
-        name: of the primary configuration.
-        place: a folder, absolute, or `pkg://` and a package.
-        further: a folder that is searched besides, absolute; None: there is none.
-        searched: what hydra.searchpath adds, `file://` and a folder or `pkg://` and a package.
-    """
-
-    name: str = PRIMARY
-    place: str = str(CONF)
-    further: str | None = None
-    searched: tuple[str, ...] = ()
+    name: str = PRIMARY  # Of the primary configuration.
+    place: str = str(CONF)  # An absolute folder, or `pkg://` and a package.
+    further: str | None = None  # An absolute folder that is searched besides.
+    searched: tuple[str, ...] = ()  # By hydra.searchpath: `file://FOLDER` or `pkg://PACKAGE`.
 
     @property
     def own_folders(self) -> list[Path]:

@@ -71,7 +71,7 @@ def _words_of(override: Override, words: list[str], draws: bool, name: str) -> l
     if not override.is_sweep_override():
         return [str(override.input_line)]
     group = override.key_or_group
-    choices = choices_of(group, words, name) if "." not in group else []
+    choices = choices_of(group, words, name)
     values = _values(override, draws, choices)
     if not values:
         raise ConfigError(

@@ -39,6 +39,8 @@ def summary_of(
     progress = trainer.progress if trainer else Progress()
     results = callbacks.results if callbacks else Results()
     throughput = callbacks.throughput if callbacks else None
+    scalers = trainer.scalers if trainer else {}
+    scales: dict[str, Any] = {name: float(own.scale) for name, own in scalers.items()}
     return Summary(
         status=status,
         reason=reason,
@@ -49,7 +51,9 @@ def summary_of(
         **_validation(results.evaluation),
         best=results.best.value,
         best_step=results.best.step,
-        **_test(results.test, tested),
+        test_loss=None if results.test is None else results.test.loss,
+        test_metrics=dict(results.test.metrics) if results.test else {},
+        tested=None if results.test is None else tested,
         seconds=throughput.seconds if throughput else time.perf_counter() - began,
         samples=throughput.samples if throughput else 0,
         train_seconds=throughput.train_seconds if throughput else None,
@@ -59,7 +63,7 @@ def summary_of(
         dtype=config.dtype.mode,
         half=None if config.dtype.mode == "fp32" else config.dtype.half,
         loss_scaling=scaling,
-        final_scale=_final_scale(trainer) if trainer else None,
+        final_scale=scales.get("", scales or None),
         seed=config.run.seed,
         device=str(assembly.resolve_device(config.run.device)) if trainer else config.run.device,
         torch=torch.__version__,
@@ -91,19 +95,6 @@ def _validation(evaluation: Evaluation | None) -> dict[str, Any]:
         "val_metric": None if name is None else metrics.pop(name),
         "other_metrics": metrics,
     }
-
-
-def _test(evaluation: Evaluation | None, tested: str | None) -> dict[str, Any]:
-    """The test, as the fields of a summary."""
-    if evaluation is None:
-        return {}
-    metrics = dict(evaluation.metrics)
-    return {"test_loss": evaluation.loss, "test_metrics": metrics, "tested": tested}
-
-
-def _final_scale(trainer: Trainer) -> float | dict[str, float] | None:
-    scales = {name: float(scaler.scale) for name, scaler in trainer.scalers.items()}
-    return scales.get("", scales or None)
 
 
 log = logging.getLogger(__name__)

@@ -83,7 +83,8 @@ def console(verbosity: str, rank: int = 0) -> Iterator[None]:
         return loud and not rank
 
     quiet = rank or verbosity == "quiet"
-    own, handlers = logging.getLogger("mpframe"), _of_console() if quiet else []
+    own, known = logging.getLogger("mpframe"), logging.getLogger().handlers if quiet else []
+    handlers = [handler for handler in known if not isinstance(handler, logging.FileHandler)]
     before = own.level
     for handler in handlers:
         handler.addFilter(shown)
@@ -95,12 +96,6 @@ def console(verbosity: str, rank: int = 0) -> Iterator[None]:
         own.setLevel(before)
         for handler in handlers:
             handler.removeFilter(shown)
-
-
-def _of_console() -> list[logging.Handler]:
-    """The root logger's handlers that do not write to a file."""
-    known = logging.getLogger().handlers
-    return [handler for handler in known if not isinstance(handler, logging.FileHandler)]
 
 
 def requeue(received: signal.Signals) -> None:

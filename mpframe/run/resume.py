@@ -142,23 +142,16 @@ def _warn_of_the_rest(callbacks: Callbacks, states: Mapping[str, Any]) -> None:
         )
 
 
-Renew = Callable[[Trainer], None]
-"""Gives a trainer new callbacks, without a state."""
+Renew = Callable[[Trainer], None]  # Gives a trainer new callbacks, without a state.
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that a run continues from.
+    """The checkpoint that a run continues from."""
 
-    Attributes:
-        option: `none`, `auto`, or a checkpoint's or run's folder.
-        folder: this run's folder.
-        config: this run's resolved options as YAML.
-    """
-
-    option: str
-    folder: Path
-    config: str
+    option: str  # `none`, `auto`, or a checkpoint's or run's folder.
+    folder: Path  # This run's.
+    config: str  # This run's resolved options as YAML.
 
     def into(self, trainer: Trainer, renew: Renew = lambda trainer: None) -> str:
         """Load the checkpoint into the trainer, its callbacks and the random generators."""
