@@ -17,7 +17,7 @@ from mpframe.assembly.target import found, make
 from mpframe.config.check import flatten
 from mpframe.config.planned import filled_in
 from mpframe.config.redaction import hide, secrets_of
-from mpframe.config.schema import Config, Group, PartOptions, measured
+from mpframe.config.schema import Config, GroupOptions, Part, measured
 from mpframe.core.errors import ConfigError
 from mpframe.core.master_weights import MasterWeights
 from mpframe.core.trainer import StepOptimizer
@@ -45,7 +45,7 @@ def build_optimizers(config: Config, model: nn.Module) -> dict[str, Optimizer]:
     }
 
 
-def _selection(options: PartOptions) -> Selection:
+def _selection(options: GroupOptions) -> Selection:
     return Selection(options.parameters, options.without, options.ndim)
 
 
@@ -75,13 +75,13 @@ def _counted(name: str, parameters: list[nn.Parameter]) -> str:
 
 
 def _settings(
-    config: Config, name: str, group: Group, parameters: list[nn.Parameter]
+    config: Config, name: str, group: Part, parameters: list[nn.Parameter]
 ) -> dict[str, Any]:
     """What the group sets, checked by making an optimizer with it.
 
     torch itself takes any name and any value from a group.
     """
-    path, settings, lr = f"optimizer.groups.{name}", dict(group.settings), group.options.lr
+    path, settings, lr = f"optimizer.groups.{name}", dict(group.node), group.options.lr
     factor = measured(lr, "x")
     if factor is not None and "lr" not in config.optimizer:
         raise ConfigError(f"{path}.lr={lr}: is a factor on optimizer.lr; set that as well")
@@ -121,17 +121,7 @@ def joined(config: Config, masters: dict[str, MasterWeights], task: Task) -> Ste
 def build_schedule(
     config: Config, optimizer: Optimizer, plan: Mapping[str, int], metrics: Mapping[str, Any]
 ) -> Schedule | None:
-    """The schedule; None if there is none.
-
-    Args:
-        config: the options.
-        optimizer: whose groups are scheduled.
-        plan: how long the run is planned: `total_steps`, `epochs`, `steps_per_epoch`.
-        metrics: by name; a `ReduceLROnPlateau` watches the monitored one.
-
-    Raises:
-        ConfigError: an argument is not allowed, or what is made is not a schedule.
-    """
+    """The schedule; None if there is none."""
     if config.scheduler is None:
         return None
     node = filled_in(config.scheduler, plan)
@@ -171,11 +161,7 @@ def _refuse_overrun(schedule: Any, steps: int) -> None:
 
 
 def _set_direction(node: dict[str, Any], name: str, higher: bool | None) -> None:
-    """Let a schedule that watches validation look for the better values of what is monitored.
-
-    Raises:
-        ConfigError: it was told to look for the worse ones.
-    """
+    """Let a schedule that watches validation look for the better values of what is monitored."""
     watched = "val_loss" if higher is None else f"val_{name}"
     mode = "max" if higher else "min"
     if node.setdefault("mode", mode) != mode:

@@ -73,9 +73,6 @@ def resolve_device(name: str) -> torch.device:
     """The device an option names; `auto` takes CUDA, then MPS, then the CPU.
 
     Of several ranks each has a CUDA device of its own, that of its number on this machine.
-
-    Raises:
-        ConfigError: there is no such device; no other device is taken instead.
     """
     if place().size > 1:
         return _of_this_rank(name)
@@ -113,13 +110,6 @@ def _of_this_rank(name: str) -> torch.device:
             "device=cpu"
         )
     return torch.device("cuda", rank)
-
-
-def with_objective(task: Task, config: Config) -> Task:
-    """The task with the objective of the configuration; the task itself if it names none."""
-    if config.objective is None:
-        return task
-    return replace(task, objective=build_objective(config.objective))
 
 
 def build_objective(node: dict[str, Any]) -> Objective:
@@ -168,7 +158,9 @@ def build_task(config: Config) -> Task:
             f"dataset._target_={config.dataset['_target_']}: must return a mpframe.data.Task, "
             f"got {type(task).__name__}"
         )
-    return with_objective(task, config)
+    if config.objective is None:
+        return task
+    return replace(task, objective=build_objective(config.objective))
 
 
 class Loaders(NamedTuple):
@@ -180,13 +172,7 @@ class Loaders(NamedTuple):
 
 
 def build_loaders(config: Config, task: Task, comm: Comm = SINGLE_PROCESS) -> Loaders:
-    """The loaders: training data shuffled and in whole batches only, the others as they are.
-
-    Args:
-        config: the options.
-        task: the dataset.
-        comm: the ranks that share each batch.
-    """
+    """The loaders: training data shuffled and in whole batches only, the others as they are."""
     require_workers(config.data.workers)
     size = config.data.batch_size
     train = Loader(task.train, size, shuffle=True, drop_last=True, **_common(config, task, comm))
@@ -219,12 +205,7 @@ def _common(config: Config, task: Task, comm: Comm) -> dict[str, Any]:
 
 
 def build_metrics(config: Config, task: Task) -> dict[str, Any]:
-    """What makes each metric, by name, the dataset's first; one of the group may replace it.
-
-    Raises:
-        ConfigError: a metric is named loss, or `trainer.monitor` names no metric.
-        UserCodeError: a metric cannot be made, is not a metric, or has no name.
-    """
+    """What makes each metric, by name, the dataset's first; one of the group may replace it."""
     group = {name: partial(make, f"metrics.{name}", node) for name, node in config.metrics.items()}
     metrics = {**_of_dataset(task), **group}
     if LOSS in metrics:
@@ -316,11 +297,7 @@ _PAGE = "docs/loss_scaling/own.md"
 
 
 def build_scaler(config: Config) -> LossScaler:
-    """The loss scaler that `loss_scaling._target_` makes; `NoScaling` if the loss is not scaled.
-
-    Raises:
-        ConfigError: an argument is not allowed, or what is made is not a loss scaler.
-    """
+    """The loss scaler that `loss_scaling._target_` makes; `NoScaling` if the loss is not scaled."""
     scaler: LossScaler = make("loss_scaling", config.loss_scaling) or NoScaling()
     _refuse_unfit(f"loss_scaling._target_={config.loss_scaling['_target_']}", scaler)
     return scaler
@@ -339,11 +316,7 @@ def _refuse_unfit(option: str, scaler: LossScaler) -> None:
 
 
 def scaling_name(config: Config) -> str:
-    """What the loss scaling is called: `static`, `Backoff`, `LogMax`, `none`, or a user's class.
-
-    Raises:
-        ConfigError: as for `build_scaler`.
-    """
+    """What the loss scaling is called: `static`, `Backoff`, `LogMax`, `none`, or a user's class."""
     return name_of_scaler(build_scaler(config))
 
 
@@ -357,16 +330,7 @@ def build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
 
 
 def build_callbacks(config: Config, *, algorithms: bool = False) -> dict[str, Callback]:
-    """Make the group's callbacks, in the order of the configuration; one that is null is left out.
-
-    Args:
-        config: the options.
-        algorithms: only those entries that name an `Algorithm`, which the trainer takes; False:
-            only the others.
-
-    Raises:
-        ConfigError: an entry cannot be made, or is not a callback.
-    """
+    """Make the group's callbacks in their order: those that are an `Algorithm`, or the others."""
     nodes = {
         name: node
         for name, node in config.callbacks.items()

@@ -43,11 +43,7 @@ def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
 
 
 def options_of(section: str, node: dict[str, Any]) -> dict[str, Any]:
-    """An open section's options, those with a `_target_` made, for a target that is not called.
-
-    Raises:
-        ConfigError: the target does not take these options, or one cannot be made.
-    """
+    """An open section's options, those with a `_target_` made, for a target that is not called."""
     return dict(make(section, {**_check_arguments(section, node), "_target_": "builtins.dict"}))
 
 
@@ -102,11 +98,7 @@ def _check_truth(path: str, value: Any, parameter: inspect.Parameter) -> Any:
 
 
 def found(section: str, target: str) -> Any:
-    """The class or function that a `_target_` names.
-
-    Raises:
-        ConfigError: there is none, or it is something else, as a module is.
-    """
+    """The class or function that a `_target_` names."""
     try:
         named = get_object(target)
     except (Exception, SystemExit) as error:  # Importing the user's module may raise anything.

@@ -59,11 +59,7 @@ _BY_VALUE = {getattr(torch.optim, name) for name in _NAMES.split()}
 
 
 def refuse_beside_sharding(config: Config, task: Task) -> None:
-    """Refuse what needs whole weights on each rank.
-
-    Raises:
-        ConfigError: names the option, and the way out.
-    """
+    """Refuse what needs whole weights on each rank."""
     for option, needed in _NEEDED.items():
         section, _, name = option.partition(".")
         value = _word(getattr(getattr(config, section), name))
@@ -96,12 +92,7 @@ def shard(
     comm: Comm,
     device: torch.device,
 ) -> None:
-    """Divide the weights among the ranks, and let the optimizers step the parts.
-
-    Raises:
-        ConfigError: an optimizer looks at more than single values; a weight cannot be divided, or
-            lies beyond the half range; or no op list says which weights are half.
-    """
+    """Divide the weights among the ranks, and let the optimizers step the parts."""
     for optimizer in optimizers.values():
         kind = type(optimizer)
         if kind not in _BY_VALUE:
@@ -143,14 +134,7 @@ log = logging.getLogger(__name__)
 
 
 def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_PROCESS) -> Trainer:
-    """Model, optimizer, schedule and scaler, in the dtype mode and on the device.
-
-    Args:
-        config: the options.
-        task: gives the objective and metrics.
-        batches: micro-batches per epoch, for the schedule.
-        comm: the ranks that train together.
-    """
+    """Model, optimizer, schedule and scaler, in the dtype mode and on the device."""
     _refuse_compiled(config)
     device = resolve_device(config.run.device)
     sharded = config.trainer.parallel == "fsdp" and comm.size > 1  # Other commands are alone.

@@ -22,15 +22,14 @@ from mpframe.config.schema import (
     RUN_OPTIONS,
     SECTIONS,
     Config,
+    DatasetOptions,
     Dtype,
-    Group,
     GroupOptions,
-    Joint,
     JointOptions,
     NumericsOptions,
     Ops,
+    OptimizerOptions,
     Part,
-    PartOptions,
     RunOptions,
     TrainerOptions,
     measured,
@@ -45,11 +44,7 @@ SIZE = "size"
 
 
 def check(composed: DictConfig) -> Config:
-    """The typed configuration behind a composed one.
-
-    Raises:
-        ConfigError: an option is unknown, missing, of the wrong type or out of its range.
-    """
+    """The typed configuration behind a composed one."""
     tree = _resolved(composed)
     _refuse_unfit_size(composed)
     _refuse_unknown("", tree, {*SECTIONS, *OPEN, *RUN_OPTIONS, SIZE})
@@ -59,7 +54,11 @@ def check(composed: DictConfig) -> Config:
     _refuse_without_source(run)
     optimizer = _section(tree, "optimizer")
     joint = _joint(optimizer) if "parts" in optimizer else None
-    _own_options("optimizer", optimizer)
+    _load(OptimizerOptions, "optimizer", _split(OptimizerOptions, optimizer)[0])
+    own, arguments = _split(DatasetOptions, _open(tree, "dataset"))
+    groups = optimizer.get("groups") or {}
+    if joint is None:
+        optimizer = {k: v for k, v in _open(tree, "optimizer").items() if k != "groups"}
     return Config(
         run=run,
         dtype=_load(Dtype, "dtype", _section(tree, "dtype")),
@@ -67,12 +66,12 @@ def check(composed: DictConfig) -> Config:
         ops=_load(Ops, "ops", _section(tree, "ops")),
         trainer=_load(TrainerOptions, "trainer", _section(tree, "trainer")),
         numerics=_load(NumericsOptions, "numerics", _section({"numerics": {}, **tree}, "numerics")),
-        data=_own_options("dataset", _section(tree, "dataset")),
+        data=_load(DatasetOptions, "dataset", own),
         model=_open(tree, "model"),
-        dataset=_arguments("dataset", _open(tree, "dataset")),
+        dataset=arguments,
         objective=_optional(tree, "objective"),
-        optimizer=_without_groups(_open(tree, "optimizer")) if joint is None else optimizer,
-        groups=_groups(optimizer.get("groups") or {}),
+        optimizer=optimizer,
+        groups={str(k): _group(str(k), node) for k, node in groups.items() if node is not None},
         joint=joint,
         scheduler=_optional(tree, "scheduler"),
         callbacks=_named(tree, "callbacks"),
@@ -104,17 +103,7 @@ def _refuse_without_source(run: RunOptions) -> None:
             raise ConfigError(f"init_from_names={{{old}: {new}}}: must map a word to a word")
 
 
-def _without_groups(node: Mapping[str, Any]) -> dict[str, Any]:
-    """What the optimizer is made with."""
-    return {key: value for key, value in node.items() if key != "groups"}
-
-
-def _groups(nodes: Mapping[str, Any]) -> dict[str, Group]:
-    """The groups of parameters of one optimizer; one that is null is left out."""
-    return {str(name): _group(str(name), node) for name, node in nodes.items() if node is not None}
-
-
-def _group(name: str, node: Any) -> Group:
+def _group(name: str, node: Any) -> Part:
     path = f"optimizer.groups.{name}"
     if not isinstance(node, dict):
         raise ConfigError(f"{path}={_shown(node)}: must be a mapping; give it parameters")
@@ -128,16 +117,16 @@ def _group(name: str, node: Any) -> Group:
             f"{path}.{given[0]}={_shown(node[given[0]])}: has no meaning with frozen=true; leave "
             "out one of them"
         )
-    return Group(options, settings)
+    return Part(options, settings)
 
 
-def _joint(node: Mapping[str, Any]) -> Joint:
+def _joint(node: Mapping[str, Any]) -> JointOptions:
     """Several optimizers, each with its own target and arguments."""
     options = _load(JointOptions, "optimizer", node)
     if not options.parts:
         raise ConfigError("optimizer.parts={}: must name at least one optimizer")
-    parts = {str(name): _part(str(name), options.parts) for name in options.parts}
-    return Joint(options.skip, options.scalers, parts)
+    options.parts = {str(name): _part(str(name), options.parts) for name in options.parts}
+    return options
 
 
 def _part(name: str, parts: Mapping[str, Any]) -> Part:
@@ -146,11 +135,14 @@ def _part(name: str, parts: Mapping[str, Any]) -> Part:
         raise ConfigError(f"{path}={_shown(parts[name])}: must be a mapping with a _target_")
     node = dict(parts[name])
     _require_target(path, node)
-    own, rest = _split(PartOptions, node)
-    options = _load(PartOptions, path, own)
+    own, rest = _split(GroupOptions, node)
+    options = _load(GroupOptions, path, own)
+    if options.frozen:
+        raise ConfigError(f"{path}.frozen=true: is for a group; leave the parameters to no part")
     if isinstance(options.lr, str):
         raise ConfigError(f"{path}.lr={options.lr}: must be a number > 0; a factor is for a group")
-    return Part(options, rest if options.lr is None else {**rest, "lr": options.lr})
+    kept = {k: v for k, v in node.items() if k in rest or (k == "lr" and v is not None)}
+    return Part(options, kept)
 
 
 def _refuse_leaving(run_name: str) -> None:
@@ -185,11 +177,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def refuse_bad_value(path: str, value: Any) -> None:
-    """Refuse a value of the option at `path`, if that is an option of a closed section.
-
-    Raises:
-        ConfigError: it is of the wrong type or out of its range.
-    """
+    """Refuse a value of the option at `path`, if that is an option of a closed section."""
     section, dot, name = path.rpartition(".")
     holder: Any = SECTIONS.get(section) if dot else RunOptions
     options = {f.name: f for f in dataclasses.fields(holder)} if holder is not None else {}
@@ -312,17 +300,6 @@ def _named(tree: Mapping[str, Any], section: str) -> dict[str, dict[str, Any]]:
         if node is not None:
             _require_target(f"{section}.{name}", node)
     return {str(name): node for name, node in nodes.items() if node is not None}
-
-
-def _own_options(section: str, node: Mapping[str, Any]) -> Any:
-    """The options that belong to an open section whatever its target, checked."""
-    options: Any = OPEN[section].options
-    return _load(options, section, _split(options, node)[0])
-
-
-def _arguments(section: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """What an open section passes to its target."""
-    return _split(OPEN[section].options, node)[1]
 
 
 def _split(options: Any, node: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -35,7 +35,6 @@ from mpframe.config.redaction import SECRET_NAME, hide, secrets_of
 from mpframe.config.schema import Config
 from mpframe.config.sweep import (
     axes,
-    first_job,
     holds_this_run,
     leave_out,
     refuse_unfit_choices,
@@ -51,14 +50,7 @@ _JOBS = 512
 
 
 def prepare(arguments: list[str]) -> list[str]:
-    """The arguments as Hydra takes them.
-
-    Args:
-        arguments: the command line without the program's name.
-
-    Raises:
-        ConfigError: a flag is none of Hydra's, or a word is not of the form option=value.
-    """
+    """The arguments as Hydra takes them."""
     flags, words = parsed_flags(arguments)
     if flags.shell_completion:
         return arguments
@@ -75,29 +67,15 @@ def prepare(arguments: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that training would run.
+    """A job that training would run."""
 
-    Attributes:
-        typed: the words of the command line that are its own, as they were typed.
-        overrides: the same as Hydra is given them.
-        config: the checked configuration they make.
-    """
-
-    typed: list[str]
-    overrides: list[str]
-    config: Config
+    typed: list[str]  # Its words of the command line.
+    overrides: list[str]  # The same as Hydra is given them.
+    config: Config  # What they make, checked.
 
 
 def jobs(arguments: list[str]) -> Iterator[Job]:
-    """Each job that training would run.
-
-    Args:
-        arguments: the command line, as training takes it; of its flags only `-m` and those that
-            name a source.
-
-    Raises:
-        ConfigError: an option or a value is not allowed.
-    """
+    """Each job that training would run."""
     multirun = not {"-m", "--multirun"}.isdisjoint(arguments)
     given = [argument for argument in arguments if argument not in ("-m", "--multirun")]
     source, words = take_source(given, "give option=value, and -m for a sweep")
@@ -109,14 +87,7 @@ def jobs(arguments: list[str]) -> Iterator[Job]:
 
 
 def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
-    """What `option=value` words compose for one job.
-
-    Args:
-        given: the words, and flags that name a source.
-
-    Raises:
-        ConfigError: a word names no choice or option of this program, or is malformed.
-    """
+    """What `option=value` words compose for one job."""
     source, typed = take_source(given)
     words = rewritten(typed)
     overrides = parsed(words)
@@ -134,22 +105,13 @@ def _typed(given: list[str], multirun: bool, source: Source) -> list[list[str]]:
     swept = [[word] for word in given]
     with hydra_over(source):
         for place, word in enumerate(given):
-            if not _is_rewritten(word):
+            if rewritten([word]) == [word]:
                 swept[place] = axes([word], name=source.name)[0]
     return [list(job) for job in itertools.islice(itertools.product(*swept), _JOBS)]
 
 
-def _is_rewritten(word: str) -> bool:
-    return rewritten([word]) != [word]
-
-
 class JobCheck(Callback):
-    """Refuses a run, or a whole sweep, before it starts.
-
-    Raises:
-        SystemExit: with the `ConfigError` as its cause. Hydra only warns of other errors in a
-            callback.
-    """
+    """Refuses a run, or a whole sweep, before it starts."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         with _ended():
@@ -184,7 +146,7 @@ def _check_sweep(config: DictConfig, name: str) -> None:
     leave_out(config, [o.key_or_group for o in parsed(words) if not o.is_sweep_override()])
     given = _words(config, "hydra")
     swept = axes(words, given, draws=not _is_basic(config, "sweeper"), name=name)
-    first = composed([*given, *first_job(swept)], name)
+    first = composed([*given, *(words[0] for words in swept)], name)
     _check(first, "hydra.sweep.dir")
     refuse_unfit_choices(swept, given, name)
 
@@ -210,11 +172,7 @@ def _check(config: DictConfig, option: str) -> None:
 
 
 def _refuse_to_write_elsewhere(path: Path) -> None:
-    """Refuse a link or a FIFO in the place of a file: Hydra writes through one, and waits for it.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Refuse a link or a FIFO in the place of a file: Hydra writes through it, or waits for it."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ConfigError(
             f"hydra.sweep.dir={path.parent}: its {path.name} is no regular file; delete it, or "

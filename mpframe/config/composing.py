@@ -40,15 +40,7 @@ _MERGING = "Error merging override "  # Hydra's; what is wrong with it stands in
 
 
 def composed(words: list[str], name: str = PRIMARY) -> DictConfig:
-    """What the words of one job compose, Hydra's own section with it; Hydra is initialised.
-
-    Args:
-        words: as Hydra takes them.
-        name: of the primary configuration.
-
-    Raises:
-        ConfigError: Hydra refuses them, or a value among them is not allowed.
-    """
+    """What the words of one job compose, Hydra's own section with it; Hydra is initialised."""
     overrides = parsed(words)
     for override in overrides:
         refuse_bad_override(override)
@@ -74,10 +66,15 @@ def refusal(error: Exception, words: list[str], name: str = PRIMARY) -> ConfigEr
     try:
         overrides = parsed(words)
         for override in overrides:
-            _refuse_several_values(override)
+            if override.is_sweep_override():
+                raise ConfigError(f"{override.input_line}: several values make a sweep; add -m")
             _refuse_unknown_choice(override, words, name)
-        choices = [str(o.input_line) for o in overrides if _decides(o.key_or_group, words, name)]
-        base = compose(name, overrides=choices, return_hydra_config=True)
+        deciding = [  # The words that decide which options there are.
+            str(o.input_line)
+            for o in overrides
+            if o.key_or_group == "hydra.searchpath" or choices_of(o.key_or_group, words, name)
+        ]
+        base = compose(name, overrides=deciding, return_hydra_config=True)
         for override in overrides:
             _refuse_unknown_key(override, base)
             refuse_bad_override(override)
@@ -107,6 +104,8 @@ def refuse_bad_override(override: Override) -> None:
 
 def choices_of(group: str, words: list[str], name: str = PRIMARY) -> list[str]:
     """The choices of a group, sorted, for Hydra as it is initialised; none if it is no group."""
+    if "." in group:
+        return []
     places = [word for word in words if word.lstrip("+").startswith("hydra.searchpath=")]
     loader = GlobalHydra.instance().config_loader()
     return sorted(loader.get_group_options(group, config_name=name, overrides=places))
@@ -123,36 +122,18 @@ def one_line(error: Exception) -> str:
     return f"{'; '.join(lines[:2])} {listed}".strip()
 
 
-def _decides(key: str, words: list[str], name: str) -> bool:
-    """True if a word with this key decides which options there are."""
-    return key == "hydra.searchpath" or bool(_may_be_group(key) and choices_of(key, words, name))
-
-
-def _may_be_group(key: str) -> bool:
-    return "." not in key
-
-
-def _refuse_several_values(override: Override) -> None:
-    if override.is_sweep_override():
-        raise ConfigError(f"{override.input_line}: several values make a sweep; add -m")
-
-
 def _refuse_unknown_choice(override: Override, words: list[str], name: str) -> None:
     group = override.key_or_group
-    choices = choices_of(group, words, name) if _may_be_group(group) else []
+    choices = choices_of(group, words, name)
     if not choices or override.type is OverrideType.DEL:
         return
     value = override.value()
-    if override.type is not OverrideType.CHANGE and _is_in_the_defaults(group, name):
+    if override.type is not OverrideType.CHANGE:
         text = str(override.input_line)
-        raise ConfigError(f"{text}: a choice takes no +; write {text.lstrip('+')}")
+        taken = compose(name, return_hydra_config=True).hydra.runtime.choices
+        if group in taken or group == "experiment":
+            raise ConfigError(f"{text}: a choice takes no +; write {text.lstrip('+')}")
     refuse_unknown_choice(group, "null" if value is None else str(value), choices)
-
-
-def _is_in_the_defaults(group: str, name: str) -> bool:
-    """True if a choice of the group needs no `+`."""
-    taken = compose(name, return_hydra_config=True).hydra.runtime.choices
-    return group in taken or group == "experiment"
 
 
 def _other_way(group: str, choice: str) -> str:
@@ -188,7 +169,7 @@ def refuse_unknown_choice(group: str, choice: str, choices: list[str]) -> None:
 
 def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     key = override.key_or_group
-    if (_may_be_group(key) and key in base.hydra.runtime.choices) or "/" in key:
+    if ("." not in key and key in base.hydra.runtime.choices) or "/" in key:
         return
     if key.startswith("hydra."):
         _refuse_unknown_hydra_key(override, base)
@@ -228,13 +209,7 @@ def _walked(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def refusal_of(error: Exception, flags: argparse.Namespace, words: list[str]) -> ConfigError:
-    """Look the words of a command line through for what Hydra could not compose.
-
-    Args:
-        error: what Hydra raised.
-        flags: of the command line; they say where Hydra composes from.
-        words: as they were typed.
-    """
+    """Look the words of a command line through for what Hydra could not compose."""
     source = source_of(flags, words)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == source.name:
         return ConfigError(

@@ -1,11 +1,5 @@
 """The new names of what a `_target_` of version 0.1.0 named, in one table."""
 
-import logging
-from pathlib import Path
-from typing import Any
-
-log = logging.getLogger(__name__)
-
 _WORKLOADS = {
     "detection.data": ["data.scenes", "data.MeanAveragePrecision"],
     "detection.model": ["models.ssd", "objectives.detection"],
@@ -59,21 +53,3 @@ MOVED = {
     for old in names
 }
 """Old name to new."""
-
-
-def renamed(node: Any, path: Path, place: str = "") -> Any:
-    """A stored configuration with the new names; a warning says each.
-
-    Args:
-        node: the configuration, or what it holds at `place`.
-        path: where it came from, for the message.
-        place: dotted.
-    """
-    if not isinstance(node, dict):
-        return node
-    fresh = {key: renamed(value, path, f"{place}{key}.") for key, value in node.items()}
-    target = node.get("_target_")
-    if isinstance(target, str) and target in MOVED:
-        fresh["_target_"] = MOVED[target]
-        log.warning("warning: %s: %s_target_=%s is now %s", path, place, target, fresh["_target_"])
-    return fresh

@@ -7,11 +7,7 @@ from mpframe.core.errors import ConfigError
 
 
 def refuse_unwritable(option: str, folder: Path) -> None:
-    """Refuse an output folder that cannot be written, before anything is computed.
-
-    Raises:
-        ConfigError: it is a file, lies below a file, or cannot be written.
-    """
+    """Refuse an output folder that cannot be written, before anything is computed."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ConfigError(f"{option}={folder}: {existing} is a file; choose a folder")

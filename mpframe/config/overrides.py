@@ -37,22 +37,14 @@ _COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
 
 
 def parsed_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags by name, and the `option=value` words between them, in order.
-
-    Raises:
-        ConfigError: a flag is unknown, lacks its value, or does not go with another one.
-    """
+    """The flags by name, and the `option=value` words between them, in order."""
     flags, rest = _parsed(_parser(), arguments)
     _refuse_unfit(flags, rest)
     return flags, [*flags.overrides, *rest]
 
 
 def source_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Of the flags those that say where Hydra composes from, and all other arguments, in order.
-
-    Raises:
-        ConfigError: a flag lacks its value, or names no folder.
-    """
+    """Of the flags those that say where Hydra composes from, and all other arguments, in order."""
     flags, rest = _parsed(_source_parser(), arguments)
     _refuse_unfit_source(flags)
     return flags, rest
@@ -135,11 +127,7 @@ _MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
 
 
 def rewritten(words: list[str]) -> list[str]:
-    """The words as Hydra takes them.
-
-    Raises:
-        ConfigError: a word is not of the form option=value, or too long.
-    """
+    """The words as Hydra takes them."""
     for word in words:
         if len(word) > _LONGEST:
             raise ConfigError(
@@ -152,11 +140,7 @@ def rewritten(words: list[str]) -> list[str]:
 
 
 def parsed(words: list[str]) -> list[Override]:
-    """The words as Hydra understands them.
-
-    Raises:
-        ConfigError: a word is not of the form option=value.
-    """
+    """The words as Hydra understands them."""
     parser = OverridesParser.create()
     overrides = []
     for word in words:
@@ -241,19 +225,12 @@ _SEARCHED = "hydra.searchpath"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a configuration is composed from.
+    """Where a configuration is composed from."""
 
-    Attributes:
-        name: of the primary configuration.
-        place: a folder, absolute, or `pkg://` and a package.
-        further: a folder that is searched besides, absolute; None: there is none.
-        searched: what hydra.searchpath adds, `file://` and a folder or `pkg://` and a package.
-    """
-
-    name: str = PRIMARY
-    place: str = str(CONF)
-    further: str | None = None
-    searched: tuple[str, ...] = ()
+    name: str = PRIMARY  # Of the primary configuration.
+    place: str = str(CONF)  # An absolute folder, or `pkg://` and a package.
+    further: str | None = None  # An absolute folder that is searched besides.
+    searched: tuple[str, ...] = ()  # By hydra.searchpath: `file://FOLDER` or `pkg://PACKAGE`.
 
     @property
     def own_folders(self) -> list[Path]:
@@ -263,11 +240,7 @@ class Source:
 
     @property
     def first(self) -> list[str]:
-        """What is searched before the shipped conf/: a user's file stands for one of that name.
-
-        Raises:
-            ConfigError: a primary configuration there would stand for the shipped one.
-        """
+        """What is searched before the shipped conf/: a user's file stands for one of that name."""
         if not _is_shipped(self.place):
             return []
         named = [f"file://{self.further}"] if self.further else []
@@ -311,11 +284,7 @@ def _searched_by(source: Source) -> Any:
 
 
 def stand_ins(hydra: DictConfig) -> Iterator[str]:
-    """A line for each choice of a job that a user's file of the same name makes.
-
-    Args:
-        hydra: Hydra's own section of the job.
-    """
+    """A line for each choice of a job that a user's file of the same name makes."""
     folders = [own.path for own in hydra.runtime.config_sources if own.schema == "file"]
     for group, choice in hydra.runtime.choices.items():
         name = f"{group}/{choice}.yaml"
@@ -327,15 +296,7 @@ def stand_ins(hydra: DictConfig) -> Iterator[str]:
 def take_source(
     arguments: list[str], advice: str = "give option=value"
 ) -> tuple[Source, list[str]]:
-    """Separate the flags that name a source from the `option=value` words.
-
-    Args:
-        arguments: a command line whose only flags are these.
-        advice: what to do instead of another flag.
-
-    Raises:
-        ConfigError: there is another flag, or no such folder.
-    """
+    """Separate the flags that name a source from the `option=value` words."""
     flags, words = source_flags(arguments)
     for word in words:
         if word.startswith("-"):

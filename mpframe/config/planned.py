@@ -47,12 +47,7 @@ OmegaConf.register_new_resolver("size", _sized, replace=True)
 
 
 def filled_in(node: Any, plan: Mapping[str, int]) -> Any:
-    """`node` with the numbers of `plan` for its words.
-
-    Args:
-        node: resolved options: mappings, lists and values.
-        plan: each of NAMES, as a whole number.
-    """
+    """`node` with the numbers of `plan` for its words."""
     if isinstance(node, Mapping):
         return {key: filled_in(value, plan) for key, value in node.items()}
     if isinstance(node, list):

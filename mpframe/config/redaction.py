@@ -36,26 +36,20 @@ _ESCAPED = {"\n": "(?:\n|n)", "\t": "(?:\t|t)", "\r": "(?:\r|r)"}
 
 
 def secrets_of(texts: Iterable[object], environment: Mapping[str, str]) -> list[str]:
-    """The values to keep out, the longest first.
-
-    Args:
-        texts: the configuration's values before they are resolved, or a command line's words;
-            those of earlier calls count, too.
-        environment: variables by name.
-    """
+    """The values to keep out, the longest first."""
     _referred.update(name for text in texts for name in _REFERENCE.findall(str(text)))
     found = {
         value
         for name, value in environment.items()
-        if (name in _referred and len(value) >= _SHORTEST_REFERRED and not _is_folder(value))
+        # The path of a folder, such as a cluster's scratch space, is no secret.
+        if (
+            name in _referred
+            and len(value) >= _SHORTEST_REFERRED
+            and not (os.path.isabs(value) and os.path.isdir(value))
+        )
         or (SECRET_NAME.search(name) and len(value) >= _SHORTEST_NAMED)
     }
     return sorted(found, key=len, reverse=True)
-
-
-def _is_folder(value: str) -> bool:
-    """Whether it is the path of a folder, such as a cluster's scratch space, which is no secret."""
-    return os.path.isabs(value) and os.path.isdir(value)
 
 
 def hide(text: str, secrets: Sequence[str]) -> str:
@@ -83,13 +77,7 @@ def redacted(value: Any, secrets: Sequence[str]) -> Any:
 
 
 def as_yaml(config: Any, secrets: Sequence[str], resolve: bool = False) -> str:
-    """A configuration as YAML without its secrets.
-
-    Args:
-        config: of omegaconf.
-        secrets: what is hidden.
-        resolve: write values for interpolations; those from the environment stay as they are.
-    """
+    """A configuration as YAML without its secrets."""
     tree: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
     if resolve:
         resolved: Any = OmegaConf.to_container(config, resolve=True, enum_to_str=True)

@@ -22,27 +22,26 @@ from hydra.core.config_store import ConfigStore
 from mpframe.core.ranges import Range
 
 
-def option(
-    default: Any,
-    sentence: str,
-    *,
-    unit: str = "",
-    measure: str = "",
-    watches: bool = False,
-    **limits: Any,
-) -> Any:
+def option(default: Any, sentence: str, unit: str = "", measure: str = "", **limits: Any) -> Any:
     """A field of the schema: its default, its one sentence, its unit and its `Range`.
 
     A number may be followed by `measure`, and is then of that other unit, as in `30min`.
-
-    An option that `watches` changes what is seen or kept of a run, or how long a failing run goes
-    on. It changes none of the run's numbers.
     """
-    metadata = {"sentence": sentence, "unit": unit, "measure": measure, "watches": watches}
+    metadata = {"sentence": sentence, "unit": unit, "measure": measure, "watches": False}
     metadata["range"] = Range(**limits)
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def watching_option(*arguments: Any, **named: Any) -> Any:
+    """An option that changes what is seen or kept of a run, or how long a failing run goes on.
+
+    It changes none of the run's numbers.
+    """
+    made = option(*arguments, **named)
+    made.metadata = {**made.metadata, "watches": True}
+    return made
 
 
 # Names that other libraries use for a mode or an option, and what to write here.
@@ -103,28 +102,22 @@ def measured(value: Any, measure: str) -> float | None:
 class Dtype:
     """`dtype`: in which format weights are stored and ops computed."""
 
-    mode: str = option(
-        "mixed", "What is stored and computed in half.", choices=("fp32", "mixed", "amp")
-    )
+    mode: str = option("mixed", "Stored and computed in half.", choices=("fp32", "mixed", "amp"))
     half: str = option("float16", "The 16-bit format of the run.", choices=("float16", "bfloat16"))
     compute: str = option(
         "auto",
-        "How half ops compute on a CPU, and products below 16 bits on any device: by instructions, "
-        "or in fp32 with one rounding. auto: by those there are, products on GPUs alone.",
+        "Half ops on a CPU, and products below 16 bits: natively, or emulated in fp32 with one "
+        "rounding. auto: native where supported; below 16 bits only on GPUs.",
         choices=("auto", "native", "emulated"),
     )
     master_weights: str | bool = option(
         "on",
-        "Keep fp32 masters of half weights. split, for bfloat16: keep of each the 16 bits that its "
-        "weight lacks, less memory and more time. off only to study what they are for. true is "
-        "read as on, false as off.",
+        "Keep fp32 masters of half weights. split, for bfloat16: keep only the 16 bits that each "
+        "weight lacks, for less memory and more time. off is for studies. true is on, false off.",
         choices=("on", "off", "split"),
     )
-    products: str = option(
-        "none",
-        "The recipe by which matrix products and convolutions are computed below 16 bits.",
-    )
-    recipes: dict[str, Any] = option({}, "Recipes of your own, by name, for products and pins.")
+    products: str = option("none", "Recipe for matrix products and convolutions below 16 bits.")
+    recipes: dict[str, Any] = option({}, "Your own recipes by name, for products and pins.")
 
 
 @dataclass
@@ -135,9 +128,7 @@ class Ops:
     deny: list[str] = option([], "Ops that run in fp32.")
     infer: list[str] = option([], "Ops that run in the widest format of their inputs.")
     move: dict[str, str] = option({}, "Single ops put in another list: allow, deny, infer, none.")
-    modules: dict[str, str] = option(
-        {}, "Module name patterns pinned to fp32, half, or a recipe for their products."
-    )
+    modules: dict[str, str] = option({}, "Module name patterns pinned to fp32, half or a recipe.")
 
 
 @dataclass
@@ -146,19 +137,14 @@ class TrainerOptions:
 
     epochs: int = option(20, "Passes over the training data.", unit="epochs", low=1)
     max_steps: int | None = option(
-        None,
-        "Stop after this many optimizer steps; 0 only shows the dtype map.",
-        unit="steps",
-        low=0,
+        None, "Stop after this many steps; 0 only shows the dtype map.", unit="steps", low=0
     )
     accumulate: int = option(1, "Micro-batches per optimizer step.", unit="batches", low=1)
     clip_norm: float | None = option(
         None, "Clip the global 2-norm of the unscaled gradients to this.", above=0.0
     )
     clip_value: float | None = option(
-        None,
-        "Clamp each value of the unscaled gradients to [-this, this]; goes without clip_norm.",
-        above=0.0,
+        None, "Clamp unscaled gradients to [-this, this]; goes without clip_norm.", above=0.0
     )
     ema_decay: float | None = option(
         None,
@@ -168,113 +154,78 @@ class TrainerOptions:
         above=0.0,
         below=1.0,
     )
-    eval_every: int | None = option(
-        None,
-        "Validate every so many steps; null: after each epoch.",
-        unit="steps",
-        low=1,
-        watches=True,
+    eval_every: int | None = watching_option(
+        None, "Validate every so many steps; null: after each epoch.", unit="steps", low=1
     )
-    monitor: str | None = option(
+    monitor: str | None = watching_option(
         None,
-        "The metric that keep_best, early stopping and ReduceLROnPlateau go by, or loss; null: the "
-        "first metric.",
-        watches=True,
+        "Metric (or loss) for keep_best, early stopping, ReduceLROnPlateau; null: the first one.",
     )
-    checkpoint_every: int | str | None = option(
+    checkpoint_every: int | str | None = watching_option(
         None,
-        "Save every so many steps, or whenever so much time has passed, as in 30min; null: after "
-        "each epoch.",
+        "Save every so many steps, or so much time, as in 30min; null: after each epoch.",
         unit="steps",
         low=1,
         measure="min",
-        watches=True,
     )
-    keep_last: int = option(
-        2,
-        "Checkpoints kept, the newest ones. 0: only the best are saved, and with keep_best=0 none.",
-        unit="checkpoints",
-        low=0,
-        watches=True,
+    keep_last: int = watching_option(
+        2, "Newest checkpoints to keep; 0: save only the best ones.", unit="checkpoints", low=0
     )
-    keep_best: int = option(
+    keep_best: int = watching_option(
         1,
-        "Checkpoints kept besides, the best by the monitored metric; each is saved when made, and "
-        "the best one is tested when the run is finished. 0: the last weights are.",
+        "Best checkpoints to keep besides, by the monitored metric. The final test uses the best "
+        "one; with 0, the last weights.",
         unit="checkpoints",
         low=0,
-        watches=True,
     )
-    async_save: bool = option(
-        False,
-        "Write checkpoints while training goes on; takes memory for a second copy.",
-        watches=True,
+    async_save: bool = watching_option(
+        False, "Write checkpoints while training continues; takes memory for a second copy."
     )
-    on_save_error: str = option(
-        "stop",
-        "What a checkpoint that cannot be written does to the run.",
-        choices=("stop", "warn"),
-        watches=True,
+    on_save_error: str = watching_option(
+        "stop", "If a checkpoint cannot be written.", choices=("stop", "warn")
     )
-    requeue: bool = option(
-        False,
-        "Under Slurm, put the job back into the queue when SIGUSR1 stops it.",
-        watches=True,
+    requeue: bool = watching_option(False, "Requeue the Slurm job when SIGUSR1 stops it.")
+    log_every: int = watching_option(
+        10, "Write scalars to TensorBoard every so many steps.", unit="steps", low=1
     )
-    log_every: int = option(
-        10, "Write scalars to TensorBoard every so many steps.", unit="steps", low=1, watches=True
+    max_consecutive_skips: int = watching_option(
+        50, "Stop as diverged after this many skipped steps in a row.", unit="steps", low=1
     )
-    max_consecutive_skips: int = option(
-        50,
-        "Stop as diverged after this many skipped steps in a row.",
-        unit="steps",
-        low=1,
-        watches=True,
+    recompute: list[str] = watching_option(
+        [], "Patterns of modules that are recomputed in the backward pass, to save memory."
     )
-    recompute: list[str] = option(
-        [],
-        "Patterns of modules that keep no activations and run again in the backward pass: less "
-        "memory, the same numbers.",
-        watches=True,
-    )
-    channels_last: bool = option(
-        False, "Keep the weights of 2-d convolutions with the channels as last dimension."
-    )
+    channels_last: bool = option(False, "Keep weights of 2-d convolutions in channels-last order.")
     compile: bool = option(False, "Compile model and casts into one graph (torch.compile).")
-    parallel: str | None = option(
+    parallel: str | None = watching_option(
         None,
         "How several processes train one model, each on its part of every batch; null: ddp if "
         "torchrun started several, else none. fsdp: each holds a part of the weights, for a model "
         "that does not fit on one device; the autopsy is then off.",
         choices=("none", "ddp", "fsdp"),
-        watches=True,
     )
     reduce: str = option(
         "in_backward",
-        "When the ranks average their gradients, in fp32: in_backward: while the backward pass "
-        "runs, or after the last one if a step has several; after_backward: always after it.",
+        "When ranks average their gradients, in fp32: during the backward pass (after the last one "
+        "if a step has several), or always after it.",
         choices=("in_backward", "after_backward"),
     )
     sync_batchnorm: bool = option(
         False,
-        "Let BatchNorm use the statistics of the whole batch, not those of a rank's part of it. "
-        "The autopsy, which replays steps on one rank, is then off.",
+        "BatchNorm uses the statistics of the whole batch, not of a rank's part. The autopsy, "
+        "which replays steps on one rank, is then off.",
     )
-    timeout: float = option(
+    timeout: float = watching_option(
         600.0,
-        "End the run if the data workers give no batch, or another rank gives no answer, for so "
-        "long.",
+        "End the run after waiting so long for a batch from the workers, or for another rank.",
         unit="seconds",
         above=0.0,
-        watches=True,
     )
-    verbosity: str = option(
+    verbosity: str = watching_option(
         "normal",
-        "What the console shows: quiet: warnings, errors and the result; normal: also a line at "
-        "every validation, and a progress bar if stderr is a terminal; verbose: also a line at "
-        "every log_every steps. train.log holds the lines of normal or verbose.",
+        "Shown on the console: quiet: warnings, errors and the result; normal: also a line at each "
+        "validation, and a progress bar in a terminal; verbose: also a line at every log_every "
+        "steps. train.log holds the lines of normal or verbose.",
         choices=("quiet", "normal", "verbose"),
-        watches=True,
     )
 
 
@@ -282,8 +233,8 @@ class TrainerOptions:
 class NumericsOptions:
     """`numerics`: how often the ranges of weights, activations, gradients, updates are taken."""
 
-    every: int | None = option(
-        None, "Steps between two reports; null: never.", unit="steps", low=1, watches=True
+    every: int | None = watching_option(
+        None, "Steps between two reports; null: never.", unit="steps", low=1
     )
 
 
@@ -295,11 +246,7 @@ class DatasetOptions:
         64, "Samples in a micro-batch, of all ranks together.", unit="samples", low=1
     )
     eval_batch_size: int | None = option(
-        None,
-        "Samples in a batch of validation, test and prediction, of all ranks together; null: as in "
-        "training.",
-        unit="samples",
-        low=1,
+        None, "The same outside of training; null: as in training.", unit="samples", low=1
     )
     workers: int = option(0, "Processes that load data; 0: the main one.", unit="processes", low=0)
 
@@ -313,8 +260,11 @@ class OptimizerOptions:
 
 
 @dataclass
-class PartOptions:
-    """`optimizer.parts.NAME`: one of several optimizers, beside its own arguments."""
+class GroupOptions:
+    """`optimizer.groups.NAME`: some of the parameters, beside any setting of the optimizer.
+
+    `optimizer.parts.NAME` takes the same options except `frozen`.
+    """
 
     parameters: list[str] = option(["*"], "Patterns of the parameter names it takes.")
     without: list[str] = option([], "Patterns of names it leaves to later groups.")
@@ -323,33 +273,27 @@ class PartOptions:
     )
     lr: float | str | None = option(
         None,
-        "Learning rate; of a group also a factor on optimizer.lr, as in 10x; null: optimizer.lr.",
+        "Learning rate; in a group also a factor on optimizer.lr, as in 10x; null: optimizer.lr.",
         above=0.0,
         measure="x",
     )
-
-
-@dataclass
-class GroupOptions(PartOptions):
-    """`optimizer.groups.NAME`: some of the parameters, beside any setting of the optimizer.
-
-    `optimizer.parts.NAME` takes the same options except `frozen`.
-    """
-
     frozen: bool = option(False, "Its parameters are not trained.")
 
 
 @dataclass
-class Group:
-    """A checked group: its options, and its settings of the optimizer, as `weight_decay`."""
+class Part:
+    """A checked part or group: its options, and its arguments of the optimizer."""
 
     options: GroupOptions
-    settings: dict[str, Any]
+    node: dict[str, Any]
 
 
 @dataclass
 class JointOptions:
-    """`optimizer` with `parts`: several optimizers, as in `optimizer=gan` or `muon_adamw`."""
+    """`optimizer` with `parts`: several optimizers, as in `optimizer=gan` or `muon_adamw`.
+
+    Checked `parts` are a `Part` each.
+    """
 
     skip: str = option(
         "all",
@@ -363,31 +307,14 @@ class JointOptions:
 
 
 @dataclass
-class Part:
-    """A checked part: its options, and the node with `_target_` and its arguments."""
-
-    options: PartOptions
-    node: dict[str, Any]
-
-
-@dataclass
-class Joint:
-    """Several checked optimizers."""
-
-    skip: str
-    scalers: str
-    parts: dict[str, Part]
-
-
-@dataclass
 class RunOptions:
     """The run itself."""
 
-    run_name: str = option("", "The folder under runs/ that the run goes into.", watches=True)
+    run_name: str = watching_option("", "The folder under runs/ that the run goes into.")
     device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
     seed: int = option(0, "Fixes weights, order and augmentation.", low=0, high=2**63 - 1)
-    resume: str = option(
-        "none", "auto: the run folder's newest checkpoint; a path; or none.", watches=True
+    resume: str = watching_option(
+        "none", "auto: the run folder's newest checkpoint; a path; or none."
     )
     init_from: str | None = option(
         None,
@@ -398,23 +325,17 @@ class RunOptions:
         None, "Patterns of names in it, and the model's names for them: {backbone.*: encoder.*}."
     )
     init_from_except: list[str] = option(
-        [], "Name patterns of weights that may differ from it: the model's keep their first values."
+        [], "Patterns of weights that may differ from it: the model's keep their first values."
     )
 
 
 @dataclass(frozen=True)
 class OpenSection:
-    """A section that names a class or function by `_target_`, and its arguments.
+    """A section that names a class or function by `_target_`, and its arguments."""
 
-    Attributes:
-        options: those that belong to it whatever its target; None: there are none.
-        required: if False, the section may be null or absent.
-        named: the section holds several of them, each below a name of its own.
-    """
-
-    options: type | None = None
-    required: bool = True
-    named: bool = False
+    options: type | None = None  # Those that belong to it whatever its target.
+    required: bool = True  # If False, the section may be null or absent.
+    named: bool = False  # The section holds several of them by name.
 
 
 OPEN = {
@@ -489,8 +410,8 @@ class Config:
     dataset: dict[str, Any]
     objective: dict[str, Any] | None
     optimizer: dict[str, Any]
-    groups: dict[str, Group]
-    joint: Joint | None
+    groups: dict[str, Part]
+    joint: JointOptions | None
     scheduler: dict[str, Any] | None
     callbacks: dict[str, dict[str, Any]]
     metrics: dict[str, dict[str, Any]]

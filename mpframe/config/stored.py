@@ -26,11 +26,11 @@ from typing import Any, cast
 
 import yaml
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from mpframe.config.command_line import checked, compose_named, without_hydra
 from mpframe.config.locations import CONF
-from mpframe.config.moved import renamed
+from mpframe.config.moved import MOVED
 from mpframe.config.overrides import Source, take_source
 from mpframe.config.schema import OPEN, Config
 from mpframe.core.errors import CheckpointError, ConfigError
@@ -40,14 +40,7 @@ _TARGET = "_target_"
 
 
 class Trusted:
-    """The targets that the files of a source name.
-
-    Args:
-        source: of the command line.
-
-    Raises:
-        ConfigError: a file of the user's is not YAML.
-    """
+    """The targets that the files of a source name."""
 
     def __init__(self, source: Source) -> None:
         self._folders = [CONF, *source.own_folders]
@@ -78,17 +71,13 @@ class Trusted:
 
 
 def refuse_unnamed(path: Path, targets: Iterable[tuple[str, Any]]) -> None:
-    """Refuse the targets that nobody but a stored configuration names, all in one line.
-
-    Args:
-        path: of the stored configuration.
-        targets: what is to be added to trust one (`model._target_` or `+metrics.NAME._target_`),
-            and the target.
-
-    Raises:
-        CheckpointError: there is one.
-    """
-    words = [f"{option}={target}" for option, target in targets]
+    """Refuse the targets that nobody but a stored configuration names, all in one line."""
+    words = []
+    for option, target in targets:
+        if target in MOVED:
+            new = f"{option}={MOVED[target]}"
+            raise CheckpointError(f"{path}: {option}={target} is now {MOVED[target]}; add {new}")
+        words.append(f"{option}={target}")
     if not words:
         return
     several = len(words) > 1
@@ -143,29 +132,19 @@ _INSTEAD = {
 
 
 def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Config:
-    """The configuration to evaluate a run with: the stored one, changed as the command line says.
-
-    Args:
-        text: the stored configuration, YAML.
-        path: where it came from, for messages.
-        given: `GROUP=CHOICE` and `option=value` words, and flags that name the user's own folder.
-        data: False: dataset, objective and metrics are not built; the configuration has none.
-
-    Raises:
-        CheckpointError: the stored configuration is none, or names what is not ours.
-        ConfigError: the command line, or the two together, are not allowed.
-    """
+    """The configuration to evaluate a run with: the stored one with the command line's changes."""
     source, words = take_source(given)
-    read, trusted = renamed(parsed(text, path), path), Trusted(source)
+    read, trusted = parsed(text, path), Trusted(source)
     stored = {k: v for k, v in read.items() if k not in _UNUSED}
     joint = _parts(read.get("optimizer"))
     overrides, composed = compose_named([*_choices_of(stored, words, trusted), *given])
     overrides = [own for own in overrides if own.key_or_group != "hydra.searchpath"]
     _refuse_unfit(overrides)
-    fresh = _without_hydra(composed)
+    plain = OmegaConf.to_container(without_hydra(composed), resolve=False)
+    fresh = cast(dict[str, Any], plain)
     named = {o.key_or_group for o in overrides if _is_group(o.key_or_group)} & _words(words)
     for group in named:
-        if not _same_target(stored, fresh, group):
+        if group not in OPEN or _target(stored, group) != _target(fresh, group):
             stored[group] = {}
     taken = [o.key_or_group for o in overrides if not _is_group(o.key_or_group)]
     for key in taken:
@@ -181,12 +160,9 @@ def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Con
     config = checked(OmegaConf.create({**stored, **_INSTEAD, "optimizer": optimizer}))
     if "dataset.workers" not in taken:  # As many as the machine of the run had cores for.
         config.data.workers = min(config.data.workers, os.cpu_count() or 1)
-    return config if data else _without_data(config)
-
-
-def _without_data(config: Config) -> Config:
-    """What is left can be built, whoever wrote it: nothing names the data's code any more."""
-    trainer = replace(config.trainer, monitor=None)  # A metric.
+    if data:
+        return config
+    trainer = replace(config.trainer, monitor=None)  # Nothing names the data's code any more.
     return replace(config, dataset={}, objective=None, metrics={}, trainer=trainer)
 
 
@@ -199,11 +175,6 @@ def _parts(optimizer: Any) -> dict[Any, Any]:
         for name, part in (parts.items() if isinstance(parts, dict) else ())
         if isinstance(part, dict)
     }
-
-
-def _without_hydra(composed: DictConfig) -> dict[str, Any]:
-    """The composed options as plain values, interpolations left as they are."""
-    return cast(dict[str, Any], OmegaConf.to_container(without_hydra(composed), resolve=False))
 
 
 def _is_group(key: str) -> bool:
@@ -234,10 +205,6 @@ def _words(given: list[str]) -> set[str]:
 def _target(tree: Mapping[str, Any], group: str) -> Any:
     section = tree.get(group)
     return section.get("_target_") if isinstance(section, dict) else None
-
-
-def _same_target(stored: Mapping[str, Any], fresh: Mapping[str, Any], group: str) -> bool:
-    return group in OPEN and _target(stored, group) == _target(fresh, group)
 
 
 def _refuse_unfit(overrides: list[Override]) -> None:

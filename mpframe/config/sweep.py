@@ -41,18 +41,7 @@ _MOST_JOBS = 100_000
 def axes(
     words: Sequence[str], given: Sequence[str] = (), draws: bool = False, name: str = PRIMARY
 ) -> list[list[str]]:
-    """For each word, one word for each of the values it sweeps over; Hydra is initialised.
-
-    Args:
-        words: as Hydra takes them, with sweeps among them.
-        given: the words for Hydra itself, which may tell where groups lie.
-        draws: whether the sweeper draws values from intervals; then an interval's ends are taken.
-        name: of the primary configuration.
-
-    Raises:
-        ConfigError: a word sweeps over nothing, or over a choice or value that is not allowed; or
-            there are too many jobs.
-    """
+    """For each word, one word for each of the values it sweeps over; Hydra is initialised."""
     overrides = parsed(list(words))
     swept = [_words_of(override, [*given, *words], draws, name) for override in overrides]
     if not draws and math.prod(map(len, swept)) > _MOST_JOBS:  # Hydra would list them all first.
@@ -61,21 +50,11 @@ def axes(
     return swept
 
 
-def first_job(swept: list[list[str]]) -> list[str]:
-    """The words of a sweep's first job."""
-    return [words[0] for words in swept]
-
-
 def refuse_unfit_choices(swept: list[list[str]], given: Sequence[str], name: str = PRIMARY) -> None:
     """Refuse an option that not every choice of its group takes, as in
     `loss_scaling=Backoff,LogMax loss_scaling.growth_interval=5`.
-
-    Args:
-        swept: the axes of the sweep.
-        given: the words that each job has besides, for Hydra itself.
-        name: of the primary configuration.
     """
-    first = first_job(swept)
+    first = [words[0] for words in swept]
     for place, words in enumerate(swept):
         group = words[0].partition("=")[0]
         own = [word for word in first if word.startswith(f"++{group}.")]
@@ -92,7 +71,7 @@ def _words_of(override: Override, words: list[str], draws: bool, name: str) -> l
     if not override.is_sweep_override():
         return [str(override.input_line)]
     group = override.key_or_group
-    choices = choices_of(group, words, name) if "." not in group else []
+    choices = choices_of(group, words, name)
     values = _values(override, draws, choices)
     if not values:
         raise ConfigError(
@@ -140,14 +119,7 @@ _UNFIT = re.compile(r"[^\w.\-=,+@\[\]]+")
 def name_of(
     words: Sequence[str], shared: Iterable[str], number: object, secrets: Sequence[str]
 ) -> str:
-    """The name of a job.
-
-    Args:
-        words: what the command line says for this job, one value for each option.
-        shared: the options that are left out.
-        number: Hydra's job number.
-        secrets: values that are hidden.
-    """
+    """The name of a job."""
     left_out = set(shared)
     keys = [override.key_or_group for override in parsed(list(words))]
     own = [word.lstrip("+") for word, key in zip(words, keys, strict=True) if key not in left_out]
@@ -201,17 +173,7 @@ Options = Mapping[str, Any]
 
 
 def holds_this_run(folder: Path, options: str, resume: str) -> bool:
-    """Whether a folder holds a run with these options.
-
-    Args:
-        folder: the job's.
-        options: the job's resolved options as YAML, without secrets.
-        resume: the job's option; anything but `none` allows a run with other options.
-
-    Raises:
-        ConfigError: it holds a run with other options, and `resume` is `none`.
-        MpframeError: its options cannot be read.
-    """
+    """Whether a folder holds a run with these options."""
     path = folder / OPTIONS
     try:
         stored = read_stored(path)
@@ -262,12 +224,7 @@ _FOLDER = "hydra.sweep.dir"
 
 
 def stopped(received: signal.Signals, folder: Path) -> RunInterrupted:
-    """What is said of a sweep that a signal stopped.
-
-    Args:
-        received: the signal.
-        folder: the sweep's.
-    """
+    """What is said of a sweep that a signal stopped."""
     return RunInterrupted(received, f"continue the sweep with: {command_again(folder)}")
 
 
@@ -285,12 +242,7 @@ def say_on_signal(folder: Path) -> None:
 
 
 def command_again(folder: Path, arguments: Sequence[str] = ()) -> str:
-    """The command line to copy into a shell, in the folder where it was given before.
-
-    Args:
-        folder: the sweep's.
-        arguments: what the program was started with; empty: this process's own.
-    """
+    """The command line to copy into a shell, in the folder where it was given before."""
     words = _as_typed([*arguments] or sys.orig_argv)
     words = [word for word in words if not word.startswith(f"{_FOLDER}=")]
     return shlex.join([*words, word_of(_FOLDER, str(folder))])

@@ -24,18 +24,10 @@ from mpframe.training.interruption import Interruption
 class RunCallbacks:
     """The callbacks of one run.
 
-    Args:
-        config: the options.
-        began: when the run began, as `time.perf_counter` says it.
-        interruption: ends the run if a signal came.
-
     Attributes:
         results, throughput: they hold the numbers of the summary.
         checkpoints: saves the run.
         by_name: all callbacks, in order.
-
-    Raises:
-        ConfigError: an entry of the group cannot be made, or has the name of one of these.
     """
 
     def __init__(self, config: Config, began: float, interruption: Interruption) -> None:

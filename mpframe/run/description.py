@@ -62,12 +62,7 @@ def called(node: Mapping[str, Any] | None) -> str:
 
 
 def varied(hydra: DictConfig | None) -> dict[str, Sequence[str]]:
-    """The options that the jobs of a sweep differ in, each with its values as they are typed.
-
-    Args:
-        hydra: Hydra's own section of the job; None: there is none. Of a run that is no sweep's job
-            they are all options of the command line.
-    """
+    """The options that the jobs of a sweep differ in, each with its values as they are typed."""
     if hydra is None:
         return {}
     own = {o.key_or_group: o for o in parsed(list(hydra.overrides.task)) if not o.is_delete()}
@@ -92,13 +87,7 @@ def _sweep(hydra: DictConfig) -> dict[str, Override]:
 def hparams(
     config: Config, scaling: str, varied: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, Value], list[str]]:
-    """The columns of a run, and the names of those that vary.
-
-    Args:
-        config: the run's options.
-        scaling: the name of the loss scaling.
-        varied: of `varied`.
-    """
+    """The columns of a run, and the names of those that vary."""
     nodes = config.optimizer_nodes
     columns: dict[str, Value] = {
         "dtype": precision_in_words(config),

@@ -41,11 +41,7 @@ _RECORDS = 10_000  # lines of the log, kept until the folder is the run's
 
 @contextmanager
 def unwritable_in_one_line(folder: Path) -> Iterator[None]:
-    """Give one line if a disk is full, or a file in a run's folder cannot be written.
-
-    Raises:
-        MpframeError: the block raised an OSError of that kind.
-    """
+    """Give one line if a disk is full, or a file in a run's folder cannot be written."""
     try:
         yield
     except OSError as error:
@@ -61,12 +57,6 @@ def unwritable_in_one_line(folder: Path) -> Iterator[None]:
 
 class RunFolder:
     """The folder of one run; use it as a context manager.
-
-    Args:
-        path: the folder; exists.
-        composed: the options as composed.
-        hydra: Hydra's own section; None if a run is started without Hydra.
-        secrets: values that are written nowhere.
 
     Attributes:
         config: the resolved options as YAML.
@@ -85,16 +75,7 @@ class RunFolder:
         self._formatter = Redacting(logging.Formatter(_FORMAT), secrets)
 
     def refuse_unfit(self, resume: str) -> None:
-        """Refuse a folder that belongs to another run, or has links in it.
-
-        Args:
-            resume: `none`, `auto`, or a checkpoint's or run's folder.
-
-        Raises:
-            ConfigError: it holds checkpoints, and the run does not go on from them; or one of its
-                own folders is a link.
-            CheckpointError: it holds checkpoints of two runs.
-        """
+        """Refuse a folder that belongs to another run, or has links in it."""
         for name in _FOLDERS:
             if (self.path / name).is_symlink():
                 raise ConfigError(
@@ -129,11 +110,7 @@ class RunFolder:
         return summary.steps + summary.skipped_steps > 0
 
     def take(self) -> None:
-        """Write the first files of a run's folder; a second call does nothing.
-
-        Raises:
-            MpframeError: the folder cannot be written.
-        """
+        """Write the first files of a run's folder; a second call does nothing."""
         if self.taken:
             return
         with unwritable_in_one_line(self.path):
@@ -213,22 +190,13 @@ FILE_NAME = ".lock"
 
 
 class RunLock:
-    """Holds a run's folder within a `with` block.
-
-    Args:
-        folder: the run's folder; exists.
-    """
+    """Holds a run's folder within a `with` block."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
 
     def __enter__(self) -> Self:
-        """Take the lock.
-
-        Raises:
-            ConfigError: another process holds it.
-            MpframeError: the folder cannot be written.
-        """
+        """Take the lock."""
         try:
             self._file = open_regular(self._path, "a+")
             self._lock()

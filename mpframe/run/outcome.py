@@ -34,20 +34,12 @@ def summary_of(
     reason: str | None,
     tested: str | None = None,
 ) -> Summary:
-    """The summary of a run.
-
-    Args:
-        config: the options.
-        scaling: the name of the loss scaling.
-        trainer, callbacks: None if the run ended before they were made.
-        began: when the run began, as `time.perf_counter` says it.
-        status: how it ended.
-        reason: why it ended, in one line, or None.
-        tested: whose weights were tested, `best` or `last`; None if the run was not tested.
-    """
+    """The summary of a run."""
     progress = trainer.progress if trainer else Progress()
     results = callbacks.results if callbacks else Results()
     throughput = callbacks.throughput if callbacks else None
+    scalers = trainer.scalers if trainer else {}
+    scales: dict[str, Any] = {name: float(own.scale) for name, own in scalers.items()}
     return Summary(
         status=status,
         reason=reason,
@@ -58,7 +50,9 @@ def summary_of(
         **_validation(results.evaluation),
         best=results.best.value,
         best_step=results.best.step,
-        **_test(results.test, tested),
+        test_loss=None if results.test is None else results.test.loss,
+        test_metrics=dict(results.test.metrics) if results.test else {},
+        tested=None if results.test is None else tested,
         seconds=throughput.seconds if throughput else time.perf_counter() - began,
         samples=throughput.samples if throughput else 0,
         train_seconds=throughput.train_seconds if throughput else None,
@@ -68,7 +62,7 @@ def summary_of(
         dtype=config.dtype.mode,
         half=None if config.dtype.mode == "fp32" else config.dtype.half,
         loss_scaling=scaling,
-        final_scale=_final_scale(trainer) if trainer else None,
+        final_scale=scales.get("", scales or None),
         seed=config.run.seed,
         device=str(assembly.resolve_device(config.run.device)) if trainer else config.run.device,
         torch=torch.__version__,
@@ -102,37 +96,11 @@ def _validation(evaluation: Evaluation | None) -> dict[str, Any]:
     }
 
 
-def _test(evaluation: Evaluation | None, tested: str | None) -> dict[str, Any]:
-    """The test, as the fields of a summary."""
-    if evaluation is None:
-        return {}
-    metrics = dict(evaluation.metrics)
-    return {"test_loss": evaluation.loss, "test_metrics": metrics, "tested": tested}
-
-
-def _final_scale(trainer: Trainer) -> float | dict[str, float] | None:
-    scales = {name: float(scaler.scale) for name, scaler in trainer.scalers.items()}
-    return scales.get("", scales or None)
-
-
 log = logging.getLogger(__name__)
 
 
 def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
-    """Test the weights of a checkpoint, or the present ones; the callbacks are told.
-
-    Args:
-        trainer: has come to its end. Afterwards its weights are bit for bit as before.
-        loader: the test samples.
-        best: the checkpoint of the best validation; None tests the present weights.
-
-    Returns:
-        Whose weights were tested: `best` or `last`.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
-        RunInterrupted: a signal came; the callbacks were not told.
-    """
+    """Test the weights of a checkpoint, or the present ones; the callbacks are told."""
     if best is None:
         _log("the last weights", trainer, loader)
         return "last"
@@ -142,13 +110,7 @@ def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
 
 
 def best_checkpoint(folder: Path, keep_best: int, best: Best) -> Path | None:
-    """The checkpoint of a run's best validation; if it is not there, None, and a warning says so.
-
-    Args:
-        folder: the run's.
-        keep_best: `trainer.keep_best`; with 0 there is none, and nothing is said.
-        best: the best validation.
-    """
+    """The checkpoint of a run's best validation; if it is missing, None, and a warning says so."""
     kept = best_in(folder, min(1, keep_best))
     if not keep_best or best.step is None or best.step in map(step_of, kept):
         return kept[0] if kept else None

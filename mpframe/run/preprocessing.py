@@ -24,14 +24,6 @@ def refuse_other_preprocessing(
     """Refuse data that are read with other numbers than those the weights learned from.
 
     A size may differ, and so may what the run, or the task, does not say.
-
-    Args:
-        task: what is to be read.
-        preprocessing: of the run, as JSON values; see `Task.preprocessing`.
-        folder: the run's, for the message.
-
-    Raises:
-        DataError: the vocabulary, the normalisation or the words of a table differ.
     """
     ours, runs = as_mapping(task.preprocessing), as_mapping(preprocessing)
     if ours.get("vocab") != runs.get("vocab"):
@@ -66,17 +58,7 @@ _MOST_BYTES = 2**26
 
 
 def keep_vocabulary(task: Task, folder: Path, resumed: bool) -> None:
-    """Write `vocab.txt` into a run's folder, if the task has a tokenizer.
-
-    Args:
-        task: its `preprocessing` may have `vocab`, the pieces, one a line.
-        folder: the run's.
-        resumed: whether the run goes on; then the file must be what is there.
-
-    Raises:
-        DataError: the run goes on with another vocabulary.
-        OSError: the file cannot be written.
-    """
+    """Write `vocab.txt` into a run's folder, if the task has a tokenizer."""
     vocab, path = as_mapping(task.preprocessing).get("vocab"), folder / VOCABULARY
     if vocab is None:
         return

@@ -21,12 +21,7 @@ _LOAD = Path("/proc/loadavg")
 
 
 def advice_on_threads(threads: int, environment: Mapping[str, str]) -> str | None:
-    """A line with the way out where threads are likely to fight for cores; None elsewhere.
-
-    Args:
-        threads: that torch computes with.
-        environment: of the process.
-    """
+    """A line with the way out where threads are likely to fight for cores; None elsewhere."""
     if threads == 1 or environment.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
         return None
     usable = _usable_cores()
@@ -82,9 +77,14 @@ def console(verbosity: str, rank: int = 0) -> Iterator[None]:
 
     Of several ranks only rank 0 says anything, since all of them would say the same.
     """
-    shown = _nothing if rank else _is_loud
+
+    def shown(record: logging.LogRecord) -> bool:
+        loud = record.levelno >= logging.WARNING or hasattr(record, "result")
+        return loud and not rank
+
     quiet = rank or verbosity == "quiet"
-    own, handlers = logging.getLogger("mpframe"), _of_console() if quiet else []
+    own, known = logging.getLogger("mpframe"), logging.getLogger().handlers if quiet else []
+    handlers = [handler for handler in known if not isinstance(handler, logging.FileHandler)]
     before = own.level
     for handler in handlers:
         handler.addFilter(shown)
@@ -96,20 +96,6 @@ def console(verbosity: str, rank: int = 0) -> Iterator[None]:
         own.setLevel(before)
         for handler in handlers:
             handler.removeFilter(shown)
-
-
-def _of_console() -> list[logging.Handler]:
-    """The root logger's handlers that do not write to a file."""
-    known = logging.getLogger().handlers
-    return [handler for handler in known if not isinstance(handler, logging.FileHandler)]
-
-
-def _is_loud(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING or hasattr(record, "result")
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
 
 
 def requeue(received: signal.Signals) -> None:

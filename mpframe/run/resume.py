@@ -42,12 +42,6 @@ def refuse_other_parts(then: Options, now: Options) -> None:
     """Refuse a checkpoint made by another kind of optimizer or schedule.
 
     Their states are tensors by number: another kind would take them and compute nonsense.
-
-    Args:
-        then, now: the resolved options of the checkpoint and of this run.
-
-    Raises:
-        CheckpointError: a `_target_` differs.
     """
     for path, (old, new) in _changes(then, now).items():
         if path.startswith(_STATES) and path.endswith("_target_"):
@@ -58,14 +52,7 @@ def refuse_other_parts(then: Options, now: Options) -> None:
 
 
 def differences(then: Options, now: Options) -> list[str]:
-    """The options because of which the resumed run will not equal the undisturbed one.
-
-    Args:
-        then, now: the resolved options of the checkpoint and of this run.
-
-    Returns:
-        `option=value (was value)` each.
-    """
+    """The options because of which the resumed run will not equal the undisturbed one."""
     changes, saved = _changes(then, now), _in_saved_state(now)
     passed_over = _passed_over(_schedule_of(now))
     return [
@@ -99,11 +86,7 @@ def _passed_over(schedule: str) -> set[str]:
 
 
 def carried_over(then: Options, now: Options) -> list[str]:
-    """The options that do not count, because the saved state has its own.
-
-    Returns:
-        `option=value (goes on with value)` each.
-    """
+    """The options that do not count, because the saved state has its own."""
     changes, saved = _changes(then, now), _in_saved_state(now)
     return [
         f"{path}={new} (goes on with {old})"
@@ -128,15 +111,7 @@ log = logging.getLogger(__name__)
 
 
 def restore(callbacks: Callbacks, saved: Any) -> None:
-    """Load each callback's state; warn of states without a callback, and of the reverse.
-
-    Args:
-        callbacks: new ones, by name.
-        saved: their states, as the checkpoint has them; may be anything.
-
-    Raises:
-        CheckpointError: a state does not fit its callback.
-    """
+    """Load each callback's state; warn of states without a callback, and of the reverse."""
     if not isinstance(saved, dict):
         raise CheckpointError("its callbacks are no dict; use another checkpoint")
     for name in callbacks.keys() & saved.keys():
@@ -168,38 +143,19 @@ def _warn_of_the_rest(callbacks: Callbacks, states: Mapping[str, Any]) -> None:
         )
 
 
-Renew = Callable[[Trainer], None]
-"""Gives a trainer new callbacks, without a state."""
+Renew = Callable[[Trainer], None]  # Gives a trainer new callbacks, without a state.
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that a run continues from.
+    """The checkpoint that a run continues from."""
 
-    Attributes:
-        option: `none`, `auto`, or a checkpoint's or run's folder.
-        folder: this run's folder.
-        config: this run's resolved options as YAML.
-    """
-
-    option: str
-    folder: Path
-    config: str
+    option: str  # `none`, `auto`, or a checkpoint's or run's folder.
+    folder: Path  # This run's.
+    config: str  # This run's resolved options as YAML.
 
     def into(self, trainer: Trainer, renew: Renew = lambda trainer: None) -> str:
-        """Load the checkpoint into the trainer, its callbacks and the random generators.
-
-        Args:
-            trainer: newly built.
-            renew: called before each checkpoint that is tried, and if there is none.
-
-        Returns:
-            The identity of the run; a new one if it starts from the beginning.
-
-        Raises:
-            CheckpointError: the checkpoint is missing, is damaged or does not fit; nothing has
-                changed.
-        """
+        """Load the checkpoint into the trainer, its callbacks and the random generators."""
         if self.option == "none":
             return _from_the_beginning(trainer, renew)
         if self.option == "auto":
@@ -308,11 +264,7 @@ def _apply(
 
 
 def load_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Load a trainer's state, and say what another precision makes of it.
-
-    Raises:
-        CheckpointError: the state belongs to another model, optimizer or scaler.
-    """
+    """Load a trainer's state, and say what another precision makes of it."""
     trainer.load_state_dict(state)
     if state["precision"] != str(trainer.precision):
         rounded = rounding(trainer.model, state["weights"])
@@ -335,20 +287,7 @@ def _load(snapshot: Snapshot, trainer: Trainer) -> None:
 
 
 def take_first_weights(trainer: Trainer, options: RunOptions) -> str | None:
-    """Load the weights that `init_from` names into the trainer, and log what became of each.
-
-    Args:
-        trainer: newly built.
-        options: those of the run, with an `init_from`.
-
-    Returns:
-        The precision that they were trained in, e.g. `mixed(float16)`; None if mpframe did not
-        train them.
-
-    Raises:
-        CheckpointError: the file is damaged or does not fit the model; nothing is taken.
-        ConfigError: a pattern matches no weight.
-    """
+    """Load the weights that `init_from` names into the trainer, and log what became of each."""
     from mpframe.checkpoint.init_from import fitted, renamed  # Most runs have no use for it.
 
     source, left_out = str(options.init_from), options.init_from_except

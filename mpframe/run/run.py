@@ -67,15 +67,6 @@ class Run:
 
     Of several ranks rank 0 has the folder. The others have one of their own, which goes when they
     end, and are without the callbacks that only watch; they read checkpoints from the run's.
-
-    Args:
-        config: the checked options.
-        composed: the same, as composed; written to the folder.
-        folder: the run's folder; exists. Rank 0's counts for all ranks.
-        hydra: Hydra's own section; without it neither `.hydra` nor a log is written.
-
-    Raises:
-        ConfigError: `loss_scaling` makes no scaler.
     """
 
     def __init__(

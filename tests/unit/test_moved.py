@@ -1,6 +1,5 @@
-"""What a `_target_` of 0.1.0 named has a new name: a stored one is read, any other is told it."""
+"""What a `_target_` of 0.1.0 named has a new name: whoever writes the old one is told it."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from mpframe.assembly.target import found
 from mpframe.config.command_line import compose_named, without_hydra
 from mpframe.config.moved import MOVED
 from mpframe.config.stored import config_of
-from mpframe.core.errors import ConfigError
+from mpframe.core.errors import CheckpointError, ConfigError
 
 OLD, NEW = "mpframe.models.gpt", "mpframe.workloads.text.language_model.gpt"
 
@@ -31,16 +30,15 @@ def test_a_word_with_the_old_name_is_answered_with_the_new_one() -> None:
     assert str(refused.value) == f"model._target_={OLD}: is now {NEW}"
 
 
-def test_a_stored_configuration_with_the_old_name_is_read(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_stored_configuration_with_the_old_name_is_told_the_new_one() -> None:
     _, composed = compose_named(["model=gpt", "dataset=next_token", "dataset.root=texts"])
     stored = OmegaConf.to_container(without_hydra(composed), resolve=True)
     assert isinstance(stored, dict)
     assert stored["model"]["_target_"] == NEW
     stored["model"]["_target_"] = OLD
-    with caplog.at_level(logging.WARNING):
-        config = config_of(yaml.safe_dump(stored), Path("config.yaml"), [])
-    assert config.model["_target_"] == NEW
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [f"warning: config.yaml: model._target_={OLD} is now {NEW}"]
+    with pytest.raises(CheckpointError) as refused:
+        config_of(yaml.safe_dump(stored), Path("config.yaml"), [])
+    line = f"config.yaml: model._target_={OLD} is now {NEW}; add model._target_={NEW}"
+    assert str(refused.value) == line
+    again = config_of(yaml.safe_dump(stored), Path("config.yaml"), [f"model._target_={NEW}"])
+    assert again.model["_target_"] == NEW

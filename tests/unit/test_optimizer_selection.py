@@ -71,7 +71,7 @@ def test_muon_gets_the_matrices() -> None:
     [
         (["optimizer=gan"], r"optimizer\.parts\.discriminator\.parameters=\['discriminator\.\*'\]|optimizer\.parts: none of discriminator, generator takes"),
         (["optimizer=muon_adamw", "model=mlp", "optimizer.scalers=each"], r"optimizer\.scalers=each: there is one loss"),
-        (["optimizer=muon_adamw", "optimizer.parts.rest.lr=-1"], r"optimizer\.parts\.rest\.lr=-1: must be a number > 0"),
+        (["optimizer=muon_adamw", "optimizer.parts.rest.lr=-1"], r"optimizer\.parts\.rest\.lr=-1: must be a number or null > 0"),
         (["optimizer=muon_adamw", "optimizer.skip=some"], r"optimizer\.skip=some: must be one of all, each"),
         (["experiment=digits_gan", "optimizer=adamw"], r"optimizer\.parts=none: the losses are discriminator, generator; give each an optimizer"),
         (["numerics=on", "trainer.compile=true"], r"numerics\.every=100: a compiled model has no modules to watch; use trainer\.compile=false or numerics=off"),
