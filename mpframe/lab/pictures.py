@@ -25,8 +25,9 @@ import torch
 
 from mpframe.core.tree import dtype_name
 from mpframe.files.durable import write_atomically
+from mpframe.lab.exponents import HIGHEST, LOWEST, Limits
 from mpframe.lab.product_noise import NAMES, Noises
-from mpframe.lab.ranges import HIGHEST, KINDS, LOWEST, SCALED, Counts, Limits, Ranges
+from mpframe.lab.ranges import KINDS, SCALED, Counts, Ranges
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -20,20 +20,10 @@ from mpframe.core.policy import Policy
 from mpframe.core.step_result import StepResult
 from mpframe.core.trainer import Trainer
 from mpframe.lab import product_noise
+from mpframe.lab.exponents import HIGHEST, LOWEST, Limits
 from mpframe.lab.pictures import draw_layers, draw_noises, draw_time
 from mpframe.lab.product_noise import NoiseRecord, Noises, ProductProbe
-from mpframe.lab.ranges import (
-    FOLDER,
-    HIGHEST,
-    KINDS,
-    LOWEST,
-    Counts,
-    Limits,
-    RangeProbe,
-    RangeRecord,
-    Ranges,
-    read_ranges,
-)
+from mpframe.lab.ranges import FOLDER, KINDS, Counts, RangeProbe, RangeRecord, Ranges, read_ranges
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.run_context import RunContext
 

@@ -18,8 +18,8 @@ from mpframe.core.tree import device_of
 from mpframe.lab.autopsy.callback import floors_of
 from mpframe.lab.autopsy.diagnosis import Diagnosis, diagnose
 from mpframe.lab.autopsy.replay import Case
+from mpframe.lab.exponents import ExponentHistogram
 from mpframe.lab.hints import PlannedRun
-from mpframe.lab.ranges import ExponentHistogram
 from mpframe.tracking.dtype_map import Row
 
 
