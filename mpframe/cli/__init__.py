@@ -4,7 +4,7 @@ Begin with main.py, which finds the command, and commands/train.py: Hydra compos
 checked, job.py runs it. The other commands take `option=value` words and compose by themselves.
 
     commands/      one file for each command
-    main           `mpframe COMMAND ...`, its help and version; completion: for the shell
+    main           `mpframe COMMAND ...`, its help, version and tab completion
     program        what every command does first and last: errors of ours end in one line
     job            the function that Hydra calls for each job of `train`
     sweep          keeps the table of a sweep while it runs

@@ -15,7 +15,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
@@ -49,57 +49,47 @@ class Jobs:
         self._sweep = False
 
     def __call__(self, composed: DictConfig) -> float | None:
-        """Train one job; its monitored metric, None if it has none or failed."""
-        own = cast(DictConfig, HydraConfig.get())
-        self._sweep = own.mode is RunMode.MULTIRUN
+        """Train one job; returns its monitored metric, None if it has none or failed."""
+        hydra = cast(DictConfig, HydraConfig.get())
+        self._sweep = hydra.mode is RunMode.MULTIRUN
         if self._sweep and place().size > 1:  # A configuration file asked for a sweep.
             raise SystemExit(1) from sweep_of_ranks("hydra.mode=MULTIRUN", place().size)
-        current_folder_importable(own.runtime.cwd)
+        current_folder_importable(hydra.runtime.cwd)
         try:
-            return _trained(composed, own)
+            return _trained(composed, hydra)
         except Exception as error:
-            _hide_secrets(error, composed)
-            self._fail(error, own)
+            if isinstance(error, MpframeError):
+                error.args = (hide(str(error), secrets_of(values_of(composed), os.environ)),)
+            self._fail(error, hydra)
             return None
 
     def end(self) -> None:
-        """End the program as the jobs ended.
-
-        Raises:
-            Exception: that of the only job.
-            SystemExit: a job of a sweep failed.
-        """
+        """End the program as the jobs ended: with the only job's error, or exit code 1."""
         if self._failures and self._sweep:
             sys.exit(1)
         if self._failures:
             raise self._failures[0]
 
-    def _stop(self, error: RunInterrupted, own: DictConfig) -> NoReturn:
-        """End this process: the jobs that are left are not started either."""
-        if os.getpid() == self._home:
-            sys.exit(print_error(stopped(error.received, Path(own.sweep.dir))))
-        sys.exit(print_error(RunInterrupted(error.received), f"job {own.job.num}: "))
-
-    def _fail(self, error: Exception, own: DictConfig) -> None:
-        if self._sweep and isinstance(error, RunInterrupted):
-            self._stop(error, own)
-        searches = own.runtime.choices["hydra/sweeper"] != "basic"
-        if self._sweep and (searches or os.getpid() != self._home):
-            raise JobError(f"job {own.job.num}: {error}") from error
+    def _fail(self, error: Exception, hydra: DictConfig) -> None:
+        if not self._sweep:
+            self._failures.append(error)
+            return
+        at_home, job = os.getpid() == self._home, f"job {hydra.job.num}: "
+        if isinstance(error, RunInterrupted):  # The jobs that are left are not started either.
+            if at_home:
+                sys.exit(print_error(stopped(error.received, Path(hydra.sweep.dir))))
+            sys.exit(print_error(RunInterrupted(error.received), job))
+        if hydra.runtime.choices["hydra/sweeper"] != "basic" or not at_home:
+            raise JobError(f"{job}{error}") from error
         self._failures.append(error)
-        if self._sweep and isinstance(error, MpframeError):
-            print_error(error, f"job {own.job.num}: ")
-        elif self._sweep:
+        if isinstance(error, MpframeError):
+            print_error(error, job)
+        else:
             traceback.print_exception(error)
 
 
 def sweep_of_ranks(asked: str, size: int) -> ConfigError:
-    """The refusal of a sweep that `size` processes of torchrun would each run.
-
-    Args:
-        asked: what asked for the sweep.
-        size: how many processes there are.
-    """
+    """Refuse the sweep that was asked for, which `size` processes of torchrun would each run."""
     return ConfigError(
         f"{asked}: torchrun has started {size} processes for one run; start one torchrun for each "
         "job of the sweep"
@@ -115,25 +105,25 @@ def print_error(error: MpframeError, place: str = "") -> int:
     return error.exit_code
 
 
-def _trained(composed: DictConfig, own: DictConfig) -> float | None:
-    config, folder = checked(composed), Path(own.runtime.output_dir)
-    if own.mode is not RunMode.MULTIRUN:
-        return _metric(_run(config, composed, own))
+def _trained(composed: DictConfig, hydra: DictConfig) -> float | None:
+    config, folder = checked(composed), Path(hydra.runtime.output_dir)
+    if hydra.mode is not RunMode.MULTIRUN:
+        return _metric(_run(config, composed, hydra))
     # Two jobs of a sweep may be the same, and run at the same time.
     with turn_in(folder, f"waiting for another process that runs this job, in {folder}"):
-        return _metric(_found(config, composed, folder) or _run(config, composed, own))
+        return _metric(_found(config, composed, folder) or _run(config, composed, hydra))
 
 
-def _run(config: Config, composed: DictConfig, own: DictConfig) -> Summary:
+def _run(config: Config, composed: DictConfig, hydra: DictConfig) -> Summary:
     from mpframe.run.process import prepare_process  # torch comes in here, and not before.
     from mpframe.run.run import Run
 
     prepare_process(config)
-    return Run(config, composed, Path(own.runtime.output_dir), own).train()
+    return Run(config, composed, Path(hydra.runtime.output_dir), hydra).train()
 
 
 def _found(config: Config, composed: DictConfig, folder: Path) -> Summary | None:
-    """What the job came to when the sweep was started before; None if it did not end by itself.
+    """Return how the job ended when the sweep was started before; None if it did not.
 
     Then `resume` is set so that it goes on from its newest checkpoint.
 
@@ -143,7 +133,10 @@ def _found(config: Config, composed: DictConfig, folder: Path) -> Summary | None
     """
     if not holds_this_run(folder, resolved_text(composed), config.run.resume):
         return None
-    summary = _summary_in(folder)
+    try:
+        summary = Summary.read(folder)
+    except FileNotFoundError:  # It was killed.
+        summary = None
     if summary is not None and summary.status is Status.DIVERGED:
         raise DivergedError(
             f"diverged when the sweep ran before, {summary.reason}; to run it again delete {folder}"
@@ -156,20 +149,7 @@ def _found(config: Config, composed: DictConfig, folder: Path) -> Summary | None
     return None
 
 
-def _summary_in(folder: Path) -> Summary | None:
-    """How the run in a folder ended; None if it was killed."""
-    try:
-        return Summary.read(folder)
-    except FileNotFoundError:
-        return None
-
-
 def _metric(summary: Summary) -> float | None:
-    """What a sweeper goes by; it takes no nan for a result."""
+    """Return what a sweeper goes by; it takes no nan for a result."""
     value = summary.searched
     return None if value is None or math.isnan(value) else value
-
-
-def _hide_secrets(error: Exception, composed: DictConfig) -> None:
-    if isinstance(error, MpframeError):
-        error.args = (hide(str(error), secrets_of(values_of(composed), os.environ)),)

@@ -1,4 +1,4 @@
-"""Which checkpoint a path names, and its model ready to be measured."""
+"""Builds a run from its options, or from a checkpoint that a path names, ready to be measured."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from mpframe.checkpoint.state import averages_of, extra_state_of, steps_tried, w
 from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError
+from mpframe.core.precision import Precision
+from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.run.preprocessing import refuse_other_preprocessing
 from mpframe.tracking.summary import Summary
@@ -21,30 +23,35 @@ from mpframe.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Restored:
-    """A run at a checkpoint.
+    """A run at a checkpoint."""
 
-    Attributes:
-        config: the run's options, changed as the command line said.
-        task: its dataset, or what stands in its place.
-        trainer: with the weights of the checkpoint.
-        step: steps the run had tried when the checkpoint was saved.
-        weights: `trained` or `ema`.
-    """
-
-    config: Config
+    config: Config  # changed as the command line said
     task: Task
-    trainer: Trainer
-    step: int
-    weights: str
+    trainer: Trainer  # with the weights of the checkpoint
+    step: int  # steps the run had tried when the checkpoint was saved
+    weights: str  # `trained` or `ema`
+
+    @property
+    def precision(self) -> Precision:
+        """The mode it is evaluated in."""
+        return self.trainer.evaluator.precision or self.trainer.precision
+
+
+def rebuilt(config: Config) -> tuple[Trainer, Loader]:
+    """Build a run's trainer and its training data; no step has been made."""
+    assembly.seed_everything(config.run.seed)
+    task = assembly.build_task(config)
+    train = assembly.build_loaders(config, task).train
+    return assembly.build_trainer(config, task, len(train)), train
 
 
 def run_folder(path: Path) -> Path:
-    """The folder of the run that a checkpoint belongs to; if `path` is a run's folder, itself."""
+    """Return the folder of the run that a checkpoint belongs to; a run's folder is itself."""
     return path.parent.parent if path.absolute().parent.name == checkpoint.FOLDER else path
 
 
 def checkpoint_of(path: Path, split: str | None = None) -> Path:
-    """The checkpoint that was tested, if the run in `path` tested its best; else `path` itself."""
+    """Return the checkpoint that was tested, if the run in `path` tested its best; else `path`."""
     if split == "val" or checkpoint.newest(path) == path:
         return path
     try:
@@ -63,7 +70,7 @@ def restored(
     weights: str | None = None,
     task_of: Callable[[Mapping[str, Any]], Task] | None = None,
 ) -> Restored:
-    """Build what a checkpoint is of, and load its weights.
+    """Build the run of a checkpoint, and load its weights.
 
     Args:
         path: a run's folder (its newest checkpoint) or a checkpoint within it.
@@ -88,20 +95,16 @@ def restored(
     trainer = assembly.build_trainer(config, task, 1)
     trainer.extra_state.load_state_dict(extra_state_of(state, path))
     trainer.load_weights(trained)
-    _use(trainer, kind, state, path)
-    return Restored(config, task, trainer, steps_tried(state, path), kind)
-
-
-def _use(trainer: Trainer, kind: str, state: dict[str, Any], path: Path) -> None:
-    """Let the trainer validate with the averages, or without."""
     if kind == "trained":
-        trainer.algorithms = {
-            name: algorithm
-            for name, algorithm in trainer.algorithms.items()
-            if not isinstance(algorithm, AverageWeights)
+        algorithms = trainer.algorithms.items()
+        kept = {
+            n: algorithm for n, algorithm in algorithms if not isinstance(algorithm, AverageWeights)
         }
-        return
-    averages, ema = averages_of(state, path), ema_of(trainer)
-    if ema is None:
-        raise ConfigError("weights=ema: trainer.ema_decay is null; give trainer.ema_decay=0.999")
-    ema.load_by_name(trainer.model, averages)
+        trainer.algorithms = kept
+    else:
+        averages, ema = averages_of(state, path), ema_of(trainer)
+        if ema is None:
+            hint = "trainer.ema_decay is null; give trainer.ema_decay=0.999"
+            raise ConfigError(f"weights=ema: {hint}")
+        ema.load_by_name(trainer.model, averages)
+    return Restored(config, task, trainer, steps_tried(state, path), kind)

@@ -37,7 +37,7 @@ class SweepTable(Callback):
         _pin_sweep_dir(config)
         self._folder = Path(config.hydra.sweep.dir).absolute()
         self._planned = _planned(config)
-        # Hydra does not call on_multirun_end if a job failed, but then the table is needed, too.
+        # Hydra does not call on_multirun_end if a job failed, and the table is needed then as well.
         atexit.register(self._report)
         if config.hydra.runtime.choices["hydra/launcher"] != "basic":
             say_on_signal(Path(config.hydra.sweep.dir))
@@ -65,7 +65,7 @@ class SweepTable(Callback):
 
 
 def _planned(config: DictConfig) -> int:
-    """How many jobs the sweep has; 0 if its sweeper decides."""
+    """Return how many jobs the sweep has; 0 if its sweeper decides."""
     if config.hydra.runtime.choices["hydra/sweeper"] != "basic":
         return 0
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}

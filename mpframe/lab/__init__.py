@@ -1,6 +1,7 @@
 """What precision does to your numbers: observed, explained, searched and simulated.
 
-    ranges         how large the numbers of every layer are, counted and recorded
+    exponents      magnitudes counted by exponent, and how many of them half loses
+    ranges         how large the numbers of every layer are in a step, and their record
     product_noise  what products below 16 bits lose of each operand
     range_watch    the callback that reports both during a run; pictures draws them
     autopsy/       why a step failed, found by replaying it
@@ -9,7 +10,7 @@
     search         which modules must stay in fp32
     simulation     what another loss scaler would have done
 
-Begin with ranges.py. optimizer_numbers.py knows which of an optimizer's numbers a format loses;
+Begin with exponents.py. optimizer_numbers.py knows which of an optimizer's numbers a format loses;
 remedies.py writes pins and moved ops as words for the command line.
 
 Imports `training` and all below it; `assembly` and the programs in `cli` use it. Nothing of it is

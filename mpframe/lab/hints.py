@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from mpframe.core.errors import nearest
 from mpframe.core.loss_scaling.scaler import NoScaling, name_of
@@ -38,17 +37,11 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that will go wrong.
-
-    Attributes:
-        severity: how bad it is.
-        what: the option or the modules, its value, and the consequence; one line.
-        fix: words for the command line; empty if no option helps.
-    """
+    """One thing that will go wrong."""
 
     severity: Severity
-    what: str
-    fix: tuple[str, ...] = ()
+    what: str  # the option or the modules, its value, and the consequence; one line
+    fix: tuple[str, ...] = ()  # words for the command line; empty if no option helps
 
     def __str__(self) -> str:
         line = f"{self.severity.name.lower()}: {self.what}"
@@ -56,22 +49,22 @@ class Finding:
 
 
 def error(what: str, *fix: str) -> Finding:
-    """A finding that makes the doctor end with exit code 1."""
+    """Make a finding with which the doctor ends with exit code 1."""
     return Finding(Severity.ERROR, what, fix)
 
 
 def warning(what: str, *fix: str) -> Finding:
-    """A finding that costs accuracy or time."""
+    """Make a finding that costs accuracy or time."""
     return Finding(Severity.WARNING, what, fix)
 
 
 def note(what: str, *fix: str) -> Finding:
-    """A finding that is good to know."""
+    """Make a finding that is good to know."""
     return Finding(Severity.NOTE, what, fix)
 
 
 def few(names: Iterable[str], shown: int = 3) -> str:
-    """The first names, and how many more there are."""
+    """List the first names, and say how many more there are."""
     listed = list(names)
     more = f" and {len(listed) - shown} more" if len(listed) > shown else ""
     return ", ".join(listed[:shown]) + more
@@ -87,23 +80,15 @@ _SMALL_NORM = 1e-3
 
 @dataclass
 class PlannedRun:
-    """A run that is built and has not begun.
+    """A run that is built and has not begun."""
 
-    Attributes:
-        trainer: as built for the run, `init_from` taken, before its first step.
-        loader: the training data.
-        options: every option of the run by its dotted path.
-        added: the paths that the command line added with `+`.
-    """
-
-    trainer: Trainer
-    loader: Loader
-    options: Mapping[str, Any]
-    added: Set[str] = frozenset()
+    trainer: Trainer  # `init_from` taken, before its first step
+    loader: Loader  # of the training data
+    options: Mapping[str, Any]  # every option by its dotted path
+    added: Set[str] = frozenset()  # the paths that the command line added with `+`
 
     @property
     def policy(self) -> Policy:
-        """The run's precision policy."""
         return self.trainer.precision.policy
 
     @property
@@ -123,13 +108,13 @@ class PlannedRun:
         return {f"optimizer.parts.{n}" if n else "optimizer": part for n, part in parts.items()}
 
     def typed(self, path: str, value: object) -> str:
-        """The word that sets an option of an open section, as it must be typed."""
+        """Return the word that sets an option of an open section, as it must be typed."""
         known = path in self.options and path not in self.added
         return f"{'' if known else '++'}{path}={value}"
 
 
 def scaling_of(trainer: Trainer) -> str:
-    """The name of the loss scaling; all losses have the same kind."""
+    """Return the name of the loss scaling; all losses have the same kind."""
     return name_of(next(iter(trainer.scalers.values()), NoScaling()))
 
 
@@ -233,11 +218,10 @@ def check_classes(run: PlannedRun) -> Iterator[Finding]:
     outputs, classes = (run.options.get(f"{part}.classes") for part in ("model", "dataset"))
     if not isinstance(outputs, int) or not isinstance(classes, int) or outputs == classes:
         return
-    more = f"{outputs - classes} outputs are never right"
-    fewer = f"its labels from {outputs} on have no output"
+    lost = f"its labels from {outputs} on have no output"
+    lost = f"{outputs - classes} outputs are never right" if outputs > classes else lost
     yield warning(
-        f"model.classes={outputs}: the data set has {classes}, so "
-        + (more if outputs > classes else fewer),
+        f"model.classes={outputs}: the data set has {classes}, so {lost}",
         f"model.classes={classes}",
     )
 
@@ -248,28 +232,23 @@ def check_layers(run: PlannedRun) -> Iterator[Finding]:
     for pattern in run.options.get("callbacks.ranges.layers") or ():
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = nearest(pattern, names)
-            yield warning(
-                f"callbacks.ranges.layers: {pattern!r} matches no layer" + f"; {hint}" * bool(hint)
-            )
+            more = f"; {hint}" if hint else ""
+            yield warning(f"callbacks.ranges.layers: {pattern!r} matches no layer{more}")
 
 
 def _half_unit(optimizer: MasterWeights) -> tuple[float, torch.dtype]:
-    """Half a unit in the last place of the median weight, and the format it is updated in."""
+    """Return half a unit in the last place of the median weight, and the format of its updates."""
     updated = [optimizer.master_of(parameter).detach() for parameter in optimizer.parameters]
     if not updated:
         return 0.0, torch.float32
     narrow = min((tensor.dtype for tensor in updated), key=lambda form: form.itemsize)
-    sampled = torch.cat([_sample(tensor) for tensor in updated if tensor.dtype == narrow])
+    values = [tensor.flatten() for tensor in updated if tensor.dtype == narrow]
+    sampled = torch.cat([v[:: -(-v.numel() // _SAMPLED) or 1].float() for v in values])
     magnitudes = sampled[sampled != 0].abs()
     if not magnitudes.numel():
         return 0.0, narrow
     octave = torch.frexp(magnitudes.median()).exponent - 1
     return torch.finfo(narrow).eps / 2 * 2.0 ** int(octave), narrow
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    values = tensor.flatten()
-    return values[:: -(-values.numel() // _SAMPLED) or 1].float()
 
 
 R = TypeVar("R", bound=PlannedRun)
@@ -289,11 +268,11 @@ HINTS: tuple[Callable[[PlannedRun], Iterable[Finding]], ...] = (
 
 
 def hints_on(run: PlannedRun) -> list[Finding]:
-    """The findings that need no computation; a run reports them at its start."""
+    """Return the findings that need no computation; a run reports them at its start."""
     return findings_of(HINTS, run)
 
 
 def findings_of(checks: Iterable[Callable[[R], Iterable[Finding]]], run: R) -> list[Finding]:
-    """The findings of some checks, the worst first."""
+    """Return the findings of some checks, the worst first."""
     found = [finding for check in checks for finding in check(run)]
     return sorted(found, key=lambda finding: finding.severity)

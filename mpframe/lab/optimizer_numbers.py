@@ -23,35 +23,22 @@ _BADLY = 0.01
 
 @dataclass(frozen=True)
 class RoundedNumber:
-    """A number that the format of an optimizer's tensors loses or rounds badly.
+    """A number that the format of an optimizer's tensors loses or rounds badly."""
 
-    Attributes:
-        name: the optimizer's argument; `index` is `[i]` if that is a tuple, else empty.
-        value: as it was passed.
-        rounded: in the format.
-        form: the format.
-        lost: 0 instead of a small number, or 1 instead of a decay.
-    """
-
-    name: str
-    index: str
+    name: str  # the optimizer's argument
+    index: str  # `[i]` if that is a tuple, else empty
     value: float
-    rounded: float
+    rounded: float  # in the format
     form: torch.dtype
-    lost: bool
+    lost: bool  # 0 instead of a small number, or 1 instead of a decay
 
     def __str__(self) -> str:
         becomes = f"is {self.rounded:g}" if self.lost else f"becomes {self.rounded:.6g}"
-        return f"{self.name}{self.index}={self.value:.10g} {becomes} in {self.format}"
-
-    @property
-    def format(self) -> str:
-        """The format's name: `float16`, `bfloat16` or `float32`."""
-        return dtype_name(self.form)
+        return f"{self.name}{self.index}={self.value:.10g} {becomes} in {dtype_name(self.form)}"
 
 
 def rounded_numbers(optimizer: MasterWeights) -> Iterator[RoundedNumber]:
-    """The numbers given to an optimizer that its format loses or rounds badly."""
+    """Yield the numbers given to an optimizer that its format loses or rounds badly."""
     form = _format_of(optimizer)
     for name, index, value in _numbers(optimizer):
         rounded = float(torch.tensor(value, dtype=torch.float64).to(form))
@@ -62,13 +49,13 @@ def rounded_numbers(optimizer: MasterWeights) -> Iterator[RoundedNumber]:
 
 
 def _format_of(optimizer: MasterWeights) -> torch.dtype:
-    """The narrowest format of the tensors that the optimizer updates."""
+    """Return the narrowest format of the tensors that the optimizer updates."""
     formats = {optimizer.master_of(parameter).dtype for parameter in optimizer.parameters}
     return min(formats, key=lambda form: form.itemsize, default=torch.float32)
 
 
 def _numbers(optimizer: MasterWeights) -> Iterator[tuple[str, str, float]]:
-    """(name, index, value) of every number given to the optimizer."""
+    """Yield (name, index, value) of every number given to the optimizer."""
     for name, value in optimizer.optimizer.defaults.items():
         if name in (*SMALL, *DECAYS):
             several = isinstance(value, tuple | list)

@@ -6,8 +6,8 @@ are the limits of the half format at the loss scale: below the first a value is 
 second it keeps fewer bits, above the third it is inf. Values in fp32 do not meet these limits, so
 their layers have no lines.
 
-Noise: signal to noise of every operand of every layer, in decibels. A row is a layer, a column an
-operand of a product. Six decibels are one bit. Operands that stay in half are empty.
+Noise: signal to noise of every operand of every layer, in decibels; six are one bit. Operands that
+stay in half are empty.
 
 TensorBoard first shows a picture a few hundred pixels wide, so they are small, with few words and
 large letters.
@@ -16,6 +16,7 @@ large letters.
 import io
 import math
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +25,28 @@ import torch
 
 from mpframe.core.tree import dtype_name
 from mpframe.files.durable import write_atomically
+from mpframe.lab.exponents import HIGHEST, LOWEST, Limits
 from mpframe.lab.product_noise import NAMES, Noises
-from mpframe.lab.ranges import HIGHEST, KINDS, LOWEST, SCALED, Counts, Limits, Ranges
-
-_DPI = 100
+from mpframe.lab.ranges import KINDS, SCALED, Counts, Ranges
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, in inches."""
+    """Make an empty figure, in inches."""
     from matplotlib.figure import Figure  # Imported late: it takes half a second.
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def short(name: str) -> str:
-    """The end of a layer's name, at most 20 letters."""
+    """Return the end of a layer's name, at most 20 letters."""
     return name if len(name) <= 20 else "…" + name[-19:]
 
 
-def save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path, dpi: int = 100) -> None:
     """Write a PNG, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     png = io.BytesIO()
-    figure.savefig(png, dpi=_DPI)
+    figure.savefig(png, dpi=dpi)
     write_atomically(path, png.getvalue())
 
 
@@ -55,13 +55,7 @@ _EXPONENT = "exponent, floor(log2 |x|)"
 
 
 def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> bool:
-    """One kind of a report: a row for each layer, with its name and its share of zeros.
-
-    Args:
-        ranges: the report.
-        kind: one of KINDS.
-        half: the format whose limits are drawn.
-        path: where the PNG goes.
+    """Draw one of KINDS as a PNG: a row for each layer, with its name and its share of zeros.
 
     Returns:
         False, and no picture, if the report has no value of this kind.
@@ -69,8 +63,8 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
     has = ranges.field(kind, "count") > 0
     if not has.any():
         return False
-    names = [name for name, there in zip(ranges.layers, has, strict=True) if there]
-    in_half = _in_half(ranges, kind)[has]
+    names = list(compress(ranges.layers, has))
+    in_half = ranges.in_half[KINDS.index(kind)][has]
     shares = ranges.bins(kind)[has] / ranges.field(kind, "count")[has, None]
     zeros = ranges.fraction(kind, "zeros")[has]
     letters, row = (11.0, 0.26) if len(names) <= 20 else (8.0, 0.17)
@@ -78,7 +72,8 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
     axes = figure.subplots()
     scale = ranges.scale if kind in SCALED else 1.0
     low, high = _window(shares, half, scale, bool(in_half.any()))
-    image = _show(axes, shares[:, low - LOWEST : high + 1 - LOWEST], low, high, len(names))
+    shown = shares[:, low - LOWEST : high + 1 - LOWEST]
+    image = _show(axes, shown, (low - 0.5, high + 0.5, len(names) - 0.5, -0.5))
     labels = [
         f"{short(name)}{'' if there else ' fp32'} {share:4.0%}"
         for name, there, share in zip(names, in_half, zeros, strict=True)
@@ -87,9 +82,8 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
     if in_half.any():
         _draw_limits(axes, half, scale, np.flatnonzero(in_half), (low - 0.5, high + 0.5))
     axes.set_xlabel(f"{_EXPONENT}; % = zeros")
-    axes.set_title(
-        _title(f"{_words(kind)}, step {ranges.step}", half, kind, ranges, in_half), pad=34
-    )
+    title = f"{kind.replace('_', ' ')}, step {ranges.step}"
+    axes.set_title(_title(title, half, kind, ranges, in_half), pad=34)
     _finish(figure, axes, image, path)
     return True
 
@@ -97,30 +91,21 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
 def draw_time(
     reports: Sequence[Ranges], kind: str, layer: str, half: torch.dtype, path: Path
 ) -> None:
-    """One layer of a kind over all reports: a column for each.
-
-    Args:
-        reports: in the order of their steps, at least one, all with this layer.
-        kind: one of KINDS.
-        layer: its name.
-        half: the format whose limits are drawn.
-        path: where the PNG goes.
-    """
-    rows = [report.layers.index(layer) for report in reports]
+    """Draw one of KINDS of a layer as a PNG: a column for each report, in the order of steps."""
+    rows = [(report, report.layers.index(layer)) for report in reports]
     shares = np.stack(
         [
             report.bins(kind)[row] / max(report.field(kind, "count")[row], 1.0)
-            for report, row in zip(reports, rows, strict=True)
+            for report, row in rows
         ]
     )
-    in_half = np.array([_in_half(own, kind)[row] for own, row in zip(reports, rows, strict=True)])
+    in_half = np.array([report.in_half[KINDS.index(kind)][row] for report, row in rows])
     figure = new_figure(width=6.6, height=4.2)
     axes = figure.subplots()
     scales = np.array([r.scale if kind in SCALED else 1.0 for r in reports])
     low, high = _window(shares, half, float(scales[-1]), bool(in_half.any()))
-    image = _show(
-        axes, shares[:, low - LOWEST : high + 1 - LOWEST].T, 0, len(reports) - 1, high - low + 1
-    )
+    shown = shares[:, low - LOWEST : high + 1 - LOWEST].T
+    image = _show(axes, shown, (-0.5, len(reports) - 0.5, high - low + 0.5, -0.5))
     axes.set_yticks(*_every(range(low, high + 1), max(4, (high - low) // 8)))
     axes.set_xticks(*_every([report.step for report in reports], max(1, len(reports) // 5)))
     edges = np.arange(len(reports) + 1) - 0.5
@@ -133,14 +118,15 @@ def draw_time(
     axes.set_ylim(-0.5, high - low + 0.5)
     axes.set_xlabel("step (tried)")
     axes.set_ylabel(_EXPONENT)
-    axes.set_title(_title(f"{_words(kind)} of {short(layer)}", half, kind, reports[-1], in_half))
+    title = f"{kind.replace('_', ' ')} of {short(layer)}"
+    axes.set_title(_title(title, half, kind, reports[-1], in_half))
     _finish(figure, axes, image, path)
 
 
 def _draw_limits(
     axes: Any, half: torch.dtype, scale: float, rows: Any, window: tuple[float, float]
 ) -> None:
-    """The limits through the rows in half, and above them what happens on their far sides."""
+    """Draw the limits through the rows in half, and say above what happens on their far sides."""
     lost, normal, largest = (at - np.log2(scale) - 0.5 for at, _ in _limits(half))
     for at, (_, style) in zip((lost, normal, largest), _limits(half), strict=True):
         if window[0] <= at <= window[1]:
@@ -151,36 +137,21 @@ def _draw_limits(
             axes.text(at, -0.6, says, ha=side, va="bottom", fontsize=11)
 
 
-def _in_half(ranges: Ranges, kind: str) -> Any:
-    return ranges.in_half[KINDS.index(kind)]
-
-
-def _words(kind: str) -> str:
-    return kind.replace("_", " ")
-
-
 def _title(what: str, half: torch.dtype, kind: str, ranges: Ranges, in_half: Any) -> str:
-    """What is shown and which limits; the scale moves those of gradients."""
+    """Say what is shown and which limits; the scale moves those of gradients."""
     if not in_half.any():
         return f"{what}; fp32"
     at = f" at 2^{np.log2(ranges.scale):g}" if kind in SCALED else ""
     return f"{what}; {dtype_name(half)}{at}"
 
 
-def _show(axes: Any, shares: Counts, low: float, high: float, rows: int) -> Any:
+def _show(axes: Any, shares: Counts, extent: tuple[float, float, float, float]) -> Any:
     from matplotlib.colors import LogNorm
 
     shown = np.where(shares > 0, np.maximum(shares, LEAST), np.nan)
     axes.set_facecolor("black")
-    extent = (low - 0.5, high + 0.5, rows - 0.5, -0.5)
-    return axes.imshow(
-        shown,
-        aspect="auto",
-        norm=LogNorm(LEAST, 1.0),
-        cmap="turbo",
-        extent=extent,
-        interpolation="nearest",
-    )
+    colours = {"norm": LogNorm(LEAST, 1.0), "cmap": "turbo", "interpolation": "nearest"}
+    return axes.imshow(shown, aspect="auto", extent=extent, **colours)
 
 
 def _finish(figure: Any, axes: Any, image: Any, path: Path) -> None:
@@ -192,7 +163,7 @@ def _finish(figure: Any, axes: Any, image: Any, path: Path) -> None:
 
 
 def _limits(half: torch.dtype) -> list[tuple[float, Any]]:
-    """Exponents of the format's limits, and how they are drawn."""
+    """Return the exponents of the format's limits, and how they are drawn."""
     limits = Limits.of(half)
     styles = ("dotted", "dashed", "solid")
     exponents = map(np.log2, (limits.lost, limits.normal, limits.largest))
@@ -200,7 +171,7 @@ def _limits(half: torch.dtype) -> list[tuple[float, Any]]:
 
 
 def _window(shares: Counts, half: torch.dtype, scale: float, limited: bool) -> tuple[int, int]:
-    """The exponents to show: all that occur, and if values are in float16 its limits."""
+    """Return the exponents to show: all that occur, and if values are in float16 its limits."""
     present = np.flatnonzero(shares.any(axis=0)) + LOWEST
     shown = limited and half != torch.bfloat16
     ends = [limit - np.log2(scale) for limit, _ in _limits(half)] if shown else []
@@ -218,13 +189,7 @@ _LIMITS = 0.0, 60.0  # dB: noise as large as the signal, and 10 bits
 
 
 def draw_noises(noises: Noises, step: int, path: Path) -> None:
-    """Draw one report.
-
-    Args:
-        noises: of the step; not empty.
-        step: for the title.
-        path: where the PNG goes.
-    """
+    """Draw the noises of a step, at least one, as a PNG."""
     layers = list(dict.fromkeys(layer for layer, _ in noises))
     shown = np.full((len(layers), len(NAMES)), np.nan)
     for (layer, operand), noise in noises.items():

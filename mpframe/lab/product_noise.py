@@ -1,4 +1,4 @@
-"""What quantisation took from every operand of one training step, and the record of such steps.
+"""What quantisation takes from every operand of one training step, and the record of such steps.
 
     numerics/products.csv    a row for each operand of each layer's products, at each report
     numerics/products.png    the last report: signal to noise in decibels
@@ -32,7 +32,7 @@ _SUMS = 5  # count, signal, noise, saturated, lost; after them the largest and t
 
 @dataclass(frozen=True)
 class Noise:
-    """What quantisation took from one operand of one product.
+    """The loss of one operand of one product to quantisation.
 
     Attributes:
         count: values.
@@ -53,9 +53,11 @@ class Noise:
     def of(cls, row: list[float]) -> Self:
         """Read a row of `count_noise` or `merged`."""
         count, signal, noise, saturated, lost, highest, lowest = row
-        shares = saturated / count, lost / count
+        decibels = 10 * math.log10(signal / noise) if signal > 0 < noise else math.nan
+        decibels = math.inf if noise == 0 else decibels
         # If all values are zero, the highest is -inf and the lowest inf.
-        return cls(int(count), _decibels(signal, noise), *shares, max(highest - lowest, 0.0))
+        spread = max(highest - lowest, 0.0)
+        return cls(int(count), decibels, saturated / count, lost / count, spread)
 
 
 Noises = Mapping[tuple[str, str], Noise]
@@ -65,10 +67,9 @@ Rows = dict[tuple[str, str], Tensor]
 
 
 class ProductProbe:
-    """Counts one training step. It is made before the step, and `noises` is called after it.
+    """Counts one step of a run with products below 16 bits.
 
-    Args:
-        precision: of the run; has products below 16 bits.
+    Make it before the step, and call `noises` after it.
     """
 
     def __init__(self, precision: Precision) -> None:
@@ -77,16 +78,15 @@ class ProductProbe:
         watch_products(precision, self._seen)
 
     def noises(self, comm: Comm = SINGLE_PROCESS) -> Noises:
-        """Return what was counted, in one transfer from the device, and count no more.
+        """Return the counts, in one transfer from the device, and count no more.
 
-        Args:
-            comm: all its ranks call this; rank 0 has what all of them counted, the others nothing.
+        All ranks of `comm` call this; rank 0 gets the counts of all of them, the others nothing.
         """
         watch_products(self._precision, None)
         rows = torch.stack(list(self._rows.values())).cpu() if self._rows else ()
         counted: Rows = {}
-        for own in comm.gather_object(dict(zip(self._rows, rows, strict=True))):
-            for key, row in own.items():
+        for of_rank in comm.gather_object(dict(zip(self._rows, rows, strict=True))):
+            for key, row in of_rank.items():
                 _add(counted, key, row)
         return {key: Noise.of(row.tolist()) for key, row in counted.items()}
 
@@ -99,7 +99,6 @@ class NoiseRecord:
     """Appends to `products.csv`. The reports of steps that a resumed run repeats are dropped.
 
     Args:
-        path: the file.
         kept: steps whose reports stay.
         on_error: `stop` if the disk is full, or `warn` and write what waits once there is room.
     """
@@ -140,12 +139,6 @@ def _text(rows: Sequence[Sequence[object]]) -> str:
 
 
 def merged(one: Tensor, other: Tensor) -> Tensor:
-    """The row of both together."""
+    """Merge two rows."""
     ends = torch.maximum(one[_SUMS], other[_SUMS]), torch.minimum(one[-1], other[-1])
     return torch.cat([one[:_SUMS] + other[:_SUMS], torch.stack(ends)])
-
-
-def _decibels(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else math.nan

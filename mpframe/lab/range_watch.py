@@ -1,8 +1,7 @@
 """Reports the ranges of a step every so many steps: scalars, histograms, pictures.
 
 Between two reports nothing is attached to the model. Each rank counts its part of the batch, and
-rank 0 reports the sum. Scalars are written for the worst few layers
-of a report; the pictures show all layers.
+rank 0 reports the sum. Scalars show the worst few layers of a report, pictures show all.
 """
 
 import logging
@@ -10,7 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 
 import numpy as np
@@ -20,20 +19,10 @@ from mpframe.core.callback import Batch, Callback
 from mpframe.core.policy import Policy
 from mpframe.core.step_result import StepResult
 from mpframe.lab import product_noise
+from mpframe.lab.exponents import HIGHEST, LOWEST, Limits
 from mpframe.lab.pictures import draw_layers, draw_noises, draw_time
 from mpframe.lab.product_noise import NoiseRecord, Noises, ProductProbe
-from mpframe.lab.ranges import (
-    FOLDER,
-    HIGHEST,
-    KINDS,
-    LOWEST,
-    Counts,
-    Limits,
-    RangeProbe,
-    RangeRecord,
-    Ranges,
-    read_ranges,
-)
+from mpframe.lab.ranges import FOLDER, KINDS, Counts, RangeProbe, RangeRecord, Ranges, read_ranges
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
@@ -65,16 +54,10 @@ class RangeWatch(Callback):
     _noise_record: NoiseRecord
 
     def __init__(
-        self,
-        every: int,
-        worst: int = 3,
-        layers: Sequence[str] = (),
-        on_error: str = "stop",
+        self, every: int, worst: int = 3, layers: Sequence[str] = (), on_error: str = "stop"
     ) -> None:
-        self._every = every
-        self._worst = worst
-        self._chosen = layers
-        self._on_error = on_error
+        self._every, self._worst = every, worst
+        self._chosen, self._on_error = layers, on_error
         self._last: Ranges | None = None
         self._drawn = time.monotonic()
         self._probe: RangeProbe | None = None
@@ -107,7 +90,9 @@ class RangeWatch(Callback):
         if self._probe is not None:
             ranges, self._probe = self._probe.ranges(), None
             if trainer.comm.is_main:
-                self._report(ranges)
+                self._last = ranges
+                self._record.add(ranges)
+                self._tracker.scalars(ranges.step, self._scalars(ranges))
         if self._products is not None:
             noises, self._products = self._products.noises(trainer.comm), None
             if trainer.comm.is_main:
@@ -148,11 +133,6 @@ class RangeWatch(Callback):
         else:
             self._last, self._drawn = None, time.monotonic()
 
-    def _report(self, ranges: Ranges) -> None:
-        self._last = ranges
-        self._record.add(ranges)
-        self._tracker.scalars(ranges.step, self._scalars(ranges))
-
     def _report_products(self, step: int, noises: Noises) -> None:
         self._noises = noises
         self._noise_record.add(step, noises)
@@ -175,15 +155,18 @@ class RangeWatch(Callback):
             if not draw_layers(last, kind, self._half, path):
                 continue
             self._tracker.image(f"numerics/{kind}/layers_by_exponent", path.read_bytes(), step)
-            self._histograms(kind, step)
-            for layer in self._followed(kind):
+            for layer, counts in zip(last.layers, last.bins(kind), strict=True):
+                if counts.any():
+                    tag = f"numerics/{kind}/exponents/{layer}"
+                    self._tracker.histogram(tag, counts.tolist(), _EDGES, step)
+            for layer in self._followed(last, kind):
                 path = folder / f"{kind}_over_time_{layer}.png"
                 draw_time(reports, kind, layer, self._half, path)
                 tag = f"numerics/{kind}/exponents_by_step/{layer}"
                 self._tracker.image(tag, path.read_bytes(), step)
 
     def _scalars(self, ranges: Ranges) -> dict[str, float]:
-        """The worst layers of each kind, in bits and fractions."""
+        """Return the worst layers of each kind, in bits and fractions."""
         values: dict[str, float] = {}
         for kind in KINDS:
             figures = {
@@ -205,20 +188,12 @@ class RangeWatch(Callback):
         worst = known[np.argsort(-badness[known], kind="stable")][: self._worst]
         return {f"{tag}/{ranges.layers[index]}": float(badness[index]) * sign for index in worst}
 
-    def _followed(self, kind: str) -> list[str]:
-        """The layers drawn over time."""
-        assert self._last is not None
-        has = self._last.field(kind, "count") > 0
-        names = [name for name, there in zip(self._last.layers, has, strict=True) if there]
+    def _followed(self, last: Ranges, kind: str) -> list[str]:
+        """Return the layers drawn over time."""
+        has = last.field(kind, "count") > 0
+        names = list(compress(last.layers, has))
         if self._chosen:
             return [n for n in names if any(fnmatchcase(n, pattern) for pattern in self._chosen)]
-        headroom = self._last.headroom(kind, self._limits)[has]
+        headroom = last.headroom(kind, self._limits)[has]
         known = np.where(np.isnan(headroom), np.inf, headroom)
         return [names[int(known.argmin())]] if names else []
-
-    def _histograms(self, kind: str, step: int) -> None:
-        assert self._last is not None
-        for layer, counts in zip(self._last.layers, self._last.bins(kind), strict=True):
-            if counts.any():
-                tag = f"numerics/{kind}/exponents/{layer}"
-                self._tracker.histogram(tag, counts.tolist(), _EDGES, step)

@@ -6,11 +6,6 @@
     gradients              dL/dw, also divided by s
     updates                master after the step minus master before it
 
-The exponent of x is floor(log2 |x|), for x other than 0. A half format with smallest normal number
-2^e, f bits behind the point and largest number M meets a scaled value y = s x. If |y| <= 2^(e-f-1),
-half its smallest number, y becomes 0 (a tie goes to the even number, zero). Below 2^e the format
-keeps fewer bits of y than it has. Above M it cannot hold y.
-
 The half format holds gradients multiplied by s, so for gradients its limits are log2(s) lower. A
 value that half has already rounded to zero counts as a zero, because nobody can tell the two apart.
 An update is `rounded_away` if a weight without a master, stored in half, would not change.
@@ -25,11 +20,11 @@ steps that a resumed run repeats.
 """
 
 import json
-import math
 import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,209 +36,30 @@ from torch import Tensor, nn
 from mpframe.core.errors import DataError
 from mpframe.core.tree import device_of, tensors_in
 from mpframe.files.durable import AppendLog, write_atomically
+from mpframe.lab.exponents import FIELDS, WIDTH, Limits, add_rows, count_exponents
 from mpframe.training.trainer import Trainer
-
-LOWEST, HIGHEST = -127, 127
-"""The exponents that are counted. All subnormal fp32 numbers, below 2^-126, share one bin."""
-BINS = HIGHEST - LOWEST + 1
-
-_PATTERNS = 2**15  # magnitudes of a 16-bit format
-_PART = 2**16  # fp32 values that are counted at once on a CPU: what is made of them fits its cache
-
-FIELDS = (
-    "count",
-    "zeros",
-    "bad",
-    "lost_at_half_scale",
-    "lost",
-    "lost_at_twice_scale",
-    "subnormal",
-    "over",
-    "amax",
-)
-"""The numbers before the bins in a row of `count_exponents`."""
-WIDTH = len(FIELDS) + BINS
-
-
-@dataclass(frozen=True)
-class Limits:
-    """A half format's limits.
-
-    Attributes:
-        lost: the largest magnitude that rounds to zero.
-        normal: the smallest that keeps all its bits.
-        largest: the largest number.
-    """
-
-    lost: float
-    normal: float
-    largest: float
-
-    @classmethod
-    def of(cls, half: torch.dtype) -> "Limits":
-        """Those of float16 or bfloat16."""
-        info = torch.finfo(half)
-        return cls(info.smallest_normal * info.eps / 2, info.smallest_normal, info.max)
-
-
-def count_exponents(
-    values: Tensor, limits: Limits, scale: Tensor | float = 1.0, held_at: Tensor | float = 1.0
-) -> Tensor:
-    """Count a tensor's magnitudes.
-
-    Args:
-        values: any shape, floating, on any device.
-        limits: of the half format.
-        scale: s, by which the values are multiplied in the format: 0-d or a number, a power of two.
-        held_at: what they are multiplied by already, likewise; they are divided by it first.
-
-    Returns:
-        [WIDTH] float64 on the tensor's device: the counts of `FIELDS`, then of each exponent from
-        LOWEST to HIGHEST. `count` counts all values, `bad` those that are inf or nan, `lost` and
-        its neighbours those that are not zero and round to zero at that multiple of the scale,
-        `subnormal` those that do not and are below the smallest normal number, `over` finite ones
-        above the largest; `amax` is the largest finite |s x|, 0 if there is none.
-    """
-    values = values.detach().reshape(-1)
-    if values.device.type == "cpu" and values.element_size() > 2 and values.numel() > _PART:
-        parts = torch.split(values, _PART)
-        return add_rows([count_exponents(part, limits, scale, held_at) for part in parts])
-    magnitudes, counts = _different(values)
-    wide = magnitudes.float() if _is_one(held_at) else magnitudes.float() / held_at
-
-    def count(which: Tensor) -> Tensor:
-        return which.sum() if counts is None else (which * counts).sum()
-
-    finite = wide < torch.inf
-    zero = wide == 0
-    scaled = torch.where(finite, wide, 0.0) * scale
-    zeros, bad = count(zero), count(~finite)
-    nothing = zeros + bad  # these are 0 in `scaled`, but they are not lost
-    lost = [count(scaled <= limits.lost * k) - nothing for k in (2.0, 1.0, 0.5)]
-    below_normal = count(scaled < limits.normal) - nothing
-    there = scaled if counts is None else torch.where(counts > 0, scaled, 0.0)
-    fields = [
-        torch.as_tensor(values.numel(), device=wide.device),
-        zeros,
-        bad,
-        *lost,
-        (below_normal - lost[1]).clamp(min=0),
-        count(scaled > limits.largest),
-        there.max() if there.numel() else torch.zeros((), device=wide.device),
-    ]
-    row = torch.stack([field.double() for field in fields])
-    return torch.cat([row, _counted(wide, zeros, counts).double()])
-
-
-def _is_one(scale: Tensor | float) -> bool:
-    return not isinstance(scale, Tensor) and scale == 1
-
-
-def _different(values: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Magnitudes, and how often each is there; None: once.
-
-    A 16-bit format has 2^15 of them: of more values it is faster to count each one once.
-    """
-    if values.element_size() != 2 or values.numel() <= _PATTERNS:
-        return values.abs(), None
-    patterns = torch.arange(_PATTERNS, dtype=torch.int16, device=values.device)
-    counts = _tally(values.view(torch.int16) & (_PATTERNS - 1), _PATTERNS)
-    return patterns.view(values.dtype), counts
-
-
-def _counted(wide: Tensor, zeros: Tensor, counts: Tensor | None = None) -> Tensor:
-    """[BINS] int64: how many values of a float32 tensor with `zeros` zeros have each exponent.
-
-    Args:
-        wide: the values, or, with `counts`, different magnitudes.
-        zeros: how many of the values are zero.
-        counts: of each magnitude, how many values have it.
-    """
-    bits = (wide.view(torch.int32) >> 23) & 255  # The biased exponent; 0 for subnormals and zero.
-    bins = _tally(bits, 256, counts)
-    bins[0] -= zeros
-    return bins[:BINS]  # The last one, 255, stands for inf and nan.
-
-
-def _tally(numbers: Tensor, size: int, counts: Tensor | None = None) -> Tensor:
-    """[size] int64: how often each of 0 to size - 1 is there, or the sum of its counts."""
-    if numbers.device.type == "cpu" and counts is None:
-        return torch.bincount(numbers, minlength=size)
-    ones = torch.ones_like(numbers, dtype=torch.int64) if counts is None else counts
-    total = torch.zeros(size, dtype=torch.int64, device=numbers.device)
-    return total.scatter_add_(0, numbers.long(), ones)
-
-
-def add_rows(rows: list[Tensor]) -> Tensor:
-    """One row for several tensors: counts add up, `amax` is the largest."""
-    stacked = torch.stack(rows)
-    total = stacked.sum(dim=0)
-    at = FIELDS.index("amax")
-    total[at] = stacked[:, at].max()
-    return total
-
-
-class ExponentHistogram:
-    """How the magnitudes of several tensors spread over the exponents.
-
-    Attributes:
-        counts: [BINS] int64, on the CPU: finite values other than 0, by exponent.
-        amax: the largest magnitude; inf or nan if a value is.
-    """
-
-    def __init__(self) -> None:
-        self.counts = torch.zeros(BINS, dtype=torch.int64)
-        self.amax = 0.0
-
-    def add(self, values: Tensor) -> None:
-        """Count a tensor's values, of a sparse one its entries."""
-        entries = values.coalesce().values() if values.is_sparse else values
-        wide = entries.detach().reshape(-1).float()
-        if wide.numel():
-            largest = float(wide.abs().max())
-            self.amax = float(torch.tensor([self.amax, largest]).max())  # Unlike max, keeps nan.
-            self.counts += _counted(wide, (wide == 0).sum()).cpu()
-
-    def lost_fraction(self, scale: float, half: torch.dtype) -> float:
-        """The share of the values other than 0 that round to 0 in half at `scale`.
-
-        Exact to the octave: at a power of two only a value on the limit itself is not counted.
-        """
-        first_kept = math.floor(math.log2(Limits.of(half).lost / scale))
-        lost = int(self.counts[: max(first_kept - LOWEST, 0)].sum())
-        return lost / max(int(self.counts.sum()), 1)
-
 
 KINDS = ("weights", "activations", "activation_gradients", "gradients", "updates")
 SCALED = ("activation_gradients", "gradients")
 OF_SAMPLES = ("activations", "activation_gradients", "gradients")
-"""Each rank has those of its part of the batch. Weights and updates are the same on all."""
+"""Each rank has its part of the batch. Weights and updates are the same on all."""
 
 Counts = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """The numbers of one step.
+    """The numbers of one step."""
 
-    Attributes:
-        step: global step.
-        scale: its loss scale.
-        layers: names of modules.
-        rows: [kinds, layers, WIDTH] of `count_exponents`; count 0 if a layer has none.
-        rounded_away: [layers], weights whose update half would have rounded away.
-        in_half: [kinds, layers], whether the values were in a 16-bit format.
-    """
-
-    step: int
-    scale: float
-    layers: tuple[str, ...]
-    rows: Counts
-    rounded_away: Counts
-    in_half: npt.NDArray[np.bool_]
+    step: int  # global
+    scale: float  # of the loss
+    layers: tuple[str, ...]  # names of modules
+    rows: Counts  # [kinds, layers, WIDTH] of `count_exponents`; count 0 if a layer has none
+    rounded_away: Counts  # [layers], weights whose update half would have rounded away
+    in_half: npt.NDArray[np.bool_]  # [kinds, layers], the values were in a 16-bit format
 
     def field(self, kind: str, name: str) -> Counts:
-        """[layers]: a field of `FIELDS`."""
+        """[layers]: one of FIELDS."""
         column: Counts = self.rows[KINDS.index(kind), :, FIELDS.index(name)]
         return column
 
@@ -272,12 +88,7 @@ class Ranges:
 
 
 class RangeProbe:
-    """Measures one training step. It is made before the step, and `ranges` is called after it.
-
-    Args:
-        trainer: about to take the step.
-        half: the format whose limits count.
-    """
+    """Measures a training step of a trainer. Make it before the step, call `ranges` after it."""
 
     def __init__(self, trainer: Trainer, half: torch.dtype) -> None:
         self._trainer = trainer
@@ -286,7 +97,8 @@ class RangeProbe:
         self._rows: dict[tuple[str, str], Tensor] = {}
         self._in_half = set[tuple[str, str]]()
         self._before: dict[Tensor, Tensor] = {}
-        self._scales = {name: own.scale for name, own in trainer.scalers.items()}
+        # The scale of the step; with several losses the first one's.
+        self._scale = next((scaler.scale for scaler in trainer.scalers.values()), 1.0)
         self._handles = [*self._watch_modules(), *self._watch_parameters()]
         self.layers = tuple(dict.fromkeys(layer for layer, _ in _leaves(trainer.model)))
 
@@ -298,13 +110,14 @@ class RangeProbe:
         for handle in self._handles:
             handle.remove()
         away = self._measure_weights()
-        empty = torch.zeros(WIDTH, dtype=torch.float64, device=self._device)
+        device = device_of(self._trainer.model)
+        empty = torch.zeros(WIDTH, dtype=torch.float64, device=device)
         keys = [(kind, layer) for kind in KINDS for layer in self.layers]
         rows = torch.stack([self._rows.get(key, empty) for key in keys])
         rows = self._of_all_ranks(rows.view(len(KINDS), -1, WIDTH))
         in_half = self._trainer.comm.max_of([key in self._in_half for key in keys])
         counts = [away.get(layer, empty[0]) for layer in self.layers]
-        scale = torch.as_tensor(self._scale(), dtype=torch.float64, device=self._device)
+        scale = torch.as_tensor(self._scale, dtype=torch.float64, device=device)
         flat = torch.cat([scale.reshape(1), torch.stack(counts), rows.ravel()]).cpu().numpy()
         layers = len(self.layers)
         return Ranges(
@@ -316,69 +129,55 @@ class RangeProbe:
             in_half=np.array(in_half, dtype=bool).reshape(len(KINDS), layers),
         )
 
-    @property
-    def _device(self) -> torch.device:
-        return device_of(self._trainer.model)
-
     def _of_all_ranks(self, rows: Tensor) -> Tensor:
-        """[KINDS, layers, WIDTH] with what the other ranks saw of their samples."""
-        comm, own = self._trainer.comm, [KINDS.index(kind) for kind in OF_SAMPLES]
-        seen, amax = rows[own], FIELDS.index("amax")
+        """Add what the other ranks saw of their samples to rows [KINDS, layers, WIDTH]."""
+        comm, kinds = self._trainer.comm, [KINDS.index(kind) for kind in OF_SAMPLES]
+        seen, amax = rows[kinds], FIELDS.index("amax")
         largest = comm.max(seen[..., amax])
         comm.sum_([seen])
         seen[..., amax] = largest
-        rows[own] = seen
+        rows[kinds] = seen
         return rows
 
-    def _scale(self) -> Tensor | float:
-        """The scale of the step; of several losses that of the first."""
-        return next(iter(self._scales.values()), 1.0)
-
     def _watch_modules(self) -> Iterator[Any]:
-        def watcher(layer: str) -> Any:
-            def watch(_: nn.Module, __: Any, output: Any) -> None:
-                for tensor in tensors_in(output):
-                    self._seen("activations", layer, tensor)
-                    if tensor.requires_grad:
-                        tensor.register_hook(  # type: ignore[no-untyped-call]
-                            lambda gradient: self._seen("activation_gradients", layer, gradient)
-                        )
-
-            return watch
+        def watch(layer: str, _: nn.Module, __: Any, output: Any) -> None:
+            for tensor in tensors_in(output):
+                self._seen("activations", layer, tensor)
+                if tensor.requires_grad:
+                    seen = partial(self._seen, "activation_gradients", layer)
+                    tensor.register_hook(seen)  # type: ignore[no-untyped-call]
 
         for layer, module in _leaves(self._trainer.model):
             if not list(module.children()):
-                yield module.register_forward_hook(watcher(layer))
+                yield module.register_forward_hook(partial(watch, layer))
 
     def _watch_parameters(self) -> Iterator[Any]:
-        def watcher(layer: str) -> Any:
-            return lambda parameter: self._seen("gradients", layer, parameter.grad)
+        def watch(layer: str, parameter: Tensor) -> None:
+            self._seen("gradients", layer, parameter.grad)
 
         for layer, parameter in _parameters(self._trainer.model):
             if parameter.requires_grad:
                 master = self._trainer.optimizer.master_of(parameter)
                 self._before[parameter] = master.detach().clone()
                 hook = parameter.register_post_accumulate_grad_hook
-                yield hook(watcher(layer))  # type: ignore[no-untyped-call]
+                yield hook(partial(watch, layer))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def _seen(self, kind: str, layer: str, values: Tensor) -> None:
-        if not values.is_floating_point():
+    def _seen(self, kind: str, layer: str, values: Tensor | None) -> None:
+        if values is None or not values.is_floating_point():
             return
         if values.element_size() == 2:
             self._in_half.add((kind, layer))
         values = values.coalesce().values() if values.is_sparse else values
-        scale = self._scale() if kind in SCALED else 1.0
+        scale = self._scale if kind in SCALED else 1.0
         with torch._C.DisableTorchFunction():  # A hook of a module runs in its casts, op by op.
-            self._add(kind, layer, count_exponents(values, self._limits, scale, held_at=scale))
-
-    def _add(self, kind: str, layer: str, row: Tensor) -> None:
-        known = self._rows.get((kind, layer))
-        self._rows[kind, layer] = row if known is None else add_rows([known, row])
+            row = count_exponents(values, self._limits, scale, held_at=scale)
+            known = self._rows.get((kind, layer))
+            self._rows[kind, layer] = row if known is None else add_rows([known, row])
 
     @torch.no_grad()
     def _measure_weights(self) -> dict[str, Tensor]:
-        """Rows of weights and updates; how many updates half would have rounded away."""
+        """Count weights and updates; by layer, how many updates half would have rounded away."""
         away: dict[str, Tensor] = {}
         for layer, parameter in _parameters(self._trainer.model):
             self._seen("weights", layer, parameter)
@@ -394,14 +193,14 @@ class RangeProbe:
 
 
 def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules without children, and those with parameters of their own, by name."""
+    """Yield modules without children, and those that hold parameters themselves, by name."""
     for name, module in model.named_modules():
         if not list(module.children()) or list(module.parameters(recurse=False)):
             yield name or "model", module
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter once, with the name of the module that owns it."""
+    """Yield every parameter once, with the name of the module that holds it."""
     for name, parameter in model.named_parameters():
         yield name.rpartition(".")[0] or "model", parameter
 
@@ -412,10 +211,9 @@ _LENGTH = struct.Struct("<q")
 
 
 class RangeRecord:
-    """Appends to a run's record.
+    """Appends to the record in a run's folder.
 
     Args:
-        folder: the run's folder.
         kept: steps whose reports stay, for a resumed run.
         on_error: `stop` if the disk is full, or `warn` and write what waits once there is room.
     """
@@ -439,12 +237,12 @@ class RangeRecord:
 
     @property
     def pending(self) -> bool:
-        """True if the last report waits for room on the disk."""
+        """Whether the last report waits for room on the disk."""
         return self._log.pending
 
 
 def read_ranges(folder: Path) -> list[Ranges]:
-    """The reports of a run, the oldest first.
+    """Return the reports of a run, the oldest first.
 
     Raises:
         DataError: the run has none, or the file is damaged.
@@ -477,13 +275,12 @@ def _decoded(block: bytes) -> Ranges:
     known = json.loads(head)
     layers, numbers = tuple(known["layers"]), np.frombuffer(body, "<f8")
     rows = numbers[len(layers) :].reshape(len(KINDS), len(layers), WIDTH)
-    # An older record does not tell; its pictures showed the limits to every layer.
-    in_half = np.array(known.get("in_half", np.ones((len(KINDS), len(layers)))), dtype=bool)
+    in_half = np.array(known["in_half"], dtype=bool)
     return Ranges(known["step"], known["scale"], layers, rows, numbers[: len(layers)], in_half)
 
 
 def _blocks(content: bytes) -> Iterator[bytes]:
-    """The whole blocks of a file."""
+    """Yield the whole blocks of a file."""
     at = 0
     while at + _LENGTH.size <= len(content):
         (length,) = _LENGTH.unpack_from(content, at)

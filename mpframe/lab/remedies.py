@@ -7,7 +7,7 @@ _DECIMAL = re.compile(r"^(\d+)\.(\d+)$")
 
 
 def pin_words(modules: Iterable[str], pin: str = "fp32") -> tuple[str, ...]:
-    """The words that pin modules, given by qualified name; the empty name is the model.
+    """Return the words that pin modules, named by qualified name; the empty name is the model.
 
     Between braces Hydra reads `0` and `0.1`, as layers of a Sequential are called, as numbers:
     the first gets a word of its own, the second becomes the pattern `0?1`.
@@ -20,6 +20,6 @@ def pin_words(modules: Iterable[str], pin: str = "fp32") -> tuple[str, ...]:
 
 
 def deny_words(ops: Iterable[str]) -> tuple[str, ...]:
-    """The word that moves ops to `deny`, where they run in fp32; none if there are no ops."""
+    """Return the word that moves ops to `deny`, where they run in fp32, if there are ops."""
     listed = ",".join(ops)
     return (f"ops.deny+=[{listed}]",) if listed else ()

@@ -1,16 +1,14 @@
-"""Which modules must stay in fp32: found by measuring what each of them does to the gradients.
+"""Finds which modules must stay in fp32 by measuring what each of them does to the gradients.
 
-The same search finds which modules must stay in half where products are computed below 16 bits. In
-what follows fp32 is then half, and half is the recipe of the products.
-
-In comparison with fp32, with the same weights, batches and random numbers,
+With products below 16 bits it finds which modules must stay in half: read half for fp32, and the
+recipe of the products for half. Compared with fp32, with the same weights, batches and random
+numbers,
 
     E(P) = max( |g - g_0| / |g_0|, |L - L_0| / |L_0| )
 
 is the relative error of the gradients of all weights, and of the loss, if the modules P are pinned
-to fp32 and all others are in half. A value that is not finite counts as an
-infinite error. A module's own error is E with every other module in fp32 and its inputs rounded to
-half.
+to fp32 and all others are in half. It is infinite for a value that is not finite. A module's own
+error is E with every other module in fp32 and its inputs rounded to half.
 
 The smallest set is searched greedily: modules whose own error is above the target are pinned, then
 the next worst until E(P) reaches it; then each pin that is not needed is removed, the smallest
@@ -18,8 +16,7 @@ error first. That is one trial for each module and a few more, not one for each 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +30,8 @@ from mpframe.training.trainer import Trainer
 
 Pins = Mapping[str, str]
 Maker = Callable[[Pins, str | None], Trainer]
-"""Builds a fresh trainer, always with the same weights: in half with these modules pinned; with
-one op alone in half if it is named."""
+"""Builds a fresh trainer, always with the same weights: in half with these modules pinned; if an
+op is named, with only that op in half."""
 
 
 @dataclass(frozen=True)
@@ -46,41 +43,30 @@ class RelativeError:
 
     @property
     def worst(self) -> float:
-        """The larger of both."""
         return max(self.loss, self.gradients)
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """A module, or an op, and the error that it causes alone."""
+    """A module, or an op, and the error that it causes by itself."""
 
     name: str
-    kind: str
+    kind: str  # its class, or `op`
     error: RelativeError
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search.
+    """The smallest set found, and the evidence."""
 
-    Attributes:
-        target: the error to reach.
-        scale: the loss scale of all trials in half.
-        all_half: the error with nothing in fp32.
-        modules, ops: ranked, the worst first.
-        trail: the sets that were tried, with their errors.
-        pinned: the smallest set found, in the model's order.
-        reached: its error.
-    """
-
-    target: float
-    scale: float
-    all_half: RelativeError
-    modules: tuple[Sensitivity, ...]
-    ops: tuple[Sensitivity, ...]
-    trail: tuple[tuple[tuple[str, ...], RelativeError], ...]
-    pinned: tuple[str, ...]
-    reached: RelativeError
+    target: float  # the error to reach
+    scale: float  # the loss scale of all trials in half
+    all_half: RelativeError  # with nothing in fp32
+    modules: Sequence[Sensitivity]  # ranked, the worst first
+    ops: Sequence[Sensitivity]  # likewise
+    trail: Mapping[tuple[str, ...], RelativeError]  # the sets that were tried
+    pinned: Sequence[str]  # the smallest set found, in the model's order
+    reached: RelativeError  # its error
 
 
 class Search:
@@ -111,42 +97,43 @@ class Search:
         self._target = target
         self._progress = progress
         self._pin = pin
-        self._modules = _candidates(reference.model) if modules is None else list(modules)
+        named = reference.model.named_modules()
+        leaves = [name for name, module in named if name and not list(module.children())]
+        self._modules = leaves if modules is None else list(modules)
         self._loss, self._gradients = _step(reference, batches, 1.0)
-        self._scale = _scale(self._gradients, reference.precision.policy.half_dtype)
-        self._trail: list[tuple[tuple[str, ...], RelativeError]] = []
+        # The largest power of two, up to 2^16, that leaves an octave free above every gradient.
+        amax = max(
+            (float(g.abs().max()) for g in self._gradients.values() if g.numel()), default=0.0
+        )
+        scale = safe_scale(amax, reference.precision.policy.half_dtype) or 1.0
+        self._scale = min(2.0**16, scale)
+        self._trail: dict[tuple[str, ...], RelativeError] = {}
 
     def run(self, ops: Sequence[str] = ()) -> SearchResult:
         """Search; rank these ops beside the modules."""
         all_half = self._with(())
-        modules = sorted(map(self._sensitivity, self._modules), key=_badness, reverse=True)
-        ranked = sorted(map(self._op_alone, ops), key=_badness, reverse=True)
+        modules, ranked = (
+            sorted(trials, key=lambda trial: trial.error.worst, reverse=True)
+            for trials in (map(self._module_alone, self._modules), map(self._op_alone, ops))
+        )
         pinned, reached = self._pruned(*self._reached(modules))
         ordered = tuple(name for name in self._modules if name in pinned)
-        return SearchResult(
-            self._target,
-            self._scale,
-            all_half,
-            tuple(modules),
-            tuple(ranked),
-            tuple(self._trail),
-            ordered,
-            reached,
-        )
+        evidence = (all_half, modules, ranked, self._trail)
+        return SearchResult(self._target, self._scale, *evidence, ordered, reached)
 
     def _reached(self, ranked: Sequence[Sensitivity]) -> tuple[list[str], RelativeError]:
-        """Pins in the order of the ranking until the target is reached, or all are pinned."""
-        pinned = [own.name for own in ranked if own.error.worst > self._target]
+        """Pin in the order of the ranking until the target is reached, or all are pinned."""
+        pinned = [module.name for module in ranked if module.error.worst > self._target]
         error = self._with(pinned)
-        for own in ranked[len(pinned) :]:
+        for module in ranked[len(pinned) :]:
             if error.worst <= self._target:
                 break
-            pinned.append(own.name)
+            pinned.append(module.name)
             error = self._with(pinned)
         return pinned, error
 
     def _pruned(self, pinned: list[str], error: RelativeError) -> tuple[list[str], RelativeError]:
-        """Without the pins that the target does not need, the smallest error tried first."""
+        """Remove the pins that the target does not need, trying the smallest error first."""
         for name in reversed(pinned):
             fewer = [other for other in pinned if other != name]
             without = self._with(fewer)
@@ -155,23 +142,23 @@ class Search:
         return pinned, error
 
     def _with(self, pinned: Sequence[str]) -> RelativeError:
-        """E(P)."""
+        """Measure E(P), once for each set."""
         names = tuple(sorted(pinned))
-        for known, error in self._trail:
-            if known == names:
-                return error
-        error = self._error(self._make(dict.fromkeys(names, self._pin), None))
-        self._trail.append((names, error))
-        self._progress(f"{len(names)} modules pinned")
-        return error
+        if names not in self._trail:
+            self._trail[names] = self._error(self._make(dict.fromkeys(names, self._pin), None))
+            self._progress(f"{len(names)} modules pinned")
+        return self._trail[names]
 
-    def _sensitivity(self, name: str) -> Sensitivity:
-        """A module alone in half."""
+    def _module_alone(self, name: str) -> Sensitivity:
         others = [other for other in self._modules if other != name]
         trainer = self._make(dict.fromkeys(others, self._pin), None)
-        module = trainer.model.get_submodule(name)
-        with _half_inputs(module, trainer.precision.policy.half_dtype):
-            error = self._error(trainer)
+        module, half = trainer.model.get_submodule(name), trainer.precision.policy.half_dtype
+
+        def round_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:  # as a half neighbour would
+            return cast_to((args, kwargs), half)
+
+        module.register_forward_pre_hook(round_inputs, with_kwargs=True)
+        error = self._error(trainer)
         self._progress(name)
         return Sensitivity(name, type(module).__name__, error)
 
@@ -182,27 +169,17 @@ class Search:
 
     def _error(self, trainer: Trainer) -> RelativeError:
         loss, gradients = _step(trainer, self._batches, self._scale)
-        own = [gradients[name] for name in self._gradients]
-        away = _norm([g - g0 for g, g0 in zip(own, self._gradients.values(), strict=True)])
+        away = _norm(gradients[name] - exact for name, exact in self._gradients.items())
         return RelativeError(
             _relative(abs(loss - self._loss), abs(self._loss)),
-            _relative(away, _norm(list(self._gradients.values()))),
+            _relative(away, _norm(self._gradients.values())),
         )
-
-
-def _badness(sensitivity: Sensitivity) -> float:
-    return sensitivity.error.worst
-
-
-def _candidates(model: nn.Module) -> list[str]:
-    """Modules without children, by name: what can be pinned one by one."""
-    return [name for name, module in model.named_modules() if name and not list(module.children())]
 
 
 def _step(
     trainer: Trainer, batches: Sequence[Batch], scale: float
 ) -> tuple[float, dict[str, Tensor]]:
-    """The summed loss and gradients of some batches: float64, on the CPU, unscaled."""
+    """Sum the loss and gradients of some batches: float64, on the CPU, unscaled."""
     torch.manual_seed(0)  # Dropout and noise are the same in every trial.
     trainer.model.train()
     total = 0.0
@@ -217,13 +194,7 @@ def _step(
     return total, sums
 
 
-def _scale(gradients: Mapping[str, Tensor], half: torch.dtype) -> float:
-    """The largest power of two, up to 2^16, that leaves an octave free above every gradient."""
-    amax = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
-    return min(2.0**16, safe_scale(amax, half) or 1.0)
-
-
-def _norm(tensors: list[Tensor]) -> float:
+def _norm(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
 
 
@@ -231,17 +202,3 @@ def _relative(away: float, size: float) -> float:
     if not math.isfinite(away):
         return math.inf
     return away / size if size else float(away > 0)
-
-
-@contextmanager
-def _half_inputs(module: nn.Module, half: torch.dtype) -> Iterator[None]:
-    """Within the block the module's inputs are rounded to half, as a half neighbour's would be."""
-
-    def round_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast_to((args, kwargs), half)
-
-    handle = module.register_forward_pre_hook(round_inputs, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()

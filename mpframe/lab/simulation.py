@@ -6,7 +6,6 @@ format's largest number. The amax of a step that overflowed in the run itself is
     headroom_t = log2(limit) - log2(scale_t amax_t)      octaves left unused, on steps not skipped
 """
 
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,25 +15,19 @@ import numpy.typing as npt
 import torch
 
 from mpframe.core.loss_scaling.scaler import LossScaler
-from mpframe.files.durable import write_atomically
 from mpframe.files.text import aligned
+from mpframe.lab.pictures import new_figure, save
 
 Series = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a scaler did with a record.
-
-    Attributes:
-        scales: [steps] float64, the scale of each step.
-        skipped: [steps] bool, whether the step overflowed.
-        headroom: [steps] float64, octaves left unused; nan if skipped or amax was 0.
-    """
+    """A scaler's scales over a record; [steps] each."""
 
     scales: Series
     skipped: npt.NDArray[np.bool_]
-    headroom: Series
+    headroom: Series  # octaves left unused; nan if skipped or amax was 0
 
     @property
     def changes(self) -> int:
@@ -49,11 +42,11 @@ class Simulation:
 
 
 def replay(amax: Series, scaler: LossScaler, half: torch.dtype = torch.float16) -> Simulation:
-    """Run `scaler` over a record.
+    """Run a fresh scaler over a record.
 
     Args:
         amax: [steps], the largest |unscaled gradient| of each step; inf or nan: it overflowed.
-        scaler: fresh; its state changes.
+        scaler: its state changes.
         half: the format whose largest number is the limit.
     """
     limit = torch.finfo(half).max
@@ -70,7 +63,7 @@ def replay(amax: Series, scaler: LossScaler, half: torch.dtype = torch.float16) 
 
 
 def as_table(replays: Mapping[str, Simulation]) -> str:
-    """The replays side by side, as aligned plain text."""
+    """Write the replays side by side, as aligned plain text."""
     head = ("scaler", "steps", "skipped", "mean headroom (octaves)", "scale changes", "final scale")
     rows = [
         (
@@ -87,17 +80,15 @@ def as_table(replays: Mapping[str, Simulation]) -> str:
 
 
 def draw(amax: Series, replays: Mapping[str, Simulation], path: Path, half: torch.dtype) -> None:
-    """A picture of the scales and the highest scale without overflow of each step, as PNG.
+    """Draw the scales and the highest scale without overflow of each step, as PNG.
 
     Args:
-        amax: [steps], as given to `replay`.
+        amax: [steps], as for `replay`.
         replays: by the name to show.
-        path: where the picture goes.
+        path: the picture's.
         half: the format whose limit is drawn.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5), layout="constrained")
+    figure = new_figure(10, 5)
     axes = figure.subplots()
     steps = np.arange(1, len(amax) + 1)
     with np.errstate(divide="ignore"):
@@ -113,6 +104,4 @@ def draw(amax: Series, replays: Mapping[str, Simulation], path: Path, half: torc
     axes.set_title("Loss scale by scaler; crosses are skipped steps")
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
-    png = io.BytesIO()
-    figure.savefig(png, dpi=120)
-    write_atomically(path, png.getvalue())
+    save(figure, path, dpi=120)

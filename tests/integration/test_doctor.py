@@ -15,6 +15,7 @@ from mpframe.cli.commands import doctor as doctor_command
 from mpframe.cli.commands.doctor import subject_of
 from mpframe.config.command_line import jobs
 from mpframe.lab import hints
+from mpframe.lab.autopsy.replay import noises_of
 from mpframe.lab.doctor import CHECKS, Finding, Severity, Subject, checks, examine
 
 DIGITS = "dataset._target_=planted.digits"
@@ -176,7 +177,7 @@ def test_what_is_counted_leaves_no_trace() -> None:
     """Random numbers and histories are as before, and no gradient is left."""
     own = subject("experiment=digits_mlp dtype=mixed dtype.products=fp8_delayed")
     before, drawn = copy.deepcopy(own.trainer.precision.state_dict()), torch.get_rng_state()
-    assert checks.noises_of(own) == checks.noises_of(own)
+    assert noises_of(own.case) == noises_of(own.case)
     assert own.trainer.precision.state_dict() == before == {"generators": {}, "amax": {}}
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(parameter.grad is None for parameter in own.trainer.model.parameters())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe.checkpoint.state import RandomState
+from mpframe.core.master_weights import MasterWeights
 from mpframe.core.objective import NamedObjective, StepOutput, model_loss, supervised
 from mpframe.core.op_lists import OpLists
 from mpframe.core.precision import Precision
@@ -149,13 +150,17 @@ def data() -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(0, 4, (ROWS,), generator=generator)
 
 
-def case_of(
+def case_of(*arguments: Any, **more: Any) -> Case:
+    return prepared(*arguments, **more)[0]
+
+
+def prepared(
     model: nn.Module,
     mode: str = "mixed",
     compute: str = "emulated",
     half: str = "float16",
     **more: Any,
-) -> Case:
+) -> tuple[Case, MasterWeights]:
     ops = more.pop("ops", None)
     products = more.pop("products", "none")
     precision = Precision(mode, half, compute=compute, ops=ops, products=products)
@@ -163,7 +168,7 @@ def case_of(
     objective = NamedObjective("", supervised(nn.CrossEntropyLoss()))
     scale = more.pop("scale", 1024.0)
     batches = more.pop("batches", [data()])
-    return Case(model, masters, precision, [objective], batches, {"": scale}, **more)
+    return Case(model, precision, [objective], batches, {"": scale}, **more), masters
 
 
 @dataclass(frozen=True)
@@ -230,11 +235,12 @@ def test_a_product_that_saturates_is_named(factor: float) -> None:
     """The history knows of values 64 times smaller; behind the layer a norm makes up for them."""
     torch.manual_seed(0)
     layers = nn.Linear(16, 16), Times(1.0), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)
-    case = case_of(nn.Sequential(*layers), half="bfloat16", products="fp8_delayed", scale=1.0)
+    model = nn.Sequential(*layers)
+    case, masters = prepared(model, half="bfloat16", products="fp8_delayed", scale=1.0)
     with case.precision.cast():
         y = case.model(data()[0])
     nn.functional.cross_entropy(y.float(), data()[1]).backward()
-    case.optimizer.step()
+    masters.step()
     layers[1].factor = factor
     diagnosis = diagnose(case)
     if factor == 1.0:
@@ -282,10 +288,10 @@ def test_a_bad_tensor_of_any_batch_is_named_by_its_path() -> None:
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed", "amp"])
 def test_a_weight_that_is_nan_is_named(mode: str) -> None:
-    case = case_of(net(nn.Linear(16, 16)), mode)
+    case, masters = prepared(net(nn.Linear(16, 16)), mode)
     with torch.no_grad():
         case.model[2].bias[1] = float("nan")
-        case.optimizer.master_of(case.model[2].bias)[1] = float("nan")
+        masters.master_of(case.model[2].bias)[1] = float("nan")
     diagnosis = diagnose(case)
     assert diagnosis.kind is FP32
     assert diagnosis.culprit is not None
@@ -467,7 +473,7 @@ def test_a_scale_that_would_lose_the_other_gradients_is_not_the_way_out() -> Non
 
     model = nn.Sequential(Wide(), nn.LayerNorm(16), nn.Linear(16, 4))
     diagnosis = diagnose(case_of(model, scale=2.0**16))
-    lower = [one for one in diagnosis.replays if one.setting.own and one.setting.octaves < 0]
+    lower = [one for one in diagnosis.replays if not one.setting.recast and one.setting.octaves < 0]
     assert any(one.finite for one in lower)
     assert diagnosis.kind is BEYOND
     assert diagnosis.proven

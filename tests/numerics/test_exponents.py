@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mpframe.lab.ranges import (
+from mpframe.lab.exponents import (
     BINS,
     FIELDS,
     HIGHEST,

@@ -16,8 +16,7 @@ from mpframe.checkpoint.state import Snapshot
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
-from mpframe.lab.autopsy.replay import Case, Setting, replay
-from mpframe.lab.doctor.checks import noises_of
+from mpframe.lab.autopsy.replay import Case, Setting, noises_of, replay
 from mpframe.lab.doctor.subject import Subject
 from mpframe.lowbit.formats import FORMATS
 from mpframe.lowbit.recipe import Recipe
@@ -206,11 +205,11 @@ def test_what_looks_at_a_run_leaves_no_trace() -> None:
     train(run, 0, 1)
     before = state_of(run)
     objectives = run.objectives
-    case = Case(run.model, run.optimizer, run.precision, objectives, [batch(2)], {"": 1.0})
+    case = Case(run.model, run.precision, objectives, [batch(2)], {"": 1.0})
     assert replay(case, Setting()).finite
     subject = Subject(run, loader=cast(Any, None), options={})
     subject.batch = batch(3)
-    assert noises_of(subject)
+    assert noises_of(subject.case)
     after = state_of(run)
     assert after.keys() == before.keys()
     assert same(after, before)

@@ -18,13 +18,12 @@ from mpframe.core.callback import Batch
 from mpframe.core.errors import DataError
 from mpframe.core.objective import supervised
 from mpframe.lab import pictures
+from mpframe.lab.exponents import FIELDS, Limits
 from mpframe.lab.pictures import draw_layers, draw_time
 from mpframe.lab.range_watch import RangeWatch
 from mpframe.lab.ranges import (
-    FIELDS,
     FOLDER,
     KINDS,
-    Limits,
     RangeProbe,
     RangeRecord,
     Ranges,

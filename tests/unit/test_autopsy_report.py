@@ -25,9 +25,9 @@ STEP = Evidence(
 def report(kind: Kind, scaling: str = "Backoff", floor: float = 1.0, **more: object) -> Report:
     model = nn.Sequential(nn.Linear(2, 2))
     precision = Precision("amp")
-    model, masters = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     objective = NamedObjective("", supervised(nn.MSELoss()))
-    case = Case(model, masters, precision, [objective], [], {"": 1024.0}, {"": floor}, scaling)
+    case = Case(model, precision, [objective], [], {"": 1024.0}, {"": floor}, scaling)
     replays = (Replay(Setting(fp32=True), [Pass(0, "", 1.0, 1e7, Trace(), True)]),)
     arguments: dict[str, object] = {"culprit": FOUND, "replays": replays, **more}
     diagnosis = Diagnosis(kind, **arguments)  # type: ignore[arg-type]

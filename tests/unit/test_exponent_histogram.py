@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpframe.lab.ranges import ExponentHistogram
+from mpframe.lab.exponents import ExponentHistogram
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -16,39 +16,42 @@ The command examines the last step whose evidence the run saved. A run without e
 checkpoint, stands for the step that comes after it. The report is printed and written as Markdown.
 """
 
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mpframe import assembly, checkpoint
+from mpframe import checkpoint
 from mpframe.checkpoint.state import RandomState, extra_state_of, steps_tried, weights_of
-from mpframe.cli.program import program
+from mpframe.cli.program import command, take_own
+from mpframe.cli.restored import rebuilt
 from mpframe.config.command_line import refuse_unwritable
-from mpframe.config.schema import Config
 from mpframe.config.stored import config_of
 from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError
 from mpframe.data.loading import Loader
 from mpframe.files.durable import write_atomically
-from mpframe.files.text import take_options
 from mpframe.lab.autopsy import evidence
 from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.report import Report, examine, write_report
 from mpframe.training.plan import Progress
 from mpframe.training.trainer import Trainer
 
-_OPTIONS = ("run", "step")
 
-
-def main(arguments: list[str] | None = None) -> None:
-    """Examine a step of `run=...`; print the report and write it as Markdown.
-
-    Args:
-        arguments: `run=RUN_OR_CHECKPOINT_OR_EVIDENCE`, `step=N` for one of several, and options of
-            the run to change; the command line if None.
-    """
-    with program():
-        _main(sys.argv[1:] if arguments is None else arguments)
+@command
+def main(arguments: list[str]) -> None:
+    """Examine a step of `run=...`; print the report and write it as Markdown."""
+    options, given = take_own(arguments, ("run", "step"), "run")
+    path = Path(options["run"])
+    folder = _evidence_in(path, options.get("step"))
+    if folder is not None:
+        report = of_evidence(folder, given)
+        print(report.text(write_report(folder, report)))
+        return
+    checkpoint.refuse_mixed(path)
+    report, steps = of_checkpoint(checkpoint.newest(path), given)
+    out = path / f"autopsy_after_step_{steps:08d}.md"
+    refuse_unwritable("run", path)
+    write_atomically(out, report.markdown())
+    print(report.text(out))
 
 
 def of_evidence(folder: Path, given: list[str]) -> Report:
@@ -58,7 +61,7 @@ def of_evidence(folder: Path, given: list[str]) -> Report:
         MpframeError: anything that is missing, damaged or does not fit, in one line.
     """
     step, weights, config = evidence.load(folder)
-    trainer, train = _rebuilt(config_of(config, folder / "config.yaml", given))
+    trainer, train = rebuilt(config_of(config, folder / "config.yaml", given))
     trainer.load_weights(weights)
     if not step.plain:
         step = step.like(next(train.epoch(0)))
@@ -74,7 +77,7 @@ def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:
     snapshot = checkpoint.read(path)
     config = config_of(snapshot.config, path / "config.yaml", given)
     weights = weights_of(snapshot.state, "trained", path)
-    trainer, train = _rebuilt(config)
+    trainer, train = rebuilt(config)
     trainer.extra_state.load_state_dict(extra_state_of(snapshot.state, path))
     trainer.load_weights(weights)
     steps = steps_tried(snapshot.state, path)
@@ -86,36 +89,19 @@ def of_checkpoint(path: Path, given: list[str]) -> tuple[Report, int]:
     return _examined(step, trainer, path), steps
 
 
-def _main(arguments: list[str]) -> None:
-    own, given = take_options(arguments, _OPTIONS)
-    if not own.get("run"):
-        raise ConfigError("run: must be given, e.g. run=runs/2026-11-21/05-45-42")
-    path = Path(own["run"])
-    folder = _evidence_in(path, own.get("step"))
-    if folder is not None:
-        report = of_evidence(folder, given)
-        print(report.text(write_report(folder, report)))
-        return
-    checkpoint.refuse_mixed(path)
-    report, steps = of_checkpoint(checkpoint.newest(path), given)
-    out = path / f"autopsy_after_step_{steps:08d}.md"
-    refuse_unwritable("run", path)
-    write_atomically(out, report.markdown())
-    print(report.text(out))
-
-
 def _evidence_in(path: Path, step: str | None) -> Path | None:
-    """The evidence that `run=` stands for; None if it stands for a checkpoint, or there is none."""
+    """Return the evidence that `run=` stands for; None if it stands for a checkpoint."""
     if path.absolute().parent.name == evidence.FOLDER:
         return path
-    found = evidence.all_in(path)
+    found = {
+        folder.name.removeprefix("step_").lstrip("0"): folder for folder in evidence.all_in(path)
+    }
     if step is None:
-        return found[-1] if found else None
-    wanted = [folder for folder in found if folder.name.removeprefix("step_").lstrip("0") == step]
-    if not wanted:
-        steps = ", ".join(folder.name.removeprefix("step_").lstrip("0") for folder in found)
-        raise ConfigError(f"step={step}: {path} holds the evidence of {steps or 'no step'}")
-    return wanted[0]
+        return [*found.values()][-1] if found else None
+    if step not in found:
+        steps = ", ".join(found) or "no step"
+        raise ConfigError(f"step={step}: {path} holds the evidence of {steps}")
+    return found[step]
 
 
 def _examined(step: Evidence, trainer: Trainer, path: Path) -> Report:
@@ -129,22 +115,13 @@ def _examined(step: Evidence, trainer: Trainer, path: Path) -> Report:
         ) from error
 
 
-def _rebuilt(config: Config) -> tuple[Trainer, Loader]:
-    assembly.seed_everything(config.run.seed)
-    task = assembly.build_task(config)
-    train = assembly.build_loaders(config, task).train
-    return assembly.build_trainer(config, task, 1), train
-
-
 def _next_step(state: dict[str, Any], steps: int, trainer: Trainer, train: Loader) -> Evidence:
     progress = Progress(**state["trainer"]["progress"])
     epoch, batch = progress.epoch, progress.batch
     window = list(islice(train.epoch(epoch, start=batch), trainer.plan.accumulate))
     scalers = state["trainer"]["scaler"]
-    own = {o.name: scalers.get(o.name, scalers.get("")) for o in trainer.objectives}
-    scales = {
-        name: 1.0 if scaler is None else float(scaler["scale"]) for name, scaler in own.items()
-    }
+    scaled = {o.name: scalers.get(o.name, scalers.get("")) for o in trainer.objectives}
+    scales = {n: 1.0 if scaler is None else float(scaler["scale"]) for n, scaler in scaled.items()}
     cuda = state["rng"]["cuda"]
     return Evidence(
         step=steps + 1,
@@ -155,6 +132,6 @@ def _next_step(state: dict[str, Any], steps: int, trainer: Trainer, train: Loade
         batch=batch,
         scales=scales,
         floors={},
-        scaling=next((str(own["kind"]) for own in scalers.values()), "none"),
+        scaling=next((str(scaler["kind"]) for scaler in scalers.values()), "none"),
         random=RandomState(state["rng"]["torch"], cuda[0] if cuda else None),
     )

@@ -29,59 +29,55 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mpframe import assembly
 from mpframe.checkpoint.state import KINDS
-from mpframe.cli.program import program, refuse_unknown
-from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
+from mpframe.cli.program import command, take_own, writing
+from mpframe.cli.restored import checkpoint_of, restored, run_folder
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.config.overrides import take_source
 from mpframe.config.redaction import secrets_of
 from mpframe.config.sweep import name_of
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import device_of
-from mpframe.data.loading import Loader
 from mpframe.files.durable import write_atomically
-from mpframe.files.text import printable, take_options
+from mpframe.files.text import printable
 from mpframe.tracking.summary import strict_json
 from mpframe.training.evaluation import Evaluation
 
 _OPTIONS = ("checkpoint", "out", "split", "weights")
-_SPLITS = ("val", "test")
+_CHOICES = {"weights": KINDS, "split": ("val", "test")}
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation, and what was evaluated.
-
-    Attributes:
-        split: `val` or `test`.
-        step: steps the run had tried when the checkpoint was saved.
-        weights: `trained` or `ema`.
-        precision: the mode evaluated in, e.g. `amp(float16)`.
-        device: where.
-        batch_size, samples: of the data measured on.
-    """
+    """An evaluation, and what was evaluated."""
 
     evaluation: Evaluation
-    split: str
-    step: int
-    weights: str
-    precision: str
+    split: str  # `val` or `test`
+    step: int  # steps the run had tried when the checkpoint was saved
+    weights: str  # `trained` or `ema`
+    precision: str  # the mode evaluated in, e.g. `amp(float16)`
     device: str
     batch_size: int
     samples: int
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Evaluate the checkpoint of `checkpoint=...`; print loss and metric and write them as JSON.
-
-    Args:
-        arguments: `checkpoint=RUN_OR_CHECKPOINT`, `split=val|test`, `weights=trained|ema`,
-            `out=FILE.json`, and options of the run to change; the command line if None.
-    """
-    with program():
-        _main(sys.argv[1:] if arguments is None else arguments)
+@command
+def main(arguments: list[str]) -> None:
+    """Evaluate the checkpoint of `checkpoint=...`; print loss and metric and write them as JSON."""
+    options, given = take_own(arguments, _OPTIONS, "checkpoint", _CHOICES)
+    path, kind = Path(options["checkpoint"]), options.get("weights")
+    if "out" in options:
+        refuse_unwritable("out", Path(options["out"]).parent)
+    done = evaluate(path, given, kind, options.get("split"))
+    _, changed = take_source(given)
+    changed += [f"weights={kind}"] if kind else []
+    out = Path(options.get("out") or run_folder(path) / _file_name(done, changed))
+    with writing(out):
+        write_atomically(out, strict_json(_entries(path, done)))
+    print(printable(_text(path, done, out)))
 
 
 def evaluate(
@@ -98,62 +94,25 @@ def evaluate(
     Raises:
         MpframeError: anything that is missing, damaged or does not fit, in one line.
     """
-    path = checkpoint_of(path, split)
-    run = restored(path, given, weights)
-    split, loader = _chosen(split, assembly.build_loaders(run.config, run.task))
-    evaluation = run.trainer.evaluate(loader)
-    return _described(run, evaluation, split, loader)
-
-
-def _chosen(split: str | None, loaders: assembly.Loaders) -> tuple[str, Loader]:
-    if split == "val" or (split is None and loaders.test is None):
-        return "val", loaders.val
-    if loaders.test is None:
+    run = restored(checkpoint_of(path, split), given, weights)
+    loaders = assembly.build_loaders(run.config, run.task)
+    split = split or ("val" if loaders.test is None else "test")
+    loader = loaders.val if split == "val" else loaders.test
+    if loader is None:
         raise ConfigError("split=test: the dataset has no test part; use split=val")
-    return "test", loaders.test
-
-
-def _main(arguments: list[str]) -> None:
-    own, given = take_options(arguments, _OPTIONS)
-    if not own.get("checkpoint"):
-        raise ConfigError("checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42")
-    path = Path(own["checkpoint"])
-    kind = own.get("weights")
-    refuse_unknown("weights", kind, KINDS)
-    refuse_unknown("split", own.get("split"), _SPLITS)
-    if "out" in own:
-        refuse_unwritable("out", Path(own["out"]).parent)
-    done = evaluate(path, given, kind, own.get("split"))
-    _, changed = take_source(given)
-    changed += [f"weights={kind}"] if kind else []
-    out = Path(own.get("out") or run_folder(path) / _file_name(done, changed))
-    _write(out, path, done)
-    print(printable(_text(path, done, out)))
+    evaluation, device = run.trainer.evaluate(loader), str(device_of(run.trainer.model))
+    where = (str(run.precision), device, loader.batch_size, loader.size)
+    return Evaluated(evaluation, split, run.step, run.weights, *where)
 
 
 def _file_name(done: Evaluated, changed: list[str]) -> str:
-    """Named after the options that are not the run's own, so the run's evaluation stays."""
+    """Name the file after the options that are not the run's, so the run's evaluation stays."""
     how = name_of(changed, [], "", secrets_of([*sys.argv, *changed], os.environ))
     return f"evaluation_{done.split}_step_{done.step:08d}{',' * bool(how)}{how}.json"
 
 
-def _described(run: Restored, evaluation: Evaluation, split: str, loader: Loader) -> Evaluated:
-    device = device_of(run.trainer.model)
-    precision = run.trainer.precision
-    return Evaluated(
-        evaluation,
-        split,
-        run.step,
-        run.weights,
-        str(precision),
-        str(device),
-        loader.batch_size,
-        loader.size,
-    )
-
-
-def _write(out: Path, path: Path, done: Evaluated) -> None:
-    entries = {
+def _entries(path: Path, done: Evaluated) -> dict[str, Any]:
+    return {
         "checkpoint": str(path),
         "step": done.step,
         "weights": done.weights,
@@ -165,12 +124,6 @@ def _write(out: Path, path: Path, done: Evaluated) -> None:
         "batch_size": done.batch_size,
         "samples": done.samples,
     }
-    try:
-        write_atomically(out, strict_json(entries))
-    except OSError as error:
-        raise ConfigError(
-            f"out={out}: cannot be written ({error.strerror}); choose another"
-        ) from error
 
 
 def _text(path: Path, done: Evaluated, out: Path) -> str:

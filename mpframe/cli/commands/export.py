@@ -27,7 +27,6 @@ must be named again, as in model._target_=my_pkg.Net. onnx needs pip install mpf
 """
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,14 +60,14 @@ from mpframe.checkpoint.export_graph import (
     without_labels,
 )
 from mpframe.checkpoint.state import KINDS, validated_kind, weights_of
-from mpframe.cli.program import program, refuse_unknown
+from mpframe.cli.program import command, refuse_unknown, take_own
 from mpframe.cli.restored import checkpoint_of
 from mpframe.config.overrides import take_source
 from mpframe.config.redaction import redacted, secrets_of
 from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError, nearest
 from mpframe.core.tree import dtype_name
-from mpframe.files.text import printable, take_options
+from mpframe.files.text import printable
 
 _DEFAULTS = {
     "checkpoint": "",
@@ -88,50 +87,28 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Export:
-    """An export, read and rounded.
+    """An export, read and rounded."""
 
-    Attributes:
-        options: this program's own, by name.
-        given: `option=value` words that change the run's options.
-        source: the checkpoint's folder, and `snapshot` its content.
-        weights: in the format asked for.
-    """
-
-    options: dict[str, str]
-    given: list[str]
-    source: Path
-    snapshot: Snapshot
-    weights: Exported
-
-    @property
-    def out(self) -> Path:
-        """The file to write."""
-        return Path(self.options["out"])
+    options: dict[str, str]  # the command's own
+    given: list[str]  # words that change the run's options
+    source: Path  # the checkpoint's folder
+    snapshot: Snapshot  # its content
+    weights: Exported  # in the format asked for
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Export the checkpoint of `checkpoint=...` into `out=...` and a sidecar `out.json`.
-
-    Args:
-        arguments: `checkpoint=RUN_OR_CHECKPOINT`, `out=FILE`,
-            `format=safetensors|state_dict|onnx|torch_export`, `weights=trained|ema`,
-            `weights_dtype=fp32|float16|bfloat16`, `overwrite=true`, and for a graph the options of
-            the run to change; the command line if None.
-    """
-    with program():
-        _main(sys.argv[1:] if arguments is None else arguments)
-
-
-def _main(arguments: list[str]) -> None:
+@command
+def main(arguments: list[str]) -> None:
+    """Export the checkpoint of `checkpoint=...` into `out=...` and a sidecar `out.json`."""
     options, given = _checked(arguments)
-    refuse_taken(Path(options["out"]), options["overwrite"] == "true")
+    out = Path(options["out"])
+    refuse_taken(out, options["overwrite"] == "true")
     if options["format"] == "onnx":
         require_onnx()
     export = _read(options, given)
     facts = _facts_of(export)
     content = _content(export, facts)
-    write(export.out, content, options["format"], _without_secrets(facts))
-    print(printable(_text(export, facts)))
+    write(out, content, options["format"], _without_secrets(facts))
+    print(printable(_text(export, out, facts)))
 
 
 def _read(options: dict[str, str], given: list[str]) -> Export:
@@ -143,7 +120,7 @@ def _read(options: dict[str, str], given: list[str]) -> Export:
 
 
 def _facts_of(export: Export) -> dict[str, Any]:
-    """What the sidecar says; of a graph also what it takes and computes in."""
+    """Return the sidecar; a graph's also has its inputs and the format it computes in."""
     options, facts = export.options, facts_of(export.snapshot, export.source)
     dtype = dtype_name(DTYPES[options["weights_dtype"]])
     saturated = export.weights.saturated
@@ -176,23 +153,12 @@ def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    own, given = take_options(arguments, _DEFAULTS)
-    options = {**_DEFAULTS, **own}
-    for name, example in (
-        ("checkpoint", "runs/2026-11-21/05-45-42"),
-        ("out", "model.safetensors"),
-    ):
-        if not options[name]:
-            raise ConfigError(f"{name}: must be given, e.g. {name}={example}")
+    taken, given = take_own(arguments, _DEFAULTS, "checkpoint")
+    options = {**_DEFAULTS, **taken}
+    if not options["out"]:
+        raise ConfigError("out: must be given, e.g. out=model.safetensors")
     for name, choices in _CHOICES.items():
         refuse_unknown(name, options[name] or None, choices)
-    _refuse_unfit_ending(options)
-    if options["format"] not in GRAPHS:
-        _refuse_more(take_source(given)[1], options["format"])
-    return options, given
-
-
-def _refuse_unfit_ending(options: dict[str, str]) -> None:
     out, form = Path(options["out"]), options["format"]
     for other, endings in FORMATS.items():
         if out.suffix in endings and other != form:
@@ -200,6 +166,9 @@ def _refuse_unfit_ending(options: dict[str, str]) -> None:
                 f"out={out}: a file of format={form} ends in {FORMATS[form][0]}; rename it, or "
                 f"give format={other}"
             )
+    if form not in GRAPHS:
+        _refuse_more(take_source(given)[1], form)
+    return options, given
 
 
 def _refuse_more(given: list[str], form: str) -> None:
@@ -214,7 +183,7 @@ def _refuse_more(given: list[str], form: str) -> None:
         raise ConfigError(f"{word}: no such option; {hint or 'known: ' + ', '.join(_DEFAULTS)}")
 
 
-def _text(export: Export, facts: dict[str, Any]) -> str:
+def _text(export: Export, out: Path, facts: dict[str, Any]) -> str:
     options, held = export.options, export.weights.saturated
     worst = sorted(held, key=lambda name: -held[name])
     saturation = (
@@ -224,9 +193,9 @@ def _text(export: Export, facts: dict[str, Any]) -> str:
     unknown = [key for key in ("inputs", "preprocessing", "class_names") if facts[key] is None]
     count, dtype = len(export.weights.tensors), options["weights_dtype"]
     return (
-        f"{export.out}: {count} tensors in {dtype}, weights {options['weights']}, step "
+        f"{out}: {count} tensors in {dtype}, weights {options['weights']}, step "
         f"{facts['run']['step']}"
         + saturation * bool(held)
-        + f"; {beside(export.out).name} says how to use them"
+        + f"; {beside(out).name} says how to use them"
         + f", but for {', '.join(unknown)}, which the run did not know" * bool(unknown)
     )

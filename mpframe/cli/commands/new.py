@@ -12,27 +12,18 @@ what you like: nothing else refers to these files.
 """
 
 import shutil
-import sys
 from pathlib import Path
 
-from mpframe.cli.program import program
+from mpframe.cli.program import command
 from mpframe.config.output_folder import refuse_unwritable
 from mpframe.core.errors import ConfigError
 
 _TEMPLATE = Path(__file__).parent / "template"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Write the project.
-
-    Args:
-        arguments: the folder; the command line if None.
-    """
-    with program():
-        _main(sys.argv[1:] if arguments is None else arguments)
-
-
-def _main(arguments: list[str]) -> None:
+@command
+def main(arguments: list[str]) -> None:
+    """Write the project into the folder that is named."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError("new: takes one folder, e.g. mpframe new spirals")
     folder = Path(arguments[0])

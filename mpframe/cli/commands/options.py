@@ -10,16 +10,15 @@ Options:
 """
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
-from mpframe.cli.program import program, refuse_words
+from mpframe.cli.program import command, refuse_words, take_own
 from mpframe.config.output_folder import refuse_unwritable
 from mpframe.config.schema import SECTIONS, GroupOptions, JointOptions, RunOptions
 from mpframe.core.ranges import Range
 from mpframe.files.durable import write_atomically
-from mpframe.files.text import markdown, take_options
+from mpframe.files.text import markdown
 
 _HEAD = """# Options
 
@@ -33,7 +32,7 @@ _COLUMNS = ("option", "type", "default", "allowed", "meaning")
 
 
 def options_page() -> str:
-    """The page as Markdown, one table for each section."""
+    """Write the page as Markdown, one table for each section."""
     sections: list[tuple[str, type]] = [("", RunOptions), *SECTIONS.items()]
     sections += [("optimizer", JointOptions), ("optimizer.groups.NAME", GroupOptions)]
     return "\n".join([_HEAD, *(_table(path, section) for path, section in sections)])
@@ -65,21 +64,14 @@ def _default(field: Any) -> Any:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 
-_OPTIONS = ("out",)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Print the page, or write it.
-
-    Args:
-        arguments: `out=FILE.md`; the command line if None.
-    """
-    with program():
-        own, rest = take_options(sys.argv[1:] if arguments is None else arguments, _OPTIONS)
-        refuse_words(rest, _OPTIONS)
-        if not own.get("out"):
-            print(options_page(), end="")
-            return
-        out = Path(own["out"])
-        refuse_unwritable("out", out.parent)
-        write_atomically(out, options_page())
+@command
+def main(arguments: list[str]) -> None:
+    """Print the page, or write it."""
+    options, rest = take_own(arguments, ["out"])
+    refuse_words(rest, ["out"])
+    if not options.get("out"):
+        print(options_page(), end="")
+        return
+    out = Path(options["out"])
+    refuse_unwritable("out", out.parent)
+    write_atomically(out, options_page())

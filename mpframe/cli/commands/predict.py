@@ -26,7 +26,6 @@ says so.
 # Predictions are an evaluation whose metric writes what it is given: the same weights, formats,
 # batches and trust as in mpframe evaluate.
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +38,7 @@ from tqdm import tqdm
 
 from mpframe import assembly
 from mpframe.checkpoint.state import KINDS
-from mpframe.cli.program import program, refuse_unknown
+from mpframe.cli.program import command, take_own, writing
 from mpframe.cli.restored import Restored, checkpoint_of, restored, run_folder
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.core.callback import Callback
@@ -48,8 +47,9 @@ from mpframe.core.tree import device_of, tensors_in
 from mpframe.data.image_files import FileImages, Listing, list_unlabelled
 from mpframe.data.images import Normalize
 from mpframe.data.task import Task
-from mpframe.files.table import refuse_unwritable_kind, writing
-from mpframe.files.text import printable, take_options
+from mpframe.files.table import refuse_unwritable_kind
+from mpframe.files.table import writing as table_writer
+from mpframe.files.text import printable
 from mpframe.training.prediction import OUTPUTS, Predictions
 from mpframe.training.trainer import Trainer
 
@@ -64,17 +64,11 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Samples:
-    """What is predicted.
-
-    Attributes:
-        dataset: the samples.
-        source: in messages and file names, e.g. `val`.
-        names: of each sample; None: they are numbered.
-    """
+    """The samples to predict."""
 
     dataset: Dataset[Any]
-    source: str
-    names: Sequence[str] | None = None
+    source: str  # in messages and file names, e.g. `val`
+    names: Sequence[str] | None = None  # of each sample; None: they are numbered
 
 
 class _Bar(Callback):
@@ -90,37 +84,30 @@ class _Bar(Callback):
         self._bar.close()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Write the predictions of the checkpoint of `checkpoint=...` as a table.
-
-    Args:
-        arguments: as the module's docstring has them; the command line if None.
-    """
-    with program():
-        _main(sys.argv[1:] if arguments is None else arguments)
-
-
-def _main(arguments: list[str]) -> None:
-    own, given = take_options(arguments, _OPTIONS)
-    if not own.get("checkpoint"):
-        raise ConfigError("checkpoint: must be given, e.g. checkpoint=runs/2026-11-21/05-45-42")
-    for name, choices in _CHOICES.items():
-        refuse_unknown(name, own.get(name), choices)
-    if "split" in own and "folder" in own:
-        raise ConfigError(f"folder={own['folder']}: goes without split; give one of them")
-    overwrite = own.get("overwrite") == "true"
-    if "out" in own:
-        _refuse_file(Path(own["out"]), overwrite)
-    path = Path(own["checkpoint"])
-    pictures = _Pictures(own["folder"]) if "folder" in own else None
+@command
+def main(arguments: list[str]) -> None:
+    """Write the predictions of the checkpoint of `checkpoint=...` as a table."""
+    options, given = take_own(arguments, _OPTIONS, "checkpoint", _CHOICES)
+    split, folder = options.get("split"), options.get("folder")
+    if split is not None and folder is not None:
+        raise ConfigError(f"folder={folder}: goes without split; give one of them")
+    overwrite = options.get("overwrite") == "true"
+    if "out" in options:
+        _refuse_file(Path(options["out"]), overwrite)
+    path = Path(options["checkpoint"])
+    pictures = None if folder is None else _Pictures(folder)
     task_of = None if pictures is None else pictures.task
-    run = restored(checkpoint_of(path, own.get("split")), given, own.get("weights"), task_of)
-    samples = _of(run.task, own.get("split")) if pictures is None else pictures.samples(run.task)
+    run = restored(checkpoint_of(path, split), given, options.get("weights"), task_of)
+    samples = _part(run.task, split) if pictures is None else pictures.samples(run.task)
     name = f"predictions_{samples.source}_step_{run.step:08d}.csv"
-    out = Path(own.get("out") or run_folder(path) / name)
+    out = Path(options.get("out") or run_folder(path) / name)
     _refuse_file(out, overwrite)
-    count = predict(run, samples, out, own.get("outputs"))
-    print(printable(_text(path, run, samples.source, count, out)))
+    count = predict(run, samples, out, options.get("outputs"))
+    said = (
+        f"{path}, step {run.step}: {count} predictions of {samples.source} ({run.precision} on "
+        f"{device_of(run.trainer.model)}, weights {run.weights}); written to {out}"
+    )
+    print(printable(said))
 
 
 def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = None) -> int:
@@ -138,7 +125,7 @@ def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = No
     loader = assembly.evaluation_loader(run.config, run.task, samples.dataset, samples.source)
     bar = _Bar(len(loader))
     try:
-        with writing(out) as write:
+        with writing(out), table_writer(out) as write:
             predictions = Predictions(
                 write,
                 samples=samples.names,
@@ -151,10 +138,6 @@ def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = No
             trainer.evaluator = replace(trainer.evaluator, metrics=written, monitor="loss")
             trainer.callbacks = {"bar": bar}
             trainer.evaluate(loader)
-    except OSError as error:
-        raise ConfigError(
-            f"out={out}: cannot be written ({error.strerror}); choose another"
-        ) from error
     finally:
         bar.close()
         loader.close()
@@ -168,8 +151,8 @@ def _refuse_file(out: Path, overwrite: bool) -> None:
     refuse_unwritable("out", out.parent)
 
 
-def _of(task: Task, split: str | None) -> Samples:
-    """A part of the run's dataset, not augmented."""
+def _part(task: Task, split: str | None) -> Samples:
+    """Return a part of the run's dataset, not augmented."""
     split = split or ("val" if task.test is None else "test")
     parts: Mapping[str, Any] = {"train": task.train, "val": task.val, "test": task.test}
     dataset = parts[split]
@@ -188,19 +171,19 @@ class _Pictures:
         self._paths = list_unlabelled(Path(name))
 
     def task(self, facts: Mapping[str, Any]) -> Task:
-        """The task of these images, by what a checkpoint says of those it was trained on."""
+        """Make the task of these images, by what a checkpoint says of those it was trained on."""
         shape, normalize = self._preparation(facts)
         listing = Listing((), self._paths, torch.zeros(len(self._paths), dtype=torch.int64))
         images = FileImages(listing, shape, normalize, "none")
         return Task(images, images, loss=_no_loss, class_names=facts["class_names"])
 
     def samples(self, task: Task) -> Samples:
-        """They are named by their paths in the folder."""
+        """Name the samples by their paths in the folder."""
         names = [str(Path(path).relative_to(self._name)) for path in self._paths]
         return Samples(task.val, "folder", names)
 
     def _preparation(self, facts: Mapping[str, Any]) -> tuple[tuple[int, int], Normalize]:
-        """Channels and side of the model's images, and how their pixels are normalised."""
+        """Return channels and side of the model's images, and how their pixels are normalised."""
         told = facts["preprocessing"] or {}
         try:
             mean, std = (tuple(map(float, told[key])) for key in ("mean", "std"))
@@ -230,11 +213,3 @@ class _Pictures:
 def _no_loss(outputs: Any, targets: Any) -> Tensor:
     """There is nothing to compare with."""
     return next(tensors_in(outputs)).new_zeros(())
-
-
-def _text(path: Path, run: Restored, source: str, count: int, out: Path) -> str:
-    precision = run.trainer.precision
-    return (
-        f"{path}, step {run.step}: {count} predictions of {source} ({precision} on "
-        f"{device_of(run.trainer.model)}, weights {run.weights}); written to {out}"
-    )

@@ -12,42 +12,30 @@ Options:
 The command writes report.html and report.md.
 """
 
-import sys
 from pathlib import Path
 
-from mpframe.cli.program import program
+from mpframe.cli.program import command, take_own
 from mpframe.config.command_line import refuse_unwritable
 from mpframe.core.errors import ConfigError
 from mpframe.files.durable import write_atomically
-from mpframe.files.text import take_options
 from mpframe.lab.report.page import as_markdown, as_page
 from mpframe.lab.report.records import find_runs
 from mpframe.lab.report.tables import compared
 
-_OPTIONS = ("out",)
 PAGE, TABLES = "report.html", "report.md"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Report on the runs of some folders.
-
-    Args:
-        arguments: folders of runs or of sweeps, and `out=FOLDER` (the first of them if
-            absent, or beside it if it is a run); the command line if None.
-    """
-    with program():
-        _main(sys.argv[1:] if arguments is None else arguments)
-
-
-def _main(arguments: list[str]) -> None:
-    own, folders = take_options(arguments, _OPTIONS)
+@command
+def main(arguments: list[str]) -> None:
+    """Report on the runs of some folders."""
+    options, folders = take_own(arguments, ["out"])
     for word in folders:
         if word.startswith("-"):
             raise ConfigError(f"{word}: no such option; give folders of runs, and out=FOLDER")
     if not folders:
         raise ConfigError("no folder given; name runs or a sweep, e.g. runs/2026-11-21/05-45-42")
     home, records = find_runs([Path(folder) for folder in folders])
-    out = Path(own.get("out") or home)
+    out = Path(options.get("out") or home)
     refuse_unwritable("out", out)
     out.mkdir(parents=True, exist_ok=True)
     groups = compared(records)

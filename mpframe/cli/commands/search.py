@@ -23,9 +23,8 @@ ops by rank, the sets that were tried, the proof.
 
 import math
 import shlex
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -36,7 +35,7 @@ import yaml
 from tqdm import tqdm
 
 from mpframe import assembly
-from mpframe.cli.program import program
+from mpframe.cli.program import command, take_own
 from mpframe.config.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError, DivergedError
@@ -45,7 +44,7 @@ from mpframe.core.storage import op_of
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import write_atomically
-from mpframe.files.text import markdown, take_options
+from mpframe.files.text import markdown
 from mpframe.lab.remedies import pin_words
 from mpframe.lab.search import Pins, RelativeError, Search, SearchResult, Sensitivity
 from mpframe.tracking.dtype_map import dtype_map
@@ -60,23 +59,15 @@ Proof = dict[str, list[Evaluation]]
 
 @dataclass(frozen=True)
 class Aim:
-    """What is searched.
+    """A search for what must stay in fp32, or in half for a run with products below 16 bits."""
 
-    Attributes:
-        pin: what keeps a module.
-        kept: what a kept module is in, in words; the reference is so throughout.
-        others: what all others are in.
-        format: what the others compute in.
-    """
-
-    pin: str
-    kept: str
-    others: str
-    format: str
+    pin: str  # keeps a module
+    kept: str  # the format of a kept module, in words; the reference is so throughout
+    others: str  # the format of all others
+    format: str  # what the others compute in
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """In a run with products below 16 bits: whose must stay in half; else what in fp32."""
         dtype = config.dtype
         if dtype.products == NO_PRODUCTS:
             return cls("fp32", "fp32", "half", dtype.half)
@@ -84,7 +75,7 @@ class Aim:
         return cls(NO_PRODUCTS, kept, dtype.products, dtype.products)
 
     def reference(self, config: Config) -> Config:
-        """The options of the run with every module kept."""
+        """Return the options of the run with every module kept."""
         if self.pin == NO_PRODUCTS:
             return replace(config, dtype=replace(config.dtype, products=NO_PRODUCTS))
         return assembly.in_fp32(config)
@@ -95,38 +86,35 @@ TARGET = {"float16": 0.1, "bfloat16": 0.3}
 changes the sign before a ReLU, or which of two values is the maximum, a whole gradient changes."""
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Search, write what was found, and prove it by training.
-
-    Args:
-        arguments: as for training, and `target=ERROR`, `batches=N` (4), `prove=STEPS` (100; 0: do
-            not), `seeds=N` (3) of the proof, `out=FOLDER`; the command line if None.
-    """
-    with program():
-        _main(sys.argv[1:] if arguments is None else arguments)
-
-
-def _main(arguments: list[str]) -> None:
-    own, given = take_options(arguments, _OPTIONS)
+@command
+def main(arguments: list[str]) -> None:
+    """Search, write the modules that were found, and prove them by training."""
+    options, given = take_own(arguments, _OPTIONS)
     _, composed = compose_named(given)
     config = checked(composed)
-    _refuse_fp32(config)
-    target = _number("target", own.get("target"), TARGET[config.dtype.half])
-    batches = int(_number("batches", own.get("batches"), 4))
-    steps = int(_number("prove", own.get("prove"), 100, least=0))
-    seeds = int(_number("seeds", own.get("seeds"), 3))
-    out = Path(own.get("out") or f"runs/search/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
+    if config.dtype.mode == "fp32" and config.dtype.products == NO_PRODUCTS:
+        raise ConfigError("dtype.mode=fp32: nothing is in half; choose dtype=mixed or dtype=amp")
+    target = _number(options, "target", TARGET[config.dtype.half])
+    batches = int(_number(options, "batches", 4))
+    steps = int(_number(options, "prove", 100, least=0))
+    seeds = int(_number(options, "seeds", 3))
+    out = Path(options.get("out") or f"runs/search/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
     refuse_unwritable("out", out)
     found = search(config, target, batches)
     proof = prove(config, found.pinned, steps, seeds) if steps else None
-    _write(out, config, found, proof)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "ops.yaml", ops_yaml(config, found))
+    text = report(config, found, proof)
+    write_atomically(out / "search.md", text)
+    print(text)
+    print(f"written: {out / 'search.md'}; {out / 'ops.yaml'}: as conf/ops/NAME.yaml it is ops=NAME")
 
 
 def search(config: Config, target: float, batches: int) -> SearchResult:
     """Find the smallest set of modules that must stay in fp32, or whose products in half.
 
     Args:
-        config: the options; its mode is `mixed` or `amp`, or it has products below 16 bits.
+        config: its mode is `mixed` or `amp`, or it has products below 16 bits.
         target: relative error of the gradients to reach.
         batches: of training data, >= 1.
     """
@@ -134,7 +122,8 @@ def search(config: Config, target: float, batches: int) -> SearchResult:
     aim = Aim.of(config)
     reference = _trainer(aim.reference(config), task)
     lists = reference.precision.policy.ops
-    used = [op for op in sorted(lists.allow) if op in _ops_of(reference) and aim.pin == "fp32"]
+    run = set(map(op_of, reference.model.modules()))
+    used = [op for op in sorted(lists.allow) if op in run and aim.pin == "fp32"]
 
     def make(pins: Pins, alone: str | None) -> Trainer:
         ops = replace(config.ops, modules={**config.ops.modules, **pins})
@@ -160,7 +149,7 @@ def _is_quiet(config: Config) -> bool | None:
 
 
 def prove(config: Config, pinned: Sequence[str], steps: int, seeds: int) -> Proof:
-    """Train `steps` steps with each seed, and validate: the reference, what was found, all pinless.
+    """Train `steps` steps with each seed, and validate: the reference, the found pins, no pins.
 
     The loss of a training that diverged is nan.
     """
@@ -174,8 +163,8 @@ def prove(config: Config, pinned: Sequence[str], steps: int, seeds: int) -> Proo
     if not pinned:
         del runs[f"all in {aim.others}"]
     return {
-        name: [_trained(own, steps, config.run.seed + seed) for seed in range(seeds)]
-        for name, own in runs.items()
+        name: [_trained(options, steps, config.run.seed + seed) for seed in range(seeds)]
+        for name, options in runs.items()
     }
 
 
@@ -206,27 +195,13 @@ def _trainer(config: Config, task: Task) -> Trainer:
 
 
 def _with_products(trainer: Trainer) -> list[str]:
-    """The modules whose products are below 16 bits, in the model's order."""
+    """Return the modules whose products are below 16 bits, in the model's order."""
     rows = dtype_map(trainer.precision, trainer.model)
     return [row.module for row in rows if not row.products.startswith(("-", "in half"))]
 
 
-def _ops_of(trainer: Trainer) -> set[str]:
-    """The ops that the model's modules run."""
-    return {op for op in map(op_of, trainer.model.modules()) if op is not None}
-
-
-def _write(out: Path, config: Config, found: SearchResult, proof: Proof | None) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "ops.yaml", ops_yaml(config, found))
-    text = report(config, found, proof)
-    write_atomically(out / "search.md", text)
-    print(text)
-    print(f"written: {out / 'search.md'}; {out / 'ops.yaml'}: as conf/ops/NAME.yaml it is ops=NAME")
-
-
 def ops_yaml(config: Config, found: SearchResult) -> str:
-    """Lists and pins as a file of `conf/ops/`."""
+    """Write lists and pins as a file of `conf/ops/`."""
     aim = Aim.of(config)
     modules = {**config.ops.modules, **dict.fromkeys(found.pinned, aim.pin)}
     head = (
@@ -240,7 +215,7 @@ def ops_yaml(config: Config, found: SearchResult) -> str:
 
 
 def report(config: Config, found: SearchResult, proof: Proof | None) -> str:
-    """The evidence as Markdown."""
+    """Write the evidence as Markdown."""
     aim = Aim.of(config)
     pins = shlex.join(pin_words(found.pinned, aim.pin))
     lines = [
@@ -263,7 +238,7 @@ def report(config: Config, found: SearchResult, proof: Proof | None) -> str:
         "",
         *(
             f"- {_shown(error)}: {', '.join(names) or f'none in {aim.kept}'}"
-            for names, error in found.trail
+            for names, error in found.trail.items()
         ),
         "",
     ]
@@ -271,7 +246,7 @@ def report(config: Config, found: SearchResult, proof: Proof | None) -> str:
 
 
 def _proved(proof: Proof, reference: str) -> list[str]:
-    """What training gave, and whether the found set is within the noise of other seeds."""
+    """Say what training gave, and whether the found set is within the noise of other seeds."""
     name = proof[reference][0].monitor
     lines = [
         "## Proof",
@@ -300,8 +275,8 @@ def _table(title: str, sensitivities: Sequence[Sensitivity]) -> list[str]:
     if not sensitivities:
         return []
     rows = [
-        (f"`{own.name}`", own.kind, f"{own.error.gradients:.3g}", f"{own.error.loss:.3g}")
-        for own in sensitivities
+        (f"`{trial.name}`", trial.kind, f"{trial.error.gradients:.3g}", f"{trial.error.loss:.3g}")
+        for trial in sensitivities
     ]
     return [f"## {title}", "", markdown([("name", "kind", "gradients", "loss"), *rows]), ""]
 
@@ -310,12 +285,10 @@ def _shown(error: RelativeError) -> str:
     return f"gradients {error.gradients:.3g}, loss {error.loss:.3g}"
 
 
-def _refuse_fp32(config: Config) -> None:
-    if config.dtype.mode == "fp32" and config.dtype.products == NO_PRODUCTS:
-        raise ConfigError("dtype.mode=fp32: nothing is in half; choose dtype=mixed or dtype=amp")
-
-
-def _number(name: str, text: str | None, default: float, least: float | None = None) -> float:
+def _number(
+    options: Mapping[str, str], name: str, default: float, least: float | None = None
+) -> float:
+    text = options.get(name)
     try:
         value = default if text is None else float(text)
     except ValueError:

@@ -15,20 +15,18 @@ Options:
     --config-dir=FOLDER, --config-name=NAME    as for mpframe train
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from mpframe.assembly import build_scaler
-from mpframe.cli.program import program
+from mpframe.cli.program import command, take_own
 from mpframe.config.command_line import checked, compose_named, refuse_unwritable
 from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError
 from mpframe.core.loss_scaling import NoScaling
 from mpframe.core.loss_scaling.scaler import LossScaler, name_of
-from mpframe.files.text import take_options
 from mpframe.lab.simulation import as_table, draw, replay
 from mpframe.tracking.amax_record import read_amax
 
@@ -36,28 +34,18 @@ _OPTIONS = ("run", "loss_scaling", "out")
 _ALL = ("static", "Backoff", "LogMax")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Replay the record of `run=...` through the scalers of `loss_scaling=...`; print and draw.
-
-    Args:
-        arguments: `run=FOLDER_OR_FILE`, `loss_scaling=NAME[,NAME...]` (all of ours if absent) or
-            `loss_scaling._target_=my_pkg.MyScaler`, `dtype.half=...`, `loss_scaling.OPTION=VALUE`,
-            `out=PICTURE`; the command line if None.
-    """
-    with program():
-        _simulate(sys.argv[1:] if arguments is None else arguments)
-
-
-def _simulate(arguments: list[str]) -> None:
-    given, options = take_options(arguments, _OPTIONS)
-    if not given.get("run"):
-        raise ConfigError("run: must be given, e.g. run=runs/2026-11-21/05-45-42")
+@command
+def main(arguments: list[str]) -> None:
+    """Replay the record of `run=...` through the scalers of `loss_scaling=...`; print and draw."""
+    given, options = take_own(arguments, _OPTIONS, "run")
     source = Path(given["run"])
-    own = any(word.startswith("loss_scaling._target_=") for word in options)
-    names = given.get("loss_scaling", "own" if own else ",".join(_ALL)).split(",")
-    picture = Path(given.get("out") or _beside(source))
+    targeted = any(word.startswith("loss_scaling._target_=") for word in options)
+    names = given.get("loss_scaling", "own" if targeted else ",".join(_ALL)).split(",")
+    beside = source / "scaling.png" if source.is_dir() else source.with_suffix(".scaling.png")
+    picture = Path(given.get("out") or beside)
     refuse_unwritable("out", picture.parent)
-    configs = {name: _config(name, options) for name in names}
+    composed = (compose_named([f"loss_scaling={name}", *options])[1] for name in names)
+    configs = dict(zip(names, map(checked, composed), strict=True))
     half = getattr(torch, next(iter(configs.values())).dtype.half)
     recorded = read_amax(source)
     amax = recorded[np.isfinite(recorded)]
@@ -71,17 +59,8 @@ def _simulate(arguments: list[str]) -> None:
     print(f"picture: {picture}")
 
 
-def _config(name: str, options: list[str]) -> Config:
-    _, composed = compose_named([f"loss_scaling={name}", *options])
-    return checked(composed)
-
-
 def _scaler(name: str, config: Config) -> LossScaler:
     scaler = build_scaler(config)
     if isinstance(scaler, NoScaling):
         raise ConfigError(f"loss_scaling={name}: has no scale to replay; choose {', '.join(_ALL)}")
     return scaler
-
-
-def _beside(source: Path) -> Path:
-    return source / "scaling.png" if source.is_dir() else source.with_suffix(".scaling.png")

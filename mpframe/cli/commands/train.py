@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _train() -> None:
-    """Let Hydra run the jobs.
+    """Run the jobs by Hydra.
 
     Raises:
         MpframeError: Hydra or the check refused the command line, or the only job failed.
@@ -90,17 +90,15 @@ def _train() -> None:
 
 
 def of_this_rank(arguments: list[str]) -> list[str]:
-    """The arguments of one of several ranks: only rank 0 makes the run's folder.
+    """Return the arguments of one of several ranks: only rank 0 makes the run's folder.
 
     Raises:
         ConfigError: it is a sweep.
     """
-    own = place()
-    if own.size == 1:
-        return arguments
-    if parsed_flags(arguments)[0].multirun:
-        raise sweep_of_ranks("-m", own.size)
-    return arguments if own.rank == 0 else [*arguments, word_of("hydra.run.dir", gettempdir())]
+    rank, size = place().rank, place().size
+    if size > 1 and parsed_flags(arguments)[0].multirun:
+        raise sweep_of_ranks("-m", size)
+    return arguments if rank == 0 else [*arguments, word_of("hydra.run.dir", gettempdir())]
 
 
 @contextmanager
@@ -116,7 +114,7 @@ def _without_secrets(source: Source, words: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _errors_raised() -> Iterator[None]:
-    """Within the block Hydra raises its errors. Outside it would print them and end the program."""
+    """Make Hydra raise its errors, which it would print, and end the program."""
     before = os.environ.get(_FULL_ERROR)
     os.environ[_FULL_ERROR] = "1"
     try:

@@ -42,16 +42,13 @@ class Autopsy(Callback):
 
     Args:
         after: skipped steps in a row after which the last of them is examined.
-        limit: skipped steps in a row that end the run: the last of them is examined, too.
-
-    Attributes:
-        written: the report on the present row of skipped steps, and its diagnosis, empty if that
-            is no fault; None if there is no report.
+        limit: skipped steps in a row that end the run; the last of them is examined as well.
     """
 
     _context: RunContext
 
     def __init__(self, after: int, limit: int) -> None:
+        # The report on the present row of skipped steps, and its diagnosis if that is a fault.
         self.written: tuple[Path, str] | None = None
         self._after = min(after, limit)
         self._device: torch.device | None = None
@@ -64,7 +61,7 @@ class Autopsy(Callback):
         self._context = context
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Let the error that ended the run name the report, and its diagnosis for the cause."""
+        """Make the error that ended the run name the report, and its diagnosis as the cause."""
         if isinstance(error, DivergedError) and self.written is not None:
             path, diagnosis = self.written
             what = f"{str(error).partition(': ')[0]}: {diagnosis}" if diagnosis else str(error)
@@ -111,9 +108,9 @@ class Autopsy(Callback):
         if result.dropped is None and not _finite(result.loss):
             return f"the loss is {float(result.loss):g}"  # type: ignore[arg-type]
         floors = floors_of(trainer)
-        skipped = skipped_of(trainer, result)
-        for name, scale in scales_of(trainer, result).items():
-            if name in skipped and scale <= floors.get(name, scale):
+        for name, part in _results(trainer, result).items():
+            scale = float(part.scale)
+            if bool(part.skipped) and scale <= floors.get(name, scale):
                 what = "at the scaler's floor" if name in floors else "without a loss scaler"
                 return f"the step was skipped {what}"
         in_a_row = trainer.progress.skipped_in_a_row
@@ -121,82 +118,60 @@ class Autopsy(Callback):
 
     def _examine(self, trainer: Trainer, result: StepResult, reason: str) -> None:
         """Rank 0 examines the micro-batches of all ranks, as if they were its own."""
-        step = self._evidence(trainer, result, reason)
-        written = self._reported(step, trainer) if trainer.comm.is_main else None
-        self.written = trainer.comm.broadcast_object(written)
-
-    def _reported(self, step: "Evidence", trainer: Trainer) -> tuple[Path, str] | None:
         # The replays are loaded when a step has failed: most runs need none.
         from mpframe.lab.autopsy.report import report_beside_evidence
 
-        folder, config = self._context.folder, self._context.config
-        try:
-            return report_beside_evidence(step, trainer, folder, config)
-        except (
-            MpframeError,
-            OSError,
-            RuntimeError,
-        ) as error:  # Most often there is no memory for the replays.
-            log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
-            return None
+        step, written = self._evidence(trainer, result, reason), None
+        if trainer.comm.is_main:
+            folder, config = self._context.folder, self._context.config
+            try:
+                written = report_beside_evidence(step, trainer, folder, config)
+            except (MpframeError, OSError, RuntimeError) as error:  # Most often: no memory.
+                log.warning("warning: the autopsy of a failed step failed: %s", first_line(error))
+        self.written = trainer.comm.broadcast_object(written)
 
     def _evidence(self, trainer: Trainer, result: StepResult, reason: str) -> "Evidence":
-        from mpframe.lab.autopsy.evidence import Evidence, zero_eps_of  # Likewise.
+        from mpframe.lab.autopsy.evidence import Evidence, zero_eps_of
 
         if self._step is None:
             raise RuntimeError("the step was not announced")
         batches, random, epoch, batch = self._step
         samples = [self._context.train.batch_ids(epoch, batch + n) for n in range(len(batches))]
         of_all = _of_all_ranks(trainer.comm, list(zip(batches, samples, strict=True)))
-        first = None if self._first_loss is None else float(self._first_loss)
+        results = _results(trainer, result)
         return Evidence(
             step=trainer.progress.global_step,
             reason=reason,
-            batches=[own for own, _ in of_all],
+            batches=[part for part, _ in of_all],
             samples=[ids.tolist() for _, ids in of_all],
             epoch=epoch,
             batch=batch,
-            scales=scales_of(trainer, result),
+            scales={name: float(part.scale) for name, part in results.items()},
             floors=floors_of(trainer),
             scaling=scaling_of(trainer),
             random=random,
-            first_loss=first,
-            skipped=skipped_of(trainer, result),
+            first_loss=self.state_dict()["first_loss"],
+            skipped=frozenset(name for name, part in results.items() if bool(part.skipped)),
             zero_eps=zero_eps_of(trainer),
             world_size=trainer.comm.size,
         )
 
 
-def scales_of(trainer: Trainer, result: StepResult) -> dict[str, float]:
-    """The loss scale a step was made with, by the name of the loss."""
-    parts = result.each()
-    return {
-        objective.name: float(parts.get(objective.name, result).scale)
-        for objective in trainer.objectives
-    }
-
-
 def floors_of(trainer: Trainer) -> dict[str, float]:
-    """The scalers' floors, by the name of the loss; without those that have none."""
-    own = {objective.name: objective.scaler for objective in trainer.objectives}
-    shared = trainer.scalers.get("")
-    scalers = {name: trainer.scalers.get(name, shared) for name in own}
-    floors = {name: getattr(scaler, "floor", None) for name, scaler in scalers.items()}
+    """Return the floors of the scalers that have one, by the name of the loss."""
+    shared, names = trainer.scalers.get(""), [loss.name for loss in trainer.objectives]
+    floors = {n: getattr(trainer.scalers.get(n, shared), "floor", None) for n in names}
     return {name: float(floor) for name, floor in floors.items() if floor is not None}
 
 
-def skipped_of(trainer: Trainer, result: StepResult) -> frozenset[str]:
-    """The losses whose step was skipped."""
+def _results(trainer: Trainer, result: StepResult) -> dict[str, StepResult]:
+    """Return the result of the optimizer's step of each loss, by its name."""
     parts = result.each()
-    return frozenset(
-        objective.name
-        for objective in trainer.objectives
-        if bool(parts.get(objective.name, result).skipped)
-    )
+    return {loss.name: parts.get(loss.name, result) for loss in trainer.objectives}
 
 
 def _of_all_ranks(comm: Comm, own: list[tuple[Batch, Tensor]]) -> list[tuple[Batch, Tensor]]:
-    """The micro-batches of all ranks, with their samples; on other ranks than 0 there are none."""
+    """Gather the micro-batches of all ranks, with their samples, on rank 0."""
     if comm.size == 1:
         return own
     gathered = comm.gather_object(map_tensors(lambda tensor: tensor.cpu(), own))

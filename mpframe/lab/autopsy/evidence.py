@@ -34,7 +34,7 @@ _KEPT = (bool, int, float, str, type(None))
 
 
 def is_plain(batch: Any) -> bool:
-    """Whether all containers in a batch are tuples, lists and dicts themselves."""
+    """Return whether all containers in a batch are tuples, lists and dicts themselves."""
     if type(batch) in (tuple, list):
         return all(map(is_plain, batch))
     if type(batch) is dict:
@@ -43,7 +43,7 @@ def is_plain(batch: Any) -> bool:
 
 
 def plain(batch: Any) -> Any:
-    """The batch in tuples, lists and dicts alone, its tensors on the CPU.
+    """Return the batch in plain tuples, lists and dicts, its tensors on the CPU.
 
     Arrays become tensors. Other objects, for example paths, become their text.
     """
@@ -59,11 +59,9 @@ def plain(batch: Any) -> Any:
 
 
 def as_in(example: Any, batch: Any) -> Any:
-    """A plain batch with the classes that the containers of `example` have.
+    """Give a batch of `plain` the classes that the containers of `example` have.
 
-    Args:
-        example: a batch of the same form; its lists may be of another length.
-        batch: as `plain` returned it. What has no counterpart in `example` stays as it is.
+    Lists may be of another length. An item without a counterpart in `example` stays plain.
     """
     if isinstance(batch, dict):
         known = fields_of(example)
@@ -76,7 +74,7 @@ def as_in(example: Any, batch: Any) -> Any:
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
-    """Of a view the whole storage would be saved, which may be a whole dataset."""
+    """Copy a view: its whole storage would be saved, which may be a whole dataset."""
     if tensor.layout is not torch.strided:
         return tensor
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
@@ -87,31 +85,13 @@ FOLDER = "autopsy"
 
 @dataclass(frozen=True)
 class Evidence:
-    """A step, and what is known about it.
+    """A step and its circumstances; `Case` has more on the fields that both have."""
 
-    Attributes:
-        step: its number, counting skipped ones.
-        reason: why it is examined.
-        batches: its micro-batches; of several ranks each one's part of the first, then of the next.
-        samples: the dataset's indices of each micro-batch's samples.
-        epoch, batch: the position of the first micro-batch in the data.
-        scales, floors: loss scale and the scaler's floor of each loss, by name.
-        scaling: the kind of scaler.
-        random: torch's generators before the step; None: unknown.
-        first_loss: unscaled, of the run's first step; None: unknown.
-        skipped: the losses whose step was skipped; None: all count.
-        plain: False if the batches come from a file that lacks the classes of their containers;
-            see `like`.
-        zero_eps: the optimizer's eps if its format rounds it to 0, so that an update is 0 / 0 and
-            weights are not finite; else empty.
-        world_size: how many ranks shared each micro-batch.
-    """
-
-    step: int
-    reason: str
-    batches: Sequence[Batch]
+    step: int  # counting skipped ones
+    reason: str  # why it is examined
+    batches: Sequence[Batch]  # with several ranks each one's part of the first, then of the next
     samples: Sequence[Sequence[int]]
-    epoch: int
+    epoch: int  # with `batch` the position of the first micro-batch in the data
     batch: int
     scales: dict[str, float]
     floors: dict[str, float]
@@ -119,63 +99,47 @@ class Evidence:
     random: RandomState | None = None
     first_loss: float | None = None
     skipped: frozenset[str] | None = None
-    zero_eps: str = ""
-    plain: bool = True
-    world_size: int = 1
+    zero_eps: str = ""  # the optimizer's eps if its format rounds it to 0: an update is 0 / 0
+    plain: bool = True  # False if the batches' containers have lost their classes; see `like`
+    world_size: int = 1  # ranks that shared each micro-batch
 
     def like(self, example: Batch) -> "Evidence":
-        """The same, with the classes that the containers of `example`, a batch, have."""
+        """Return it with the classes that the containers of a batch `example` have."""
         return replace(self, batches=[as_in(example, b) for b in self.batches], plain=True)
 
     def case(self, trainer: Trainer) -> Case:
-        """The step, to be replayed with a trainer that holds its weights and buffers."""
+        """Return the step, to be replayed with a trainer that holds its weights and buffers."""
         device = device_of(trainer.model)
         batches = [map_tensors(lambda t: t.to(device), batch) for batch in self.batches]
-        return Case(
-            model=trainer.model,
-            optimizer=trainer.optimizer,
-            precision=trainer.precision,
-            objectives=trainer.objectives,
-            batches=batches,
-            scales=self.scales,
-            floors=self.floors,
-            scaling=self.scaling,
-            samples=self.samples,
-            random=self.random,
-            first_loss=self.first_loss,
-            skipped=self.skipped,
-        )
+        parts = (trainer.model, trainer.precision, trainer.objectives, batches)
+        scaling = (self.scales, self.floors, self.scaling)
+        return Case(*parts, *scaling, self.samples, self.random, self.first_loss, self.skipped)
 
 
 def zero_eps_of(trainer: Trainer) -> str:
-    """The eps of an optimizer that is 0 in the format it works in, in words; else empty."""
+    """Return, in words, the eps of an optimizer that is 0 in the format it works in; or ""."""
     parts = parts_of(trainer.optimizer).values()
     numbers = (number for part in parts for number in rounded_numbers(part))
     return next((str(number) for number in numbers if number.lost and number.name == "eps"), "")
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """The folder of the evidence of a step, in a run's folder."""
+    """Return the folder of the evidence of a step, in a run's folder."""
     return run / FOLDER / f"step_{step:08d}"
 
 
 def all_in(run: Path) -> list[Path]:
-    """The evidence in a run's folder, the oldest step first."""
+    """Return the evidence in a run's folder, the oldest step first."""
     found = (run / FOLDER).glob("step_*")
     return sorted(path for path in found if (path / "manifest.json").exists())
 
 
 def save(run: Path, evidence: Evidence, weights: dict[str, Tensor], config: str) -> Path:
-    """Write the evidence of a step.
+    """Write the evidence of a step into a run's folder; returns its own folder.
 
     Args:
-        run: the run's folder.
-        evidence: of the step.
         weights: parameters as fp32 masters, and buffers, by name.
         config: the run's resolved options, YAML.
-
-    Returns:
-        Its folder.
 
     Raises:
         CheckpointError: it could not be written, or the batches could not be read back.
@@ -194,14 +158,17 @@ def save(run: Path, evidence: Evidence, weights: dict[str, Tensor], config: str)
 
 
 def load(folder: Path) -> tuple[Evidence, dict[str, Tensor], str]:
-    """The verified evidence in a folder, its weights, and the run's options as YAML.
+    """Return the verified evidence in a folder, its weights, and the run's options as YAML.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it is not the evidence of a step.
     """
     snapshot = checkpoint.read(folder)
     try:
-        return _evidence(snapshot.state), _weights(snapshot.state), snapshot.config
+        weights = snapshot.state["weights"]
+        if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+            raise TypeError("weights are tensors")
+        return _evidence(snapshot.state), dict(weights), snapshot.config
     except (KeyError, TypeError, ValueError, AttributeError):
         raise CheckpointError(
             f"{folder}: not the evidence of a step; name a run's folder, and step=N for one of "
@@ -214,26 +181,23 @@ _OTHERWISE = {"batches", "plain", "samples", "random", "skipped"}
 
 def _evidence(state: dict[str, Any]) -> Evidence:
     random, skipped, first = state["random"], state["skipped"], state["first_loss"]
+    simple: dict[str, Any] = {name: int(state[name]) for name in ("step", "epoch", "batch")}
+    simple |= {name: str(state[name]) for name in ("reason", "scaling", "zero_eps")}
     return Evidence(
-        step=int(state["step"]),
-        reason=str(state["reason"]),
-        batches=[_batch(batch) for batch in state["batches"]],
+        batches=[_with_tensors(batch) for batch in state["batches"]],
         samples=[[int(number) for number in ids] for ids in state["samples"]],
-        epoch=int(state["epoch"]),
-        batch=int(state["batch"]),
         scales=_positive(state["scales"]),
         floors=_positive(state["floors"]),
-        scaling=str(state["scaling"]),
-        random=None if random is None else _random(*random),
+        random=None if random is None else RandomState(*map(_generator_state, random)),
         first_loss=None if first is None else float(first),
         skipped=None if skipped is None else frozenset(map(str, skipped)),
-        zero_eps=str(state.get("zero_eps", "")),
-        plain=bool(state.get("plain", True)),
-        world_size=max(1, int(state.get("world_size", 1))),
+        plain=bool(state["plain"]),
+        world_size=max(1, int(state["world_size"])),
+        **simple,
     )
 
 
-def _batch(batch: Any) -> Any:
+def _with_tensors(batch: Any) -> Any:
     if next(tensors_in(batch), None) is None:
         raise TypeError("a batch holds tensors")
     return batch
@@ -246,15 +210,7 @@ def _positive(numbers: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _random(cpu: Any, device: Any) -> RandomState:
-    for state in (cpu, device):
-        if state is not None and not (isinstance(state, Tensor) and state.dtype == torch.uint8):
-            raise TypeError("states of generators are bytes")
-    return RandomState(cpu, device)
-
-
-def _weights(state: dict[str, Any]) -> dict[str, Tensor]:
-    weights = state["weights"]
-    if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
-        raise TypeError("weights are tensors")
-    return dict(weights)
+def _generator_state(state: Any) -> Any:
+    if state is not None and not (isinstance(state, Tensor) and state.dtype == torch.uint8):
+        raise TypeError("states of generators are bytes")
+    return state

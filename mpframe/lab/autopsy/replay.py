@@ -1,65 +1,46 @@
 """A step to examine, and its replay in another format or at another scale, observed op by op.
 
-Nothing changes: no optimizer steps, and gradients, buffers and random generators are restored. The
-fp32 replay computes with the masters and without casts, so precision is not the cause if it is not
-finite. It is not scaled: its gradients times the scale are what the run's own pass would have in a
-format without limits.
+Nothing changes: no optimizer steps, and gradients, modes and all that `undisturbed` keeps are put
+back. The fp32 replay computes with the masters and without casts, so precision is not the cause if
+it is not finite. It is not scaled: its gradients times the scale are what the run's own pass would
+have in a format without limits.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mpframe.checkpoint.state import RandomState
-from mpframe.core.buffers import State
+from mpframe.core.callback import Batch
 from mpframe.core.objective import NamedObjective, compute, count_of
-from mpframe.core.op_lists import OpLists
 from mpframe.core.precision import Precision
 from mpframe.core.storage import formats_of
-from mpframe.core.trainer import StepOptimizer
+from mpframe.core.trace import preserve_state
 from mpframe.core.tree import HALF, device_of
 from mpframe.core.widening import fp32_weights
 from mpframe.lab.autopsy.watch import Trace, Watch, magnitudes_of
-
-Batch = Any
+from mpframe.lab.product_noise import Noises, ProductProbe
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step.
+    """A step, and the model that takes it."""
 
-    Attributes:
-        model: prepared by `precision`, holding the weights and buffers the step began with.
-        optimizer: has the fp32 masters of the weights.
-        precision: the dtype mode of the run.
-        objectives: the losses, in their order; their scalers are not used.
-        batches: each micro-batch as the objectives take it, on the model's device.
-        scales: the loss scale of each objective, by its name.
-        floors: the least scale of each scaler that has a floor, by the name of its loss.
-        scaling: `static`, `Backoff`, `LogMax`, or `none`.
-        samples: the dataset's indices of each micro-batch's samples; empty if unknown.
-        random: the states of torch's generators before the step; None: as they are now.
-        first_loss: the unscaled loss of the run's first steps, to tell divergence; None: unknown.
-        skipped: the objectives whose step was skipped; None: all count.
-    """
-
-    model: nn.Module
-    optimizer: StepOptimizer
-    precision: Precision
-    objectives: Sequence[NamedObjective]
-    batches: Sequence[Batch]
-    scales: Mapping[str, float]
-    floors: Mapping[str, float] = field(default_factory=dict)
-    scaling: str = "none"
-    samples: Sequence[Sequence[int]] = ()
-    random: RandomState | None = None
-    first_loss: float | None = None
-    skipped: frozenset[str] | None = None
+    model: nn.Module  # with the weights and buffers the step began with
+    precision: Precision  # has prepared the model
+    objectives: Sequence[NamedObjective]  # in their order; their scalers are not used
+    batches: Sequence[Batch]  # as the objectives take them, on the model's device
+    scales: Mapping[str, float]  # by the name of the loss
+    floors: Mapping[str, float] = field(default_factory=dict)  # of the scalers that have one
+    scaling: str = "none"  # or `static`, `Backoff`, `LogMax`
+    samples: Sequence[Sequence[int]] = ()  # each batch's indices in the dataset, if known
+    random: RandomState | None = None  # before the step; None: as the generators are now
+    first_loss: float | None = None  # unscaled, of the run's first step, to tell divergence
+    skipped: frozenset[str] | None = None  # the losses whose step was skipped; None: all count
 
     def count(self, number: int) -> int:
         """How many samples a micro-batch holds."""
@@ -82,50 +63,33 @@ class Case:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a step is replayed.
+    """How a step is replayed; without arguments as it ran."""
 
-    Attributes:
-        fp32: without any cast and unscaled, whatever the run's mode.
-        octaves: the scales are multiplied by 2^octaves.
-        pins: modules pinned to fp32 besides the run's pins.
-        denied: ops that run in fp32 besides the run's.
-    """
-
-    fp32: bool = False
-    octaves: int = 0
-    pins: tuple[str, ...] = ()
-    denied: tuple[str, ...] = ()
+    fp32: bool = False  # without any cast and unscaled, whatever the run's mode
+    octaves: int = 0  # the scales are multiplied by 2^octaves
+    pins: tuple[str, ...] = ()  # modules pinned to fp32 besides the run's pins
+    denied: tuple[str, ...] = ()  # ops that run in fp32 besides the run's
 
     @property
-    def own(self) -> bool:
-        """True if the lists and pins are the run's."""
-        return not (self.pins or self.denied)
+    def recast(self) -> bool:
+        """Whether other ops or weights are half than in the run."""
+        return bool(self.fp32 or self.pins or self.denied)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Forward and backward of one loss on one micro-batch.
+    """Forward and backward of one loss on one micro-batch."""
 
-    Attributes:
-        batch: number of the micro-batch in the step.
-        objective: name of the loss.
-        scale: the loss scale.
-        loss: unscaled.
-        trace: what was observed.
-        weights_finite: whether the gradients of all weights are.
-    """
-
-    batch: int
+    batch: int  # number of the micro-batch in the step
     objective: str
     scale: float
-    loss: float
+    loss: float  # unscaled
     trace: Trace
-    weights_finite: bool
+    weights_finite: bool  # the gradients of all weights
 
     @property
     def loss_finite(self) -> bool:
-        """Whether the loss is finite."""
-        return abs(self.loss) < float("inf")
+        return math.isfinite(self.loss)
 
     @property
     def finite(self) -> bool:
@@ -142,7 +106,6 @@ class Replay:
 
     @property
     def finite(self) -> bool:
-        """Whether all of them are finite."""
         return all(one.finite for one in self.passes)
 
     @property
@@ -152,22 +115,22 @@ class Replay:
 
 
 def replay(case: Case, setting: Setting) -> Replay:
-    """Repeat a step's forward and backward passes.
-
-    Args:
-        case: the step; left as it was.
-        setting: how.
-    """
+    """Repeat a step's forward and backward passes; all is left as it was."""
     precision = _precision(case.precision, setting)
     with _restored(case), ExitStack() as stack:
-        if setting.fp32 or not setting.own:
-            stack.enter_context(fp32_weights(case.model, _narrow(case, precision)))
+        if setting.recast:
+            formats = formats_of(case.model, precision.policy, case.precision.uses(case.model))
+            narrow = {weight for weight, dtype in formats.items() if dtype != torch.float32}
+            stack.enter_context(fp32_weights(case.model, narrow))
             for hook in precision.attach(case.model):
                 stack.callback(hook.remove)
         if setting.fp32:
-            stack.enter_context(_fp32_buffers(case.model))
+            for buffer in case.model.buffers():
+                if buffer.dtype in HALF:
+                    stack.callback(setattr, buffer, "data", buffer.data)
+                    buffer.data = buffer.data.float()
         passes = [
-            _pass(case, (number, objective), precision, setting)
+            _pass(case, number, objective, precision, setting)
             for number in range(len(case.batches))
             for objective in case.objectives
         ]
@@ -175,29 +138,44 @@ def replay(case: Case, setting: Setting) -> Replay:
     return Replay(setting, [p for p in passes if wanted is None or p.objective in wanted])
 
 
+def noises_of(case: Case) -> Noises:
+    """Count what products below 16 bits lose in a replay of the step as it ran."""
+    if not case.precision.policy.recipes:
+        return {}
+    probe = ProductProbe(case.precision)
+    try:
+        replay(case, Setting())
+    finally:
+        noises = probe.noises()
+    return noises
+
+
 def _pass(
-    case: Case, which: tuple[int, NamedObjective], precision: Precision, setting: Setting
+    case: Case,
+    number: int,
+    loss_of: NamedObjective,
+    precision: Precision,
+    setting: Setting,
 ) -> Pass:
-    number, own = which
     case.model.zero_grad()
-    scale = 1.0 if setting.fp32 else case.scales[own.name] * 2.0**setting.octaves
+    scale = 1.0 if setting.fp32 else case.scales[loss_of.name] * 2.0**setting.octaves
     watch = Watch(case.model, case.half, case.count(number))
     with watch.modules(), precision.cast(), watch:
-        loss = compute(own.objective, case.model, case.batches[number]).loss
-    (loss * scale).backward(inputs=own.parameters)  # type: ignore[no-untyped-call]
+        loss = compute(loss_of.objective, case.model, case.batches[number]).loss
+    (loss * scale).backward(inputs=loss_of.parameters)  # type: ignore[no-untyped-call]
     watch.count_weights()
     gradients = [p.grad for p in case.model.parameters() if p.grad is not None]
     finite = magnitudes_of(gradients).finite
-    return Pass(number, own.name, scale, float(loss.detach()), watch.trace, finite)
+    return Pass(number, loss_of.name, scale, float(loss.detach()), watch.trace, finite)
 
 
 def _precision(run: Precision, setting: Setting) -> Precision:
     if setting.fp32:
         return Precision()
-    if setting.own:
+    if not setting.recast:
         return run
     policy = run.policy
-    ops: OpLists = policy.ops.moved(dict.fromkeys(setting.denied, "deny"))
+    ops = policy.ops.moved(dict.fromkeys(setting.denied, "deny"))
     ops = replace(ops, modules={**ops.modules, **dict.fromkeys(setting.pins, "fp32")})
     return Precision(
         policy.mode,
@@ -209,43 +187,19 @@ def _precision(run: Precision, setting: Setting) -> Precision:
     )
 
 
-def _narrow(case: Case, precision: Precision) -> set[nn.Parameter]:
-    """The weights that `precision` stores in half."""
-    formats = formats_of(case.model, precision.policy, case.precision.uses(case.model))
-    return {parameter for parameter, dtype in formats.items() if dtype != torch.float32}
-
-
-@contextmanager
-def _fp32_buffers(model: nn.Module) -> Iterator[None]:
-    """Within the block half buffers are fp32, like the weights."""
-    half = {b: b.data for b in model.buffers() if b.dtype in HALF}
-    try:
-        for buffer in half:
-            buffer.data = buffer.data.float()
-        yield
-    finally:
-        for buffer, values in half.items():
-            buffer.data = values
-
-
 @contextmanager
 def _restored(case: Case) -> Iterator[None]:
-    model, device = case.model, device_of(case.model)
-    before = RandomState.now(device)
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    modes = {module: module.training for module in model.modules()}
+    """Context manager that starts as the step did, and puts everything back."""
+    gradients = {parameter: parameter.grad for parameter in case.model.parameters()}
+    modes = {module: module.training for module in case.model.modules()}
     try:
-        model.train()
-        (case.random or before).restore(device)
-        with State.of(model), case.precision.preserve_state():
+        with preserve_state(case.model), case.precision.preserve_state():
+            case.model.train()
+            if case.random is not None:
+                case.random.restore(device_of(case.model))
             yield
     finally:
-        before.restore(device)
-        _restore(gradients, modes)
-
-
-def _restore(gradients: dict[nn.Parameter, Tensor | None], modes: dict[nn.Module, bool]) -> None:
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
-    for module, training in modes.items():
-        module.training = training
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        for module, training in modes.items():
+            module.training = training

@@ -11,9 +11,9 @@ from torch import nn
 
 from mpframe.core.policy import NO_PRODUCTS
 from mpframe.files.durable import write_atomically
-from mpframe.files.text import markdown
+from mpframe.files.text import aligned, markdown
 from mpframe.lab.autopsy import evidence
-from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, Saturation, diagnose
+from mpframe.lab.autopsy.diagnosis import Culprit, Diagnosis, Kind, diagnose
 from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.replay import Case, Replay, Setting
 from mpframe.lab.autopsy.watch import OUTSIDE, OpCall
@@ -25,47 +25,39 @@ _FEW = 8
 
 @dataclass(frozen=True)
 class Report:
-    """A report, in parts.
+    """A report, in parts."""
 
-    Attributes:
-        title: the diagnosis in one line.
-        facts: (word, sentence) pairs: where, value, samples, do, ...
-        replays: rows of the table of replays, the head first.
-    """
-
-    title: str
-    facts: Sequence[tuple[str, str]]
-    replays: Sequence[Sequence[str]]
+    title: str  # the diagnosis in one line
+    facts: Sequence[tuple[str, str]]  # (word, sentence) pairs: where, value, samples, do, ...
+    replays: Sequence[Sequence[str]]  # rows of a table, the head first
 
     def text(self, path: Path | None = None) -> str:
-        """For a terminal, one line for each fact."""
+        """Return the title and a line for each fact, for a terminal."""
         facts = [*self.facts, *([("report", str(path))] if path else [])]
-        width = max(len(word) for word, _ in facts)
-        lines = [f"  {word.ljust(width)}  {sentence}" for word, sentence in facts]
-        return "\n".join([self.title, *lines])
+        return "\n".join([self.title, aligned([("", *fact) for fact in facts])])
 
     def markdown(self) -> str:
-        """As Markdown, with the replays."""
+        """Return the page, with the table of replays."""
         facts = [f"- **{word}**: {sentence}" for word, sentence in self.facts]
         table = ["The replays of the step (no weight changed):", "", markdown(self.replays)]
         return "\n".join([f"# {self.title}", "", *facts, "", *table, ""])
 
 
 def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
-    """Put a diagnosis into words.
-
-    Args:
-        diagnosis: of the step.
-        case: the step.
-        step: what else is known about it.
-    """
+    """Put the diagnosis of a step into words."""
     culprit = diagnosis.culprit
     facts = [("why", step.reason)]
     if culprit is not None:
         facts += _where(culprit, diagnosis, case)
         facts += _samples(culprit, step)
     if diagnosis.saturation is not None:
-        facts += _cut_off(diagnosis.saturation)
+        layer, operand, noise = diagnosis.saturation
+        facts.append(("where", f"{layer}, operand {operand} of its products"))
+        value = (
+            f"{noise.saturated:.0%} of its values are beyond the format's range at their scale; "
+            f"the signal is {noise.snr_db:.1f} dB above what was cut off"
+        )
+        facts.append(("value", value))
     facts += [("do", line) for line in _advice(diagnosis, case, step)]
     title = f"autopsy of step {step.step}: {_title(diagnosis, case)}"
     return Report(title, facts, _table(diagnosis.replays))
@@ -85,8 +77,7 @@ def _where(culprit: Culprit, diagnosis: Diagnosis, case: Case) -> list[tuple[str
     if culprit.direction == "data":
         return [("where", f"the {culprit.call.op} of the batch hold {_number(culprit.value)}")]
     if culprit.direction == "weights":
-        name = ".".join(part for part in (culprit.call.module, culprit.call.op) if part)
-        return [("where", f"weight or buffer {name} holds {_number(culprit.value)}")]
+        return [("where", f"weight or buffer {where_of(culprit)} holds {_number(culprit.value)}")]
     facts = [("where", f"{_described(culprit.call, case)}, {culprit.direction} pass")]
     facts.append(("value", value_of(culprit, diagnosis)))
     if culprit.origin is not None:
@@ -94,17 +85,6 @@ def _where(culprit: Culprit, diagnosis: Diagnosis, case: Case) -> list[tuple[str
     if culprit.objective:
         facts.append(("loss", culprit.objective))
     return facts
-
-
-def _cut_off(own: Saturation) -> list[tuple[str, str]]:
-    return [
-        ("where", f"{own.layer}, operand {own.operand} of its products"),
-        (
-            "value",
-            f"{own.noise.saturated:.0%} of its values are beyond the format's range at their "
-            f"scale; the signal is {own.noise.snr_db:.1f} dB above what was cut off",
-        ),
-    ]
 
 
 def _described(call: OpCall, case: Case) -> str:
@@ -116,10 +96,10 @@ def _described(call: OpCall, case: Case) -> str:
 
 
 def where_of(culprit: Culprit) -> str:
-    """Where a value first left the range, in a few words."""
+    """Say in a few words where a value first left the range."""
     call = culprit.call
     if culprit.direction in ("data", "weights"):
-        return ".".join(part for part in (call.module, call.op) if part)
+        return ".".join(filter(None, (call.module, call.op)))
     module = "the loss" if call.module == OUTSIDE else _module(call)
     return f"{module}, op {call.op}, {culprit.direction} pass"
 
@@ -129,7 +109,7 @@ def _module(call: OpCall) -> str:
 
 
 def value_of(culprit: Culprit, diagnosis: Diagnosis) -> str:
-    """How large that value is, compared with the limit of its format."""
+    """Say how large that value is, compared with the limit of its format."""
     if diagnosis.kind is Kind.UNDERFLOW:
         return (
             f"its largest gradient is {culprit.value:.3g} at this scale; {culprit.half} has full "
@@ -192,7 +172,7 @@ def _pins(diagnosis: Diagnosis) -> list[str]:
 
 
 def _typed(remedy: Setting) -> str:
-    """A remedy as it is typed on the command line of train.py."""
+    """Return a remedy as it is typed on the command line."""
     return shlex.join((*pin_words(remedy.pins), *deny_words(remedy.denied)))
 
 
@@ -203,16 +183,15 @@ def _lower(diagnosis: Diagnosis, case: Case) -> str:
         return f"loss_scaling.scale={fits:g} is finite; or loss_scaling=Backoff, which finds it"
     if not _scaler_goes_there(diagnosis, case):
         return f"loss_scaling.min_scale={fits:g}: there the step is finite, above it is not"
-    skips = -diagnosis.octaves
     return (
         f"nothing: the scale goes from {case.scales[name]:g} to {fits:g} by itself, in about "
-        f"{skips} skipped steps; loss_scaling.init_scale={fits:g} starts there"
+        f"{-diagnosis.octaves} skipped steps; loss_scaling.init_scale={fits:g} starts there"
     )
 
 
 def _scaler_goes_there(diagnosis: Diagnosis, case: Case) -> bool:
-    floors = case.floors
-    return all(floors.get(n, s) <= s * 2.0**diagnosis.octaves for n, s in case.scales.items())
+    times = 2.0**diagnosis.octaves
+    return all(case.floors.get(name, scale) <= scale * times for name, scale in case.scales.items())
 
 
 def _raise(diagnosis: Diagnosis, case: Case) -> str:
@@ -261,8 +240,6 @@ def _number(value: float) -> str:
 
 log = logging.getLogger(__name__)
 
-REPORT = "report.md"
-
 
 def examine(step: Evidence, trainer: Trainer) -> Report:
     """Replay a step with a trainer that has its weights, and say what is wrong with it."""
@@ -272,7 +249,7 @@ def examine(step: Evidence, trainer: Trainer) -> Report:
 
 def write_report(folder: Path, report: Report) -> Path:
     """Write a report beside its evidence; returns its path."""
-    path = folder / REPORT
+    path = folder / "report.md"
     write_atomically(path, report.markdown())
     return path
 
@@ -280,12 +257,10 @@ def write_report(folder: Path, report: Report) -> Path:
 def report_beside_evidence(
     step: Evidence, trainer: Trainer, run: Path, config: str
 ) -> tuple[Path, str]:
-    """Save the evidence of a step, examine it, and log and write the report.
+    """Save the evidence of a failed step in a run's folder; examine it, log and write the report.
 
     Args:
-        step: the step that failed.
-        trainer: still holds the weights that it began with.
-        run: the run's folder.
+        trainer: still holds the weights that the step began with.
         config: the run's resolved options, YAML.
 
     Returns:

@@ -34,20 +34,14 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """The magnitudes of some tensors together.
+    """The magnitudes of some tensors together."""
 
-    Attributes:
-        largest: the largest finite |x|; 0 if there is none.
-        infinite, nan: whether any x is.
-    """
-
-    largest: float = 0.0
+    largest: float = 0.0  # finite; 0 if there is none
     infinite: bool = False
     nan: bool = False
 
     @property
     def finite(self) -> bool:
-        """True if every x is finite."""
         return not (self.infinite or self.nan)
 
     def __or__(self, other: "Magnitudes") -> "Magnitudes":
@@ -57,7 +51,7 @@ class Magnitudes:
 
 
 def magnitudes_of(node: object) -> Magnitudes:
-    """Of every floating tensor in `node`, at any depth; waits for the device."""
+    """Measure every floating tensor in `node`, at any depth; waits for the device."""
     found = Magnitudes()
     for values in floats_in(node):
         found |= _of(values)
@@ -65,7 +59,7 @@ def magnitudes_of(node: object) -> Magnitudes:
 
 
 def floats_in(node: object) -> Iterable[Tensor]:
-    """The values of every floating tensor in `node` that has any; of sparse ones the entries."""
+    """Yield the values of the floating tensors in `node`; of sparse ones the entries."""
     for tensor in tensors_in(node):
         values = tensor.detach()
         if values.is_sparse:
@@ -75,7 +69,7 @@ def floats_in(node: object) -> Iterable[Tensor]:
 
 
 def bad_rows(node: object, rows: int) -> list[int]:
-    """The places along dimension 0, of length `rows`, at which a value is inf or NaN."""
+    """Return the places along dimension 0, of length `rows`, that hold inf or NaN."""
     bad: set[int] = set()
     for values in floats_in(node):
         if values.dim() and len(values) == rows:
@@ -99,17 +93,11 @@ _READS = frozenset({"__get__", "__getitem__", "detach", "register_hook"})
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of an op in a pass, the same in every replay.
+    """One call of an op in a pass, the same in every replay."""
 
-    Attributes:
-        module: qualified name of the innermost module; empty for the model, `OUTSIDE` after it.
-        op: PyTorch's name.
-        number: counts the calls of that op in that module, from 0.
-    """
-
-    module: str
+    module: str  # the innermost one's qualified name; empty for the model, `OUTSIDE` after it
     op: str
-    number: int = 0
+    number: int = 0  # of the calls of that op in that module
 
 
 @dataclass(frozen=True)
@@ -125,36 +113,23 @@ class Observation:
 
 @dataclass(frozen=True)
 class FirstNonFinite:
-    """A call in which a value first left the range.
-
-    Attributes:
-        call: of the op.
-        direction: `forward` or `backward`.
-        nan: the value is NaN, and not infinite.
-        rows: the samples of the batch in whose part of the result it is; empty if unknown.
-        summed: it is the sum of finite gradients.
-    """
+    """A call in which a value first left the range."""
 
     call: OpCall
-    direction: str
-    nan: bool
-    rows: tuple[int, ...] = ()
-    summed: bool = False
+    direction: str  # `forward` or `backward`
+    nan: bool  # and not infinite
+    rows: tuple[int, ...] = ()  # places of the samples whose part of the result has it, if known
+    summed: bool = False  # it is the sum of finite gradients
 
 
 @dataclass(frozen=True)
 class Count:
-    """Elements of a gradient: how many are not 0, how many are in half's normal range.
-
-    Attributes:
-        narrow: the gradient is stored in half.
-        largest: the largest finite |element|.
-    """
+    """Elements of a gradient: how many are not 0, how many are in half's normal range."""
 
     nonzero: int
     normal: int
-    narrow: bool
-    largest: float
+    narrow: bool  # stored in half
+    largest: float  # finite
 
 
 @dataclass
@@ -167,22 +142,14 @@ class Trace:
     gradients: dict[tuple[str, str, int, int], Count] = field(default_factory=dict)
 
     def observations(self, direction: str) -> dict[OpCall, Observation]:
-        """The observations of a direction."""
         return self.forward if direction == "forward" else self.backward
 
     def nonfinite_in(self, direction: str) -> list[FirstNonFinite]:
-        """The first non-finite values of a direction."""
         return [first for first in self.nonfinite if first.direction == direction]
 
 
 class Watch(TorchFunctionMode):
-    """Fills a `Trace`. Enter it within the cast block.
-
-    Args:
-        model: its modules are hooked within `modules()`.
-        half: the run's half format, whose normal range counts.
-        rows: samples in the batch.
-    """
+    """Fills a `Trace` of a pass over `rows` samples. Enter it within the cast block."""
 
     def __init__(self, model: nn.Module, half: torch.dtype, rows: int) -> None:
         super().__init__()
@@ -211,7 +178,7 @@ class Watch(TorchFunctionMode):
 
     @contextmanager
     def modules(self) -> Iterator[None]:
-        """Within the block every op is assigned to the module that it runs in."""
+        """Context manager that assigns every op to the module that it runs in."""
         handles = []
         for name, module in self._model.named_modules():
             handles += self._follow(name, module)
@@ -258,15 +225,16 @@ class Watch(TorchFunctionMode):
                 tensor.register_hook(count)  # type: ignore[no-untyped-call]
 
     def _attribute(self, results: Any, module: str, op: str, call: int = 0) -> None:
-        """Let every new node of the results' graph report as part of this call."""
+        """Make every new node of the results' graph report as part of this call."""
         waiting = [tensor.grad_fn for tensor in tensors_in(results)]
         while waiting:
             node = waiting.pop()
             if node is None or node in self._owners or "AccumulateGrad" in node.name():
                 continue
             # An autograd function of the user's own is visible only in the graph.
-            own = node.name().removesuffix("Backward") if _is_custom(node) or not op else op
-            self._owners[node] = OpCall(module, own, call)
+            named = issubclass(type(node), BackwardCFunction) or not op
+            name = node.name().removesuffix("Backward") if named else op
+            self._owners[node] = OpCall(module, name, call)
             node.register_hook(partial(self._observe_backward, node))
             waiting += [before for before, _ in node.next_functions]
 
@@ -297,10 +265,6 @@ class Watch(TorchFunctionMode):
         )
 
 
-def _is_custom(node: Node) -> bool:
-    return isinstance(node, BackwardCFunction)
-
-
 def _makes_nonfinite(op: str, arguments: Any, inputs: Magnitudes, outputs: Magnitudes) -> bool:
     """True if finite values gave inf or NaN, and the call did not ask for it."""
     if outputs.nan and not inputs.nan and "empty" not in op:
@@ -320,6 +284,6 @@ def _names_nonfinite(node: Any) -> bool:
 
 @contextmanager
 def _unobserved() -> Iterator[None]:
-    """Within the block no mode sees the ops, and autograd records none."""
+    """Hide ops from modes and from autograd."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         yield

@@ -1,43 +1,48 @@
 """The doctor's checks: each looks at a `Subject` and yields findings.
 
-    optimizer  does its format hold eps, learning rate and betas, and its updates?
-    weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, with all of its
-               bits from 2^-14 on; bfloat16 has the range of fp32, so weights that were trained in
-               bfloat16, and their activations, may be anywhere in that range.
-    scaling    does the first step overflow, and at which scale does it not? The autopsy diagnoses
-               the step with the run's own pins, lists and scale, and each fix has been tried on it.
-    ops        norms and sizes that run where they should not, or slower than they could
-    products   what products below 16 bits lose of each operand of the first batch. Noise of 10
-               decibels below the signal is a third of its size. Signal to noise only sees the
-               largest values: if a few of them set the scale, the others become 0, and `lost`
-               counts them.
-    emulation  half that a CPU emulates, or computes slowly
+optimizer  does its format hold eps, learning rate and betas, and its updates?
+weights    does half hold them? float16 holds magnitudes from 2^-24 to 65504, with all of its
+           bits from 2^-14 on; bfloat16 has the range of fp32, so weights that were trained in
+           bfloat16, and their activations, may be anywhere in that range.
+scaling    does the first step overflow, and at which scale does it not? The autopsy diagnoses
+           the step with the run's own pins, lists and scale, and each fix has been tried on it.
+ops        norms and sizes that run where they should not, or slower than they could
+products   what products below 16 bits lose of each operand of the first batch. Noise of 10
+           decibels below the signal is a third of its size. Signal to noise only sees the
+           largest values: if a few of them set the scale, the others become 0, and `lost`
+           counts them.
+emulation  half that a CPU emulates, or computes slowly
 
-The checks of options that every run makes are in lab/hints.py.
 """
 
 import inspect
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from mpframe.core.loss_scaling.backoff import DEFAULT_SCALE
 from mpframe.core.loss_scaling.scaler import safe_scale
-from mpframe.core.master_weights import MasterWeights
-from mpframe.core.objective import compute
 from mpframe.core.policy import NO_PRODUCTS, has_native_half
 from mpframe.core.storage import op_of
-from mpframe.core.trace import preserve_state
 from mpframe.core.tree import HALF
 from mpframe.lab.autopsy.diagnosis import Diagnosis, Kind
+from mpframe.lab.autopsy.replay import noises_of
 from mpframe.lab.autopsy.report import value_of, where_of
 from mpframe.lab.doctor.subject import Subject
-from mpframe.lab.hints import ADAPTIVE, Finding, error, few, note, warning
+from mpframe.lab.hints import (
+    ADAPTIVE,
+    HINTS,
+    Finding,
+    error,
+    few,
+    findings_of,
+    note,
+    warning,
+)
 from mpframe.lab.optimizer_numbers import rounded_numbers
-from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise, Noises, ProductProbe
+from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise
 from mpframe.lab.remedies import deny_words, pin_words
 from mpframe.tracking.dtype_map import Row
 
@@ -54,7 +59,8 @@ def check_numbers(subject: Subject) -> Iterator[Finding]:
 def check_masters(subject: Subject) -> Iterator[Finding]:
     """Half weights without masters."""
     masters = subject.trainer.precision.master_weights
-    half = [p for own in subject.optimizers.values() for p in own.parameters if _is_half(p)]
+    weights = (w for optimizer in subject.optimizers.values() for w in optimizer.parameters)
+    half = [weight for weight in weights if weight.dtype in HALF]
     if not masters and half:
         yield warning(
             f"dtype.master_weights=false: updates below half a unit in the last place of the "
@@ -63,30 +69,19 @@ def check_masters(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _is_half(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in HALF
-
-
 def _fix(subject: Subject, path: str, name: str, form: torch.dtype) -> str:
     if form.itemsize == 2 and not subject.trainer.precision.master_weights:
         return "dtype.master_weights=true"
-    default = _default_of(subject.optimizers[path], name)
+    known = inspect.signature(type(subject.optimizers[path].optimizer)).parameters
+    default = known[name].default if name in known else inspect.Parameter.empty
+    default = 1e-3 if default is inspect.Parameter.empty else default
     listed = list(default) if isinstance(default, tuple) else default
     return subject.typed(f"{path}.{name}", str(listed).replace(" ", ""))
 
 
-def _default_of(optimizer: MasterWeights, name: str) -> Any:
-    """The default of an argument of the optimizer's class."""
-    parameter = inspect.signature(type(optimizer.optimizer)).parameters.get(name)
-    known = parameter is not None and parameter.default is not inspect.Parameter.empty
-    return parameter.default if known and parameter is not None else 1e-3
-
-
 _MANY_SUBNORMAL = 0.05
 _MANY_WEIGHTS_LOST = 0.01
-_TELLING = (
-    64  # values, and a quarter as many different ones: fewer values may fit bfloat16 by chance
-)
+_TELLING = 64  # values, a quarter of them different: fewer may fit bfloat16 by chance
 
 
 def check_weight_range(subject: Subject) -> Iterator[Finding]:
@@ -148,7 +143,7 @@ def check_training_format(subject: Subject) -> Iterator[Finding]:
 
 
 def _small(values: Tensor, half: torch.dtype | None) -> tuple[float, float]:
-    """The shares of the values other than 0 that are 0, and that are subnormal, in half."""
+    """Return the shares of the values other than 0 that are 0, and that are subnormal, in half."""
     assert half is not None
     magnitudes = values[values != 0].abs()
     if magnitudes.numel() == 0:
@@ -159,12 +154,10 @@ def _small(values: Tensor, half: torch.dtype | None) -> tuple[float, float]:
 
 
 def _all_bfloat16(values: Tensor) -> bool:
-    """All values are bfloat16 numbers, and there are too many of them for chance.
-
-    Every format has powers of two and whole numbers up to 2^8, so a few of them prove nothing.
-    """
+    """Return whether all values are bfloat16 numbers, and too many of them for chance."""
     if values.numel() < _TELLING or not torch.equal(values, values.bfloat16().float()):
         return False
+    # Every format has powers of two and whole numbers up to 2^8, so a few of them prove nothing.
     different: int = torch.unique(values).numel()
     return different >= _TELLING // 4
 
@@ -173,7 +166,7 @@ _MANY_GRADIENTS_LOST = 0.05
 
 
 def check_overflow(subject: Subject) -> Iterator[Finding]:
-    """What is not finite in the first step's forward and backward pass."""
+    """Values that are not finite in the first step's forward and backward pass."""
     diagnosis = subject.diagnosis
     if diagnosis.kind is Kind.NOT_FINITE_IN_FP32:
         where = "" if diagnosis.culprit is None else f" (first {where_of(diagnosis.culprit)})"
@@ -182,7 +175,10 @@ def check_overflow(subject: Subject) -> Iterator[Finding]:
             "division by zero, a logarithm of zero, or first weights that are too large"
         )
     elif diagnosis.kind is Kind.BEYOND_FORMAT:
-        yield error(_beyond(diagnosis), *_remedy(diagnosis))
+        culprit = diagnosis.culprit
+        assert culprit is not None  # A step that is finite in fp32 and not in half has one.
+        beyond = f"{where_of(culprit)} on the first batch: {value_of(culprit, diagnosis)}"
+        yield error(beyond, *_remedy(diagnosis))
     elif diagnosis.kind is Kind.SCALE_TOO_HIGH:
         yield _too_high(subject, diagnosis)
 
@@ -198,7 +194,7 @@ def check_small_scale(subject: Subject) -> Iterator[Finding]:
     known = subject.scaling in ("static", *ADAPTIVE)
     if half is None or not known or not 0 < gradients.amax < math.inf:
         return
-    scale = min(subject.first_scale(own) for own in subject.trainer.scalers.values())
+    scale = min(map(subject.first_scale, subject.trainer.scalers.values()))
     best = safe_scale(gradients.amax, half) or DEFAULT_SCALE
     lost, least = (gradients.lost_fraction(s, half) for s in (scale, best))
     if lost > _MANY_GRADIENTS_LOST and least < lost / 2:
@@ -214,14 +210,8 @@ def check_small_scale(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _beyond(diagnosis: Diagnosis) -> str:
-    culprit = diagnosis.culprit
-    assert culprit is not None  # A step that is finite in fp32 and not in half has one.
-    return f"{where_of(culprit)} on the first batch: {value_of(culprit, diagnosis)}"
-
-
 def _remedy(diagnosis: Diagnosis) -> tuple[str, ...]:
-    """The fix that was tried and made the step finite; fp32 if no other fix did."""
+    """Return the fix that was tried and made the step finite; fp32 if no other fix did."""
     if not diagnosis.proven:
         return ("dtype=fp32",)
     return (*pin_words(diagnosis.remedy.pins), *deny_words(diagnosis.remedy.denied))
@@ -231,6 +221,7 @@ def _too_high(subject: Subject, diagnosis: Diagnosis) -> Finding:
     first = diagnosis.replays[1].passes[0].scale  # After the replay in fp32 comes the run's own.
     # An octave below the scale that was tried: the next batch may have larger gradients.
     fits = 2.0 ** (math.floor(math.log2(first) + diagnosis.octaves) - 1)
+    highest = first * 2.0**diagnosis.octaves
     if subject.scaling == "static":
         return error(
             f"loss_scaling.scale={first:g}: too large, the first batch overflows at it",
@@ -238,7 +229,7 @@ def _too_high(subject: Subject, diagnosis: Diagnosis) -> Finding:
         )
     floor = float(subject.options.get("loss_scaling.min_scale", 1.0))
     probed = (*_named(subject), "loss_scaling.init_scale=probe")
-    if floor > first * 2.0**diagnosis.octaves:
+    if floor > highest:
         return error(
             f"loss_scaling.min_scale={floor:g}: too large, the first batch overflows at it",
             *probed,
@@ -246,30 +237,24 @@ def _too_high(subject: Subject, diagnosis: Diagnosis) -> Finding:
         )
     return note(
         f"loss_scaling.init_scale={first:g}: the first batch overflows, and steps are skipped "
-        f"until the scale is down to about {first * 2.0**diagnosis.octaves:g}",
+        f"until the scale is down to about {highest:g}",
         *probed,
     )
 
 
 def _named(subject: Subject) -> tuple[str, ...]:
-    """The word that names a scaler chosen by `auto`, which has no options to set."""
-    name = subject.scaling
-    return () if "loss_scaling.init_scale" in subject.options else (f"loss_scaling={name}",)
+    """Return the word that names a scaler chosen by `auto`, which has no options to set."""
+    known = "loss_scaling.init_scale" in subject.options
+    return () if known else (f"loss_scaling={subject.scaling}",)
 
 
 def _exactly(power: float) -> str:
-    """A power of two in all its digits."""
+    """Write a power of two in all its digits."""
     return str(int(power)) if power >= 1.0 else repr(power)
 
 
-NORMS = (
-    "batch_norm",
-    "group_norm",
-    "instance_norm",
-    "layer_norm",
-    "local_response_norm",
-    "rms_norm",
-)
+_KINDS_OF_NORM = ("batch", "group", "instance", "layer", "local_response", "rms")
+NORMS = tuple(f"{kind}_norm" for kind in _KINDS_OF_NORM)
 _TILE = 8  # half values that a tensor core takes at once: 16 bytes
 
 
@@ -278,7 +263,9 @@ def check_norms(subject: Subject) -> Iterator[Finding]:
     if subject.half is None:
         return
     half = subject.policy.half
-    norms = [(row, op) for row in subject.rows if (op := _op(subject, row)) in NORMS]
+    model = subject.trainer.model
+    ops = [(row, op_of(model.get_submodule(row.module)) or "") for row in subject.rows]
+    norms = [(row, op) for row, op in ops if op in NORMS]
     stored = [row.module for row, _ in norms if row.storage == subject.half]
     computed = {op: row.module for row, op in norms if row.compute == half}
     if stored:
@@ -297,8 +284,10 @@ def check_norms(subject: Subject) -> Iterator[Finding]:
 def check_dimensions(subject: Subject) -> Iterator[Finding]:
     """Dimensions of half products, set by an option, that tensor cores pad."""
     half = subject.policy.half
-    products = [row for row in subject.rows if row.compute == half]
-    sizes = {size for row in products for size in _sizes(subject, row)}
+    products = [row.module for row in subject.rows if row.compute == half]
+    modules = map(subject.trainer.model.get_submodule, products)
+    weights = (p for module in modules for p in module.parameters(recurse=False) if p.ndim >= 2)
+    sizes = {size for weight in weights for size in weight.shape[:2]}
     options = {
         path: value
         for path, value in subject.options.items()
@@ -315,17 +304,8 @@ def check_dimensions(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _op(subject: Subject, row: Row) -> str:
-    return op_of(subject.trainer.model.get_submodule(row.module)) or ""
-
-
-def _sizes(subject: Subject, row: Row) -> list[int]:
-    module = subject.trainer.model.get_submodule(row.module)
-    return [size for p in module.parameters(recurse=False) if p.ndim >= 2 for size in p.shape[:2]]
-
-
 def _unlisted(subject: Subject, norms: list[tuple[Row, str]]) -> tuple[str, ...]:
-    """The words that run these norms in fp32: out of `allow`, and out of their pins to half."""
+    """Return the words that run these norms in fp32: out of `allow`, and of their pins to half."""
     concerned = [
         (row, op)
         for row, op in norms
@@ -343,42 +323,22 @@ _MANY_OF_OPERAND_LOST = 0.5
 def check_products(subject: Subject) -> Iterator[Finding]:
     """Layers whose operands lose most; those that lose too much."""
     recipe = subject.policy.products
-    noises = noises_of(subject) if subject.policy.recipes else {}
+    noises = noises_of(subject.case) if subject.policy.recipes else {}
     bad = [key for key, noise in noises.items() if not _bearable(noise)]
     layers = dict.fromkeys(layer for layer, _ in bad if layer != WITHOUT_WEIGHT)
+    worst = bad or sorted(noises, key=lambda key: noises[key].snr_db)[:3]
+    said = few(f"{' '.join(key)} ({_words(noises[key])})" for key in worst)
     if bad:
-        said = (f"{' '.join(key)} ({_words(noises[key])})" for key in bad)
         yield warning(
-            f"dtype.products={recipe}: takes too much of {few(said)} on the first batch",
+            f"dtype.products={recipe}: takes too much of {said} on the first batch",
             *pin_words(layers, NO_PRODUCTS),
         )
     elif noises:
-        worst = sorted(noises, key=lambda key: noises[key].snr_db)
-        said = (f"{' '.join(key)} ({_words(noises[key])})" for key in worst[:3])
-        yield note(f"dtype.products={recipe}: the noisiest on the first batch are {few(said)}")
-
-
-def noises_of(subject: Subject) -> Noises:
-    """What is counted in a forward and a backward pass of the first batch."""
-    trainer = subject.trainer
-    model, precision = trainer.model, trainer.precision
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.train()
-    with preserve_state(model), precision.preserve_state():
-        probe = ProductProbe(precision)
-        try:
-            for own in trainer.objectives:
-                with precision.cast():
-                    loss = compute(own.objective, model, subject.batch).loss
-                scaled = loss.float() * subject.first_scale(own.scaler)
-                torch.autograd.grad(scaled, weights, allow_unused=True)
-        finally:
-            noises = probe.noises()
-    return noises
+        yield note(f"dtype.products={recipe}: the noisiest on the first batch are {said}")
 
 
 def _bearable(noise: Noise) -> bool:
-    """Beside inf and nan there is no ratio; an overflow is another check's."""
+    # Beside inf and nan there is no ratio; an overflow is another check's.
     return not noise.snr_db < _LEAST_DB and noise.lost <= _MANY_OF_OPERAND_LOST
 
 
@@ -410,3 +370,25 @@ def _native(half: str) -> str:
         return "device=cuda"
     other = half == "float16" and has_native_half("bfloat16")
     return "dtype.half=bfloat16" if other else "dtype=fp32"
+
+
+CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
+    check_numbers,
+    check_masters,
+    *HINTS,
+    check_weight_range,
+    check_small_weights,
+    check_training_format,
+    check_overflow,
+    check_small_scale,
+    check_norms,
+    check_dimensions,
+    check_products,
+    check_emulation,
+)
+"""The doctor's checks, with those that every run makes."""
+
+
+def examine(subject: Subject) -> list[Finding]:
+    """Return the findings of all checks, the worst first."""
+    return findings_of(CHECKS, subject)

@@ -1,7 +1,6 @@
-"""What the doctor examines: a trainer built as for training, its data, and trials on them.
+"""The doctor's subject: a trainer built as for training, its data, and trials on them.
 
-After every trial, weights, buffers, optimizer state and random numbers are bit for bit as they were
-before it.
+Each trial leaves weights, buffers, optimizer state and random numbers bit for bit as they were.
 """
 
 import copy
@@ -14,30 +13,24 @@ from torch import Tensor
 
 from mpframe.core.callback import Batch
 from mpframe.core.loss_scaling.scaler import LossScaler, wants_probe
-from mpframe.core.tree import device_of, map_tensors
+from mpframe.core.tree import device_of
 from mpframe.lab.autopsy.callback import floors_of
 from mpframe.lab.autopsy.diagnosis import Diagnosis, diagnose
 from mpframe.lab.autopsy.replay import Case
+from mpframe.lab.exponents import ExponentHistogram
 from mpframe.lab.hints import PlannedRun
-from mpframe.lab.ranges import ExponentHistogram
 from mpframe.tracking.dtype_map import Row, dtype_map
 from mpframe.training.probe import probe
 
 
 @dataclass
 class Subject(PlannedRun):
-    """What the doctor examines: a planned run, and trials on it.
+    """A planned run, and trials on it."""
 
-    Attributes:
-        trained_in: the precision that trained the weights of `init_from`, e.g. `mixed(bfloat16)`;
-            None if there are none.
-    """
-
-    trained_in: str | None = None
+    trained_in: str | None = None  # what trained the weights of `init_from`, as `mixed(bfloat16)`
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
         return device_of(self.trainer.model)
 
     @cached_property
@@ -46,7 +39,7 @@ class Subject(PlannedRun):
         return dtype_map(self.trainer.precision, self.trainer.model)
 
     def half_weights(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(module, parameter, fp32 values) of each weight stored or computed with in half."""
+        """Yield (module, parameter, fp32 values) of each weight stored or computed with in half."""
         weights = self.trainer.weights()
         for row in self.rows:
             if self.half and self.half in (row.storage, getattr(torch, row.compute, None)):
@@ -59,35 +52,36 @@ class Subject(PlannedRun):
     @cached_property
     def batch(self) -> Batch:
         """The first batch of the first epoch, on the device."""
-        first = next(self.loader.epoch(0))
-        return map_tensors(lambda tensor: tensor.to(self.device), first)
+        return self.trainer.on_device(next(self.loader.epoch(0)))
 
     @cached_property
     def gradients(self) -> ExponentHistogram:
         """How the gradients of the first batch spread over the exponents, in fp32."""
         self.trainer.model.train()
         seen = ExponentHistogram()
-        for own in self.trainer.objectives:
+        for loss in self.trainer.objectives:
             model, precision = self.trainer.model, self.trainer.precision
-            probe(model, own.objective, precision, self.batch, seen.add)
+            probe(model, loss.objective, precision, self.batch, seen.add)
         return seen
+
+    @cached_property
+    def case(self) -> Case:
+        """The first step, as the autopsy replays it."""
+        trainer = self.trainer
+        return Case(
+            model=trainer.model,
+            precision=trainer.precision,
+            objectives=trainer.objectives,
+            batches=[self.batch],
+            scales={o.name: self.first_scale(o.scaler) for o in trainer.objectives},
+            floors=floors_of(trainer),
+            scaling=self.scaling,
+        )
 
     @cached_property
     def diagnosis(self) -> Diagnosis:
         """The autopsy's diagnosis of the first step, its remedies tried on the first batch."""
-        trainer = self.trainer
-        return diagnose(
-            Case(
-                model=trainer.model,
-                optimizer=trainer.optimizer,
-                precision=trainer.precision,
-                objectives=trainer.objectives,
-                batches=[self.batch],
-                scales={o.name: self.first_scale(o.scaler) for o in trainer.objectives},
-                floors=floors_of(trainer),
-                scaling=self.scaling,
-            )
-        )
+        return diagnose(self.case)
 
     def first_scale(self, scaler: LossScaler) -> float:
         """The scale of the first loss; for a scaler that probes, what the probe gives."""

@@ -52,6 +52,7 @@ def draw(groups: Sequence[RunGroup]) -> bytes:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.lines import Line2D
 
     panels = _panels(groups)
     height = 2.9 * math.ceil(len(panels) / 2) + 0.24 * len(groups)
@@ -66,7 +67,7 @@ def draw(groups: Sequence[RunGroup]) -> bytes:
         for axes, (tag, title) in zip(grid, panels, strict=False):
             axes.set_facecolor("none")
             _panel(axes, tag, title, groups)
-        handles = [_line(number) for number, _ in enumerate(groups)]
+        handles = [Line2D([], [], linewidth=1.8, **_style(n)) for n, _ in enumerate(groups)]
         labels = [_plain(f"{group.label}, n {len(group.runs)}") for group in groups]
         columns = 2 if max(map(len, labels)) < _LONG_LABEL else 1
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
@@ -76,7 +77,7 @@ def draw(groups: Sequence[RunGroup]) -> bytes:
 
 
 def _panels(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
-    """Tag and title of each panel; each metric of any run has one, up to `_MOST_METRICS`."""
+    """Return tag and title of each panel; each metric of any run has one, up to a limit."""
     tags = {tag for group in groups for run in group.runs for tag in run.curves}
     metrics = [(found[0], found[1]) for tag in sorted(tags) if (found := _METRIC.fullmatch(tag))]
     return [
@@ -92,7 +93,9 @@ def _panel(axes: Any, tag: str, title: str, groups: Sequence[RunGroup]) -> None:
     drawn = []
     for number, group in enumerate(groups):
         for run in group.runs:
-            for curve in _curves(run, tag):
+            # With several optimizers or losses there is a curve for each.
+            found = [curve for name, curve in run.curves.items() if name.startswith(f"{tag}/")]
+            for curve in found or ([run.curves[tag]] if tag in run.curves else []):
                 drawn += [value for _, value in curve if math.isfinite(value)]
                 _plot(axes, curve, run, number)
     axes.set_title(_plain(title))
@@ -111,7 +114,8 @@ def _panel(axes: Any, tag: str, title: str, groups: Sequence[RunGroup]) -> None:
 
 
 def _plot(axes: Any, curve: Curve, run: Record, number: int) -> None:
-    thinned = _thinned(curve)
+    stride = -(-len(curve) // _MOST_POINTS)
+    thinned = [*curve[:-1:stride], *curve[-1:]] if stride > 1 else curve
     steps, values = [step for step, _ in thinned], [value for _, value in thinned]
     style = _style(number) | {"marker": "." if len(curve) <= _FEW_POINTS else ""}
     axes.plot(steps, values, linewidth=1.3, alpha=0.85, markersize=4, **style)
@@ -119,30 +123,12 @@ def _plot(axes: Any, curve: Curve, run: Record, number: int) -> None:
         axes.plot(steps[-1], values[-1], "x", color=style["color"], markersize=8)
 
 
-def _curves(run: Record, tag: str) -> list[Curve]:
-    """The run's curves of a tag: one, or one for each of several optimizers or losses."""
-    found = [curve for name, curve in run.curves.items() if name.startswith(f"{tag}/")]
-    return found or ([run.curves[tag]] if tag in run.curves else [])
-
-
-def _thinned(curve: Curve) -> Curve:
-    """At most about `_MOST_POINTS` points of a curve, at equal distances, and its last one."""
-    stride = -(-len(curve) // _MOST_POINTS)
-    return [*curve[:-1:stride], *curve[-1:]] if stride > 1 else curve
-
-
 def _style(number: int) -> dict[str, Any]:
     return {"color": f"C{number % 10}", "linestyle": _DASHES[number % len(_DASHES)]}
 
 
-def _line(number: int) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], linewidth=1.8, **_style(number))
-
-
 def _plain(label: str) -> str:
-    """A label of limited length, which matplotlib does not read as a formula."""
+    """Shorten a label, and keep matplotlib from reading it as a formula."""
     short = label if len(label) <= 90 else f"{label[:89]}…"
     return short.replace("\\", "\\\\").replace("$", r"\$")
 
@@ -177,13 +163,7 @@ figcaption { color: var(--quiet); font-size: .88rem; overflow-wrap: anywhere; }
 
 
 def as_page(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
-    """The page.
-
-    Args:
-        title: of the report.
-        groups: the rows of the result table, and the curves.
-        records: every run.
-    """
+    """Write the page on all `records`; a group is a row of the tables, and a colour."""
     stopped, narrow = unfinished(groups), recipes(groups)
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -191,7 +171,8 @@ def as_page(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -
         "<h2>Results</h2>",
         _table(results(groups)),
         *_quiet(NOTES),
-        *(_narrow(narrow) if narrow else []),
+        *(["<h2>Products below 16 bits</h2>", _table(narrow)] if narrow else []),
+        *(_quiet(RECIPE_NOTES) if narrow else []),
         *(["<h2>Not finished</h2>", _table(stopped)] if stopped else []),
         "<h2>Speed and memory</h2>",
         _table(costs(groups)),
@@ -212,10 +193,6 @@ _HEAD = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width">
 <title>{title}</title><style>{style}</style></head><body>
 """
-
-
-def _narrow(table: Table) -> list[str]:
-    return ["<h2>Products below 16 bits</h2>", _table(table), *_quiet(RECIPE_NOTES)]
 
 
 def _counted(groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
@@ -256,7 +233,7 @@ def _kind(name: str) -> str:
 
 
 def _range_pictures(records: Sequence[Record]) -> list[str]:
-    """The pictures of each run while the page has room; those of the first run are unfolded."""
+    """Show the pictures of each run while the page has room; the first run's are unfolded."""
     shown: list[str] = []
     room = _MOST_PICTURES
     for run in records:
@@ -293,13 +270,7 @@ _MARKUP = re.compile(r"([\\`*_{}\[\]<>#~!&])")
 
 
 def as_markdown(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
-    """The tables, and the names of the range pictures.
-
-    Args:
-        title: of the report.
-        groups: the rows of the result table.
-        records: every run.
-    """
+    """Write the tables on all `records`, and the names of the range pictures."""
     stopped, narrow = unfinished(groups), recipes(groups)
     pictures = [f"{record.name}: {name}" for record in records for name, _ in record.pictures]
     parts = [

@@ -28,29 +28,18 @@ Curve = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Record:
-    """One run.
+    """One run."""
 
-    Attributes:
-        name: its folder, relative to the folder of all runs.
-        status: finished, interrupted, diverged, failed, `no summary`, or `unreadable`.
-        reason: why it is not finished; one line, may be empty.
-        options: dotted path -> value; empty if they cannot be read.
-        summary: how it ended; None if there is none.
-        curves: by tag, (step, value) in order.
-        pictures: (file name, PNG) of the folder `numerics`.
-    """
-
-    name: str
-    status: str
-    reason: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    summary: Summary | None = None
-    curves: Mapping[str, Curve] = field(default_factory=dict)
-    pictures: Sequence[tuple[str, bytes]] = ()
+    name: str  # its folder, relative to the folder of all runs
+    status: str  # finished, interrupted, diverged, failed, `no summary`, or `unreadable`
+    reason: str = ""  # why it is not finished; one line
+    options: Mapping[str, Any] = field(default_factory=dict)  # by dotted path
+    summary: Summary | None = None  # how it ended
+    curves: Mapping[str, Curve] = field(default_factory=dict)  # by tag, (step, value) in order
+    pictures: Sequence[tuple[str, bytes]] = ()  # (file name, PNG) of the folder `numerics`
 
     @property
     def finished(self) -> bool:
-        """Whether the run finished."""
         return self.status == "finished"
 
     @property
@@ -63,7 +52,6 @@ class Record:
 
     @property
     def scaling(self) -> str:
-        """The name of the loss scaling."""
         if self.summary is not None:
             return self.summary.loss_scaling
         return str(self.options.get("loss_scaling._target_", "unknown")).rpartition(".")[2]
@@ -93,13 +81,9 @@ def find_runs(paths: Sequence[Path]) -> tuple[Path, list[Record]]:
 
 
 def read(folder: Path, top: Path) -> Record:
-    """Read one run; if something cannot be read, its reason says so.
+    """Read the run in a folder, named relative to `top`; its reason says what cannot be read.
 
     Its files may come from anybody, so its names and texts are made printable.
-
-    Args:
-        folder: the run's.
-        top: the folder that its name is relative to.
     """
     status, summary, reason = _summary(folder)
     try:
@@ -124,13 +108,13 @@ def _run_folders(path: Path) -> Iterable[Path]:
 
 
 def _natural(folder: Path) -> list[tuple[int, int, str]]:
-    """A sort key that puts 2 before 10."""
+    """Return a sort key that puts 2 before 10."""
     words = re.split(r"(\d+)", str(folder))
     return [(1, int(word), "") if word.isdecimal() else (0, 0, word) for word in words]
 
 
 def _summary(folder: Path) -> tuple[str, Summary | None, str]:
-    """The status, the summary if there is one, and the reason."""
+    """Return the status, the summary if there is one, and the reason."""
     try:
         summary = Summary.read(folder)
     except FileNotFoundError:
@@ -142,7 +126,7 @@ def _summary(folder: Path) -> tuple[str, Summary | None, str]:
 
 
 def _printable(value: Any) -> Any:
-    """Nested values, with their texts made printable."""
+    """Make the texts in nested values printable."""
     if isinstance(value, dict):
         return {_printable(key): _printable(held) for key, held in value.items()}
     if isinstance(value, list):
@@ -151,7 +135,7 @@ def _printable(value: Any) -> Any:
 
 
 def _line(error: Exception, folder: Path) -> str:
-    """The text of an error, without the folder's path on this machine."""
+    """Return the text of an error, without the folder's path on this machine."""
     return first_line(error).replace(f"{folder}/", "")
 
 
@@ -179,12 +163,12 @@ def _curves(folder: Path) -> dict[str, Curve]:
 
 
 def _is_no_resume(record: logging.LogRecord) -> bool:
-    """Not TensorBoard's warning of steps that a resumed run has repeated and hides."""
+    """Drop TensorBoard's warning of steps that a resumed run has repeated and hides."""
     return "out of order" not in str(record.msg)
 
 
 def _pictures(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """The PNG files of a folder of a run, without links that lead out of it."""
+    """Yield the PNG files of a folder of a run, without links that lead out of it."""
     for path in sorted(folder.glob("*.png")):
         inside = path.resolve().parent == folder.parent.resolve() / folder.name
         if inside and path.is_file() and path.stat().st_size <= _LARGEST_PICTURE:

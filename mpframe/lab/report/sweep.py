@@ -45,22 +45,15 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class JobRow:
-    """One job of a sweep.
+    """One job of a sweep."""
 
-    Attributes:
-        number: Hydra's job number.
-        folder: the job's, relative to the sweep's.
-        overrides: what the command line set for this job.
-        summary: how it ended; None if there is no readable summary.
-    """
-
-    number: int
-    folder: str
-    overrides: tuple[str, ...]
-    summary: Summary | None
+    number: int  # Hydra's
+    folder: str  # relative to the sweep's
+    overrides: tuple[str, ...]  # of this job
+    summary: Summary | None  # how it ended, if that can be read
 
     def cells(self) -> dict[str, Any]:
-        """The job's values by column, numbers unrounded; None is an empty cell."""
+        """Return the job's values by column, numbers unrounded; None is an empty cell."""
         cells: dict[str, Any] = dict.fromkeys(COLUMNS)
         cells |= {"job": self.number, "folder": self.folder, "status": NO_SUMMARY}
         cells["overrides"] = " ".join(self.overrides)
@@ -73,7 +66,7 @@ class JobRow:
 
 
 def find_jobs(folder: Path) -> list[JobRow]:
-    """The jobs of a sweep, in the order of their numbers.
+    """Find the jobs of a sweep, in the order of their numbers.
 
     A single run below the sweep's folder is none of them, nor is a job of a sweep inside it.
 
@@ -96,16 +89,13 @@ def find_jobs(folder: Path) -> list[JobRow]:
 
 @cache
 def _job_of(path: Path, written: int) -> tuple[int, str, tuple[str, ...]]:
-    """A job's number, its folder inside its sweep's and its overrides, as Hydra had them.
-
-    The file is read once, however many jobs follow.
-    """
-    own = read_stored(path)["hydra"]
-    if own["mode"] != "MULTIRUN":
+    """Read a job's number, its folder inside its sweep's and its overrides, as Hydra had them."""
+    hydra = read_stored(path)["hydra"]
+    if hydra["mode"] != "MULTIRUN":
         return 0, "", ()
-    home = os.path.join(own["runtime"]["cwd"], own["sweep"]["dir"])
-    place = os.path.relpath(own["runtime"]["output_dir"], home)
-    return int(own["job"]["num"]), place, tuple(map(str, own["overrides"]["task"]))
+    home = os.path.join(hydra["runtime"]["cwd"], hydra["sweep"]["dir"])
+    place = os.path.relpath(hydra["runtime"]["output_dir"], home)
+    return int(hydra["job"]["num"]), place, tuple(map(str, hydra["overrides"]["task"]))
 
 
 def _summary_in(folder: Path) -> Summary | None:
@@ -142,7 +132,7 @@ def write_table(folder: Path) -> list[JobRow]:
 
 
 def as_text(folder: Path, jobs: Sequence[JobRow], planned: int = 0) -> str:
-    """The table as aligned plain text; the last line counts the planned jobs, if they are known."""
+    """Write the table as aligned text; the last line counts the planned jobs, if they are known."""
     title, rows = _readable(jobs)
     finished = sum(job.summary is not None and job.summary.status == "finished" for job in jobs)
     where = os.path.relpath(folder / "sweep.md")
@@ -165,18 +155,17 @@ def _csv(jobs: Sequence[JobRow]) -> str:
 
 
 def _shared(jobs: Sequence[JobRow]) -> set[str]:
-    """The overrides that all jobs have; those of a single job stay in its line."""
+    """Return the overrides that all jobs have; a single job's stay in its line."""
     return set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
 
 
 def _options(overrides: Iterable[str]) -> dict[str, str]:
-    """The values by option."""
     pairs = (override.lstrip("+").partition("=") for override in overrides)
     return {option: value for option, _, value in pairs}
 
 
 def _readable(jobs: Sequence[JobRow]) -> tuple[str, list[list[str]]]:
-    """What all jobs were given alike, and the rows, the head first, for a reader.
+    """Say for a reader which overrides all jobs have; and return the rows, the head first.
 
     The csv has one column for the metric's name and one for its value, people want one for both;
     so it is with the best value and its step, and with the test and whose weights were tested. A
@@ -197,18 +186,16 @@ def _readable(jobs: Sequence[JobRow]) -> tuple[str, list[list[str]]]:
 
 
 def _tested(job: JobRow) -> str:
-    """The test's value of the metric, or its loss, and whose weights were tested."""
+    """Return the test's value of the metric, or its loss, and whose weights were tested."""
     done = job.summary
     if done is None or done.test_loss is None:
         return ""
-    value = f"loss {_rounded(done.test_loss)}"
-    if done.test_metric is not None:
-        value = _rounded(done.test_metric)
-    return f"{value} ({done.tested})"
+    loss, metric = _rounded(done.test_loss), _rounded(done.test_metric)
+    return f"{metric or f'loss {loss}'} ({done.tested})"
 
 
 def _reasons(jobs: Sequence[JobRow], before: str) -> str:
-    """Why jobs did not finish, a line each."""
+    """Say why jobs did not finish, a line each."""
     told = [(job.number, job.summary) for job in jobs if job.summary is not None]
     return "".join(
         f"{before}job {number} {summary.status}: {printable(summary.reason)}\n"
@@ -224,5 +211,5 @@ def _rounded(value: Any) -> str:
         whole = value.is_integer() and abs(value) < _LARGEST_WHOLE
         return f"{value:.0f}" if whole else f"{value:.4g}"
     if isinstance(value, dict):
-        return " ".join(f"{name} {_rounded(own)}" for name, own in value.items())
+        return " ".join(f"{name} {_rounded(number)}" for name, number in value.items())
     return printable(str(value))

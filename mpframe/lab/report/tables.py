@@ -12,6 +12,7 @@ left out. No table has more columns than fit on a page of 800 pixels.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from mpframe.config.schema import only_watches
 from mpframe.lab.report.records import Record
@@ -27,6 +28,10 @@ SHOWN_APART = (
 )
 
 
+Number = Callable[[Summary], float | None]
+_VAL_LOSS: Number = attrgetter("val_loss")
+
+
 @dataclass(frozen=True)
 class Span:
     """The mean, the lowest and the highest of some numbers."""
@@ -38,7 +43,7 @@ class Span:
 
     @classmethod
     def of(cls, numbers: Iterable[float | None]) -> "Span | None":
-        """The span of the numbers that are known; None if no number is known."""
+        """Return the span of the numbers that are known, if any is."""
         known = [float(number) for number in numbers if number is not None]
         if not known:
             return None
@@ -47,44 +52,33 @@ class Span:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs that differ only in the seed.
+    """Runs that differ only in the seed."""
 
-    Attributes:
-        differing: `option=value` words that other groups of its mode and scaling do not have.
-        runs: all of them, finished or not.
-        fp32: the runs to compare with; empty if there are none.
-        in_half: likewise, of a group with a recipe for its products.
-    """
-
-    differing: tuple[str, ...]
-    runs: Sequence[Record]
-    fp32: Sequence[Record] = ()
-    in_half: Sequence[Record] = ()
+    differing: tuple[str, ...]  # `option=value` words that its mode's other groups do not have
+    runs: Sequence[Record]  # finished or not
+    fp32: Sequence[Record] = ()  # the runs to compare with
+    in_half: Sequence[Record] = ()  # likewise, for a group with a recipe for its products
 
     @property
     def label(self) -> str:
-        """Mode, scaling and differing options in one line."""
         return " · ".join([self.runs[0].mode, self.runs[0].scaling, *self.differing])
 
     @property
     def products(self) -> str:
-        """The recipe for products below 16 bits, or `none`."""
         return str(self.runs[0].options.get(PRODUCTS, NO_RECIPE))
 
-    def span(self, value: Callable[[Summary], float | None]) -> Span | None:
-        """The span of a number over the finished runs."""
+    def span(self, value: Number) -> Span | None:
+        """Return the span of a number over the finished runs."""
         return _span(self.runs, value)
 
-    def beside(
-        self, value: Callable[[Summary], float | None], others: Sequence[Record]
-    ) -> tuple[Span, Span] | None:
-        """(of this group, of others, as its counterpart); None if either is unknown."""
-        own, full = _span(self.runs, value), _span(others, value)
-        return (own, full) if own and full else None
+    def beside(self, value: Number, others: Sequence[Record]) -> tuple[Span, Span] | None:
+        """Return the spans of this group and of others; None if either is unknown."""
+        mine, full = _span(self.runs, value), _span(others, value)
+        return (mine, full) if mine and full else None
 
 
 def compared(records: Sequence[Record]) -> list[RunGroup]:
-    """The records by group, with their fp32 counterparts; fp32 comes first."""
+    """Group the records, with their fp32 counterparts; fp32 comes first."""
     keys = _differing(records)
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
@@ -103,7 +97,7 @@ def compared(records: Sequence[Record]) -> list[RunGroup]:
 
 
 def _differing(records: Sequence[Record]) -> list[str]:
-    """The options that are not the same in all runs.
+    """Return the options that are not the same in all runs.
 
     If some runs chose another class for a section (another `_target_`), an option that only one
     class has is not counted as a difference; nor are the values of a recipe that only some chose.
@@ -128,45 +122,38 @@ def _another_choice(path: str, known: Sequence[Mapping[str, object]]) -> bool:
 
 
 def _words(record: Record, keys: Sequence[str]) -> list[str]:
-    own = record.options
-    return [f"{key}={_typed(own[key])}" for key in keys if key in own]
+    return [f"{key}={_typed(record.options[key])}" for key in keys if key in record.options]
 
 
 def _typed(value: object) -> str:
-    """A value as it is typed on a command line."""
+    """Write a value as it is typed on a command line."""
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
-def _fp32_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> tuple[Record, ...]:
+def _fp32_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
     alike = _alike(record, records, [key for key in keys if key.split(".")[0] not in PRECISION])
-    return tuple(run for run in alike if run.mode == "fp32")
+    return [run for run in alike if run.mode == "fp32"]
 
 
-def _in_half_of(
-    record: Record, records: Sequence[Record], keys: Sequence[str]
-) -> tuple[Record, ...]:
+def _in_half_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
     alike = _alike(record, records, [key for key in keys if not key.startswith(_OF_PRODUCTS)])
-    how = (record.mode, record.scaling)
-    return tuple(
-        run
-        for run in alike
-        if (run.mode, run.scaling) == how and run.options.get(PRODUCTS, NO_RECIPE) == NO_RECIPE
-    )
+    how = (record.mode, record.scaling, NO_RECIPE)
+    found = ((run.mode, run.scaling, run.options.get(PRODUCTS, NO_RECIPE)) for run in alike)
+    return [run for run, other in zip(alike, found, strict=True) if other == how]
 
 
 def _alike(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
     """Return the runs that have the record's values of these options."""
-    own = _words(record, keys)
-    return [run for run in records if _words(run, keys) == own]
+    words = _words(record, keys)
+    return [run for run in records if _words(run, keys) == words]
 
 
-def _span(runs: Iterable[Record], value: Callable[[Summary], float | None]) -> Span | None:
+def _span(runs: Iterable[Record], value: Number) -> Span | None:
     return Span.of(value(run.summary) for run in runs if run.finished and run.summary)
 
 
 Table = list[list[str]]
-Number = Callable[[Summary], float | None]
 _SATURATED = "numerics/products/saturated/"
 NO_SPREAD = "one seed,\nno spread"
 NOTES = (
@@ -191,12 +178,12 @@ RECIPE_NOTES = (
 
 
 def results(groups: Sequence[RunGroup]) -> Table:
-    """What was learnt: a row for each group, after the head; an empty cell is unknown."""
+    """Tabulate what was learnt: after the head a row for each group; unknown cells are empty."""
     metrics = {run.summary.metric for group in groups for run in group.runs if run.summary}
     known = sorted(name for name in metrics if name)
     metric = known[0] if len(known) == 1 else "metric"
     tested = _all_tested(groups)
-    value = _test_metric if tested else _metric
+    value = attrgetter("test_metric" if tested else "val_metric")
     metric = f"test {metric}" if tested else metric
     head = ["precision, scaling", "n", metric, "best", "gap to fp32", "val loss"]
     rows = [
@@ -204,9 +191,9 @@ def results(groups: Sequence[RunGroup]) -> Table:
             _shown(group),
             _count(group),
             _spread(group.span(value), ".4f"),
-            _spread(group.span(lambda s: s.best), ".4f"),
+            _spread(group.span(attrgetter("best")), ".4f"),
             _gap(group, value, group.fp32, "fp32"),
-            _spread(group.span(_val_loss), ".4g"),
+            _spread(group.span(_VAL_LOSS), ".4g"),
         ]
         for group in groups
     ]
@@ -214,15 +201,15 @@ def results(groups: Sequence[RunGroup]) -> Table:
 
 
 def costs(groups: Sequence[RunGroup]) -> Table:
-    """What it took: a row for each group, after the head; an empty cell is unknown."""
+    """Tabulate what it took: after the head a row for each group; unknown cells are empty."""
     head = ["precision, scaling", "step, ms", "samples / s", "memory, MiB", "skipped"]
     rows = [
         [
             _shown(group),
-            _beside_fp32(group, _milliseconds, ".3g"),
-            _beside_fp32(group, lambda summary: summary.samples_per_second),
-            _beside_fp32(group, _mebibytes),
-            _spread(group.span(lambda s: s.skipped_steps), ".4g"),
+            _beside_fp32(group, lambda run: _times(run.median_step_seconds, 1e3), ".3g"),
+            _beside_fp32(group, attrgetter("samples_per_second")),
+            _beside_fp32(group, lambda run: _times(run.peak_memory_bytes, 2.0**-20)),
+            _spread(group.span(attrgetter("skipped_steps")), ".4g"),
             _final_scales(group),
         ]
         for group in groups
@@ -231,7 +218,7 @@ def costs(groups: Sequence[RunGroup]) -> Table:
 
 
 def recipes(groups: Sequence[RunGroup]) -> Table:
-    """Products below 16 bits: a row for each group, after the head; empty if none has them."""
+    """Tabulate products below 16 bits: a row for each group; empty if none has them."""
     if all(group.products == NO_RECIPE for group in groups):
         return []
     head = ["precision, scaling", "n", "loss gap to none", "saturated"]
@@ -239,20 +226,16 @@ def recipes(groups: Sequence[RunGroup]) -> Table:
         [
             _shown(group),
             _count(group),
-            _gap(group, _val_loss, group.in_half, "none"),
-            _spread(_saturated(group.runs), ".2%"),
+            _gap(group, _VAL_LOSS, group.in_half, "none"),
+            _spread(Span.of(_saturated(run) for run in group.runs if run.finished), ".2%"),
         ]
         for group in groups
     ]
     return _without_empty([head, *rows])
 
 
-def _saturated(runs: Sequence[Record]) -> Span | None:
-    """Over the runs, the largest share of saturated values of an operand in the last report."""
-    return Span.of(_largest_saturated(run) for run in runs if run.finished)
-
-
-def _largest_saturated(run: Record) -> float | None:
+def _saturated(run: Record) -> float | None:
+    """Find the largest share of saturated values of an operand in the last report."""
     curves = [curve for tag, curve in run.curves.items() if tag.startswith(_SATURATED)]
     last = [curve[-1] for curve in curves if curve]
     step = max((step for step, _ in last), default=None)
@@ -260,7 +243,7 @@ def _largest_saturated(run: Record) -> float | None:
 
 
 def unfinished(groups: Sequence[RunGroup]) -> Table:
-    """A row for each run that is not finished, after the head; empty if all are."""
+    """Tabulate the runs that are not finished; empty if all are."""
     rows = [
         [_named(run), _shown(group), run.status, run.reason]
         for group in groups
@@ -272,13 +255,11 @@ def unfinished(groups: Sequence[RunGroup]) -> Table:
 
 
 def every_run(groups: Sequence[RunGroup]) -> Table:
-    """A row for each run, after the head."""
+    """Tabulate all runs."""
     head = ["run", "precision, scaling", "status", "steps", "metric", "val loss", "seconds"]
     rows = [
         [
-            _named(
-                run, *([run.summary.device, f"torch {run.summary.torch}"] if run.summary else [])
-            ),
+            _named(run, *((s.device, f"torch {s.torch}") if (s := run.summary) else ())),
             _shown(group),
             _lines(run.status, run.reason * run.finished),
             *_numbers(run.summary),
@@ -311,7 +292,7 @@ def _numbers(done: Summary | None) -> list[str]:
 
 
 def _validated(done: Summary) -> str:
-    """The metric at the last validation; below it the best value of what is monitored, the test."""
+    """Return the metric at the last validation; below it the best monitored value, and the test."""
     if done.val_metric is None:
         return ""
     lines = [f"{done.metric} {done.val_metric:.4f}"]
@@ -324,7 +305,7 @@ def _validated(done: Summary) -> str:
 
 
 def _count(group: RunGroup) -> str:
-    """The number of finished runs; if others did not finish, also the number of all."""
+    """Count the finished runs, and if others did not finish, all."""
     finished = sum(run.finished for run in group.runs)
     return str(finished) if finished == len(group.runs) else f"{finished} of {len(group.runs)}"
 
@@ -338,20 +319,21 @@ def _spread(span: Span | None, form: str) -> str:
 
 
 def _gap(group: RunGroup, value: Number, others: Sequence[Record], name: str) -> str:
-    """The gap to other runs and, below it, their spread; from one seed nothing follows."""
+    """Return the gap to other runs and, below it, their spread; from one seed nothing follows."""
     pair = group.beside(value, others)
     if pair is None or any(run in others for run in group.runs):
         return ""
-    own, full = pair
-    if min(own.count, full.count) == 1:
+    mine, full = pair
+    if min(mine.count, full.count) == 1:
         return NO_SPREAD
-    return f"{own.mean - full.mean:+.4f}\n{name}: n {full.count}, spread {full.high - full.low:.4f}"
+    gap, spread = f"{mine.mean - full.mean:+.4f}", f"{full.high - full.low:.4f}"
+    return f"{gap}\n{name}: n {full.count}, spread {spread}"
 
 
 def _beside_fp32(group: RunGroup, value: Number, form: str = ".0f") -> str:
-    """The mean and, below it, its ratio to that of the fp32 runs, if each side has several."""
-    own, pair = group.span(value), group.beside(value, group.fp32)
-    mean = f"{own.mean:{form}}" if own else ""
+    """Return the mean and, below it, its ratio to the fp32 runs', if each side has several."""
+    span, pair = group.span(value), group.beside(value, group.fp32)
+    mean = f"{span.mean:{form}}" if span else ""
     if pair is None or not pair[1].mean or group.runs[0].mode == "fp32":
         return mean
     several = min(pair[0].count, pair[1].count) > 1
@@ -373,33 +355,17 @@ def _without_empty(table: Table) -> Table:
     return [[row[number] for number in kept] for row in table]
 
 
-def _metric(summary: Summary) -> float | None:
-    return summary.val_metric
-
-
-def _val_loss(summary: Summary) -> float | None:
-    return summary.val_loss
-
-
-def _test_metric(summary: Summary) -> float | None:
-    return summary.test_metric
-
-
 def _all_tested(groups: Sequence[RunGroup]) -> bool:
-    """Whether every finished run has a test's value of the metric, and there is one."""
+    """Return whether there is a finished run, and each has a test's value of the metric."""
     finished = [run.summary for group in groups for run in group.runs if run.finished]
     return bool(finished) and all(done and done.test_metric is not None for done in finished)
 
 
-def _milliseconds(summary: Summary) -> float | None:
-    return None if summary.median_step_seconds is None else summary.median_step_seconds * 1e3
-
-
-def _mebibytes(summary: Summary) -> float | None:
-    return None if summary.peak_memory_bytes is None else summary.peak_memory_bytes / 2**20
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
 
 
 def _scale(scale: float | dict[str, float]) -> str:
     if isinstance(scale, dict):
-        return " ".join(f"{name} {own:g}" for name, own in scale.items())
+        return " ".join(f"{name} {value:g}" for name, value in scale.items())
     return f"{scale:.10g}"
