@@ -181,7 +181,7 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     if key in known or inside_mapping or (adds and section in OPEN and rest):
         return
     own = section in OPEN and bool(rest)
-    hint = ("" if own else use_instead(key.rpartition(".")[2])) or nearest(key, known)
+    hint = use_instead(key if own else key.rpartition(".")[2]) or nearest(key, known)
     beside = [path for path in known if path.startswith(f"{section}.")]
     advice = hint or "known: " + ", ".join(sorted(beside or {p.split(".")[0] for p in known}))
     if own and not adds:

@@ -9,9 +9,8 @@ A schedule is made for a number of steps, whatever its argument for it is called
     epochs: ${plan:epochs}                     passes over the data; the last may be incomplete
     steps_per_epoch: ${plan:steps_per_epoch}
 
-The numbers are known once the data set is loaded, long after the options have been checked. So a
-resolved configuration still contains the words, and `filled_in` puts the numbers in when the
-schedule is made.
+A resolved configuration still contains these words: `filled_in` puts the numbers in when the
+schedule is made, because they are known once the data set is loaded.
 """
 
 import re

@@ -5,8 +5,7 @@ that the configuration refers to by `${oc.env:NAME}`, wherever they are passed o
 variables whose name sounds like a secret, in case a shell has put them on the command line. The
 path of a folder is shown unless its variable's name sounds like a secret.
 
-Values are redacted, and then written: a text that is YAML already may have quoted, escaped or
-folded the secret, and `***` put into it may not be YAML any more.
+Values are redacted before they are written, as YAML may quote, escape or fold a secret.
 """
 
 import logging

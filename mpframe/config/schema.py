@@ -81,7 +81,7 @@ _FORMER = {
     "progress": "use callbacks.progress_bar.shown=CHOICE",
     "rank_timeout": "use trainer.timeout=SECONDS",
     "size": "use +size=small",
-    "worker_timeout": "use trainer.timeout=SECONDS",
+    "dataset.worker_timeout": "use trainer.timeout=SECONDS",
     "worst": "use callbacks.ranges.worst=N",
 }
 

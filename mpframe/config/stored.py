@@ -12,9 +12,8 @@ has at the same place, that one is meant. Any other must be named again on the c
     model: my_pkg.Net               --config-dir=conf               the same, if a file there has it
     model: my_pkg.Net               model=cnn model.width=16        cnn as the command line says
 
-A target below a section's own is built if such a file has it there, with all options that are
-stored beside it. Any other, Hydra's other special keys, interpolations and YAML aliases are refused
-wherever they stand in the file. What is left is held against the schema, as any configuration is.
+A target below a section's own is built if such a file has it there, with all options stored beside
+it. Any other, Hydra's other special keys, interpolations and YAML aliases are refused.
 """
 
 import os

@@ -6,8 +6,7 @@
     checkpoints            saves the state of the others after the step
     stop_on_signal         last, once all others have dealt with the step
 
-The run's own callbacks are no entries of the group, so that they cannot be left out: every run
-writes a summary and checkpoints, can be stopped, and ends if it only skips.
+The run's own callbacks are no entries of the group, so that they cannot be left out.
 """
 
 from mpframe import assembly
@@ -22,13 +21,7 @@ from mpframe.training.interruption import Interruption
 
 
 class RunCallbacks:
-    """The callbacks of one run.
-
-    Attributes:
-        results, throughput: they hold the numbers of the summary.
-        checkpoints: saves the run.
-        by_name: all callbacks, in order.
-    """
+    """The callbacks of one run: `by_name` has all of them, in order."""
 
     def __init__(self, config: Config, began: float, interruption: Interruption) -> None:
         options = config.trainer

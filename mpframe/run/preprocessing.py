@@ -1,8 +1,7 @@
 """Whether data are read as the run's were: the same numbers for the same words, colours and values.
 
-These numbers are measured on the training data. If they change, the weights mean something else,
-and nothing would say so. A tokenizer's vocabulary is a file in the run's folder, the same one from
-start to end.
+These numbers are measured on the training data; with others the weights mean something else. A
+tokenizer's vocabulary is a file in the run's folder, the same one from start to end.
 """
 
 from collections.abc import Mapping

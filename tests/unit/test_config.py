@@ -303,6 +303,13 @@ OLD = [
 ]
 
 
+def test_a_former_option_of_a_group_or_a_dataset_is_answered() -> None:
+    with pytest.raises(ConfigError, match=r"^optimizer\.groups\.g\.lr_scale: .*; use lr=10x$"):
+        check(tree(optimizer__groups={"g": {"lr_scale": 10.0}}))
+    with pytest.raises(ConfigError, match=r"^dataset\.worker_timeout: .*; use trainer\.timeout="):
+        compose_named(["dataset.worker_timeout=5"])
+
+
 @pytest.mark.parametrize(("option", "line"), OLD)
 def test_a_former_option_is_answered_with_what_to_write_now(option: str, line: str) -> None:
     with pytest.raises(ConfigError) as refused:
