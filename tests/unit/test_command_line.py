@@ -277,14 +277,15 @@ def test_a_users_folders_are_searched_in_hydras_order(
             assert config.model.hidden == hidden
 
 
+@pytest.mark.parametrize("more", [[], ["--config-name=config.yaml"]])
 @pytest.mark.parametrize("flag", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
 def test_a_config_yaml_does_not_stand_for_the_shipped_one(
-    flag: str, tmp_path: Path, started: Started
+    flag: str, more: list[str], tmp_path: Path, started: Started
 ) -> None:
     """It may be that of a checkpoint, or of another program."""
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     with pytest.raises(ConfigError) as refused:
-        started(flag.format(tmp_path))
+        started(flag.format(tmp_path), *more)
     assert str(refused.value) == (
         f"{tmp_path}/config.yaml: would stand for mpframe's; rename it and add --config-name=NAME"
     )
