@@ -337,7 +337,7 @@ class _OwnFolders(SearchPathPlugin):
     last: ClassVar[str | None] = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for place in reversed(self.first):
-            search_path.prepend("own", place, "main")
+        for place in self.first:
+            search_path.prepend("own", place, "main")  # Directly before "main".
         if self.last:
             search_path.append("command-line", f"file://{self.last}")

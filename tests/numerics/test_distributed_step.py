@@ -433,6 +433,26 @@ def sums(large: int) -> list[Tensor]:
         return own
 
 
+class Third(process_group.ProcessGroup):
+    """The third of four ranks whose weights are divided; the second has no batch."""
+
+    def __init__(self) -> None:
+        self.sharding = object()  # type: ignore[assignment]
+
+    def any(self, flag: bool) -> bool:
+        return True
+
+    def gather_object(self, value: Any) -> list[Any]:
+        return ["first", None, value, "fourth"]
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
+
+def test_only_a_rank_without_a_batch_gets_that_of_another() -> None:
+    assert (Third().lend("third"), Third().lend(None)) == ("third", "first")
+
+
 def largest_norm() -> Tensor:
     with joined(None, lambda: CPU, 60) as comm:
         return comm.norm(torch.tensor(2e38))

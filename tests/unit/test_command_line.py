@@ -261,14 +261,31 @@ def test_a_users_file_stands_for_the_shipped_one_of_its_name(
     assert job.config.model["hidden"] == 7
 
 
+def test_a_users_folders_are_searched_in_hydras_order(
+    other_mlp: Path, started: Started, tmp_path: Path
+) -> None:
+    """That of --config-dir, then those of hydra.searchpath, the first one first."""
+    further = tmp_path / "further"
+    (further / "model").mkdir(parents=True)
+    (further / "model" / "mlp.yaml").write_text("_target_: mpframe.models.mlp\nhidden: 9\n")
+    for first, second, hidden in ((other_mlp, further, 7), (further, other_mlp, 9)):
+        for words in (
+            [f"--config-dir={first}", f"hydra.searchpath=[file://{second}]"],
+            [f"hydra.searchpath=[file://{first},file://{second}]"],
+        ):
+            (config,) = started(*words, "model=mlp")
+            assert config.model.hidden == hidden
+
+
+@pytest.mark.parametrize("more", [[], ["--config-name=config.yaml"]])
 @pytest.mark.parametrize("flag", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
 def test_a_config_yaml_does_not_stand_for_the_shipped_one(
-    flag: str, tmp_path: Path, started: Started
+    flag: str, more: list[str], tmp_path: Path, started: Started
 ) -> None:
     """It may be that of a checkpoint, or of another program."""
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     with pytest.raises(ConfigError) as refused:
-        started(flag.format(tmp_path))
+        started(flag.format(tmp_path), *more)
     assert str(refused.value) == (
         f"{tmp_path}/config.yaml: would stand for mpframe's; rename it and add --config-name=NAME"
     )
