@@ -210,10 +210,7 @@ def _is_basic(config: DictConfig, kind: str) -> bool:
 
 
 def _start_at_once(config: DictConfig) -> None:
-    """Let Hydra compose each job just before it runs, if they run one after the other.
-
-    Otherwise it composes all of them first, a hundred jobs in about ten seconds.
-    """
+    """Let Hydra compose each job just before it runs, if they run one after the other."""
     basic = _is_basic(config, "sweeper") and _is_basic(config, "launcher")
     if basic and config.hydra.sweeper.max_batch_size is None:
         with read_write(config.hydra):

@@ -36,10 +36,7 @@ def advice_on_threads(threads: int, environment: Mapping[str, str]) -> str | Non
 
 
 def _busy_cores() -> int:
-    """Cores that other processes use: in the last minute and now; 0 where nothing tells.
-
-    The load alone would count the run that ended a second ago, as in a sweep.
-    """
+    """Cores that others use now, at most those of the last minute; 0 where nothing tells."""
     if not _LOAD.exists():
         return 0
     load, _, _, tasks, _ = _LOAD.read_text().split()
@@ -73,10 +70,7 @@ RESULT = {"result": True}
 
 @contextmanager
 def console(verbosity: str, rank: int = 0) -> Iterator[None]:
-    """Within the block the console shows that much; train.log must be opened later, within it.
-
-    Of several ranks only rank 0 says anything, since all of them would say the same.
-    """
+    """Show that much on rank 0's console within the block, in which train.log is opened."""
 
     def shown(record: logging.LogRecord) -> bool:
         loud = record.levelno >= logging.WARNING or hasattr(record, "result")
@@ -99,10 +93,7 @@ def console(verbosity: str, rank: int = 0) -> Iterator[None]:
 
 
 def requeue(received: signal.Signals) -> None:
-    """Ask Slurm to run this job again, if the signal is SIGUSR1: its warning of the time limit.
-
-    Any other signal does nothing, nor does a run outside Slurm; a refusal of Slurm is logged.
-    """
+    """Ask Slurm to run this job again, if it sent SIGUSR1, its warning of the time limit."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None or received.name != "SIGUSR1":
         return
