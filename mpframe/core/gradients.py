@@ -233,9 +233,13 @@ class Accumulator:
 
         Computed in the memory of the sums. `masters` are in the order of the other ranks.
         """
+        if self._only is not None and comm.size == 1:  # As it is: nothing is copied.
+            only, count, amax = self._only, self._only.count, self._only.amax
+            if isinstance(count, Tensor) or not count:  # A mean over nothing is no step.
+                only.scaler_amax = amax
+                only.amax = torch.where(as_count(count, amax.device) > 0, amax, torch.inf)
+            return only
         if self._only is not None:
-            if comm.size == 1:
-                return _mean_of_one(self._only)
             self._sum(self._only)
         unit, count = self._unit, torch.stack(self._counts).sum()
         if comm.size > 1 and comm.sharding is None:  # Shards were summed in the backward pass.
@@ -284,15 +288,6 @@ class Accumulator:
             )
         weigh_(sums, weight)
         comm.sum_(sums)
-
-
-def _mean_of_one(gradients: Gradients) -> Gradients:
-    """Return the only micro-batch as it is; its amax is inf if it counts 0."""
-    count, amax = gradients.count, gradients.amax
-    if isinstance(count, Tensor) or not count:
-        gradients.scaler_amax = amax
-        gradients.amax = torch.where(as_count(count, amax.device) > 0, amax, torch.inf)
-    return gradients
 
 
 def _plus(kept: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:

@@ -114,6 +114,7 @@ class MasterWeights(OptimizerWrapper):
         self._accumulator = self._means = None
         self._consumed = False
 
+    @torch.no_grad()
     def accumulate(self, scale: Tensor | float = 1.0, count: Tensor | float = 1) -> Tensor:
         """Add this micro-batch's gradients, unscaled, to fp32 accumulators and clear them.
 
@@ -130,7 +131,8 @@ class MasterWeights(OptimizerWrapper):
             0-d fp32, the micro-batch's amax; inf or nan if it was dropped, 0 if it counts 0.
         """
         gradients = self.collect_grads(scale, count)
-        self.accumulate_grads(gradients)
+        self._accumulator = self._accumulator or Accumulator()
+        self._accumulator.add(gradients)
         return gradients.amax
 
     @torch.no_grad()
@@ -149,14 +151,14 @@ class MasterWeights(OptimizerWrapper):
             amax = torch.where(amax < torch.inf, before, torch.inf)
         if isinstance(count, Tensor) or not count:  # Of no sample, whatever the gradients are.
             amax = torch.where(as_count(count, amax.device) == 0, 0.0, amax)
-        gradients.count, gradients.amax = count, self.comm.max(amax)
+        gradients.count = count
+        gradients.amax = self.comm.max(amax) if self.comm.size > 1 else amax
         return gradients
 
     @torch.no_grad()
     def accumulate_grads(self, gradients: Gradients) -> None:
         """Add a micro-batch's gradients to the accumulators, unless their amax is not finite."""
-        if self._accumulator is None:
-            self._accumulator = Accumulator()
+        self._accumulator = self._accumulator or Accumulator()
         self._accumulator.add(gradients)
 
     def keep_means(
