@@ -66,13 +66,6 @@ class Gradients:
     dropped: Tensor | None = None
     no_new: bool = False
 
-    def worst(self) -> Tensor:
-        """Return 0-d inf or nan if a micro-batch was left out, or if the mean is not finite."""
-        if self.dropped is None or self.scaler_amax is None:
-            return self.amax
-        # Finite gradients may have a sum that is not.
-        return torch.maximum(self.scaler_amax, self.amax)
-
     def norm(self) -> Tensor:
         """Return the global 2-norm as 0-d fp32, by the rule of torch's clipping; 0 if empty."""
         wide = self._wide() if self.half else self.values

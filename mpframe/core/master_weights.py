@@ -185,7 +185,6 @@ class MasterWeights(OptimizerWrapper):
         max_norm: float | None = None,
         max_value: float | None = None,
         skip_mask: Tensor | None = None,
-        skip_if_dropped: bool = False,
         closure: Callable[[], Any] | None = None,
     ) -> StepResult:
         """Unscale, check, clip, update or skip, and tell the scaler: one step, all or nothing.
@@ -199,8 +198,6 @@ class MasterWeights(OptimizerWrapper):
             max_value: instead clamp each of their values to [-max_value, max_value], > 0 and
                 finite.
             skip_mask: 0-d bool on the device; True skips the step whatever its gradients are.
-            skip_if_dropped: skip the step if any of its micro-batches was dropped, not only if all
-                were.
             closure: computes the loss and calls backward; called once, before the step.
 
         Raises:
@@ -219,7 +216,7 @@ class MasterWeights(OptimizerWrapper):
         if gradients.no_new:
             raise no_new_gradients()
         amax, dropped = gradients.amax, gradients.dropped
-        skipped = not_finite(gradients.worst() if skip_if_dropped else amax)
+        skipped = not_finite(amax)
         norm = gradients.norm()
         if self.comm.sharding is not None:  # This rank has a part of the gradients.
             norm = self.comm.norm(norm)

@@ -57,7 +57,6 @@ class StepOptimizer(Protocol):
         *,
         max_norm: float | None,
         max_value: float | None,
-        skip_if_dropped: bool,
         skip_mask: Tensor | None,
     ) -> StepResult:
         """Check, clip, update or skip, and tell the scaler."""
@@ -87,7 +86,6 @@ class StepOptions:
             not.
         clip_value: clamp each value of the unscaled gradients to [-clip_value, clip_value] instead,
             > 0 and finite; None: do not.
-        skip_if_dropped: skip a step where any of its micro-batches overflowed; False drops those.
         compile: compile the forward pass and its casts into one graph.
         reduce: when ranks average gradients: `in_backward`, while it runs, or `after_backward`.
 
@@ -97,7 +95,6 @@ class StepOptions:
 
     clip_norm: float | None = None
     clip_value: float | None = None
-    skip_if_dropped: bool = False
     compile: bool = False
     reduce: str = "in_backward"
 
@@ -210,7 +207,6 @@ class StepTrainer:
                 scaler,
                 max_norm=self.plan.clip_norm,
                 max_value=self.plan.clip_value,
-                skip_if_dropped=self.plan.skip_if_dropped,
                 skip_mask=skip,
             )
         except BaseException:

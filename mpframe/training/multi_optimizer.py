@@ -123,7 +123,6 @@ class MultiOptimizer:
         *,
         max_norm: float | None = None,
         max_value: float | None = None,
-        skip_if_dropped: bool = False,
         skip_mask: Tensor | None = None,
     ) -> StepResult:
         """Unscale, check, clip, update or skip every part, and tell the scaler or scalers.
@@ -135,8 +134,6 @@ class MultiOptimizer:
                 finite.
             max_value: clamp each value of the gradients to [-max_value, max_value] instead, > 0
                 and finite.
-            skip_if_dropped: skip a part if any of its micro-batches was dropped, not only if all
-                were.
             skip_mask: 0-d bool; True skips every part whatever its gradients are.
 
         Returns:
@@ -154,7 +151,7 @@ class MultiOptimizer:
         if all(gradients.no_new for gradients in grads.values()):
             raise no_new_gradients()
         norms = {name: gradients.norm() for name, gradients in grads.items()}
-        skips = self._skips(grads, norms if max_norm is not None else {}, skip_if_dropped)
+        skips = self._skips(grads, norms if max_norm is not None else {})
         if skip_mask is not None:
             skips = {name: skipped | skip_mask for name, skipped in skips.items()}
         if max_norm is not None:
@@ -213,12 +210,10 @@ class MultiOptimizer:
         load_weights(model, self.masters_by_name(model), weights)
 
     def _skips(
-        self, grads: Mapping[str, Gradients], norms: Mapping[str, Tensor], skip_if_dropped: bool
+        self, grads: Mapping[str, Gradients], norms: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return which parts skip. A norm beyond fp32's range would clip each gradient to zero."""
-        bad = {}
-        for name, gradients in grads.items():
-            bad[name] = not_finite(gradients.worst() if skip_if_dropped else gradients.amax)
+        bad = {name: not_finite(gradients.amax) for name, gradients in grads.items()}
         bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
         return bad if self.skip == "each" else dict.fromkeys(bad, any_of(list(bad.values())))
 

@@ -475,23 +475,7 @@ class TestAccumulation:
         assert wrapped.step().dropped is None  # the window is closed
         assert weight.item() == 0.5
 
-    @pytest.mark.parametrize("fused", [False, True])
-    @pytest.mark.parametrize("dtype", [FP32, HALF])
-    def test_a_window_with_a_bad_one_is_skipped_if_asked_for(
-        self, dtype: torch.dtype, fused: bool
-    ) -> None:
-        weight = nn.Parameter(torch.ones(1, dtype=dtype))
-        wrapped = MasterWeights(torch.optim.SGD([weight], lr=1.0, fused=fused))
-        for values, skipped, dropped in (((0.5, 0.5), False, 0), ((0.5, INF), True, 1)):
-            for value in values:
-                weight.grad = torch.full((1,), value, dtype=dtype)
-                wrapped.accumulate()
-            result = wrapped.step(skip_if_dropped=True)
-            assert (bool(result.skipped), int(result.dropped or 0)) == (skipped, dropped)
-        assert weight.item() == 0.5
-
-    @pytest.mark.parametrize("strict", [False, True])
-    def test_a_sum_beyond_fp32_is_skipped(self, strict: bool) -> None:
+    def test_a_sum_beyond_fp32_is_skipped(self) -> None:
         """No micro-batch was dropped, and the scaler hears of none."""
         weight, seen = nn.Parameter(torch.ones(1)), []
         scaler: Any = Static(1.0)
@@ -501,7 +485,7 @@ class TestAccumulation:
         for _ in range(2):
             weight.grad = value.clone()
             wrapped.accumulate(scaler.scale)
-        result = wrapped.step(scaler, skip_if_dropped=strict)
+        result = wrapped.step(scaler)
         assert (bool(result.skipped), int(result.dropped or 0)) == (True, 0)
         assert seen == [value.item()]
         assert weight.item() == 1.0
@@ -666,7 +650,7 @@ class TestConsumed:
     """A step consumes the gradients, whatever came of it."""
 
     @pytest.mark.parametrize("kind", ["dense", "sparse"])
-    @pytest.mark.parametrize("way", ["step", "skip", "accumulate", "whole", "skip_mask", "device"])
+    @pytest.mark.parametrize("way", ["step", "skip", "accumulate", "skip_mask", "device"])
     @pytest.mark.parametrize(("dtype", "keep"), [(FP32, True), (HALF, True), (HALF, False)])
     def test_no_gradient_is_left(self, dtype: torch.dtype, keep: bool, way: str, kind: str) -> None:
         fused = way == "device" and kind == "dense"
@@ -677,11 +661,11 @@ class TestConsumed:
             set_gradients(params, [g.half().float() for g in gradients(step, cls)])
             if way == "skip":
                 params[0].grad = params[0].grad * INF  # type: ignore[operator]
-            if way in ("accumulate", "whole"):
+            if way == "accumulate":
                 wrapped.accumulate()
                 set_gradients(params, gradients(step, cls))
             skip_mask = torch.tensor(True) if way == "skip_mask" else None
-            wrapped.step(skip_if_dropped=way == "whole", skip_mask=skip_mask)
+            wrapped.step(skip_mask=skip_mask)
             assert [p.grad for p in params] == [None] * 3
             assert [wrapped.master_of(p).grad for p in params] == [None] * 3
 

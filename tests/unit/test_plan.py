@@ -24,14 +24,14 @@ class Left(Callback):
 
 
 class Batches:
-    """Seven batches, the third of which overflows."""
+    """Seven batches, of which the fourth to the sixth overflow."""
 
     def __len__(self) -> int:
         return 7
 
     def epoch(self, epoch: int, start: int = 0):  # type: ignore[no-untyped-def]
         for number in range(start, 7):
-            inputs = torch.full((2, 2), torch.inf if number == 2 else 1.0)
+            inputs = torch.full((2, 2), torch.inf if 3 <= number <= 5 else 1.0)
             yield inputs, torch.ones(2, 1)
 
 
@@ -41,7 +41,7 @@ def test_the_steps_left_are_those_that_follow(accumulate: int, max_steps: int | 
     """A skipped step counts for the epochs, and not for `max_steps`."""
     model = nn.Linear(2, 1)
     model, optimizer = Precision().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    plan = Plan(epochs=3, max_steps=max_steps, accumulate=accumulate, skip_if_dropped=True)
+    plan = Plan(epochs=3, max_steps=max_steps, accumulate=accumulate)
     noted = Left(7)
     trainer = Trainer(
         model, optimizer, supervised(nn.MSELoss()), plan=plan, callbacks={"left": noted}
