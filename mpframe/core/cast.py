@@ -1,16 +1,16 @@
 """The cast: a function mode that runs each op of a block in the format that the policy decides.
 
-PyTorch hands `CastMode` each call a model makes, in any spelling, before autograd records it. So
-the casts are part of the graph, and the backward pass runs in the formats of the forward pass. The
-mode finds the op's handler, or unwraps a function of torch, so that the ops in it are cast.
+PyTorch hands `CastMode` each call that a model makes, before autograd records it. So the casts are
+part of the graph, and the backward pass runs in the formats of the forward pass. The mode finds the
+op's handler, or unwraps a function of torch, so that the ops in it are cast.
 
 A block puts a mode on its thread's stack, so threads share nothing that changes. The innermost
-block decides, also if it casts nothing. Hooks pin a module: what it runs has the pin's format.
+block decides, even if it casts nothing. Hooks pin a module: its ops run in the pin's format.
 
 A block also turns torch.autocast on, so that a model that asks about it gets the usual answers. The
-mode turns it off around each op, so torch casts nothing itself. That shows the mode in which
-`torch.autocast` region of the model an op runs: with `enabled=False` it is not cast (only mixed
-formats are widened); with another dtype, half ops run in that dtype.
+mode turns it off around each op, so torch casts nothing itself. If the model opens a
+`torch.autocast` region, the mode follows it: with `enabled=False` nothing is cast, except that
+mixed formats are widened. With another dtype, half ops run in that dtype.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,9 +53,9 @@ class Casts:
     """Policy, handlers and idle modes that the blocks of one precision share.
 
     Attributes:
-        keeps_weights: a weight is cast once in a block, not once for each op.
-        autocasts: torch.autocast is on in the blocks, for `device_type`.
-        emulated: the half formats that are emulated, also in a region of another half format.
+        keeps_weights: True if a weight is cast once in a block, not once for each op.
+        autocasts: True if torch.autocast is on in the blocks, for `device_type`.
+        emulated: the half formats that are emulated; an autocast region may choose either.
     """
 
     def __init__(self, policy: Policy, op_handlers: Sequence[OpHandler] = ()) -> None:
@@ -64,14 +64,14 @@ class Casts:
         self.compute_on(torch.device("cpu"))
 
     def compute_on(self, device: torch.device) -> None:
-        """Prepare for tensors on `device`. Without emulation half tensors need no look."""
+        """Prepare the blocks for tensors on `device`, and drop the modes that were made before."""
         self.device_type = device.type if is_autocast_available(device.type) else "cpu"
         halves = HALVES.items() if self.autocasts else ()
         self.emulated = {h for n, h in halves if replace(self.policy, half=n).emulates(device)}
         self._idle: list[CastMode] = []
 
     def acquire(self, pins: Pins) -> "CastMode":
-        """Return a mode that no other block has now; a used one if possible: it knows its ops."""
+        """Return a mode for a block, an idle one if possible: it has cached handlers of ops."""
         try:
             mode = CastMode(self) if is_compiling() else self._idle.pop()
         except IndexError:
@@ -100,11 +100,11 @@ class CastMode(TorchFunctionMode):
         self.casts, self.policy = casts, casts.policy
         self.enabled = True
         self.pins: list[tuple[str, str, bool]] = []
-        self._device_type, self._half = casts.device_type, torch.float64
+        self._device_type, self._half = casts.device_type, torch.float64  # Set below.
         self._kept_weights: dict[tuple[int, bool], tuple[Tensor, int, Tensor, Tensor]] = {}
         self._compute_in(self.policy.half_dtype)
         self._open_weights: dict[int, Tensor] = {}  # whose `.data` was taken
-        self._steps = -1  # Not the present number: a compiler would guard on it.
+        self._steps = -1  # Not `count_steps()`: a compiler would guard on it.
         pins = (None, *PINS, NO_PRODUCTS, UNCAST, *self.policy.recipes)
         self._handlers: dict[str | None, dict[Any, tuple[Handler, bool]]] = {p: {} for p in pins}
         self._by_name = handlers(self._run_half) | {
@@ -121,12 +121,12 @@ class CastMode(TorchFunctionMode):
         on = is_autocast_enabled(self._device_type)
         pin = self._pin_if[on]
         if is_compiling():
-            handler, stays_on = self._handler(*choose(self.policy, func, pin))
+            handler, stays_on = self._find_handler(*choose(self.policy, func, pin))
             with nullcontext() if stays_on or not on else self.autocast(False):
                 return handler(func, args, kwargs)
         found = self._handlers[pin].get(func)
         if found is None:
-            found = self._handlers[pin][func] = self._handler(*choose(self.policy, func, pin))
+            found = self._handlers[pin][func] = self._find_handler(*choose(self.policy, func, pin))
         if found[1] or not on:
             return found[0](func, args, kwargs)
         set_autocast_enabled(self._device_type, False)
@@ -136,12 +136,12 @@ class CastMode(TorchFunctionMode):
             set_autocast_enabled(self._device_type, True)
 
     def autocast(self, enabled: bool) -> torch.autocast:
-        """Return a block in which torch.autocast is on or off, and its dtype stays."""
+        """Return a block in which torch.autocast is on or off, with its present dtype."""
         return torch.autocast(self._device_type, get_autocast_dtype(self._device_type), enabled)
 
     def half(self) -> torch.dtype:
         """Return the half format here: the run's, or the one of a torch.autocast region."""
-        no_region = self._pin_if[0] == "half"  # Where autocast is off, its dtype says nothing.
+        no_region = self._pin_if[0] == "half"  # torch.autocast is off: its dtype means nothing.
         return self.policy.half_dtype if no_region else get_autocast_dtype(self._device_type)
 
     def clear(self) -> None:
@@ -150,7 +150,7 @@ class CastMode(TorchFunctionMode):
         self._open_weights.clear()
 
     def push_pin(self, module: str, pin: str) -> None:
-        """Run every op as in a module pinned to `pin`, until `pop_pin(module)`."""
+        """Run ops as pinned, until `pop_pin`; only a format pin overrides a region around it."""
         on = is_autocast_enabled(self._device_type) if pin in PINS else self.casts.autocasts
         self.pins.append((module, pin, on))
         self.follow_pins()
@@ -165,38 +165,38 @@ class CastMode(TorchFunctionMode):
         return True
 
     def follow_pins(self) -> None:
-        """Nest pins and regions; a region that changes the state since the last pin is inside."""
+        """Choose the pin for each state of autocast: a change since the last pin is a region."""
         _, pin, on = self.pins[-1] if self.pins else ("", None, self.casts.autocasts)
         self._pin_if = (UNCAST, pin) if on else (pin, None)
 
-    def _handler(
+    def _find_handler(
         self, name: str, stays_on: bool, op: str, recipe: str | None
     ) -> tuple[Handler, bool]:
-        handler = self._by_name.get(name) or partial(self._run_opened, name)
+        handler = self._by_name.get(name) or partial(self._run_unwrapped, name)
         for op_handler in self.casts.op_handlers:
-            before = op_handler.handler_of(op, recipe)
-            if before is not None:
-                return partial(_run_before, before, handler), False
+            custom = op_handler.handler_of(op, recipe)
+            if custom is not None:
+                return partial(_run_custom, custom, handler), False
         return handler, stays_on
 
-    def _run_opened(self, name: str, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _run_unwrapped(self, name: str, _: Any, args: Args, kwargs: Kwargs) -> Any:
         with self:
             return getattr(UNWRAPPED, name)(*args, **kwargs)
 
     def _run_higher_order(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run an op that calls the functions it is given: their ops are cast there."""
-        # A nested compile region may not close over the mode. It becomes a part of the graph
-        # around. A compiler wants to see the first change of its stack outside the op.
+        """Run an op that calls functions among its arguments, inside which ops are cast."""
+        # A nested compile region may not close over the mode, so it becomes part of the graph
+        # around it. A compiler must see the first change of its mode stack outside the op.
         with self:
             if func.__name__ == "invoke_subgraph" and not isinstance(args[0], GraphModule):
                 return args[0](*args[1:], **kwargs)
         on = is_autocast_enabled(self._device_type)
         with self.autocast(False):  # Some ops trace their backward pass here.
-            return func(*(self._inside(value, on) for value in args), **kwargs)
+            return func(*(self._wrap(value, on) for value in args), **kwargs)
 
-    def _inside(self, value: Any, on: bool) -> Any:
+    def _wrap(self, value: Any, on: bool) -> Any:
         if isinstance(value, (Tensor, type, GraphModule)) or not callable(value):
-            return value  # A graph was compiled: it has its casts already.
+            return value  # A graph has its casts already.
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self, self.autocast(on):
@@ -217,42 +217,42 @@ class CastMode(TorchFunctionMode):
         formats = formats_of(args, kwargs)
         if formats.isdisjoint(self._to_half) or not formats.isdisjoint(HANDS_OFF):
             return func(*args, **kwargs)
-        result = call_with(self._as_half, func, args, kwargs)
+        result = call_with(self._cast_to_half, func, args, kwargs)
         return map_tensors(self._round, result) if self._emulates else result
 
     def _run_data(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """A write through `.data` leaves no trace: the weight's cast is not kept in this block."""
+        """Read or set `.data`; drop the weight's cast, because writes through it leave no trace."""
         if not is_compiling() and _is_weight(args[0]):
             self._open_weights[id(args[0])] = args[0]
             if args[0].dtype == torch.float32 and args[1:] and args[1].dtype in HALF:
-                master_for(args[0]).current(args[0])  # It turns half: the fp32 value is kept.
+                master_for(args[0]).current(args[0])  # It turns half: keep its fp32 value.
             for enabled in (True, False):
                 self._kept_weights.pop((id(args[0]), enabled), None)
         return func(*args, **kwargs)
 
-    def _as_half(self, tensor: Tensor) -> Tensor:
+    def _cast_to_half(self, tensor: Tensor) -> Tensor:
         """Cast `tensor` for a half op; a weight's cast is made once and kept for the block."""
         if tensor.dtype not in self._to_half:
             return tensor
         if is_compiling():
-            return self._operand(tensor.to(dtype=self._half))
+            return self._make_operand(tensor.to(dtype=self._half))
         if self._steps != count_steps():
             self._steps = count_steps()
             self._kept_weights.clear()
-        # Not one cast for both: what is made without a graph has no gradient.
+        # With and without a graph there are two casts: one made without it has no gradient.
         key = (id(tensor), torch.is_grad_enabled())
         kept = self._kept_weights.get(key)
         if kept is not None and kept[1] == tensor._version:
             return used_again(kept[2], kept[3])
-        half = tensor.to(dtype=self._half)  # By name it is parsed in half the time.
-        operand = self._operand(half)
+        half = tensor.to(dtype=self._half)  # As a keyword it is parsed in half the time.
+        operand = self._make_operand(half)
         keeps = self.casts.keeps_weights and id(tensor) not in self._open_weights
         if keeps and _is_weight(tensor):
             # The weight is kept beside its cast: an id is only unique while its object lives.
             self._kept_weights[key] = (tensor, tensor._version, half, operand)
         return operand
 
-    def _operand(self, half: Tensor) -> Tensor:
+    def _make_operand(self, half: Tensor) -> Tensor:
         """Return `half` for a half op, or its values in fp32 if the op is emulated."""
         emulated = self._emulates and half.device.type == "cpu"
         return half_values(half, self._half) if emulated else half
@@ -261,8 +261,8 @@ class CastMode(TorchFunctionMode):
         return rounded(tensor, self._half) if tensor.device.type == "cpu" else tensor
 
 
-def _run_before(before: Any, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    result = before(func, args, kwargs)
+def _run_custom(custom: Any, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    result = custom(func, args, kwargs)
     return handler(func, args, kwargs) if result is NotImplemented else result
 
 
@@ -284,8 +284,8 @@ register_optimizer_step_post_hook(_note_step)
 def count_steps() -> int:
     """Return how many optimizer steps, or buckets of one, this process has made.
 
-    Fused optimizers write weights without raising their version counters, so each step makes stale
-    what was made from a weight.
+    Fused optimizers write weights without raising their version counters, so every step makes the
+    casts of weights stale.
     """
     return _steps
 
@@ -294,13 +294,13 @@ def count_steps() -> int:
 def block(
     casts: Casts | None, pins: Pins | None = None, autocast: tuple[bool, torch.dtype] | None = None
 ) -> Iterator[None]:
-    """Context manager in which ops are cast by `casts`; None: nothing is cast.
+    """Context manager in which ops are cast by `casts`, or not at all if it is None.
 
     Args:
-        casts: of a precision.
-        pins: of the modules that the block begins in. If None, a block inside a block of the same
-            casts keeps its pins, and any other begins without.
-        autocast: torch.autocast's answers at the beginning, enabled and dtype. If None, it is on.
+        casts: the casts of a precision.
+        pins: the pins at the start. If None, a block directly inside one of the same casts keeps
+            its pins, and any other starts without pins.
+        autocast: torch.autocast's state at the start, enabled and dtype. If None, it is on.
     """
     outer = enabled_modes()
     state: Any = outer[-1].autocast(False) if outer else nullcontext()
@@ -325,7 +325,7 @@ def block(
 
 
 def enabled_modes() -> list[CastMode]:
-    """Return the mode that casts on this thread, in a list that is empty if none does."""
+    """Return a list of the one mode that casts on this thread; empty if none does."""
     active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return [mode for mode in active if isinstance(mode, CastMode) and mode.enabled]
 
@@ -339,7 +339,7 @@ def casts_here() -> MakeBlock:
 
 
 def pin_modules(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
-    """Hook every module that a pattern matches, or that is inside such a module."""
+    """Hook every module that a pattern matches, and every module inside it."""
     handles = []
     for name, module in model.named_modules():
         pin = policy.pin_of(name)
@@ -351,7 +351,7 @@ def pin_modules(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
 
 
 def _enter(policy: Policy, name: str, pin: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    mode = _present_mode(policy)
+    mode = _find_mode(policy)
     if mode is None:
         return None
     mode.push_pin(name, pin)
@@ -361,12 +361,12 @@ def _enter(policy: Policy, name: str, pin: str, _: nn.Module, args: Any, kwargs:
 
 
 def _leave(policy: Policy, name: str, _: nn.Module, args: Any, result: Any) -> Any:
-    mode = _present_mode(policy)
+    mode = _find_mode(policy)
     popped = mode is not None and mode.pop_pin(name)
-    # Without lists no op casts its own inputs, and what follows expects half.
+    # Without lists no op casts its inputs, and the next module expects half.
     return cast_to(result, policy.half_dtype) if popped and policy.ops.empty else None
 
 
-def _present_mode(policy: Policy) -> CastMode | None:
+def _find_mode(policy: Policy) -> CastMode | None:
     """Return the mode that casts on this thread, if it casts by `policy`."""
     return next((mode for mode in enabled_modes() if mode.policy == policy), None)

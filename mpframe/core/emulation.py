@@ -6,8 +6,8 @@ A tensor core takes half inputs, multiplies and accumulates in fp32, and rounds 
 
 Here inputs are rounded to half and widened (`half_values`), the op runs in fp32, and its result is
 rounded (`rounded`). Autograd differentiates each step: the incoming gradient is half, the op's
-gradients are fp32, and each is rounded once. A device adds the gradients of a weight's uses in
-half; so each use rounds its gradient here, and half tensors are added (`used_again`).
+gradients are fp32, and each is rounded once. A GPU adds the gradients of a weight's uses in half,
+so here too each use rounds its gradient before they are added (`used_again`).
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Ops that follow their inputs and have no half kernel in torch's CPU build: emulated there, always.
+# Ops of `infer` that have no half kernel in torch's CPU build: always emulated there.
 WITHOUT_HALF_KERNEL = frozenset({"avg_pool3d", "rrelu"})
 FAULTY_IN = "2.15.0"  # The newest torch whose kernels for `FAULTY` were seen to be wrong.
-# Ops whose bfloat16 kernel on a CPU is wrong for some shapes, with the arguments after the bias.
+# Ops whose bfloat16 kernel on a CPU is wrong for some shapes: their arguments after the bias.
 FAULTY = {
     **{f"conv{n}d": "stride padding dilation groups" for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": "stride padding output_padding groups dilation" for n in (1, 2, 3)},
@@ -38,18 +38,18 @@ def rounded(tensor: Tensor, half: torch.dtype) -> Tensor:
 def is_faulty(
     op: str, input: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **named: Any
 ) -> bool:
-    """Return whether torch's kernel is wrong for this call of an op of `FAULTY`.
+    """Return whether torch computes this call of an op in `FAULTY` wrongly.
 
-    If the kernel lies wholly inside nowhere along some axis, oneDNN leaves a part of the weight's
-    gradient unwritten, and writes beyond its end.
+    If along some axis no position of the window lies wholly inside the input, oneDNN leaves part of
+    the weight's gradient unwritten, and writes beyond its end.
     """
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         return False
-    given = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, **named}
-    given |= zip(FAULTY[op].split(), rest, strict=False)
-    given["padding"] = 0 if isinstance(given["padding"], str) else given["padding"]
+    settings = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, **named}
+    settings |= zip(FAULTY[op].split(), rest, strict=False)
+    settings["padding"] = 0 if isinstance(settings["padding"], str) else settings["padding"]
     names = ("stride", "padding", "output_padding", "dilation")
-    numbers = [each_axis(given[name], weight.dim() - 2) for name in names]
+    numbers = [each_axis(settings[name], weight.dim() - 2) for name in names]
     sizes = zip(input.shape[2 - weight.dim() :], weight.shape[2:], *numbers, strict=True)
     if "transpose" in op:
         return any(-p % s > (n - 1) * s - 2 * p + more for n, _, s, p, more, _ in sizes)
@@ -57,7 +57,7 @@ def is_faulty(
 
 
 def each_axis(value: Any, count: int) -> list[int]:
-    """Return a convolution's setting for each axis; one number, or one in a list, is for all."""
+    """Return a convolution's setting for each axis; a single one holds for all axes."""
     values = [value] if isinstance(value, int) else list(value)
     return values * count if len(values) == 1 else values
 
@@ -66,10 +66,10 @@ def used_again(half: Tensor, operand: Tensor) -> Tensor:
     """Return `operand`, the fp32 values of `half`, for one more use; its gradient is rounded."""
     if operand is half or not operand.requires_grad:
         return operand
-    return _UsedAgain.apply(half, operand)  # type: ignore[no-any-return]
+    return _FurtherUse.apply(half, operand)  # type: ignore[no-any-return]
 
 
-class _UsedAgain(torch.autograd.Function):
+class _FurtherUse(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
@@ -102,7 +102,7 @@ def _opaque_convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor.to(dtype)`, which the compiler cannot look into.
 
     Inductor drops a pair of casts to half and back, because the result without it is more exact;
-    here the rounding is the point. An op of this kind must not return its input, so it copies.
+    here the rounding is the point. A custom op must not return its input, so this copies.
     """
     return tensor.to(dtype, copy=True)
 

@@ -5,14 +5,14 @@
     widest input    half inputs widened if another input is fp32; with `rounded`, an op that has no
                     half kernel on a CPU runs in fp32 there and its result is rounded once
     as PyTorch      nothing is cast
-    into, item      a write in place, `x[key] = value`: sources take the format of what is written
-    ... data        only for the first input, as the op writes its statistics into the others
-    ... held        a number that is written, beyond the end of a half format, is held at that end
+    into, item      a write in place, `x[key] = value`: sources take the format of the target
+    ... data        only the first input is cast, as the op writes its statistics into the others
+    ... held        a number to be written is clamped to the range of a half format
 
 Never cast: integers, booleans, complex, float64 and float8 tensors, and the floating tensors beside
 a float64 or complex one; ops given an explicit `dtype=` or `out=`; running statistics.
 
-`OpHandler` is the door for ops that run in another way, such as products below 16 bits.
+`OpHandler` is the interface for running ops in another way, such as products below 16 bits.
 """
 
 import math
@@ -43,47 +43,47 @@ class OpHandler:
     """The base class for `Precision(..., op_handlers=[...])`; no method has to be overridden."""
 
     def handler_of(self, op: str, recipe: str | None) -> Handler | None:
-        """Return what runs an op, or None to leave it to the lists.
+        """Return a function that runs an op, or None to leave the op to the lists.
 
-        The answer is kept, so it must be the same each time. While a handler runs, nothing is cast.
-        It may return NotImplemented: then the lists decide about that call.
+        The answer is cached, so it must not change. While the function runs, nothing is cast. If it
+        returns NotImplemented, the lists decide about that call.
 
         Args:
             op: its name, as the lists write it.
-            recipe: the name in `dtype.products`, or in a pin of the module that runs, if any.
+            recipe: the recipe's name, from the module's pin or `dtype.products`, if there is one.
         """
         return None
 
     def attach(self, model: nn.Module) -> None:
-        """Look at a model before it runs, and refuse what cannot be done on its device."""
+        """Check a model before it runs, and raise for what its device cannot do."""
 
     def describe(self, name: str, module: nn.Module, op: str | None, readers: Readers) -> str:
-        """Return in words how a layer runs, for the dtype map; empty: as the map says anyway."""
+        """Return how a layer runs, in words for the dtype map; empty if there is nothing to add."""
         return ""
 
     def sync(self, comm: Comm) -> None:
-        """Bring what a step measured in line with the other ranks; called after each step."""
+        """Synchronise what a step measured among the ranks; called after each step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what lasts from step to step, under names that no other handler uses."""
+        """Return what is carried from step to step, under names that no other handler uses."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; the names may be missing."""
+        """Restore what `state_dict` returned; the names may be missing."""
 
 
-# In-place forms that torch refuses if a source has another format than the tensor it goes into.
+# In-place ops that torch runs only if the sources have the format of the tensor they write.
 _WRITES_ONE_FORMAT = """
     addbmm_ addmm_ addmv_ baddbmm_ heaviside_ index_add_ index_copy_ index_put_ index_reduce_ lerp_
     masked_scatter_ put_ scatter_ scatter_add_ scatter_reduce_
 """
-# Ops that write a number into a tensor, or bound one by it, and refuse a number it cannot hold.
+# Ops that write a number into a tensor or clamp to it, and raise if the tensor cannot hold it.
 _WRITES_A_NUMBER = """
     clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clip clip_ constant_pad_nd fill fill_
     fill_diagonal_ full full_like hardtanh hardtanh_ index_fill index_fill_ masked_fill masked_fill_
     new_full pad pad_sequence scatter scatter_ threshold threshold_
 """
-# What models call most often that torch.autocast never casts, nor any op inside: it may stay on.
+# Frequent calls that torch.autocast does not cast, nor any op inside: it need not be turned off.
 _NOT_AUTOCAST = """
     __add__ __get__ __getitem__ __mul__ __radd__ __rmul__ __set__ __sub__ __truediv__ add contiguous
     _enter_autocast _exit_autocast div expand flatten float gelu mul permute relu reshape silu size
@@ -92,7 +92,7 @@ _NOT_AUTOCAST = """
 NOT_AUTOCAST = frozenset(_NOT_AUTOCAST.split())
 WRITES_ONE_FORMAT = frozenset(_WRITES_ONE_FORMAT.split())
 WRITES_A_NUMBER = frozenset(_WRITES_A_NUMBER.split())
-# None stands for a format that the caller asks for, with `dtype=` or `out=`.
+# None: the caller asks for a format, with `dtype=` or `out=`.
 HANDS_OFF = frozenset({None, torch.float64, torch.complex32, torch.complex64, torch.complex128})
 
 _data: Any = torch._C.TensorBase.data
@@ -129,8 +129,8 @@ def _choose_unlisted(func: Any) -> str | None:
     return "data" if func in _DATA else unwrap(func)
 
 
-# A compiler takes the choice as given and traces the handler. The mark is all that
-# `torch.compiler.assume_constant_result` sets; calling that imports the compiler, for seconds.
+# A compiler takes the choice as a constant and traces the handler. This mark is all that
+# `torch.compiler.assume_constant_result` sets, but calling it imports the compiler for seconds.
 choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -145,9 +145,9 @@ def handlers(run_half: Handler) -> dict[str, Handler]:
     }
     return {
         **rules,
-        **{f"half {op}": _without_fault(op, run_half) for op in FAULTY},
-        **{f"{rule} data": _on_data_only(rules[rule]) for rule in ("half", "fp32")},
-        **{f"{rule} held": _holding_numbers(run) for rule, run in rules.items()},
+        **{f"half {op}": _avoid_fault(op, run_half) for op in FAULTY},
+        **{f"{rule} data": _limit_to_data(rules[rule]) for rule in ("half", "fp32")},
+        **{f"{rule} held": _hold_numbers(run) for rule, run in rules.items()},
         "widest input rounded": _run_widest_rounded,
         "item": _run_item,
     }
@@ -159,7 +159,7 @@ def cast_to(node: Any, dtype: torch.dtype) -> Any:
 
 
 def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
-    """Return the formats of the tensors of a call, and None if the caller fixes the result's."""
+    """Return the formats of a call's tensors, and None if the caller fixes the result's."""
     found: set[torch.dtype | None] = set()
     for value in args:
         if isinstance(value, Tensor):
@@ -177,8 +177,8 @@ def formats_of(args: Iterable[Any], kwargs: Kwargs) -> set[torch.dtype | None]:
     return found
 
 
-def _on_data_only(handler: Handler) -> Handler:
-    """Run `handler` only for the first argument: the op writes statistics into the others."""
+def _limit_to_data(handler: Handler) -> Handler:
+    """Let `handler` see only the first argument: the op writes statistics into the others."""
 
     def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if not args:
@@ -189,8 +189,8 @@ def _on_data_only(handler: Handler) -> Handler:
     return run
 
 
-def _holding_numbers(handler: Handler) -> Handler:
-    """Run `handler` with the call's numbers held inside the format that its tensors then have."""
+def _hold_numbers(handler: Handler) -> Handler:
+    """Wrap `handler`: numbers in a call are clamped to the format that its tensors are cast to."""
 
     def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return handler(partial(_call_with_held_numbers, func), args, kwargs)
@@ -198,8 +198,8 @@ def _holding_numbers(handler: Handler) -> Handler:
     return run
 
 
-def _without_fault(op: str, handler: Handler) -> Handler:
-    """Run `handler`, but in fp32 with one rounding where the half kernel of `op` is wrong."""
+def _avoid_fault(op: str, handler: Handler) -> Handler:
+    """Wrap `handler`: calls that torch's half kernel gets wrong run in fp32, with one rounding."""
 
     def call(func: Any, *args: Any, **kwargs: Any) -> Any:
         run = _run_widest_rounded if is_faulty(op, *args, **kwargs) else _run_as_is
@@ -222,7 +222,7 @@ def _run_fp32(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Widen half inputs if another input is fp32, or the other half format.
 
-    A 0-d tensor beside larger ones counts as a number, as in PyTorch's promotion.
+    A 0-d tensor beside larger ones counts as a Python number, as in PyTorch's promotion.
     """
     if len(formats_of(args, kwargs)) < 2:
         return func(*args, **kwargs)
@@ -234,7 +234,7 @@ def _run_widest(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _run_widest_rounded(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Do as `_run_widest`, but half inputs on a CPU run in fp32, with one rounding."""
+    """Do as `_run_widest`, but if all inputs are half, run in fp32 on a CPU, with one rounding."""
     operands = list(tensors_in((args, kwargs)))
     halves = {tensor.dtype for tensor in operands if tensor.dtype in HALF}
     if len(halves) != 1 or any(tensor.dtype == torch.float32 for tensor in operands):
@@ -246,7 +246,7 @@ def _run_widest_rounded(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _run_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Give every source the format of the tensor that is written, the first argument."""
+    """Cast every source to the format of the first argument, which is written."""
     target, sources = args[0], (args[1:], kwargs)
     if target.dtype not in CASTABLE or formats_of(*sources) <= {target.dtype}:
         return func(*args, **kwargs)
@@ -257,7 +257,7 @@ def _run_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _run_item(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `x[key] = value`: the value is cast to what `x` can hold."""
     target, key, value = args
-    value = _held(value, target.dtype)
+    value = _hold(value, target.dtype)
     return _run_into(lambda target, value: func(target, key, value), (target, value), kwargs)
 
 
@@ -266,11 +266,11 @@ def _call_with_held_numbers(func: Any, *args: Any, **kwargs: Any) -> Any:
     dtype = kwargs.get("dtype") or next(formats, None)
     if dtype not in HALF:
         return func(*args, **kwargs)
-    named = {name: _held(value, dtype) for name, value in kwargs.items()}
-    return func(*(_held(value, dtype) for value in args), **named)
+    named = {name: _hold(value, dtype) for name, value in kwargs.items()}
+    return func(*(_hold(value, dtype) for value in args), **named)
 
 
-def _held(value: Any, dtype: torch.dtype) -> Any:
+def _hold(value: Any, dtype: torch.dtype) -> Any:
     """Clamp a finite number, or 0-d tensor, to the range of a half `dtype`."""
     if dtype not in HALF or isinstance(value, bool):
         return value

@@ -1,12 +1,12 @@
 """Which op runs in which format: the lists as a value, read from `conf/ops/*.yaml`.
 
-    allow   runs in half                    matrix products, convolutions, attention
-    deny    runs in fp32                    losses, exponentials, softmax, norms, large reductions
-    infer   runs in its widest input's      element-wise ops, concatenation, pooling
+    allow   in half                         matrix products, convolutions, attention
+    deny    in fp32                         losses, exponentials, softmax, norms, large reductions
+    infer   in its widest input's format    element-wise ops, concatenation, pooling
 
-An op is in one list at most; in no list it follows PyTorch's promotion. Names are PyTorch's, and
-one name covers every spelling: `matmul` is also `torch.matmul(a, b)` and `a @ b`. An op of another
-library has its name in front: `torchvision.nms`. The same lists hold on every device.
+An op is in at most one list. If it is in none, PyTorch's type promotion decides. Names are
+PyTorch's, and one name covers every spelling: `matmul` is also `torch.matmul(a, b)` and `a @ b`. An
+op of another library is written `library.op`: `torchvision.nms`. The lists hold on every device.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ from torch.overrides import get_overridable_functions
 
 from mpframe.core.errors import ConfigError, nearest
 
-# Spellings that torch does not tell apart from ops of their own: alias=op.
+# Aliases that torch lists as if they were different ops: alias=op.
 _SPELLINGS = """
     arccos=acos arcsin=asin arctan2=atan2 concat=cat concatenate=cat det=linalg_det divide=div
     inverse=linalg_inv linalg_cross=cross linalg_matmul=matmul logsigmoid=log_sigmoid
@@ -71,12 +71,12 @@ def op_name(function: Any) -> str:
     return canonical(getattr(function, "__name__", ""))
 
 
-# conf/ of a clone, mpframe/conf of the wheel.
+# conf/ in a clone, mpframe/conf in the wheel.
 _SHIPPED = [parent / "conf" / "ops" for parent in Path(__file__).resolve().parents[1:3]]
 LISTS = ("allow", "deny", "infer")
 PINS = ("fp32", "half")
-# They write running statistics into their arguments: only their data is ever cast, and their
-# weights stay in fp32 beside the statistics.
+# Ops that write running statistics into their arguments: only their first input is ever cast, and
+# their weights stay in fp32, as the statistics do.
 WITH_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
 
 
@@ -88,8 +88,8 @@ class OpLists:
         allow: ops that run in half.
         deny: ops that run in fp32.
         infer: ops that run in the widest format of their inputs.
-        modules: glob pattern of module names -> `fp32`, `half`, `none` or a recipe, as `Policy`
-            checks; the last match wins.
+        modules: glob pattern of module names -> `fp32`, `half`, `none` or a recipe's name; the last
+            match wins. They are not checked here.
 
     Raises:
         ConfigError: an op is unknown or in two lists.
@@ -133,7 +133,7 @@ class OpLists:
         return lists.moved(node.get("move") or {})
 
     def moved(self, move: Mapping[str, str]) -> Self:
-        """Return a copy in which each op of `move` is in the named list (`none`: in no list).
+        """Return a copy in which each op of `move` is in the list it names (`none`: in no list).
 
         Raises:
             ConfigError: an op is unknown, or its destination is not a list.
@@ -144,10 +144,10 @@ class OpLists:
                 raise ConfigError(
                     f"ops.move.{op}={destination}: choose allow, deny, infer or none (= no list)"
                 )
-        target = {canonical(op): destination for op, destination in move.items()}
+        destinations = {canonical(op): destination for op, destination in move.items()}
         moved = {
-            name: getattr(self, name) - target.keys()
-            | {op for op, to in target.items() if to == name}
+            name: getattr(self, name) - destinations.keys()
+            | {op for op, destination in destinations.items() if destination == name}
             for name in LISTS
         }
         return replace(self, **moved)
@@ -172,15 +172,15 @@ def _read(name: str) -> Mapping[str, Any]:
         raise ConfigError(f"ops={name}: choose {', '.join(shipped)}")
     node = _parse(path.read_text())
     merged: dict[str, Any] = {}
-    for base in node.pop("defaults", {"_self_": None}):
+    for base in node.pop("defaults", {"_self_": None}):  # Hydra's list of the files to merge.
         merged |= node if base == "_self_" else _read(base)
     return merged
 
 
 def _parse(text: str) -> dict[str, dict[str, str]]:
-    """Read the sections of a shipped file, whose items are `- op` or `op: list`: a mapping each.
+    """Return a shipped file's sections, each as a mapping of its items, `- op` or `op: list`.
 
-    The engine has no YAML reader, and needs no more than this.
+    The engine imports no YAML reader, and these files need no more than this.
     """
     sections: dict[str, dict[str, str]] = {}
     for line in text.splitlines():
@@ -197,14 +197,14 @@ def _check_known(path: str, ops: Iterable[str]) -> None:
         raise ConfigError(f"{path}={ops}: give a list of ops: [{ops}]")
     for op in ops:
         if op not in known_ops() and canonical(op) not in _shipped() and not is_registered(op):
-            raise ConfigError(f"{path}: {op!r} is {_why_unknown(op)}")
+            raise ConfigError(f"{path}: {op!r} is {_explain_unknown(op)}")
 
 
-def _why_unknown(op: str) -> str:
+def _explain_unknown(op: str) -> str:
     library = op.rpartition(".")[0]
     registered = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
-    of_library = {n.replace("::", ".") for n in registered if n.startswith(f"{library}::")}
-    known = sorted(of_library) if library else known_ops()
+    its_ops = {n.replace("::", ".") for n in registered if n.startswith(f"{library}::")}
+    known = sorted(its_ops) if library else known_ops()
     if not known:
         return f"unknown: no library {library!r} that registers ops with PyTorch is imported"
     hint = nearest(op, known)
@@ -213,6 +213,6 @@ def _why_unknown(op: str) -> str:
 
 @cache
 def _shipped() -> frozenset[str]:
-    """Return the ops of the shipped lists, which pass though torch or a library may lack them."""
+    """Return the ops in the shipped lists, which are allowed even if this torch lacks them."""
     default = _read("default")
     return frozenset(canonical(op) for name in LISTS for op in default[name])

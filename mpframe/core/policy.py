@@ -1,14 +1,14 @@
-"""The precision policy: a frozen value that decides; `cast.py` applies what it decides.
+"""The precision policy: a frozen value that decides every format; `cast.py` applies it.
 
-A policy answers with a `Compute` for an op, and with a pin for a module. It holds no tensor, so it
-can be printed, compared and kept.
+It gives a `Compute` for an op, and a pin for a module. It holds no tensor, so it can be printed,
+compared and kept.
 
     mode    weights stored as               ops
     fp32    fp32                            nothing is cast
     amp     fp32                            cast at run time by the lists
-    mixed   half if the op is in `allow`    cast at run time by the lists
+    mixed   half if its ops are half ops    cast at run time by the lists
 
-A pin puts a module, with everything inside it, in one format whatever the lists say.
+A pin puts a module and everything inside it in one format, whatever the lists say.
 """
 
 import fnmatch
@@ -26,13 +26,13 @@ from mpframe.core.tree import HALVES
 
 MODES = ("fp32", "mixed", "amp")
 COMPUTES = ("auto", "native", "emulated")
-NO_PRODUCTS = "none"  # In place of a recipe's name: products stay in half.
+NO_PRODUCTS = "none"  # In place of a recipe: matrix products and convolutions stay in half.
 UNCAST = "autocast off"  # In place of a pin, in a region where the model turns torch.autocast off.
 CASTABLE = frozenset({torch.float32, *HALVES.values()})  # No other format is ever cast.
 
 
 class Compute(Enum):
-    """The format of an op in `allow`, in `deny`, in `infer` and in no list."""
+    """How an op of `allow`, of `deny`, of `infer` and of no list computes, in that order."""
 
     HALF = "half"
     FP32 = "fp32"
@@ -45,13 +45,13 @@ _COMPUTE_OF_LIST = dict(zip((*LISTS, "none"), Compute, strict=True))
 
 @dataclass(frozen=True)
 class Policy:
-    """Which op runs, and which weight is stored, in which format.
+    """The format in which each op runs and each weight is stored.
 
     Args:
         mode, half, ops, compute: as for `Precision`.
         products: the name of a recipe, or `none`.
-        recipes: by the names that `products` and pins call them. The policy reads the patterns in
-            their `half`, and nothing else.
+        recipes: recipes by the names that `products` and pins use. The policy reads only their
+            `half`, the patterns of the modules that stay in half.
 
     Raises:
         ConfigError: a mode, half or compute that does not exist.
@@ -74,7 +74,7 @@ class Policy:
 
     @property
     def casts(self) -> bool:
-        """False if no op is ever cast, so that no interception is needed."""
+        """False if no op is ever cast, so that no op has to be intercepted."""
         if self.mode == "fp32":
             return self.products != NO_PRODUCTS
         return not (self.ops.empty and not self.ops.modules)
@@ -109,14 +109,14 @@ class Policy:
         return name if name in self.recipes else None
 
     def recipe_of(self, pin: str | None = None) -> Any:
-        """Return that recipe; None: products are not quantised."""
+        """Return the recipe itself, or None if products are not quantised."""
         return self.recipes.get(self.products if pin is None else pin)
 
     def pin_of(self, module: str) -> tuple[str, str] | None:
         """Return the last pattern that matches a module's qualified name, and its pin; or None."""
         recipe = self.recipe_of()
-        in_half = dict.fromkeys(recipe.half, NO_PRODUCTS) if recipe else {}
-        pins = [*in_half.items(), *self.ops.modules.items()]
+        half_pins = dict.fromkeys(recipe.half, NO_PRODUCTS) if recipe else {}
+        pins = [*half_pins.items(), *self.ops.modules.items()]
         matching = [(pattern, pin) for pattern, pin in pins if self.matches(pattern, module)]
         return matching[-1] if matching else None
 
@@ -133,7 +133,7 @@ class Policy:
         return any(fnmatch.fnmatchcase(owner, pattern) for owner in owners)
 
     def check_patterns(self, model: nn.Module) -> None:
-        """Refuse a pattern that matches no module: it is most likely misspelt."""
+        """Raise for a pattern that matches no module: it is most likely misspelt."""
         names = [name for name, _ in model.named_modules()]
         for pattern in self.ops.modules:
             if not any(self.matches(pattern, name) for name in names):

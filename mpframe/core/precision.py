@@ -1,4 +1,4 @@
-"""`Precision`: one value that makes a model and its optimizer run in a dtype mode.
+"""`Precision`: one object that makes a model and its optimizer run in a dtype mode.
 
     precision = Precision("mixed", half="float16")
     model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -44,29 +44,29 @@ def _find_no_recipes(policy: Policy) -> tuple[Policy, OpHandler]:
 
 
 find_recipes: Callable[[Policy], tuple[Policy, OpHandler]] = _find_no_recipes
-"""Adds to a policy the recipes that it names, and returns what runs them. The import of
+"""Adds to a policy the recipes that it names, and returns the handler that runs them. Importing
 `mpframe.lowbit` puts its function here."""
 
 
 class Precision:
-    """A dtype mode, applied.
+    """A dtype mode, as it is applied to a model and its optimizer.
 
     Args:
         mode: `fp32`, `mixed` (half weights, fp32 masters) or `amp` (fp32 weights, ops cast).
         half: `float16` or `bfloat16`, the 16-bit format of the run.
         ops: the op lists and module pins; the shipped default lists if None.
-        compute: half on a CPU: by `native` kernels, `emulated` (half inputs, fp32 accumulation, one
-            rounding), or `auto` (native if the CPU can). Also for products below 16 bits, but there
-            `auto` is native only on GPUs.
+        compute: how half ops run on a CPU: by `native` kernels, `emulated` (half inputs, fp32
+            accumulation, one rounding), or `auto` (native if the CPU can). It also holds for
+            products below 16 bits, for which `auto` is native only on GPUs.
         master_weights: False leaves the masters out, to study what they are for. A subclass of
             `Master` keeps the fp32 values in another way, such as training's `SplitMaster`.
-        products: the recipe by which matrix products and convolutions are computed below 16 bits,
-            a name or a `Recipe`; `none`: they stay in half. `import mpframe.lowbit` before it.
-        recipes: a user's recipes, by the names that `products` and pins call them.
+        products: the recipe that computes matrix products and convolutions below 16 bits, a name or
+            a `Recipe`, or `none` to keep them in half. `import mpframe.lowbit` first.
+        recipes: your recipes, by the names that `products` and pins use.
         op_handlers: run ops in another way; they are asked before the lists.
 
     Raises:
-        ConfigError: a value is not one of those named here.
+        ConfigError: a value is none of the ones named here.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Precision:
         self.policy = Policy(mode, half, lists, compute, products, recipes or {})
         self.op_handlers = tuple(op_handlers)
         if self.policy.recipe_names or recipes:
-            self.policy, by_recipes = find_recipes(self.policy)
-            self.op_handlers += (by_recipes,)
+            self.policy, recipe_handler = find_recipes(self.policy)
+            self.op_handlers += (recipe_handler,)
         if mode == "mixed" and isinstance(master_weights, type):
             master_weights.check_format(self.policy.half_dtype)
         self.master_weights = master_weights
@@ -108,19 +108,19 @@ class Precision:
     ) -> tuple[nn.Module, MasterWeights]:
         """Store the weights as the mode says and wrap the optimizer; both are changed in place.
 
-        Call it for each optimizer of a model. A weight has one master, which they share; fp32
-        values that no optimizer took yet are kept for the next one, and for groups added later.
+        Call it for each optimizer of a model. A weight has one master, which they share. Fp32
+        values that no optimizer has taken yet are kept for later ones and for later groups.
 
         Args:
-            model: on its device, in fp32, before the first step. The master of a weight that is
-                half on arrival starts from the half value.
+            model: on its device, in fp32, before the first step. If a weight is already
+                half, its master starts from the half value.
             optimizer: over the model's parameters.
-            example: an input of the model for `trace`; None: the model is not traced.
+            example: an input of the model for `trace`; if None, the model is not traced.
             keep_frozen: False drops the fp32 values of weights that need no gradient, which saves
                 4 bytes each; if such a weight is trained later, it starts from its half value.
 
         Returns:
-            The same model, and the wrapped optimizer with masters from before the rounding.
+            The same model, and the wrapped optimizer, with masters from before rounding.
 
         Raises:
             ConfigError: a parameter is complex, or lazy and there is no example; a pin names no
@@ -135,15 +135,15 @@ class Precision:
                 set_master(parameter, value, master_class(self.master_weights) or Master)
         watch(model, widens=self.policy.stores_by_op)
         self.attach(model)
-        kept = self.master_weights if self.policy.mode == "mixed" else True
-        return model, MasterWeights(optimizer, keep_masters=kept)
+        masters = self.master_weights if self.policy.mode == "mixed" else True
+        return model, MasterWeights(optimizer, keep_masters=masters)
 
     def trace(self, model: nn.Module, example: Any) -> None:
         """Run the model once, to store in half every weight that only half ops read.
 
         Without a trace the classes of torch.nn tell which weights these are, and weights of other
-        classes stay fp32. The results of several calls are put together. Lazy layers get their
-        shapes and first values; all else of the model, and the random generators, stay as they are.
+        classes stay fp32. The results of several calls are merged. Lazy layers get their shapes
+        and first values; the rest of the model and the random generators are not changed.
 
         Args:
             model: on its device, before or after it is prepared.
@@ -162,21 +162,21 @@ class Precision:
         return self._uses.get(model, WeightUses())
 
     def use_shards(self, model: nn.Module, sharded: Mapping[Tensor, Any]) -> None:
-        """Go on with a traced model whose weights were divided among ranks, before `prepare`.
+        """Carry a trace over to a model whose weights were then sharded; call before `prepare`.
 
-        `sharded` holds the parameters as they were, each with the one in its place.
+        `sharded` maps each parameter that was traced to the one that replaced it.
         """
         if self._casts is not None:
-            self._casts.keeps_weights = False  # They would outlive the gathered weights.
+            self._casts.keeps_weights = False  # Kept casts would outlive the gathered weights.
         uses = self.uses(model)
         by_weight = {sharded[weight]: ops for weight, ops in uses.by_weight.items()}
         self._uses[model] = WeightUses(by_weight, uses.called)
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
-        """Make the model's pins follow this precision's casts; no weight is touched.
+        """Hook the model so that this precision's blocks see its pins; no weight is touched.
 
         `prepare` calls it. Call it yourself for a model that is evaluated in another mode than it
-        was trained in. A second call does nothing. The hooks that it returns can be removed.
+        was trained in. A second call does nothing. The returned hooks can be removed.
 
         Raises:
             ConfigError: `compute` is native and the model's device lacks a product of a recipe.
@@ -195,22 +195,22 @@ class Precision:
         return handles
 
     def cast(self) -> AbstractContextManager[None]:
-        """Run the ops of the block by the lists; one weight is cast at most once in it.
+        """Return a block that runs its ops by the lists, and casts each weight at most once.
 
-        Blocks nest: the innermost decides, also if it is an fp32 one, which casts nothing. A block
-        acts only in the thread that enters it.
+        Blocks nest: the innermost decides, even an fp32 one, which casts nothing. A block acts only
+        in the thread that enters it.
         """
         if self._casts is not None:
             follow_backward_passes(self._casts, casts_here)
         return block(self._casts)
 
     def release(self) -> None:
-        """Undo what its blocks replaced in torch, as when it is garbage collected."""
+        """Undo what this precision's blocks replaced in torch, as garbage collection also does."""
         release(id(self._casts))
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
-        """Context manager that may run the model; what lasts from step to step is restored."""
+        """Context manager that restores what handlers carry from step to step."""
         before = self.state_dict()
         try:
             yield
@@ -218,17 +218,17 @@ class Precision:
             self.load_state_dict(before)
 
     def sync(self, comm: Comm) -> None:
-        """Bring what handlers measured in this step in line with the other ranks; all call it."""
+        """Synchronise what handlers measured in this step; every rank must call it."""
         for handler in self.op_handlers:
             handler.sync(comm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what handlers carry from step to step: of products random generators and amax."""
+        """Return what handlers carry from step to step, such as random generators and amax."""
         states = (handler.state_dict() for handler in self.op_handlers)
         return {name: value for state in states for name, value in state.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         for handler in self.op_handlers:
             handler.load_state_dict(state)
 

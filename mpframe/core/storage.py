@@ -1,12 +1,12 @@
-"""How weights are stored: each in the format that it is computed with.
+"""The format each weight is stored in: the one that its ops compute in.
 
-In `mixed` a weight is half if every op that uses it computes in half, and fp32 if any other does. A
-traced step shows which ops these are (trace.py). For a weight that no trace has seen, the module's
-class tells the op: half for a layer of torch.nn whose op is in `allow`. A pin of its module comes
-before both, and without any lists all weights are half.
+In `mixed` a weight is half if every op that reads it computes in half, and fp32 otherwise. A trace
+shows which ops these are (trace.py). For a weight that no trace has seen, the module's class tells
+the op: half for a layer of torch.nn whose op is in `allow`. A pin of its module comes before both,
+and without any lists all weights are half.
 
-A tied weight takes the widest format that any of its modules wants. BatchNorm's running statistics,
-which the op writes, stay in fp32, and so do the weights beside them, except without lists.
+A tied weight takes the widest format that any of its modules wants. With lists, the running
+statistics that BatchNorm writes stay in fp32, and so do the weights beside them.
 """
 
 import re
@@ -25,7 +25,7 @@ from mpframe.core.policy import CASTABLE, Policy
 from mpframe.core.trace import Use, WeightUses
 from mpframe.core.tree import HALF
 
-_EXCEPTIONS = {
+_EXCEPTIONS = {  # Classes that are not named after their op.
     "BCELoss": "binary_cross_entropy",
     "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
     "MultiheadAttention": "scaled_dot_product_attention",
@@ -41,24 +41,24 @@ def op_of(module: nn.Module) -> str | None:
         return str(module.mode).lower()  # lstm, gru, rnn_tanh, rnn_relu
     if isinstance(module, nn.RNNCell):
         return f"rnn_{module.nonlinearity}_cell"
-    return next((op for cls in type(module).__mro__ if (op := _op_of_class(cls))), None)
+    return next((op for cls in type(module).__mro__ if (op := _find_op(cls))), None)
 
 
 @cache
-def _op_of_class(cls: type) -> str | None:
+def _find_op(cls: type) -> str | None:
     if not cls.__module__.startswith("torch.nn.modules"):
         return None
-    if cls.__name__[:-2].endswith("Pad"):
+    if cls.__name__[:-2].endswith("Pad"):  # ConstantPad1d, ZeroPad2d, ...
         return "pad"
     name = cls.__name__.lower().strip("_")
     spellings = (name, name.removesuffix("loss"), re.sub(r"\dd$", "", name))
-    found = (_ops_by_letters().get(spelling) for spelling in spellings)
+    found = (_index_ops().get(spelling) for spelling in spellings)
     return _EXCEPTIONS.get(cls.__name__) or next((op for op in found if op), None)
 
 
 @cache
-def _ops_by_letters() -> dict[str, str]:
-    """Return ops by their names without underscores, as class names have none."""
+def _index_ops() -> dict[str, str]:
+    """Return ops by name without underscores, because class names have none."""
     public = (op for op in known_ops() if not op.startswith("_"))
     return {op.replace("_", ""): canonical(op) for op in public}
 
@@ -80,7 +80,7 @@ def formats_of(
 def wanted_by(
     name: str, module: nn.Module, policy: Policy, uses: Set[Use] | None = None
 ) -> torch.dtype:
-    """Return the format in which `module` wants one of its parameters, which `uses` read."""
+    """Return the format `module` wants for a parameter; `uses`: the ops that read it, if traced."""
     op, pin = op_of(module), policy.format_pin_of(name)
     if pin is not None:
         half = pin[1] == "half"
@@ -95,23 +95,23 @@ def wanted_by(
 
 @torch.no_grad()
 def store(model: nn.Module, policy: Policy, uses: WeightUses) -> dict[Tensor, Tensor]:
-    """Bring every weight into its format, in place.
+    """Convert every weight to its format, in place.
 
-    A weight beyond the half range is stored at the range's end. A half weight with a master is
-    stored from that. A weight that is divided among ranks stays fp32.
+    Values beyond the half range are clamped to it. A half weight that has a master is converted
+    from the master. A weight that is sharded among ranks keeps its format.
 
     Returns:
-        The fp32 values of the weights that were rounded, from before.
+        For each weight that was rounded, its fp32 value from before the rounding.
 
     Raises:
-        ConfigError: a parameter is complex, or lazy and to be cast; nothing has been changed.
+        ConfigError: a parameter is complex, or lazy and to be cast. Then nothing is changed.
     """
     _check_parameters(model, policy)
     before: dict[Tensor, Tensor] = {}
     for parameter, dtype in formats_of(model, policy, uses).items():
         if parameter.dtype != dtype and not is_sharded(parameter):
             exact = exact_value(parameter)
-            _restore_as(parameter, dtype, parameter.data.float() if exact is None else exact)
+            _store_as(parameter, dtype, parameter.data.float() if exact is None else exact)
             if exact is not None and dtype in HALF:
                 before[parameter] = exact
     for name, module in model.named_modules():
@@ -121,7 +121,7 @@ def store(model: nn.Module, policy: Policy, uses: WeightUses) -> dict[Tensor, Te
     return before
 
 
-def _restore_as(parameter: nn.Parameter, dtype: torch.dtype, values: Tensor) -> None:
+def _store_as(parameter: nn.Parameter, dtype: torch.dtype, values: Tensor) -> None:
     limit = torch.finfo(dtype).max
     parameter.data = values.clamp(-limit, limit).to(dtype)
     if parameter.grad is not None:

@@ -1,17 +1,17 @@
-"""Functions of torch that are looked into or replaced, and how that is undone.
+"""Functions of torch that are unwrapped or replaced, and how torch is restored.
 
 PyTorch shows a function mode only the outermost call: `F.multi_head_attention_forward` is one name,
 although a dozen ops run inside. Such a function begins by asking `has_torch_function(...)`, and
-hands itself over if the answer is yes. `unwrap` makes a copy that always gets the answer no.
+passes itself to the mode if the answer is yes. `unwrap` makes a copy that always gets a no.
 
 Python code that runs in the backward pass gets the casts of its forward pass, which may have ended
-by then, or run on another thread. So the casts are saved where PyTorch makes what waits for the
+by then, or run on another thread. So the casts are saved in the objects that PyTorch makes for the
 backward pass: the frame of a checkpoint, and the node of a custom autograd.Function, in which
 reentrant checkpoints and reversible layers recompute.
 
-`_REPLACED` names the functions that are replaced, from the first block that casts until the last
-precision with such a block is gone. Others in it run ops that no mode sees, and that torch would
-cast because a block turns torch.autocast on. torch's average of a model must read the masters.
+`_REPLACED` lists the functions that are replaced, from the first block that casts until the last
+precision with such a block is gone. Some run ops that no mode sees, and that torch would cast
+because a block turns torch.autocast on. AveragedModel is there to read masters, not half weights.
 """
 
 import functools
@@ -33,7 +33,7 @@ from torch.optim.swa_utils import AveragedModel
 from mpframe.core.widening import update_from_masters
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-# They check their arguments and call the op of their name: nothing is gained by looking inside.
+# They only check their arguments and call the op of their name: there is no other op inside.
 _CALL_THEIR_OP = frozenset({"batch_norm", "embedding", "instance_norm", "max_pool2d_with_indices"})
 # Unwrapped functions by key. Attributes and not a dict: a compiler reads a dict once, before the
 # functions it meets later are unwrapped.
@@ -42,7 +42,7 @@ UNWRAPPED = SimpleNamespace()
 
 @functools.cache
 def unwrap(function: Any) -> str | None:
-    """Return the name in `UNWRAPPED` of a Python function of torch; None: it is run as it is."""
+    """Unwrap a function of torch; return its name in `UNWRAPPED`, or None if it runs as it is."""
     inner = getattr(function, "__wrapped__", None)
     if isinstance(inner, FunctionType) and inner.__module__ == "torch._tensor":
         unwrapped = inner  # `1 / x`, `2 ** x`: a decorator asks, the body inside does not.
@@ -64,7 +64,7 @@ def _asks(function: FunctionType) -> bool:
 
 
 def _copy_with_answer(function: FunctionType) -> FunctionType:
-    names, code = _answered(function.__module__), function.__code__
+    names, code = _answer_no(function.__module__), function.__code__
     defaults, closure = function.__defaults__, function.__closure__
     unwrapped = FunctionType(code, names, function.__name__, defaults, closure)
     unwrapped.__kwdefaults__ = function.__kwdefaults__
@@ -72,10 +72,10 @@ def _copy_with_answer(function: FunctionType) -> FunctionType:
 
 
 @functools.cache
-def _answered(module: str) -> dict[str, Any]:
-    """Return the globals of `module` with every such question answered "no"."""
+def _answer_no(module: str) -> dict[str, Any]:
+    """Return the globals of `module` with every question in `_QUESTIONS` answered "no"."""
     names = {**vars(sys.modules[module]), **dict.fromkeys(_QUESTIONS, lambda *_: False)}
-    del names["__name__"]  # By it torch.compile would find the module, with the questions.
+    del names["__name__"]  # By it torch.compile would find the real module.
     return names
 
 
@@ -91,7 +91,7 @@ _casts_here: Callable[[], MakeBlock]
 def follow_backward_passes(user: object, casts_here: Callable[[], MakeBlock]) -> None:
     """Run backward passes under the casts of their blocks, until `release(id(user))`.
 
-    `casts_here` returns what makes a block with the thread's present casts again.
+    `casts_here()` returns a function that makes a block with this thread's present casts.
     """
     global _casts_here
     if is_compiling() or id(user) in _users:
@@ -101,19 +101,19 @@ def follow_backward_passes(user: object, casts_here: Callable[[], MakeBlock]) ->
         _casts_here = casts_here
         for owner, name, run in () if _users else _REPLACED:
             _originals.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, _replacing(getattr(owner, name), run))
+            setattr(owner, name, _make_replacement(getattr(owner, name), run))
         _users.add(id(user))
 
 
 def release(user: int) -> None:
-    """Forget the user with this id; the last one leaves torch as it was."""
+    """Forget the user with this id; after the last one, restore what was replaced in torch."""
     with _lock:
         _users.discard(user)
         while _originals and not _users:
             setattr(*_originals.pop())
 
 
-def _replacing(function: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+def _make_replacement(function: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return run(function, *args, **kwargs)
@@ -121,7 +121,7 @@ def _replacing(function: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-def _make_frame(make: Any, frame: Any, recompute: Any, *args: Any, **kwargs: Any) -> None:
+def _init_frame(init: Any, frame: Any, recompute: Any, *args: Any, **kwargs: Any) -> None:
     block_again = _casts_here()
 
     @functools.wraps(recompute)
@@ -129,11 +129,11 @@ def _make_frame(make: Any, frame: Any, recompute: Any, *args: Any, **kwargs: Any
         with block_again():
             return recompute(*args, **kwargs)
 
-    make(frame, recompute_in_block, *args, **kwargs)
+    init(frame, recompute_in_block, *args, **kwargs)
 
 
-def _make_node(make: Any, node: Any, *args: Any, **kwargs: Any) -> None:
-    make(node, *args, **kwargs)
+def _init_node(init: Any, node: Any, *args: Any, **kwargs: Any) -> None:
+    init(node, *args, **kwargs)
     if not node._forward_cls.__module__.startswith(_COMPILED):
         node._block_again = _casts_here()
 
@@ -144,14 +144,14 @@ def _run_node(apply: Any, node: Any, *gradients: Any) -> Any:
 
 
 def _run_without_autocast(function: Any, *args: Any, **kwargs: Any) -> Any:
-    # A block keeps no cache in torch.autocast: so it is known where a compiler hides its mode.
+    # A block turns autocast's cache off, which marks it even if a compiler hides its mode.
     with nullcontext() if torch.is_autocast_cache_enabled() else torch._C._DisableAutocast():
         return function(*args, **kwargs)
 
 
 _REPLACED: list[tuple[Any, str, Callable[..., Any]]] = [
-    (torch.utils.checkpoint._CheckpointFrame, "__init__", _make_frame),
-    (BackwardCFunction, "__init__", _make_node),
+    (torch.utils.checkpoint._CheckpointFrame, "__init__", _init_frame),
+    (BackwardCFunction, "__init__", _init_node),
     (BackwardCFunction, "apply", _run_node),
     (torch.autograd, "_engine_run_backward", _run_without_autocast),
     (torch._C.ScriptMethod, "__call__", _run_without_autocast),

@@ -1,9 +1,9 @@
 """Which ops read each weight, seen in one forward pass.
 
-A weight that only half ops read may be stored in half: whether it is rounded once, when it is
-stored, or again at each read, the op gets the same numbers. A module's class does not say which ops
-these are. An expert layer multiplies slices of one large weight; a layer with weight
-standardisation subtracts a mean from its weight before it convolves.
+A weight that only half ops read may be stored in half: the ops get the same numbers whether it is
+rounded once, when it is stored, or at each read. A module's class does not say which ops these are.
+An expert layer multiplies slices of one large weight. A layer with weight standardisation subtracts
+a mean from its weight before it convolves.
 
 An op that only moves values does not count as a reader. The view, copy or concatenation of a
 rounded weight equals the rounded view, copy or concatenation. The ops that read the result count.
@@ -30,11 +30,11 @@ from mpframe.core.op_lists import WITH_STATISTICS, op_name
 from mpframe.core.policy import Compute, Policy
 from mpframe.core.tree import tensors_in
 
-# Ops that give the values of their first argument in a tensor of their own.
-_MOVED = "cat clone contiguous flatten reshape stack bfloat16 float half to type type_as"
-_MOVES = frozenset(_MOVED.split())
-# Ops that look at a tensor's shape or format, or mark it; so do `zeros_like`, `new_zeros`, ...
-_LOOKS = frozenset({"__get__", "__set__", "requires_grad_"})
+# Ops that return their first argument's values in a new tensor.
+_MOVE_NAMES = "cat clone contiguous flatten reshape stack bfloat16 float half to type type_as"
+_MOVES = frozenset(_MOVE_NAMES.split())
+# Calls that read no values, only attributes; `zeros_like`, `new_zeros`, ... read none either.
+_NO_READS = frozenset({"__get__", "__set__", "requires_grad_"})
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Use:
     """An op that reads a weight.
 
     Attributes:
-        op: its name in the lists; empty for a kernel; `uncast ...` beside complex or double inputs.
-        within: the modules whose call it ran in, the outermost first.
+        op: its name in the lists, or empty; `uncast ...` beside complex or double inputs.
+        within: the modules that were running, the outermost first.
     """
 
     op: str
     within: tuple[str, ...]
 
     def pin(self, policy: Policy) -> str | None:
-        """Return the pin of the innermost pinned module; None: none is pinned."""
+        """Return the pin of the innermost pinned module, or None."""
         pins = (policy.pin_of(module) for module in reversed(self.within))
         return next((pin[1] for pin in pins if pin is not None), None)
 
@@ -68,7 +68,7 @@ class WeightUses:
     """The ops that read each weight, as a forward pass showed them.
 
     Attributes:
-        by_weight: a weight that none reads is left out.
+        by_weight: the ops of each weight; a weight that no op reads is left out.
         called: names of the modules that were called; empty if nothing was traced.
     """
 
@@ -77,8 +77,8 @@ class WeightUses:
 
     def __or__(self, other: "WeightUses") -> "WeightUses":
         weights = self.by_weight.keys() | other.by_weight.keys()
-        both = {weight: frozenset(self.of([weight]) + other.of([weight])) for weight in weights}
-        return WeightUses(both, self.called | other.called)
+        merged = {weight: frozenset(self.of([weight]) + other.of([weight])) for weight in weights}
+        return WeightUses(merged, self.called | other.called)
 
     def of(self, weights: Iterable[nn.Parameter]) -> list[Use]:
         """Return the ops that read any of these weights, in the order of their names."""
@@ -87,22 +87,22 @@ class WeightUses:
 
 
 def trace(model: nn.Module, example: Any, casts: AbstractContextManager[None]) -> WeightUses:
-    """Run the model once, uncompiled, and see what reads its weights; its state is preserved.
+    """Run the model once, uncompiled, and return what reads its weights; restore its state.
 
     Args:
         example: as `Precision.trace` takes it.
-        casts: the block in which ops are cast, so that functions of torch are unwrapped.
+        casts: a `cast` block: it unwraps functions of torch, so that the ops inside are seen.
     """
-    watch, eager = _Watch(model), nullcontext()
-    if "torch._dynamo" in sys.modules:  # Otherwise nothing is compiled; the import takes seconds.
+    recorder, eager = _UseRecorder(model), nullcontext()
+    if "torch._dynamo" in sys.modules:  # If not, nothing is compiled; the import takes seconds.
         eager = torch.compiler.set_stance("force_eager")
-    with preserve_state(model), eager, watch.calls(model), watch, casts:
+    with preserve_state(model), eager, recorder.calls(model), recorder, casts:
         _call(model, example)
-    return watch.uses()
+    return recorder.uses()
 
 
 def materialize(model: nn.Module, example: Any) -> None:
-    """Give lazy layers, if there are any, their shapes and first values by one call of the model.
+    """Call the model once to give lazy layers, if it has any, their shapes and first values.
 
     Buffers and plain attributes of the other modules stay as they are.
     """
@@ -131,11 +131,11 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     """Context manager that runs `model` and then restores its parameters, its buffers, the plain
     attributes of its modules and the random generators."""
     kept = [(p, p.data, p.detach().clone()) for p in model.parameters() if not is_lazy(p)]
-    with State.of(model), _same_random_numbers():
+    with State.of(model), _preserve_random_state():
         try:
             yield
         finally:
-            # They stay where they are in memory, by which their readers are known.
+            # They stay where they are in memory, because a trace knows a weight by its address.
             for parameter, data, values in kept:
                 if parameter.data_ptr() != data.data_ptr():
                     parameter.data = data
@@ -144,33 +144,33 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Context manager that may draw random numbers; later ones are the same as without it."""
+def _preserve_random_state() -> Iterator[None]:
+    """Context manager that restores the random generators of Python, NumPy and torch."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    numpy: Any = sys.modules.get("numpy")  # Nothing is drawn from it where nobody imported it.
-    python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
+    numpy: Any = sys.modules.get("numpy")  # If nobody imported it, nothing draws from it.
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        random.setstate(python)
+        random.setstate(python_state)
         if numpy:
-            numpy.random.set_state(of_numpy)
+            numpy.random.set_state(numpy_state)
 
 
-class _Watch(TorchFunctionMode):
-    """A function mode that notes every op that is given a weight's values, by their memory."""
+class _UseRecorder(TorchFunctionMode):
+    """A function mode that notes every op that gets a weight, which it knows by its address."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._weights: dict[int, set[nn.Parameter]] = {}
+        self._weights: dict[int, set[nn.Parameter]] = {}  # by address
         self._uses: dict[nn.Parameter, set[Use]] = {}
         self._called: set[str] = set()
         self._within: list[str] = []
-        self._copies: list[Tensor] = []  # Kept, so that their memory is not used again.
+        self._copies: list[Tensor] = []  # Kept, so that their memory is not reused.
         for parameter in model.parameters():
             self._weights.setdefault(_address(parameter), set()).add(parameter)
-        self._weights.pop(0, None)
+        self._weights.pop(0, None)  # Without an address they cannot be told apart.
 
     def uses(self) -> WeightUses:
         by_weight = {weight: frozenset(uses) for weight, uses in self._uses.items()}
@@ -179,17 +179,17 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = op_name(func)
-        if name not in _LOOKS and not name.startswith("new_") and not name.endswith("_like"):
+        if name not in _NO_READS and not name.startswith("new_") and not name.endswith("_like"):
             first_only = args and (name in _MOVES or name.endswith("_as"))
             self._note(name, args[:1] if first_only else (args, kwargs), result)
         return result
 
     @contextmanager
     def calls(self, model: nn.Module) -> Iterator[None]:
-        """Context manager in which the watch follows which modules are being called."""
+        """Context manager that follows which modules are being called."""
         hooks = []
         for name, module in model.named_modules():
-            if isinstance(module, ScriptModule):  # It takes no hooks, and may have been called.
+            if isinstance(module, ScriptModule):  # It takes no hooks, so it counts as called.
                 self._called.add(name)
             else:
                 hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
@@ -207,20 +207,20 @@ class _Watch(TorchFunctionMode):
     def _leave(self, *_: Any) -> None:
         self._within.pop()
 
-    def _note(self, op: str, given: Any, result: Any) -> None:
-        sources = {a for a in map(_address, tensors_in(given)) if a in self._weights}
+    def _note(self, op: str, inputs: Any, result: Any) -> None:
+        sources = {a for a in map(_address, tensors_in(inputs)) if a in self._weights}
         results = list(tensors_in(result))
         if not sources or not (results or op == "__setitem__"):
             return
         in_place = op.startswith("__i") or (op.endswith("_") and not op.endswith("__"))
         if not sources.isdisjoint(map(_address, results)) and not in_place:
-            return  # A view.
+            return  # A view has the address of its weight, so the ops that read it are noted.
         weights = {weight for source in sources for weight in self._weights[source]}
         if op in _MOVES:
             self._weights |= {address: weights for address in map(_address, results) if address}
             self._copies += results
             return
-        uncast = any(tensor.dtype in HANDS_OFF for tensor in tensors_in(given))
+        uncast = any(tensor.dtype in HANDS_OFF for tensor in tensors_in(inputs))
         use = Use(f"uncast {op}" if uncast else op, tuple(self._within))
         for weight in weights:
             self._uses.setdefault(weight, set()).add(use)

@@ -1,9 +1,9 @@
 """Half weights that go back to fp32, because code other than an optimizer's step writes them.
 
-Momentum teachers and moving averages move so little after each step that half would lose it. So
-these are stored in fp32:
+Momentum teachers and moving averages change so little after each step that half would lose the
+change. So these are stored in fp32:
 
-    a frozen weight that is written    from the first time that its model's optimizer notices it
+    a frozen weight that is written    as soon as its model's optimizer notices it
     a deep copy of a model             at once, with the values of the masters
     a weight that turns half           before each step, if a forward pass has set its `.data`
 
@@ -26,13 +26,13 @@ from mpframe.core.tree import HALF
 log = logging.getLogger(__name__)
 
 Frozen = MutableMapping[Tensor, None]  # the half weights of a model that were prepared frozen
-_LOOKS = 4  # Steps at which the values on an accelerator are compared, though the host waits.
+_COMPARED_STEPS = 4  # First steps that compare values on an accelerator, so that the host waits.
 _NAMES: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
-_FROZEN: MutableMapping[Tensor, Frozen] = WeakTensorKeyDictionary()  # by each weight of the model
+_FROZEN: MutableMapping[Tensor, Frozen] = WeakTensorKeyDictionary()  # by any weight of the model
 
 
 def watch(model: nn.Module, *, widens: bool) -> None:
-    """Remember a prepared model's weights; `widens`: its ops are cast, so any may turn fp32."""
+    """Remember a prepared model's weights; `widens`: its weights may go back to fp32."""
     _NAMES.update({weight: name for name, weight in model.named_parameters()})
     if widens:
         weights = list(model.parameters())
@@ -45,7 +45,7 @@ def watch(model: nn.Module, *, widens: bool) -> None:
 
 
 def frozen_beside(weights: Iterable[Tensor]) -> list[Frozen]:
-    """Return the frozen weights of the weights' models, if these were prepared to widen them."""
+    """Return the frozen weights of each model that has one of `weights` and may widen them."""
     known = {id(frozen): frozen for frozen in map(_FROZEN.get, weights) if frozen}
     return list(known.values())
 
@@ -54,14 +54,14 @@ def frozen_beside(weights: Iterable[Tensor]) -> list[Frozen]:
 def widen_written(frozen: Frozen, steps: int) -> None:
     """Store in fp32 the frozen weights that were written since the last step, and log which.
 
-    Values written before the first of the `steps` so far were only loaded, and stay half.
+    If `steps`, the number of steps so far, is 0, the values were only loaded, and stay half.
     """
     names = []
     for weight in list(frozen):
         master = master_behind(weight)
         if master is None or weight.requires_grad:
             continue
-        changed = sync_from_weights([(weight, master)], look=steps < _LOOKS)
+        changed = sync_from_weights([(weight, master)], look=steps < _COMPARED_STEPS)
         if steps and any(changed):
             widen(weight)
             names.append(_NAMES[weight])
@@ -80,25 +80,25 @@ def widen_turned(weight: Tensor) -> None:
     widen(weight)
 
 
-def _frozen_of(model: nn.Module) -> dict[str, Tensor]:
+def _find_frozen(model: nn.Module) -> dict[str, Tensor]:
     return {n: w for n, w in model.named_parameters() if w in _FROZEN.get(w, ())}
 
 
 def widened(model: nn.Module) -> list[str]:
     """Return the names of the frozen weights that are stored in fp32 since they were written."""
-    return [name for name, weight in _frozen_of(model).items() if weight.dtype not in HALF]
+    return [name for name, weight in _find_frozen(model).items() if weight.dtype not in HALF]
 
 
 def widen_named(model: nn.Module, names: Collection[str]) -> None:
     """Store in fp32 the weights that `widened` named when a checkpoint was made."""
-    for name, weight in _frozen_of(model).items():
+    for name, weight in _find_frozen(model).items():
         if name in names and weight.dtype in HALF:
             widen(weight)
 
 
 @contextmanager
 def fp32_weights(model: nn.Module, but: Container[nn.Parameter] = ()) -> Iterator[None]:
-    """Replace half weights by copies of their fp32 masters within the block, except `but`."""
+    """Context manager that puts fp32 values in place of all half weights except `but`."""
     half = {p: p.data for p in model.parameters() if p.dtype in HALF and p not in but}
     try:
         for parameter in half:
@@ -111,24 +111,24 @@ def fp32_weights(model: nn.Module, but: Container[nn.Parameter] = ()) -> Iterato
 
 
 class _CopyHook:
-    """Kept in a module: a deep copy of the module calls it."""
+    """An attribute of a module that, when copied, gives the copied weights their fp32 values."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_CopyHook":
         module = self._module()
-        if module is None or id(module) not in memo:  # Only the dict that holds this is copied.
+        if module is None or id(module) not in memo:  # Only its dict is copied, not the module.
             return self
         for weight in module.parameters(recurse=False):
             copied = memo.get(id(weight), weight)
-            # If its optimizer was copied before it, it has a master already.
+            # If its optimizer was copied first, the copy has a master already.
             if master_behind(weight) is not None and master_behind(copied) is None:
                 copied.data = exact_value(weight)
         return _CopyHook(memo[id(module)])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _CopyHook)  # It is no state of the module.
+        return isinstance(other, _CopyHook)  # All are equal: it is no state of the module.
 
     def __reduce__(self) -> Any:
         return type(None), ()  # A pickled model is loaded without mpframe.
