@@ -1,25 +1,25 @@
 """The engine: what happens to a number on its way through one training step.
 
-It imports torch and the standard library, and nothing of the rest of mpframe. Read the files in
-this order; `docs/core.md` is the same walk with the code beside it.
+It imports torch and the standard library, and nothing else of mpframe. Read the files in this
+order; `docs/core.md` is the same walk with the code beside it.
 
 Before the first step, a format is decided for every op and every weight:
 
     op_lists         which ops run in half (allow), in fp32 (deny), or as their inputs (infer)
     policy           the answer for one op, from the mode, the lists and the pins
     trace            which ops read each weight, seen in one forward pass
-    storage          which weights are stored in half: those that only half ops read
-    precision        `prepare` does both to a model and its optimizer; `cast` is the block
+    storage          which weights are stored in half: the ones that only half ops read
+    precision        `prepare` sets up a model and its optimizer; `cast` is the forward pass's block
 
 A batch goes forward. Inside the block PyTorch hands each op to the cast:
 
     cast             a block, and a pin around one module; finds the handler of each op
     handlers         what each rule does to the inputs: round to half, widen, hold, pass on
     emulation        float16 on a CPU: half inputs, fp32 sums, one rounding
-    torch_functions  those that are looked into, so that their ops are cast, and those that are
-                     replaced, so that the backward pass gets the casts of its forward pass
+    torch_functions  which torch functions are entered, so that their ops are cast, and which
+                     are replaced, so that the backward pass gets the casts of its forward pass
 
-The objective makes a loss of it, in fp32, and the loss goes backward, scaled:
+The objective computes a loss in fp32, which is scaled and goes backward:
 
     objective        model and batch to `StepOutput(loss, outputs, targets, count)`
     loss_scaling/    the scale: none, static, Backoff or LogMax
@@ -27,26 +27,26 @@ The objective makes a loss of it, in fp32, and the loss goes backward, scaled:
 The gradients arrive in half. They are measured, widened to fp32, then unscaled:
 
     gradients        amax and norm first, then fp32; micro-batches summed by their counts
-    comm             the other processes: backward, accumulate, reduce; they agree on all of it
+    comm             the other processes: backward, accumulate and reduce in step with them
 
 Then the update happens as a whole, or not at all:
 
-    masters          the fp32 value behind each half weight, and the watch over that weight
-    widening         half weights that other code moves, and that go back to fp32
+    masters          the fp32 value behind each half weight, and how writes to it are noticed
+    widening         half weights that other code updates, which become fp32 again
     optimizer        a torch optimizer over masters: its groups, state, checkpoints
     master_weights   collect, check, clip, update or skip, round into the weights
-    step_result      what was done; the one place where the host reads a skip
+    step_result      what a step did, and the one place where the host reads a skip
     buffers          BatchNorm's statistics, put back after a skip
 
 And all of it together:
 
     trainer          the step, line by line
-    callback         what watches a run, and what follows each step
+    callback         watches a run; an `Algorithm` also changes the training
 
 tree, ranges, errors and user_code serve all of them: batches of any shape, checks of a number,
 errors in one line, and whose code has failed.
 
-Whoever has read this far can write a loss scaler (`Scaler`), a way to run an op (`OpHandler`), an
+Having read this far, you can write a loss scaler (`Scaler`), a way to run an op (`OpHandler`), an
 objective, a callback, or a `Comm` of processes. docs/own_parts.md and docs/precision.md
 have examples.
 """
